@@ -141,20 +141,16 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, t
 
     The plan is `[rows, 4]`, int32, or None if the backend needs no plan. Lengths are `[B]`, int32.
     """
-    device = stage.device
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    batch, num_heads = len(case.lengths), case.heads.kv
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
+    num_heads = case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
-    length = None if case.is_ragged else case.tokens_read // batch
+    length = None if case.is_ragged else case.tokens_read // len(case.lengths)
     num_query_rows = case.heads.query // num_heads * case.new_tokens
-    num_rows = ops.size_plan(backend, device, batch, num_heads, length, num_query_rows)
-    if num_rows is None:
+    arguments = lengths, case.new_tokens, case.window, 0, num_heads, backend
+    plan = ops.new_plan(*arguments, length, num_query_rows)
+    if plan is None:
         return (lambda: None), None, lengths
-    plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-    make_plan = functools.partial(
-        ops.make_plan, plan, lengths, case.new_tokens, case.window, 0, num_heads, backend
-    )
-    return make_plan, plan, lengths
+    return functools.partial(ops.make_plan, plan, *arguments), plan, lengths
 
 
 def attend(

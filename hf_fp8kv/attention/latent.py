@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged_tensor import PagedKV
+from ..modeling.identity import ADAPTER_FIELDS
 from ..modeling.methods import ModelMethod
 from ..modeling.model_support import ATTENTION, EXPAND
 from .deterministic import compute_in_blocks
@@ -33,8 +34,6 @@ _NORM_NAME = "kv_a_layernorm"
 _HEADS_PER_PRODUCT = 16
 # Relative RMS error below which the expansion by a module is treated as equal to the formulas.
 _TOLERANCE = 0.02
-# Attributes of PEFT's layers that determine the effect of an adapter.
-_ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
 class Projections:
@@ -267,7 +266,7 @@ def _describe_state(projection: Any, tensors: list[Tensor], like: Tensor) -> tup
     modules = list(projection.modules())
     versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
     hook_ids = [i for x in modules for i in (*x._forward_hooks, *x._forward_pre_hooks)]
-    adapters = [str(getattr(x, name, None)) for x in modules for name in _ADAPTER_FIELDS]
+    adapters = [str(getattr(x, name, None)) for x in modules for name in ADAPTER_FIELDS]
     return like.dtype, like.device, projection.training, *versions, *hook_ids, *adapters
 
 

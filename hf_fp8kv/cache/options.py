@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import StoragePlan, resolve_scales
 from ..scales.layer_scales import SKIP_ADVICE, check_ranks
+from ..utils.arguments import check_count
 from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
@@ -53,22 +54,22 @@ class CacheOptions:
 
     plan: LayerPlan | Mapping[int, LayerPlan]
     scales: KVScales | float | None
-    page_size: int
-    max_cache_len: int | None
-    max_pages: int | None
-    prefill: Prefill
-    backend: str
-    tensor_parallel: TensorParallel
+    page_size: int = 64
+    max_cache_len: int | None = None
+    max_pages: int | None = None
+    prefill: Prefill = "exact"
+    backend: str = "auto"
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     offloading: bool | int = False
 
     @classmethod
     def parse(
         cls,
         *,
-        dtype: object,
-        key_dtype: object,
-        value_dtype: object,
-        scales: KVScales | str | os.PathLike[str] | float | None,
+        dtype: object = None,
+        key_dtype: object = None,
+        value_dtype: object = None,
+        scales: KVScales | str | os.PathLike[str] | float | None = None,
         plan: object = None,
         is_latent: bool = False,
         **fields: Any,
@@ -83,7 +84,7 @@ class CacheOptions:
             ConfigError: An argument is invalid.
             BackendError: The backend cannot run here.
         """
-        ranks = fields["tensor_parallel"] = TensorParallel.parse(fields["tensor_parallel"])
+        ranks = fields["tensor_parallel"] = TensorParallel.parse(fields.get("tensor_parallel"))
         scales = resolve_scales(scales, tp_rank=ranks.rank, tp_size=ranks.size)
         if isinstance(scales, StoragePlan):
             raise ConfigError(
@@ -112,8 +113,9 @@ class CacheOptions:
             # A center of each sequence halves the error of K in the default format. For other
             # formats, the effect is not measured. With prefill="stored", results must not depend on
             # how a sequence is split into calls.
+            is_exact = fields.get("prefill", cls.prefill) == "exact"
             is_default = common_format is None and key_dtype is None and scales is None
-            centered = is_default and fields["prefill"] == "exact" and not is_latent
+            centered = is_default and is_exact and not is_latent
             default = common_format or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
             v = AUTO if is_latent else default
@@ -133,17 +135,12 @@ class CacheOptions:
                 f"prefill: expected 'exact' or 'stored', got {self.prefill!r}. Leave it out, "
                 "unless a first call must also read stored keys and values"
             )
-        _check_positive(self.page_size, "page_size")
-        if self.page_size & (self.page_size - 1) or not 8 <= self.page_size <= 1024:
-            raise ConfigError(
-                f"page_size: expected a power of two from 8 to 1024 tokens, got {self.page_size}. "
-                "Leave it out for 64"
-            )
+        check_supported_page_size(self.page_size, "page_size", "Leave it out for 64")
         for name in ("max_cache_len", "max_pages"):
             if getattr(self, name) is not None:
-                _check_positive(getattr(self, name), name)
+                check_count(name, getattr(self, name))
         if not isinstance(self.offloading, bool):
-            _check_positive(self.offloading, "offloading", "True, False or a number of pages")
+            check_count("offloading", self.offloading, expected="True, False or a whole number")
         if self.offloading and self.is_preallocated:
             raise ConfigError(
                 "offloading: expected a cache that grows, got one with max_cache_len="
@@ -296,8 +293,9 @@ def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
 _DEVICE_BY_BACKEND = {"triton": torch.device("cuda")}
 
 
-def _check_positive(value: object, argument: str, expected: str = "a whole number") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_supported_page_size(size: int, name: str, advice: str) -> None:
+    """Raise ConfigError, with `advice`, for a number of tokens that a page cannot have."""
+    if type(size) is not int or size & (size - 1) or not 8 <= size <= 1024:
         raise ConfigError(
-            f"{argument}: expected {expected} above 0, got {value!r}. Leave it out for the default"
+            f"{name}: expected a power of two from 8 to 1024 tokens, got {size!r}. {advice}"
         )

@@ -212,7 +212,9 @@ def _make_table(budget: PageBudget, rows: Ints, first_page: int) -> BlockTable:
     """
     table = BlockTable(PageAllocator(budget))
     table.allocator.allocates_exactly = True
-    table.reserve(0, (int(rows.max(initial=-1)) + 1) * table.page_size, 1)
+    num_pages = int(rows.max()) + 1
+    budget.check(num_pages)
+    table.reserve(0, num_pages * table.page_size, 1)
     table.allocator.allocates_exactly = False
     missing = np.full((len(rows), first_page), NO_PAGE, np.int32)
     table.replace_rows(np.concatenate([missing, rows], axis=1), first_page)
@@ -338,6 +340,7 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
 
 
 def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
+    _check_same("options", CacheOptions.__dataclass_fields__.keys(), facts.keys())
     plan, scales = facts["plan"], facts["scales"]
     plan_by_layer = plan if isinstance(plan, dict) else {}
     plans = {int(i): LayerPlan.parse(*sides) for i, sides in plan_by_layer.items()}

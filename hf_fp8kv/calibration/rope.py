@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..modeling.model_support import accepts_argument, config_field
-from ..utils.text import format_value
+from ..utils.arguments import check_count
 from .observe import Batch, observe
 
 logger = logging.getLogger(__name__)
@@ -61,14 +61,6 @@ class FarPositions:
         placements = zip(cycle(windows), cycle(_FRACTIONS), strict=False)
         placed = islice(placements, num_batches or len(windows))
         return [Batch((w,), max(1, round(x * (self.last_position - len(w))))) for w, x in placed]
-
-
-def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Raise ConfigError unless `value` is a whole number of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(
-            f"{name}: expected a whole number of at least {minimum}, got {format_value(value)}"
-        )
 
 
 def get_last_position(model: PreTrainedModel, max_length: int, max_position: int | None) -> int:

@@ -20,13 +20,14 @@ from ..modeling.model_support import caches_latents
 from ..scales.kv_scales import KVScales, resolve_scales, warn_if_stale
 from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
+from ..utils.arguments import check_count
 from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
 from . import choose, scoring, stages
 from .observe import TensorDict, find_paged_layers, make_batches
 from .queries import observe_queries
 from .reporting import make_report
-from .rope import FarPositions, Partners, check_count, get_last_position, has_rope, measure_partners
+from .rope import FarPositions, Partners, get_last_position, has_rope, measure_partners
 from .stages import CalibrationOptions, Job
 from .texts import read_model_corpus
 

@@ -20,8 +20,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..utils.arguments import check_count
 from ..utils.text import format_list, format_value
-from .rope import check_count, find_max_positions
+from .rope import find_max_positions
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ _PACKAGES_BY_METHOD: dict[str, tuple[str, ...]] = {
     "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
 }  # fmt: skip
 # Attributes of PEFT's adapters that affect outputs and are not weights.
-_ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
-                   "lora_variant")  # fmt: skip
+ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
+                  "lora_variant")  # fmt: skip
 # Fields of a config that do not affect outputs.
 _NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
 
@@ -52,7 +52,7 @@ def describe_model(model: Any) -> dict[str, object]:
         "adapters": [
             (name, field, str(value))
             for name, module in model.named_modules()
-            for field in _ADAPTER_FIELDS
+            for field in ADAPTER_FIELDS
             if (value := getattr(module, field, None)) is not None
         ],
         "arguments": [

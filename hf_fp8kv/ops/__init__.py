@@ -19,12 +19,12 @@ token_scales[..., 1] and no center.
 """
 
 # This file only imports names: the folders `torch`, `cpu` and `triton` become attributes.
-from .api import advance, attend, gather, make_plan, size_plan, write
+from .api import advance, attend, gather, make_plan, new_plan, write
 from .backends import BACKENDS, CHOICES, choose_backend, explain_backends, load_backend
 from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
     "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend",
-    "choose_backend", "explain_backends", "gather", "load_backend", "make_plan", "size_plan",
+    "choose_backend", "explain_backends", "gather", "load_backend", "make_plan", "new_plan",
     "write",
 ]  # fmt: skip

@@ -122,21 +122,13 @@ def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tenso
     return new_lengths
 
 
-def size_plan(
-    backend: str,
-    device: torch.device,
-    batch: int,
-    num_heads: int,
-    length: int | None = None,
-    num_query_rows: int = 1,
-) -> int | None:
-    """Return the number of rows of a work plan, or None for a backend without plans.
+def new_plan(
+    lengths: Tensor, num_tokens: int, window: int, start: int, num_heads: int, backend: str,
+    length: int | None = None, num_query_rows: int = 1,
+) -> Tensor | None:  # fmt: skip
+    """Return a new work plan, or None for a backend without plans. For arguments see `make_plan`.
 
     Args:
-        backend: One of `BACKENDS`.
-        device: Device of the pages.
-        batch: Number of sequences.
-        num_heads: Number of KV heads.
         length: Number of tokens to read per sequence, if it is the same for all. If splitting would
             not be faster, the plan then has no room for splits, and no kernel merges parts. None
             means that lengths differ.
@@ -145,8 +137,11 @@ def size_plan(
     """
     if backend != "triton":
         return None
-    size: int = load_backend(backend).size_plan(device, batch, num_heads, length, num_query_rows)
-    return size
+    device, size_plan = lengths.device, load_backend(backend).size_plan
+    num_rows: int = size_plan(device, len(lengths), num_heads, length, num_query_rows)
+    plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
+    make_plan(plan, lengths, num_tokens, window, start, num_heads, backend)
+    return plan
 
 
 def make_plan(
@@ -161,12 +156,12 @@ def make_plan(
     """Assign tokens to programs for all layers of a step, on the device.
 
     Args:
-        plan: Work plan to overwrite, `[size_plan(...), 4]`, int32.
+        plan: Work plan to overwrite, a result of `new_plan` for these sequences and heads.
         lengths: Number of stored tokens, including this step's tokens, `[B]`, int32.
         num_tokens: Number of query tokens of this step, T.
         window: As in `AttentionSpec`.
         start: As in `attend`.
-        num_heads: Number of KV heads, as in `size_plan`.
+        num_heads: Number of KV heads.
         backend: "triton", the only backend with plans.
     """
     run = _plan if can_skip_dispatcher(lengths) else _get_dispatcher("plan", backend)

@@ -105,27 +105,18 @@ class BlockTable:
         return max(num_new_columns, 0) * batch + len(self._find_shared(start, stop))
 
     def reserve(
-        self,
-        start: int,
-        stop: int,
-        batch: int,
-        copy: Callable[[Copies], None] | None = None,
-        *,
-        budget_checked: bool = False,
+        self, start: int, stop: int, batch: int, copy: Callable[[Copies], None] | None = None
     ) -> None:
         """Assign each token from `start` to `stop - 1` a page that only its sequence holds.
 
-        No pages are assigned between the last listed page and `start`.
+        No pages are assigned between the last listed page and `start`. The caller checks the budget
+        for `count_needed` pages.
 
         Args:
             start: First token, with `start // page_size >= first_page`.
             stop: Last token plus one.
             batch: Number of sequences. It must be the same in every call until `clear`.
             copy: Function that copies the shared pages to new pages.
-            budget_checked: As in `PageAllocator.allocate`.
-
-        Raises:
-            OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
         new_start = max(self.num_columns, start // self.page_size)
@@ -134,7 +125,7 @@ class BlockTable:
         if num_new_columns == 0 and not shared:
             return
         num_added = num_new_columns * batch
-        new_pages = self.allocator.allocate(num_added + len(shared), budget_checked=budget_checked)
+        new_pages = self.allocator.allocate(num_added + len(shared))
         entries = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
         shared_pages, separate_pages = self.rows[entries], new_pages[num_added:]
         try:

@@ -6,7 +6,6 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..ops.blocks import Ints
-from .blocks import zeros
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE, PageBudget
 
@@ -94,19 +93,19 @@ class FixedPages(LayerGroup):
         that calls this method fills the plan in each step. A plan assigns all positions for any
         lengths, so an outdated plan is less balanced but still correct.
         """
-        lengths, plan = self.device_lengths[member], None
-        batch, device = len(lengths), lengths.device
-        key = (batch, device, num_heads, num_rows)
+        lengths, window = self.device_lengths[member], self.window or 0
+        key = (len(lengths), lengths.device, num_heads, num_rows)
         if key not in self._plans:
-            plan_size = ops.size_plan(backend, device, batch, num_heads, None, num_rows)
-            if plan_size is not None:
-                plan = zeros((plan_size, 4), torch.int32, device)
-                ops.make_plan(plan, lengths, 1, self.window or 0, 0, num_heads, backend)
+            # Later steps may run outside inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                plan = ops.new_plan(
+                    lengths, 1, window, 0, num_heads, backend, num_query_rows=num_rows
+                )
             self._plans[key] = plan, member
         return self._plans[key]
 
     def unshare(self, length: int) -> None:
-        """Give each sequence separate pages for tokens from `length` on."""
+        """Give each sequence separate pages for tokens from `length` on. The budget has room."""
         table, start = self.table, 0 if self.ring_size else length
         if table.batch:  # after an interrupt the group may have no pages
             num_slots = self.pages_per_sequence * self.page_size
@@ -137,7 +136,9 @@ class FixedPages(LayerGroup):
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
                 f"{sorted(lengths)} under a window of {self.window}. Call it earlier"
             )
-        table.reserve(ring_size * size, self.num_columns * size, table.batch)
+        span = ring_size * size, self.num_columns * size, table.batch
+        self.budget.check(table.count_needed(*span))
+        table.reserve(*span)
         for member, member_length in member_lengths.items():
             self.update_first_intact(member, member_length)
         stop_page = -(-length // size)

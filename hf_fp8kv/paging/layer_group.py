@@ -56,12 +56,10 @@ class Step:
         """
         key = (first, num_heads, num_rows, device, backend)
         if key not in self._plans:
-            length, plan = self.stop - first, None
-            plan_size = ops.size_plan(backend, device, self.batch, num_heads, length, num_rows)
-            if plan_size is not None:
-                plan = torch.empty((plan_size, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths(device), 1, 0, first, num_heads, backend)
-            self._plans[key] = plan
+            lengths, length = self.lengths(device), self.stop - first
+            self._plans[key] = ops.new_plan(
+                lengths, 1, 0, first, num_heads, backend, length, num_rows
+            )
         return self._plans[key]
 
 
@@ -169,7 +167,7 @@ class LayerGroup:
             # Set the step before pages are reserved, so that an interrupted long call is undone.
             step = group.step = Step(start, stop, batch)
             step.first_kept_page = first // self.page_size if is_long else None
-            group.table.reserve(first, stop, batch, group.copy_pages, budget_checked=True)
+            group.table.reserve(first, stop, batch, group.copy_pages)
             step.version = group.table.version
 
     def _find_step_span(self, start: int, stop: int) -> tuple[int, int, bool]:

@@ -90,14 +90,11 @@ class PageAllocator:
         is_low = 0 < self.num_held * SHRINK_DIVISOR <= self.capacity
         return is_low and self.num_free * self.page_size > GROWTH_TOKENS
 
-    def allocate(self, num_pages: int, *, budget_checked: bool = False) -> Ints:
-        """Return `num_pages` page numbers, each with one reference.
+    def allocate(self, num_pages: int) -> Ints:
+        """Return `num_pages` page numbers, each with one reference. The caller checks the budget.
 
-        New pages are created in steps if needed. Raise OutOfPagesError if this would exceed the
-        budget. With `budget_checked`, the caller has already checked it, and will free other pages.
+        New pages are created in steps if needed.
         """
-        if not budget_checked:
-            self.budget.check(num_pages)
         num_missing = num_pages - self.num_free
         if num_missing > 0:
             min_growth = max(GROWTH_TOKENS // self.page_size, self.capacity // GROWTH_DIVISOR)

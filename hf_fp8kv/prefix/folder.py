@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LOCK_NAME, _PARTIAL_SUFFIX = ".prefix_store.lock", ".part"
+_NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
+_PARTIAL_PATTERN = re.compile(rf"\.{_NAME_PATTERN.pattern}{re.escape(_PARTIAL_SUFFIX)}")
 # Links could lead out of the folder, and reading a pipe could block. (Windows lacks these flags.)
 _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 # Nanoseconds that a file's time may lag behind the clock: one kernel tick, plus a margin.
@@ -32,14 +34,10 @@ class StoredFile(NamedTuple):
 
 
 class PrefixFolder:
-    """The files of a folder whose names match a pattern, with at most `max_bytes` in total.
+    """The stored pages of a folder, with at most `max_bytes` in total. Other files are ignored."""
 
-    `name_pattern` must match the whole name of a file. All other files are ignored.
-    """
-
-    def __init__(self, path: Path, name_pattern: re.Pattern[str], max_bytes: int) -> None:
-        self.path, self._pattern, self._max_bytes = path, name_pattern, max_bytes
-        self._partial_pattern = re.compile(rf"\.{name_pattern.pattern}{re.escape(_PARTIAL_SUFFIX)}")
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path, self._max_bytes = path, max_bytes
         # A heap of the files at the last scan, and the time of the scan. Files that are not in the
         # heap were used later. A file is checked again before it is removed.
         self._heap: list[StoredFile] = []
@@ -50,7 +48,7 @@ class PrefixFolder:
         files = []
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
-                if self._pattern.fullmatch(entry.name) and (file := self._stat_file(entry.name)):
+                if _NAME_PATTERN.fullmatch(entry.name) and (file := self._stat_file(entry.name)):
                     files.append(file)
         return files
 
@@ -140,7 +138,7 @@ class PrefixFolder:
     def _scan(self, lock_fd: int) -> int:
         """Scan all files, remove partial files of killed processes, and return the total size."""
         for name in os.listdir(self.path):
-            if self._partial_pattern.fullmatch(name):
+            if _PARTIAL_PATTERN.fullmatch(name):
                 with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
         self._scan_time = time.time_ns() - _TICK_NS

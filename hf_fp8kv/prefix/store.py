@@ -12,7 +12,6 @@ file is truncated in between, reading raises an error, whereas a mapping would e
 import errno
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -28,13 +27,13 @@ from weakref import WeakSet
 import torch
 
 from ..errors import ConfigError
+from ..utils.arguments import check_count
 from ..utils.warn_once import warn_once
 from .file import Page, pack, unpack
 from .folder import PrefixFolder
 
 logger = logging.getLogger(__name__)
 
-_NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
 _NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_MAX_BYTES = 16 << 30
 # Time to wait for other processes that write: at first, and after a wait has timed out.
@@ -91,11 +90,7 @@ class PrefixStore:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-            raise ConfigError(
-                f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}. Leave it "
-                f"out for {DEFAULT_MAX_BYTES}"
-            )
+        check_count("max_bytes", max_bytes)
         self.max_bytes = max_bytes
         try:
             self.path = Path(path).expanduser().absolute()
@@ -105,7 +100,7 @@ class PrefixStore:
                 f"path: expected a folder that exists or can be created, got {str(path)!r}: "
                 f"{error}. Choose a different path"
             ) from error
-        self._folder = PrefixFolder(self.path, _NAME_PATTERN, max_bytes)
+        self._folder = PrefixFolder(self.path, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
         self._refused_keys: set[str] = set()
         self._reset_writer()

@@ -7,7 +7,6 @@ model.generate_batch(prompts)  # or generate(cache_implementation="paged"), or m
 """
 
 import os
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -26,11 +25,11 @@ from ..scales.kv_scales import KVScales, warn_if_stale
 from .config import ServingConfig
 from .engines import StockManager, make_cache_class
 from .engines.common import EngineCache
-from .fp8_manager import FP8Manager, ManagerFactory, find_factory, find_managers, require_enabled
+from .fp8_manager import ManagerFactory, find_factory, find_managers
 from .probe import check_packing, read_layer_windows
 from .usage import Usage, read_usage
 
-__all__ = ["Usage", "disable", "enable", "make_manager", "read_usage"]
+__all__ = ["Usage", "disable", "enable", "read_usage"]
 
 
 def enable(
@@ -49,10 +48,10 @@ def enable(
     """Make continuous batching of this model store FP8 pages, and attend to the stored bytes.
 
     This applies to `generate_batch`, `generate(cache_implementation="paged")`,
-    `init_continuous_batching`, `continuous_batching_context_manager` and `make_manager`. Attention
-    reads the stored bytes even within a prompt. The answer to a request therefore does not depend
-    on how the engine splits its prompt, or on whether the prefix is in the cache. The answer equals
-    the answer of `generate()` with `FP8PagedCache(..., prefill="stored")`.
+    `init_continuous_batching` and `continuous_batching_context_manager`. Attention reads the stored
+    bytes even within a prompt. The answer to a request therefore does not depend on how the engine
+    splits its prompt, or on whether the prefix is in the cache. The answer equals the answer of
+    `generate()` with `FP8PagedCache(..., prefill="stored")`.
 
     Call `enable` again to change the keywords for later managers. `disable` restores the model.
 
@@ -141,25 +140,6 @@ def enable(
     if deterministic:
         install_deterministic(model, __name__)
     return model
-
-
-def make_manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
-    """Return a ContinuousBatchingManager whose engine stores FP8 pages. It is not started yet.
-
-    `model.init_continuous_batching` of an enabled model does the same. Do not call
-    `ContinuousBatchingManager(model, ...)` directly: it would use stock pages, so its first step
-    raises a ConfigError.
-
-    Args:
-        model: A model that `enable` was called on.
-        args: Arguments of transformers' `init_continuous_batching`, all optional: a
-            GenerationConfig, a ContinuousBatchingConfig, and hints on the workload.
-        kwargs: The same arguments by name.
-
-    Raises:
-        ConfigError: `enable` was not called, or the engine's config is not supported.
-    """
-    return require_enabled(model)(*args, **kwargs)
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:

@@ -22,13 +22,6 @@ class LayerStorage(NamedTuple):
     center: torch.Tensor | None  # vector that is subtracted from each K, [Hkv, D]
 
 
-_DEFAULT_OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(("scales", "dtype", "key_dtype", "value_dtype", "tensor_parallel")),
-    "backend": "auto", "page_size": 64, "max_cache_len": None, "max_pages": None,
-    "prefill": "stored",
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class ServingConfig:
     """The parsed keywords of `enable`."""
@@ -42,7 +35,7 @@ class ServingConfig:
 
         Raises ConfigError, ScaleError or BackendError, like `enable`.
         """
-        options = CacheOptions.parse(**{**_DEFAULT_OPTIONS, **keywords})
+        options = CacheOptions.parse(prefill="stored", **keywords)
         if options.has_first_call_centers:
             raise ConfigError(
                 "plan: expected a plan or scales that carry the centers of K, got none. The engine "

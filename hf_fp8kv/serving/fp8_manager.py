@@ -107,7 +107,7 @@ def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None
         raise ConfigError(
             "expected a manager of FP8 pages, because hf_fp8kv.serving.enable() was called on the "
             "model, got a ContinuousBatchingManager of transformers. Make the manager with "
-            "hf_fp8kv.serving.make_manager(model, ...) or model.init_continuous_batching(...)"
+            "model.init_continuous_batching(...)"
         )
 
 

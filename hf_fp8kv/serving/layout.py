@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.options import CacheOptions
+from ..cache.options import CacheOptions, check_supported_page_size
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..ops import Pages, StoredSide
@@ -43,11 +43,8 @@ class EngineLayout:
         Raises:
             ConfigError: The layers need pages of different sizes, or `page_size` is not supported.
         """
-        if page_size & (page_size - 1) or not 8 <= page_size <= 1024:
-            raise ConfigError(
-                "the engine's page size: expected a power of two from 8 to 1024 tokens, got "
-                f"{page_size}. Set ContinuousBatchingConfig(page_size=...), or block_size"
-            )
+        advice = "Set ContinuousBatchingConfig(page_size=...), or block_size"
+        check_supported_page_size(page_size, "the engine's page size", advice)
         plans = [options.layer_plan(index) for index in range(num_layers)]
         for index, plan in enumerate(plans):
             if [side.is_auto for side in plan] != [side.is_auto for side in plans[0]]:

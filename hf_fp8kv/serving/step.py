@@ -48,14 +48,16 @@ class AttendBatch:
         """Return the work plan for these heads. None means that the backend has no work plans."""
         key = (backend, num_heads, num_query_heads, window)
         if key not in self._work_plans:
-            device, batch = self.lengths.device, len(self.lengths)
             num_query_rows = num_query_heads // num_heads * self.num_queries
-            num_rows = ops.size_plan(backend, device, batch, num_heads, None, num_query_rows)
-            plan = None
-            if num_rows is not None:
-                plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths, self.num_queries, window, 0, num_heads, backend)
-            self._work_plans[key] = plan
+            self._work_plans[key] = ops.new_plan(
+                self.lengths,
+                self.num_queries,
+                window,
+                0,
+                num_heads,
+                backend,
+                num_query_rows=num_query_rows,
+            )
         return self._work_plans[key]
 
 

@@ -354,9 +354,9 @@ def test_skipped_layers_are_not_paged() -> None:
         ({"config": None, "skip_layers": [0]}, "skip_layers"),
         ({"offloading": True, "max_cache_len": 64}, "offloading: expected a cache that grows"),
         ({"offloading": 4, "max_cache_len": 64}, "offloading: expected a cache that grows"),
-        ({"offloading": "sliding"}, "offloading: expected True, False or a number of pages above"),
-        ({"offloading": 0}, "offloading: expected True, False or a number .* above 0, got 0"),
-        ({"offloading": 2.5}, "offloading: expected True, False or a number of pages above 0"),
+        ({"offloading": "sliding"}, "offloading: expected True, False or a whole number of at"),
+        ({"offloading": 0}, "offloading: expected True, False or a .* of at least 1, got 0"),
+        ({"offloading": 2.5}, "offloading: expected True, False or a whole number of at"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -630,6 +630,13 @@ def test_a_reset_needs_no_pages_for_copies(call: str) -> None:
     new_k = make_keys(3, 1, 1)
     cache.update(new_k, -new_k, 0)
     assert_same(cache.layers[0].keys.dense()[:, :, :3], new_k)
+
+
+def test_a_preallocated_cache_beyond_its_budget_allocates_nothing() -> None:
+    cache = FP8PagedCache(make_config(), page_size=16, max_cache_len=160, max_pages=12)
+    with pytest.raises(OutOfPagesError, match="20 more with 0 in use"):
+        add_tokens(cache, 3, batch=2)
+    add_tokens(cache, 3, batch=1)
 
 
 def test_sequences_may_be_selected_in_inference_mode() -> None:

@@ -156,6 +156,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
         "planned", lambda meta, _: meta["options"]["plan"].pop("1"), "none for layer 1"
     ),
     "dtype that no model has": ("dynamic", set_entry(["uint8"] * 2, *LAYER, "dtypes"), "uint8"),
+    "no page_size": ("dynamic", lambda meta, _: meta["options"].pop("page_size"), "options: "),
     "page_size of 0": ("dynamic", set_entry(0, "options", "page_size"), "page_size: "),
     "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "entries"),
     "turns": ("dynamic", set_entry(-1.0, *LAYER, "turns", "base"), "turns"),

@@ -530,8 +530,8 @@ TestPagesMachine = PagesMachine.TestCase
 # -- direct tests --------------------------------------------------------------------------------
 
 
-def make_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
-    return BlockTable(PageAllocator(PageBudget(page_size, max_pages)))
+def make_table(page_size: int = 4) -> BlockTable:
+    return BlockTable(PageAllocator(PageBudget(page_size)))
 
 
 def make_written_table(num_tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
@@ -667,23 +667,27 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
 
 
 def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
-    table = make_table(max_pages=5)
+    budget = PageBudget(4, 5)
+    group = LayerGroup(budget)
+    table = group.table
+    group.add(PagePool(4, PLAN, True))
     with pytest.raises(OutOfPagesError):
-        table.reserve(0, 9, 2)
+        group.prepare(0, 9, 2)
     assert (table.batch, table.allocator.capacity) == (0, 0), "the refused call set the batch size"
-    table.reserve(0, 6, 2)
+    group.prepare(0, 6, 2)
+    group.lengths[0] = 6
     rows, version, capacity = table.rows.copy(), table.version, table.allocator.capacity
     with pytest.raises(
         OutOfPagesError, match=r"at most 5 pages of 4 tokens .* 4 more with 4"
     ) as error:
-        table.reserve(6, 13, 2)
+        group.prepare(6, 13, 2)
     assert (error.value.needed, error.value.available) == (4, 1)
     assert np.array_equal(table.rows, rows)
     assert (table.version, table.allocator.capacity) == (version, capacity)
     assert (table.first_page, table.num_columns, table.allocator.num_held) == (0, 2, 4)
     check_tables(table)
     # A smaller step still fits.
-    table.reserve(6, 8, 2)
+    group.prepare(6, 8, 2)
 
 
 # -- groups --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -16,12 +15,16 @@ from hf_fp8kv.prefix import folder as folder_module
 from hf_fp8kv.prefix.folder import PrefixFolder, StoredFile
 
 pytestmark = pytest.mark.text
-NAME_PATTERN, MAX_BYTES = re.compile(r"page\d+"), 100
+MAX_BYTES = 100
 LOCK_NAME = ".prefix_store.lock"
 
 
 def make_folder(path: Path) -> PrefixFolder:
-    return PrefixFolder(path, NAME_PATTERN, MAX_BYTES)
+    return PrefixFolder(path, MAX_BYTES)
+
+
+def name_page(number: int) -> str:
+    return f"{number:064x}.safetensors"
 
 
 def put_file(
@@ -41,7 +44,7 @@ def make_full_folder(path: Path) -> PrefixFolder:
     """Return a folder with pages 0 to 99 of one byte, all older than a tick of the folder."""
     folder = make_folder(path)
     for number in range(MAX_BYTES):
-        put_file(folder, f"page{number}", 1)
+        put_file(folder, name_page(number), 1)
     time.sleep(2 * folder_module._TICK_NS / 1e9)
     return folder
 
@@ -80,7 +83,7 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                 prompt_names = tuple(file.name for file in files_before[index : index + 2])
                 other_files = [file for file in files_before if file.name not in prompt_names]
                 prompt_bytes = sum_bytes(files_before) - sum_bytes(other_files)
-                is_stored = put_file(folder, f"page{number}", num_bytes, prompt_names)
+                is_stored = put_file(folder, name_page(number), num_bytes, prompt_names)
                 names_after = {file.name for file in folder.list_files()}
                 assert is_stored == (prompt_bytes + num_bytes <= MAX_BYTES)
                 kept_files = [file for file in other_files if file.name in names_after]
@@ -106,12 +109,12 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
 
 def test_storing_does_not_scan_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path)
-    assert put_file(folder, "page0", 1)
+    assert put_file(folder, name_page(0), 1)
     other_folder = make_folder(tmp_path)
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, lambda _: pytest.fail("the folder was scanned"))
     for index in range(1, 100):
-        assert put_file((folder, other_folder)[index % 2], f"page{index}", 1)
+        assert put_file((folder, other_folder)[index % 2], name_page(index), 1)
 
 
 def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,35 +122,35 @@ def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.Monk
     scanned_paths, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scanned_paths.append(path) or scandir(path))
     for number in range(100, 180):
-        assert put_file(folder, f"page{number}", 1)
+        assert put_file(folder, name_page(number), 1)
     assert len(scanned_paths) == 1
     names = {file.name for file in folder.list_files()}
-    assert names == {f"page{number}" for number in range(80, 180)}
+    assert names == {name_page(number) for number in range(80, 180)}
 
 
 def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
     """Such files exist if the clock was set back."""
     folder, future = make_folder(tmp_path), time.time_ns() + 10**15
     for number in range(5):
-        put_file(folder, f"page{number}", 20)
-        folder.touch(f"page{number}", future + number)
+        put_file(folder, name_page(number), 20)
+        folder.touch(name_page(number), future + number)
     for number in range(5, 9):
         with folder.lock(0.0) as lock_fd:
             assert lock_fd is not None
-            assert folder.put(lock_fd, f"page{number}", bytes(20), ())
+            assert folder.put(lock_fd, name_page(number), bytes(20), ())
     names = {file.name for file in folder.list_files()}
     assert len(names) == 5
-    assert names > {"page5", "page6", "page7", "page8"}
+    assert names > {name_page(5), name_page(6), name_page(7), name_page(8)}
 
 
 @pytest.mark.parametrize("digits", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
 def test_a_damaged_total_is_recomputed(digits: bytes, tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     for number in range(3):
-        put_file(folder, f"page{number}", 30)
+        put_file(folder, name_page(number), 30)
     (tmp_path / LOCK_NAME).write_bytes(digits)
-    assert put_file(folder, "page3", 30)
-    assert sorted(file.name for file in folder.list_files()) == ["page1", "page2", "page3"]
+    assert put_file(folder, name_page(3), 30)
+    assert sorted(file.name for file in folder.list_files()) == [*map(name_page, range(1, 4))]
     assert (tmp_path / LOCK_NAME).read_bytes() == b"%020d" % 90
 
 
@@ -160,15 +163,15 @@ def test_a_total_that_includes_unwritten_bytes_is_corrected(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = make_folder(tmp_path)
-    put_file(folder, "page0", 20)
+    put_file(folder, name_page(0), 20)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         for _ in range(4):
             with pytest.raises(OSError, match="No space"):
-                put_file(folder, "page1", 20)
+                put_file(folder, name_page(1), 20)
     assert int((tmp_path / LOCK_NAME).read_text()) == MAX_BYTES
-    assert put_file(folder, "page1", 70)
-    assert sorted(file.name for file in folder.list_files()) == ["page0", "page1"]
+    assert put_file(folder, name_page(1), 70)
+    assert sorted(file.name for file in folder.list_files()) == [name_page(0), name_page(1)]
     assert int((tmp_path / LOCK_NAME).read_text()) == 90
 
 
@@ -177,9 +180,9 @@ def test_a_smaller_limit_frees_space_on_a_full_disk(
 ) -> None:
     """The disk does not even have space for the total."""
     for number in range(3):
-        put_file(make_folder(tmp_path), f"page{number}", 30)
+        put_file(make_folder(tmp_path), name_page(number), 30)
     (tmp_path / LOCK_NAME).unlink()
-    folder, pwrite = PrefixFolder(tmp_path, NAME_PATTERN, 50), os.pwrite
+    folder, pwrite = PrefixFolder(tmp_path, 50), os.pwrite
 
     def write_if_it_fits(*args: Any) -> int:
         if sum_bytes(folder.list_files()) > 50:
@@ -188,5 +191,5 @@ def test_a_smaller_limit_frees_space_on_a_full_disk(
 
     monkeypatch.setattr(os, "pwrite", write_if_it_fits)
     folder.apply_limit()
-    assert [file.name for file in folder.list_files()] == ["page2"]
+    assert [file.name for file in folder.list_files()] == [name_page(2)]
     assert int((tmp_path / LOCK_NAME).read_text()) == 30

@@ -286,8 +286,7 @@ class TestManagers:
         configs = {"generation_config": greedy(), "continuous_batching_config": batching()}
         for manager in (
             llama.init_continuous_batching(**configs),
-            serving.make_manager(llama, **configs),
-            serving.make_manager(llama, greedy(), batching()),
+            llama.init_continuous_batching(greedy(), batching()),
         ):
             assert type(manager) is FP8Manager
             assert isinstance(manager, ContinuousBatchingManager)
@@ -307,8 +306,8 @@ class TestManagers:
         """The manager must not store 16 bits silently. It works after `disable`."""
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
-        cases = ((serving.enable, "serving.make_manager"), (serving.disable, None))
-        for enable_or_disable, message in cases:
+        expected = "model.init_continuous_batching"
+        for enable_or_disable, message in ((serving.enable, expected), (serving.disable, None)):
             enable_or_disable(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
             with run_manager(manager):
@@ -330,10 +329,6 @@ class TestManagers:
                 model.set_attn_implementation(attention)
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
-
-    def test_make_manager_rejects_a_model_without_enable(self, llama: Any) -> None:
-        with pytest.raises(ConfigError, match=r"serving\.enable"):
-            serving.make_manager(llama)
 
     def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
         stock_model = make_model("llama")
@@ -683,18 +678,18 @@ class TestRunningEngines:
     def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
 
-        def fill_plan(plan: torch.Tensor, lengths: torch.Tensor, *_: Any) -> None:
-            plan.fill_(int(lengths[0]))
+        def new_plan(lengths, _tokens, _window, _start, num_heads, _backend, num_query_rows):
+            calls.append((num_heads, num_query_rows))
+            return lengths[:, None]
 
-        monkeypatch.setattr(step_module.ops, "size_plan", lambda *args: calls.append(args) or 1)
-        monkeypatch.setattr(step_module.ops, "make_plan", fill_plan)
+        monkeypatch.setattr(step_module.ops, "new_plan", new_plan)
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
         batches = step.get_work(0, torch.device("cpu")).batches
         plans = [int(batch.get_work_plan("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(plans) == [5, 8]
-        assert sorted((heads, rows) for _, _, _, heads, _, rows in calls) == [(2, 2), (2, 10)]
+        assert sorted(calls) == [(2, 2), (2, 10)]
 
     def test_tokens_held_counts_running_requests(self) -> None:
         model = build_variant("mistral", sliding_window=20)[0]
