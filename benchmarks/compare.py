@@ -9,7 +9,6 @@ time the trees one after another.
 """
 
 import contextlib
-import json
 import os
 import random
 import statistics
@@ -22,7 +21,7 @@ from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.utils.environment import describe_run
 
 from . import hot_loops
-from .shared import TURNS_OPTION, Options, Result, main
+from .shared import TURNS_OPTION, Options, Result, exchange_line, main
 
 THIS_TREE = Path(__file__).parents[1]
 OLD, NEW = 0, 1  # indices of the processes
@@ -41,7 +40,7 @@ def compare_trees(
 
     Args:
         old: Folder that contains a folder `hf_fp8kv`.
-        new: As `old`, for the tree to compare with it.
+        new: Folder like `old`, of the tree to compare with it.
         turns: Number of timed turns of each loop in each tree. One untimed turn comes first.
         backend: Backend of `FP8PagedCache`.
         loop_prefix: Prefix of the names of the loops to run.
@@ -53,7 +52,7 @@ def compare_trees(
     run = describe_run("compare")
     # With -P, Python does not import from the script's folder.
     command = [sys.executable, "-P", str(hot_loops.__file__), backend, loop_prefix]
-    shuffle, order = random.Random(0).shuffle, [OLD, NEW]
+    rng = random.Random(0)
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(subprocess.Popen(
@@ -62,13 +61,13 @@ def compare_trees(
             ))
             for tree in (old, new)
         ]  # fmt: skip
-        names, _ = [json.loads(_read_line(process)) for process in processes]
+        names, _ = map(exchange_line, processes)
         us_by_loop: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(turns + 1):
             progress(f"turn {turn} of {turns}")
             for name in names:
-                shuffle(order)
-                turn_us = {index: _measure_turn(processes[index], name) for index in order}
+                order = rng.sample((OLD, NEW), 2)
+                turn_us = {index: exchange_line(processes[index], name) for index in order}
                 if turn:
                     us_by_loop[name].append((turn_us[OLD], turn_us[NEW]))
     rows = []
@@ -81,26 +80,11 @@ def compare_trees(
     return {**run, "settings": settings, "rows": rows}
 
 
-def _measure_turn(process: "subprocess.Popen[str]", name: str) -> float:
-    """Return the microseconds per layer and step of one turn of a loop."""
-    assert process.stdin is not None
-    process.stdin.write(name + "\n")
-    process.stdin.flush()
-    return float(_read_line(process))
-
-
-def _read_line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    if not (line := process.stdout.readline()):
-        raise RuntimeError(f"a process ended with {process.wait()}: {process.args!r}")
-    return line
-
-
 if __name__ == "__main__":
     options: Options = {
-        "old": {"type": Path, "help": "The source tree to compare with."},
-        "--new": {"type": Path, "help": "Default: the tree of this module."},
-        "--backend": {"help": "Default: auto."},
+        "old": {"type": Path, "help": "Source tree to compare with."},
+        "--new": {"type": Path, "help": "Source tree to measure. Default: the tree of this file."},
+        "--backend": {"help": "Backend of FP8PagedCache. Default: auto."},
         "--loops": {"dest": "loop_prefix", "help": "Prefix of the names of the loops to run."},
     }
     main(__doc__, compare_trees, {**options, **TURNS_OPTION})

@@ -41,7 +41,7 @@ from hf_fp8kv.utils.demo_model import find_gguf_file
 from hf_fp8kv.utils.environment import describe_run, find_version
 
 from .other_cpu_kernels import Attend, make_other_steps
-from .shared import TURNS_OPTION, Result, main
+from .shared import TURNS_OPTION, Result, exchange_line, main
 
 HEADS = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
 # Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit 24 GiB.
@@ -90,7 +90,9 @@ def measure_rivals(
         turns: Number of turns.
         progress: Function that is called with the name of the next measurement.
     """
-    run, rows, read_rates = describe_run("cpu-rivals"), [], {}
+    run = describe_run("cpu-rivals")
+    rows: list[Result] = []
+    read_rates: dict[int, float] = {}
     max_threads = torch.get_num_threads()
     with torch.inference_mode():
         for num_threads in sorted({1, max_threads}) if "layers" in parts else ():
@@ -117,9 +119,9 @@ def measure_rivals(
 
 def measure_read_rate() -> float:
     """Return the rate in GB/s at which torch's threads read 256 MiB, the median of nine runs."""
-    x = torch.ones(1 << 26)
-    steps: dict[str, Step] = {"read": x.sum}
-    return round(x.nbytes / statistics.median(take_turns(steps, 9)["read"]) / 1e9, 1)
+    values = torch.ones(1 << 26)
+    steps: dict[str, Step] = {"read": values.sum}
+    return round(values.nbytes / statistics.median(take_turns(steps, 9)["read"]) / 1e9, 1)
 
 
 def _measure_layer(
@@ -131,7 +133,7 @@ def _measure_layer(
     for name, step in steps.items():
         error = (step().float() - expected).square().mean() / expected.square().mean()
         if not error.sqrt() < TOLERANCE:
-            raise RuntimeError(f"{name}: expected torch's attention, got an error of {error:.2f}")
+            raise RuntimeError(f"{name}: expected the output of torch, got an error of {error:.2f}")
     seconds = take_turns(steps, turns)
     _, num_kv_heads, dim = heads
     rows = []
@@ -156,7 +158,7 @@ def _make_steps(
     A step runs all layers, and returns the output of the last layer, `[B, Hq, T, D]`.
     """
     num_heads, num_kv_heads, dim = heads
-    module, scaling = AttentionLayer(num_heads // num_kv_heads), dim**-0.5
+    module = AttentionLayer(num_heads // num_kv_heads)
     query = torch.randn(batch, num_heads, num_new, dim).bfloat16()
     key, value = torch.randn(2, batch, num_kv_heads, num_new, dim).bfloat16()
     history = torch.randn(2, batch, num_kv_heads, num_stored, dim).bfloat16()
@@ -167,7 +169,7 @@ def _make_steps(
     ) -> torch.Tensor:
         for layer in range(num_layers):
             keys, values = cache.update(key, value, layer)
-            output: torch.Tensor = attend(module, query, keys, values, mask, scaling=scaling)[0]
+            output: torch.Tensor = attend(module, query, keys, values, mask, scaling=dim**-0.5)[0]
         if num_new > 1:  # a single token does not change the time of the next turn
             cache.crop(-num_new)
         return output.transpose(1, 2)
@@ -191,8 +193,8 @@ def _make_steps(
         shape = (num_layers, 2, batch, num_kv_heads, num_stored + num_new, dim)
         buffers = torch.zeros(shape, dtype=dtype)
         buffers[..., :num_stored, :] = history
-        q = query.to(dtype)
-        steps[name] = [functools.partial(attend_over_buffer, buffer, q) for buffer in buffers]
+        attend_buffer = functools.partial(attend_over_buffer, query=query.to(dtype))
+        steps[name] = [functools.partial(attend_buffer, buffer) for buffer in buffers]
     all_steps: dict[str, Attend] = {
         name: functools.partial(run_layers, layers) for name, layers in steps.items()
     }
@@ -311,17 +313,10 @@ def _run_llama() -> Iterator[StepTimers]:
     ]  # fmt: skip
     command = [sys.executable, "-c", _LLAMA_PROGRAM]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def send_to_process(line: object) -> Any:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(line) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
     try:
-        send_to_process(setup)
-        yield {case: functools.partial(send_to_process, i) for i, case in enumerate(cases)}
+        exchange_line(process, json.dumps(setup))
+        yield {case: functools.partial(exchange_line, process, str(index))
+               for index, case in enumerate(cases)}  # fmt: skip
     finally:
         process.kill()
 
@@ -329,7 +324,7 @@ def _run_llama() -> Iterator[StepTimers]:
 INTEGERS: dict[str, Any] = {"type": int, "nargs": "+"}
 OPTIONS = {
     **TURNS_OPTION,
-    "--parts": {"help": "layers, slopes, or layers,slopes."},
+    "--parts": {"help": "Parts to measure: layers, slopes, or layers,slopes."},
     "--context": {**INTEGERS, "dest": "context_lengths", "help": "Numbers of stored tokens."},
     "--batches": {**INTEGERS, "dest": "batch_sizes", "help": "Numbers of sequences."},
     "--new": {**INTEGERS, "dest": "new_tokens", "help": "Numbers of new tokens."},

@@ -49,12 +49,13 @@ def measure_first_calls(
     `operations` and `seconds` (the median) are for a whole call of the model. `ratio` is the median
     over the turns of the time divided by the time of `DynamicCache`.
     """
-    config, rows = model.config, []
+    config = model.config
+    rows: list[Result] = []
     progress("choosing a plan")
     plan_start = time.perf_counter()
     plan = choose_plan(model)
     plan_seconds = time.perf_counter() - plan_start
-    # The attention function and the function that makes the cache.
+    # The attention implementation and the function that makes the cache, by name.
     contenders: dict[str, tuple[str, Callable[[], Any]]] = {
         "DynamicCache": ("sdpa", lambda: DynamicCache(config=config)),
         "FP8PagedCache": ("fp8_paged", lambda: FP8PagedCache(config)),

@@ -69,24 +69,24 @@ def _round_to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
     return round_to_format(x / scale, _E4M3) * scale
 
 
-def _find_amax(*states: Tensor) -> Tensor:
+def _compute_amax(*states: Tensor) -> Tensor:
     return torch.cat(states, -1).abs().amax(-1, keepdim=True)
 
 
 def _round_by_blocks(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
     """Round like `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 values."""
     blocks = latent.unflatten(-1, (-1, 128))
-    rounded = _round_to_e4m3(blocks, _find_amax(blocks)).flatten(-2)
+    rounded = _round_to_e4m3(blocks, _compute_amax(blocks)).flatten(-2)
     return rounded, rope_part.bfloat16().to(rope_part.dtype)
 
 
 def _round_together(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
-    amax = _find_amax(latent, rope_part)
+    amax = _compute_amax(latent, rope_part)
     return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
 
 
 def _round_by_latent(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
-    amax = _find_amax(latent)
+    amax = _compute_amax(latent)
     return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
 
 
@@ -158,15 +158,15 @@ def _list_cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
         makers[name] = partial(_RoundedBf16, config, rounding)
     for latents, rope_parts in PLANS:
         plan = LayerPlan.parse(latents, rope_parts)
-        makers[f"latents {latents}, positions {rope_parts}"] = partial(
-            _PagedBf16, config, plan=plan
-        )
+        name = f"latents {latents}, positions {rope_parts}"
+        makers[name] = partial(_PagedBf16, config, plan=plan)
     return makers
 
 
 def _measure_bytes_per_token(make_cache: Callable[[], Any]) -> float:
     """Return the bytes of a token in one layer of DeepSeek's sizes, for a model in bf16."""
-    cache, num_tokens = make_cache(), 64
+    cache = make_cache()
+    num_tokens = 64
     latents = torch.ones((1, 1, num_tokens, 512), dtype=torch.bfloat16)
     cache.update(latents, latents[..., :64], 0)
     return float(cache.memory_footprint().used_bytes) / num_tokens
@@ -223,4 +223,5 @@ def _draw_text(num_tokens: int, seed: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure_latent_accuracy, {"--texts": {"type": int, "dest": "num_texts"}})
+    options = {"--texts": {"type": int, "dest": "num_texts", "help": "Number of texts."}}
+    main(__doc__, measure_latent_accuracy, options)

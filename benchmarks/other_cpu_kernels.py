@@ -65,24 +65,14 @@ def _make_vllm_step(
 
     stored_slots = (offsets + torch.arange(num_stored)).flatten()
     write(_flatten(history[0]), _flatten(history[1]), stored_slots)
-    is_causal, no_window = True, -1
+    is_causal = True
+    no_window = -1
     lengths = torch.full((batch,), num_stored + num_new, dtype=torch.int32)
     starts = torch.arange(batch + 1, dtype=torch.int32) * num_new
     plan = ops.cpu_attn_get_scheduler_metadata(
-        batch,
-        num_heads,
-        num_kv_heads,
-        dim,
-        lengths,
-        query.dtype,
-        starts,
-        is_causal,
-        no_window,
-        isa,
-        True,
-        None,
-        dtype,
-    )
+        batch, num_heads, num_kv_heads, dim, lengths, query.dtype, starts, is_causal, no_window,
+        isa, True, None, dtype,
+    )  # fmt: skip
     new_slots = (offsets + num_stored + torch.arange(num_new)).flatten()
     queries, keys, values = map(_flatten, (query, *states))
     output = torch.empty_like(queries)
@@ -162,8 +152,8 @@ def _make_openvino_step(
     def set_inputs(tokens: list[torch.Tensor], stored: list[int], first_rows: list[int],
                    pages: list[int], first_pages: list[int], length: int) -> None:  # fmt: skip
         indices = (stored, first_rows, pages, first_pages, length)
-        tensors = [_flatten(x).flatten(1).float() for x in tokens]
-        tensors += [torch.tensor(x, dtype=int32) for x in indices]
+        tensors = [_flatten(states).flatten(1).float() for states in tokens]
+        tensors += [torch.tensor(values, dtype=int32) for values in indices]
         for index, tensor in zip((0, 1, 2, 5, 6, 7, 8, 9), tensors, strict=True):
             request.set_input_tensor(index, openvino.Tensor(tensor.numpy()))
         for index, pool in enumerate(pools, 3):

@@ -22,15 +22,16 @@ from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils.environment import describe_run
 
-from .shared import MODEL_OPTIONS, Result, load_model_before, main
+from .shared import MODEL_OPTIONS, Options, Result, load_model_before, main
 
 # Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
 _PROBE_TOKENS = 32
 # Attributes by which attention modules are found.
 _REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
-# Kinds of texts, number of tokens before the scored tokens, and number of scored tokens.
-_TEXT_KINDS, _POSITION, _SCORED_TOKENS = ("code", "prose", "manual"), 768, 256
+_TEXT_KINDS = ("code", "prose", "manual")
+# Number of tokens before the scored tokens, and number of scored tokens.
+_POSITION, _SCORED_TOKENS = 768, 256
 _E2M5_PLAN = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
 
 
@@ -98,9 +99,7 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
         for module in model.modules()
         if all(hasattr(module, name) for name in _REQUIRED_ATTRIBUTES)
     ]
-    projections = [
-        projection for module in modules for projection in (module.q_proj, module.k_proj)
-    ]
+    projections = [getattr(module, name) for module in modules for name in ("q_proj", "k_proj")]
     weights = [weight for projection in projections for weight in projection.parameters()]
     originals = [weight.detach().clone() for weight in weights]
     logits_before = _compute_logits(model)
@@ -156,12 +155,9 @@ def _scale_row(projection: torch.nn.Linear, row: int, factor: float) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        __doc__,
-        load_model_before(measure_outliers),
-        {
-            **MODEL_OPTIONS,
-            "--factor": {"type": float},
-            "--heads": {"type": int, "dest": "head_stride", "help": "Plant in every n-th head."},
-        },
-    )
+    options: Options = {
+        **MODEL_OPTIONS,
+        "--factor": {"type": float, "help": "Factor of the outliers. Default: 50."},
+        "--heads": {"type": int, "dest": "head_stride", "help": "Plant in every n-th head."},
+    }
+    main(__doc__, load_model_before(measure_outliers), options)

@@ -51,7 +51,8 @@ def measure_prefix(
     Raises:
         RuntimeError: A process failed.
     """
-    run, model_path = describe_run("prefix"), model or str(demo_model_path())
+    run = describe_run("prefix")
+    model_path = model or str(demo_model_path())
     environment = make_environment()
     answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORE_KINDS}
 
@@ -130,7 +131,7 @@ def _write_answer(task: dict[str, Any]) -> None:
 if __name__ == "__main__":
     options: Options = {
         "--model": MODEL_OPTIONS["--model"],
-        "--tokens": {"type": int, "dest": "prefix_tokens"},
-        "--rounds": {"type": int},
+        "--tokens": {"type": int, "dest": "prefix_tokens", "help": "Tokens of the prefix."},
+        "--rounds": {"type": int, "help": "Number of processes of each kind."},
     }
     main(__doc__, measure_prefix, options)

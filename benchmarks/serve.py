@@ -65,7 +65,8 @@ def measure_serving(
     Raises:
         ConfigError: A server does not start, or answers no request.
     """
-    run, model_path = describe_run("serve"), model or str(demo_model_path())
+    run = describe_run("serve")
+    model_path = model or str(demo_model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
         our_command = ["-m", "hf_fp8kv.cli", "serve", model_path, "--metrics-interval", "0"]

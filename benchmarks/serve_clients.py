@@ -67,8 +67,8 @@ class Server:
         # Answers to long prompts, and the answers that were streamed during them.
         self.long_prompt_answers: list[Answer] = []
         self.streamed_answers: list[Answer] = []
-        # Number of requests without an answer, and peak of the process's memory.
-        self.num_failed, self.peak_bytes = 0, 0
+        self.num_failed = 0  # requests without an answer
+        self.peak_bytes = 0  # of the process's memory
         # Metrics of the server, with the peak of pages in use. Empty if the server has no metrics.
         self.metrics: dict[str, float] = {}
 
@@ -118,12 +118,9 @@ class Server:
         words = random.Random(prompt_id).choices(_WORDS, k=load.words)
         text = f"{prompt_id}: {' '.join(words)}. Tell me more."
         request_body = {
-            "model": self.model,
-            "stream": True,
-            "temperature": 0,
-            "max_tokens": load.new_tokens,
+            "model": self.model, "stream": True, "temperature": 0, "max_tokens": load.new_tokens,
             "messages": [{"role": "user", "content": text}],
-        }
+        }  # fmt: skip
         times: list[float] = []
         num_tokens = 0
         start = time.perf_counter()
@@ -186,12 +183,9 @@ def run_server(arguments: list[str], model: str) -> Iterator[Server]:
     # The server's threads would spin while they wait, and slow down the clients.
     environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
     process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=environment,
-    )
+    )  # fmt: skip
     lines: list[str] = []
     ports: list[int] = []
     started_or_ended = threading.Event()

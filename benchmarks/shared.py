@@ -25,7 +25,7 @@ Result = dict[str, Any]
 Options = Mapping[str, Mapping[str, Any]]
 MODEL_OPTIONS: Options = {
     "--model": {"help": "A folder or a Hub id. Default: the demo model."},
-    "--device": {"help": "auto, cpu, cuda, ..."},
+    "--device": {"help": "Device of the model: auto, cpu, cuda, ..."},
 }
 TURNS_OPTION: Options = {"--turns": {"type": int, "help": "Number of turns."}}
 
@@ -108,6 +108,21 @@ def make_environment() -> dict[str, str]:
     return {**{name: os.environ[name] for name in names}, "PYTHONPATH": path}
 
 
+def exchange_line(process: "subprocess.Popen[str]", line: str = "") -> Any:
+    """Send a line to a process, unless it is empty, and parse the next line of its output as JSON.
+
+    Raises:
+        RuntimeError: The process ended.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line and f"{line}\n")
+    process.stdin.flush()
+    if not (reply := process.stdout.readline()):
+        raise RuntimeError(f"a process ended with exit code {process.wait()}: {process.args!r}")
+    return json.loads(reply)
+
+
 def run_process(target: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
     """Call the function `target` in a separate process, and parse its last line as JSON.
 
@@ -117,11 +132,11 @@ def run_process(target: str, task: Mapping[str, Any], environment: Mapping[str, 
         RuntimeError: The process failed.
     """
     module, _, function = target.partition(":")
-    script = (
-        f"import json, sys; from {module} import {function}; {function}(json.loads(sys.argv[1]))"
-    )
+    imports = f"import json, sys; from {module} import {function}"
+    script = f"{imports}; {function}(json.loads(sys.argv[1]))"
     command = [sys.executable, "-c", script, json.dumps(task)]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if process.returncode:
-        raise RuntimeError(f"a process ended with {process.returncode}: {process.stderr[-2000:]}")
+        end_of_log = process.stderr[-2000:]
+        raise RuntimeError(f"a process ended with exit code {process.returncode}: {end_of_log}")
     return json.loads(process.stdout.splitlines()[-1])

@@ -160,7 +160,7 @@ def measure_vllm(
     prompts, texts = split_topics(tokenizer, 4, scored_tokens)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        variants = [Variant(dtype, "as the dtype says", checkpoint, {}) for dtype in dtypes]
+        variants = [Variant(dtype, "scales of the dtype", checkpoint, {}) for dtype in dtypes]
         if calibration_tokens:  # before vLLM starts, because it changes classes of transformers
             variants += calibrate_variants(
                 checkpoint, texts, tokenizer, calibration_tokens, Path(folder)
@@ -184,8 +184,8 @@ def measure_vllm(
 
 if __name__ == "__main__":
     options: Options = {
-        "--dtypes": {"nargs": "*"},
-        "--tokens": {"type": int, "dest": "scored_tokens"},
-        "--calibrated": {"type": int, "dest": "calibration_tokens"},
+        "--dtypes": {"nargs": "*", "help": "Values of --kv-cache-dtype."},
+        "--tokens": {"type": int, "dest": "scored_tokens", "help": "Tokens of a scored text."},
+        "--calibrated": {"type": int, "dest": "calibration_tokens", "help": "0 for no such row."},
     }
     main(__doc__, measure_vllm, options)

@@ -12,7 +12,8 @@ from hf_fp8kv import FP8PagedCache
 ROOT = Path(__file__).parent.parent
 DOC_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TOP_LEVEL_FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
-# Paths relative to the root of the repository, and relative to the package's folder.
+# Paths relative to the root of the repository, and relative to the package's folder. They start
+# with "/", so that the name "pages.py" matches the end of "/cache/pages.py".
 KNOWN_PATHS = [
     f"/{path.relative_to(base)}"
     for base in (ROOT, ROOT / "hf_fp8kv")
@@ -43,11 +44,11 @@ def test_link_targets_exist(page: Path):
 @for_each_page
 def test_named_files_and_folders_exist(page: Path):
     text = page.read_text()
-    shown_scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # in code blocks
+    shown_scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # titles of code blocks
     names = set(re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b", text)) - set(shown_scripts)
     names |= set(re.findall(rf"`((?:{'|'.join(TOP_LEVEL_FOLDERS)})/[\w./-]+?)/?`", text))
-    missing = [x for x in sorted(names) if not any(p.endswith(f"/{x}") for p in KNOWN_PATHS)]
-    assert not missing
+    for name in sorted(names):
+        assert any(path.endswith(f"/{name}") for path in KNOWN_PATHS), name
 
 
 @for_each_page
@@ -55,7 +56,7 @@ def test_named_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
-    # Subpackages whose names no page uses for a variable.
+    # Subpackages whose names are not also names of variables in the docs.
     package_pattern = "attention|calibration|formats|ops|paging|serving"
     dotted_names = re.findall(rf"`((?:{package_pattern})(?:\.(?!py\b)[a-z]\w*)+)", text)
     names |= {f"hf_fp8kv.{name}" for name in dotted_names}

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from hf_fp8kv.ops.triton.tuning import MAX_DECODE_ROWS, Workload, choose_extend_
 from . import baselines
 from .cached import measure_attention
 from .goals import PADDED_SUFFIX
-from .pools import check_output, make_layer_pages, poison_memory
+from .random_data import compute_output_error, make_layer_pages, poison_memory
 from .record import Record
 from .shapes import BF16, E4M3, PAGE_FORMATS, Case, PageFormat, RunSizes
 from .stage import Stage, Step
@@ -35,13 +35,13 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
             else:
                 measure_attention(record, "decode", case, fmt, backend)
             if str(case) in sizes.padded_cases and not fmt.full_cases_only:
-                padded_case, name = case.pad_left(), fmt.name + PADDED_SUFFIX
-                measure_attention(record, "decode", padded_case, fmt, backend, name)
+                name = fmt.name + PADDED_SUFFIX
+                measure_attention(record, "decode", case.pad_left(), fmt, backend, name)
         baselines.measure_decode(record, "decode", case, with_gqa=case in full_cases)
         # A step makes one plan for all layers.
-        make_plan, plan, _ = make_plan_step(record.stage, case, backend)
-        if plan is not None:
-            measure_row = functools.partial(record.stage.time_steps, [make_plan] * 8)
+        plan_step = make_plan_step(record.stage, case, backend)
+        if plan_step.plan is not None:
+            measure_row = functools.partial(record.stage.time_steps, [plan_step.make_plan] * 8)
             record.measure("decode", case, "split plan", measure_row)
     for case in full_cases:
         for fmt in PAGE_FORMATS:
@@ -123,7 +123,7 @@ def measure_pages(
         ]
         with poison_memory():
             output = steps[-1]()
-        error = check_output(output, query, layer_pages[-1], case)
+        error = compute_output_error(output, query, layer_pages[-1], case)
         fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
         return {**stage.time_steps(steps), "error": error, **fields}
 
@@ -136,11 +136,16 @@ def make_query(stage: Stage, case: Case) -> torch.Tensor:
     return stage.randn(*shape).transpose(1, 2)
 
 
-def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
-    """Return a function that makes the work plan of a step, the plan, and the lengths.
+class PlanStep(NamedTuple):
+    """The work plan of a decode step, and the function that fills it."""
 
-    The plan is `[rows, 4]`, int32, or None if the backend needs no plan. Lengths are `[B]`, int32.
-    """
+    make_plan: Step
+    plan: Any  # `[rows, 4]`, int32, or None if the backend needs no plan
+    lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
+
+
+def make_plan_step(stage: Stage, case: Case, backend: str) -> PlanStep:
+    """Return an empty work plan for a case, and the function that fills it."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
     num_heads = case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
@@ -149,8 +154,8 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, t
     arguments = lengths, case.new_tokens, case.window, 0, num_heads, backend
     plan = ops.new_plan(*arguments, length, num_query_rows)
     if plan is None:
-        return (lambda: None), None, lengths
-    return functools.partial(ops.make_plan, plan, *arguments), plan, lengths
+        return PlanStep(lambda: None, None, lengths)
+    return PlanStep(functools.partial(ops.make_plan, plan, *arguments), plan, lengths)
 
 
 def attend(

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
 
-from .pools import check_dense_output, make_dense
+from .random_data import compute_dense_error, make_dense
 from .record import Record
 from .shapes import BF16, Case
 from .stage import Stage, Step
@@ -90,13 +90,9 @@ def measure_extend(record: Record, case: Case) -> None:
 
 
 def _measure_sdpa(
-    record: Record,
-    section: str,
-    case: Case,
-    name: str,
-    backend: SDPBackend | None,
+    record: Record, section: str, case: Case, name: str, backend: SDPBackend | None,
     attention: AttentionFunction,
-) -> None:
+) -> None:  # fmt: skip
     stage, heads, num_bytes = record.stage, case.heads, case.bytes_read(BF16)
     attend = functools.partial(_attend_all, backend, attention)
     if stage.is_compiling:  # a baseline has no kernels of this package
@@ -107,7 +103,7 @@ def _measure_sdpa(
         query = stage.randn(len(case.lengths), heads.query, case.new_tokens, heads.dim)
         queries = query.split(1) if case.is_ragged else (query,)
         output = attend(queries[-1:], kv_pairs[-1:])
-        error = check_dense_output(output, queries[-1], *kv_pairs[-1], case)
+        error = compute_dense_error(output, queries[-1], *kv_pairs[-1], case)
         steps: list[Step] = [
             functools.partial(attend, queries, kv_pairs[i : i + len(queries)])
             for i in range(0, len(kv_pairs), len(queries))

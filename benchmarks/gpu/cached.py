@@ -11,7 +11,7 @@ from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import pages_of
 
-from .pools import check_output, poison_memory
+from .random_data import compute_output_error, poison_memory
 from .record import Record
 from .shapes import Case, PageFormat, RunSizes
 from .stage import MAX_GRAPH_CALLS, Stage
@@ -27,16 +27,18 @@ MAX_ADDED_TOKENS = 2 * MAX_GRAPH_CALLS
 class CacheSteps:
     """A cache with random tokens, and steps that add `case.new_tokens` tokens to each layer.
 
-    `query` is the query of each step, `[B, Hq, T, D]`. `key` is the handle of the keys that were
-    read last.
+    `query` is the query of each step, `[B, Hq, T, D]`. `key` is the handle of the keys that
+    attention read last.
     """
 
     def __init__(
         self, stage: Stage, fmt: PageFormat, case: Case, num_layers: int, backend: str,
         *, preallocated: bool = True,
     ) -> None:  # fmt: skip
-        heads, length, batch = case.heads, case.lengths[0], len(case.lengths)
-        self.stage, self.preallocated = stage, preallocated
+        heads, batch = case.heads, len(case.lengths)
+        length = case.lengths[0]
+        self.stage = stage
+        self.preallocated = preallocated
         self.stored_tokens = length - case.new_tokens
         self.config = make_config((heads.query, heads.kv, heads.dim), num_layers)
         self.config._attn_implementation = "fp8_paged"
@@ -54,8 +56,8 @@ class CacheSteps:
             self.cache.update(stage.randn(*shape), stage.randn(*shape), layer)
         # A model transposes heads and tokens in the same way.
         self.query, self._key, self._value = (
-            stage.randn(batch, case.new_tokens, count, heads.dim).transpose(1, 2)
-            for count in (heads.query, heads.kv, heads.kv)
+            stage.randn(batch, case.new_tokens, num_heads, heads.dim).transpose(1, 2)
+            for num_heads in (heads.query, heads.kv, heads.kv)
         )
         group_size = heads.query // heads.kv
         self.modules = [AttentionLayer(group_size, layer) for layer in range(num_layers)]
@@ -116,7 +118,7 @@ def measure_attention(
         with poison_memory():
             for step in steps:
                 output = step()
-        error = check_output(output, cache_steps.query, pages_of(cache_steps.key), case)
+        error = compute_output_error(output, cache_steps.query, pages_of(cache_steps.key), case)
         times = stage.time_steps(steps, is_eager=is_eager)
         launches = stage.count_launches(steps) if is_full_step else None
         fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}

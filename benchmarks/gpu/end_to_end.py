@@ -32,6 +32,7 @@ from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 
 from .goals import FLASH, PAGED, PAGED_AUTO
+from .random_data import PAGE_SIZE
 from .record import Record
 from .shapes import ModelShape, RunSizes, format_tokens
 from .stage import Stage
@@ -44,89 +45,81 @@ STOCK_OFFLOADED = "DynamicCache offloaded"
 
 @dataclass(frozen=True)
 class Contender:
-    """A cache, and the attention of its steps."""
+    """A cache class with its options, and the attention implementation of its decode steps."""
 
     name: str
-    attention: str  # name of the attention implementation
+    attention: str
     cache_class: type[Cache]
-    options: dict[str, Any] = field(default_factory=dict)  # options of the cache
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether generate() compiles the step."""
-        return self.name.endswith(" compiled")
+    options: dict[str, Any] = field(default_factory=dict)
+    is_compiled: bool = False  # whether generate() compiles the decode step
 
 
 AUTO_OPTIONS = {"dtype": "auto"}
-CACHES = [
+CONTENDERS = [
     Contender(FLASH, "sdpa", DynamicCache),
     Contender("FP8PagedCache eager", "fp8_paged", FP8PagedCache),
     Contender("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
     Contender("DynamicCache flash-attn eager", "flash_attention_2", DynamicCache),
     Contender("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
-    Contender(PAGED, "fp8_paged", FP8PagedCache),
-    Contender(PAGED_AUTO, "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
+    Contender(PAGED, "fp8_paged", FP8PagedCache, is_compiled=True),
+    Contender(PAGED_AUTO, "fp8_paged", FP8PagedCache, AUTO_OPTIONS, is_compiled=True),
     # SDPA with transformers' mask requires K and V for each query head, so they are repeated.
-    Contender("StaticCache (repeats K and V) compiled", "sdpa", StaticCache),
+    Contender("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, is_compiled=True),
 ]
 # Caches with layers in host memory. "half" keeps half of the pages on the device.
-OFFLOADED = {"offloading": True}
-OFFLOADED_CACHES = [
-    Contender("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, OFFLOADED),
+OFFLOADED_OPTIONS = {"offloading": True}
+AUTO_OFFLOADED_OPTIONS = AUTO_OPTIONS | OFFLOADED_OPTIONS
+OFFLOADED_CONTENDERS = [
+    Contender("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, OFFLOADED_OPTIONS),
     Contender("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"offloading": "half"}),
-    Contender("FP8PagedCache auto offloaded", "fp8_paged", FP8PagedCache, OFFLOADED | AUTO_OPTIONS),
-    Contender(STOCK_OFFLOADED, "sdpa", DynamicCache, OFFLOADED),
+    Contender("FP8PagedCache auto offloaded", "fp8_paged", FP8PagedCache, AUTO_OFFLOADED_OPTIONS),
+    Contender(STOCK_OFFLOADED, "sdpa", DynamicCache, OFFLOADED_OPTIONS),
 ]
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
-    """Add a row for each cache with each batch and context, and rows for first calls.
+    """Add a row for each contender, batch size and context length, and rows for first calls.
 
-    Compiling takes most of the time, so eager caches come first.
+    Compilation takes most of the time, so eager contenders come first.
     """
-    model, early_shapes = _make_model(record, sizes), sizes.generate_shapes[:2]
-    eager_caches = [contender for contender in CACHES if not contender.is_compiled]
-    compiled_caches = [contender for contender in CACHES if contender.is_compiled]
+    model = make_model(sizes, record)
+    early_shapes = sizes.generate_shapes[:2]
+    eager_contenders = [x for x in CONTENDERS if not x.is_compiled]
+    *fast_contenders, slowest_contender = (x for x in CONTENDERS if x.is_compiled)
     for shapes in (early_shapes, sizes.generate_shapes[2:]):
-        _measure_caches(record, SECTION, model, sizes, backend, eager_caches, shapes)
+        _measure_contenders(record, SECTION, model, sizes, backend, eager_contenders, shapes)
         if shapes is early_shapes:
             _measure_first_calls(record, model, sizes, backend)
-        _measure_caches(record, SECTION, model, sizes, backend, compiled_caches[:-1], shapes)
-    slowest_cache, all_shapes = compiled_caches[-1:], sizes.generate_shapes
-    _measure_caches(record, SECTION, model, sizes, backend, slowest_cache, all_shapes)
+        _measure_contenders(record, SECTION, model, sizes, backend, fast_contenders, shapes)
+    all_shapes = sizes.generate_shapes
+    _measure_contenders(record, SECTION, model, sizes, backend, [slowest_contender], all_shapes)
 
 
 def measure_offloaded(record: Record, sizes: RunSizes, backend: str) -> None:
-    """Add a row for each context and each cache with layers in host memory.
+    """Add a row for each contender with layers in host memory, and each context length.
 
     Copies over the bus take most of the time of such a step, so a few tokens suffice.
     """
     short_sizes = replace(sizes, timed_tokens=(4, 4), warmup_tokens=(2, 2))
-    model = _make_model(record, sizes)
-    _measure_caches(
-        record, "offloaded", model, short_sizes, backend, OFFLOADED_CACHES, sizes.offloaded_shapes
-    )
+    model = make_model(sizes, record)
+    contenders, shapes = OFFLOADED_CONTENDERS, sizes.offloaded_shapes
+    _measure_contenders(record, "offloaded", model, short_sizes, backend, contenders, shapes)
 
 
-def _make_model(record: Record, sizes: RunSizes) -> Any:
-    record.report("making a random model")
-    return make_model(sizes, record.stage)
-
-
-def _measure_caches(
+def _measure_contenders(
     record: Record, section: str, model: Any, sizes: RunSizes, backend: str,
-    caches: list[Contender], shapes: tuple[tuple[int, int], ...],
+    contenders: list[Contender], shapes: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
     for batch, context in shapes:
-        for contender in caches:
-            if reason := _find_obstacle(record.stage, contender, model.config):
+        for contender in contenders:
+            if reason := _find_skip_reason(record.stage, contender, model.config):
                 record.skip(f"{section}, {contender.name}: {reason}")
                 continue
             options = dict(contender.options)
             if contender.cache_class is FP8PagedCache:
                 options["backend"] = backend
             if options.get("offloading") == "half":
-                num_pages = -(-context // 64) * batch
+                num_pages = -(-context // PAGE_SIZE) * batch
                 options["offloading"] = num_pages // 2
             if contender.is_compiled:
                 new_tokens = sizes.timed_tokens[1] + sizes.warmup_tokens[1]
@@ -141,7 +134,8 @@ def _measure_caches(
 
 def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: str) -> None:
     """Add rows for a prompt and its first token, with an empty cache."""
-    stage, paged = record.stage, functools.partial(FP8PagedCache, model.config, backend=backend)
+    stage = record.stage
+    paged = functools.partial(FP8PagedCache, model.config, backend=backend)
     ids = torch.randint(1, sizes.vocab_size, (1, sizes.prompt_tokens), device=stage.device)
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 1,
@@ -170,7 +164,7 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
         record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
-def _find_obstacle(stage: Stage, contender: Contender, config: Any) -> str:
+def _find_skip_reason(stage: Stage, contender: Contender, config: Any) -> str:
     """Return the reason why a cache cannot run here, or an empty string."""
     if contender.attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
@@ -184,8 +178,9 @@ def _find_obstacle(stage: Stage, contender: Contender, config: Any) -> str:
     return ""
 
 
-def make_model(shape: ModelShape, stage: Stage) -> Any:
-    """Return a random Llama model in bfloat16, on the device of `stage`."""
+def make_model(shape: ModelShape, record: Record) -> Any:
+    """Return a random Llama model in bfloat16, on the device under test."""
+    record.report("making a random model")
     config = LlamaConfig(
         num_hidden_layers=shape.num_layers, hidden_size=shape.hidden_size,
         intermediate_size=7 * shape.hidden_size // 2, num_attention_heads=shape.heads.query,
@@ -194,7 +189,7 @@ def make_model(shape: ModelShape, stage: Stage) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
-    with stage.device:
+    with record.stage.device:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -224,7 +219,9 @@ def _measure_cache(
     sizes: RunSizes, batch: int, context: int,
 ) -> dict[str, Any]:  # fmt: skip
     is_compiled = contender.is_compiled
-    timed_tokens, warmup_tokens = sizes.timed_tokens[is_compiled], sizes.warmup_tokens[is_compiled]
+    # Each pair of `RunSizes` is for eager steps, then for compiled steps.
+    timed_tokens = sizes.timed_tokens[is_compiled]
+    warmup_tokens = sizes.warmup_tokens[is_compiled]
     _drop_graphs(model)
     model.set_attn_implementation(contender.attention)
     # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
@@ -251,15 +248,16 @@ def _measure_cache(
     finally:
         _drop_graphs(model)
     if not bool(timer.scores.isfinite().all()):
-        raise RuntimeError("expected finite logits")
-    step_times, peak = sorted(all_times[warmup_tokens - 1 :]), stage.peak_bytes()
+        raise RuntimeError("expected finite logits, got NaN or infinity")
+    step_times = sorted(all_times[warmup_tokens - 1 :])
+    peak_bytes = stage.peak_bytes()
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     return {
         "tokens_per_s": batch / statistics.median(step_times), "slowest_ms": 1e3 * step_times[-1],
         "step_ms": 1e3 * statistics.median(step_times), "tokens": len(step_times),
-        "generate_s": seconds, "first_s": sum(all_times[: warmup_tokens - 1]), "peak_bytes": peak,
-        "cache_bytes": count_bytes(cache),
-        "beside_bytes": None if peak is None else peak - weight_bytes,
+        "generate_s": seconds, "first_s": sum(all_times[: warmup_tokens - 1]),
+        "cache_bytes": count_bytes(cache), "peak_bytes": peak_bytes,
+        "beside_bytes": None if peak_bytes is None else peak_bytes - weight_bytes,
     }  # fmt: skip
 
 

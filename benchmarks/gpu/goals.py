@@ -13,13 +13,13 @@ LARGE_STEP_TOKENS = 2**18
 MET, MISSED, UNKNOWN = "met", "missed", "not measured"
 
 FORMATS = ("e4m3", "e3m4")
-# Decode cases without which no goal for every batch size is met.
+# Decode cases that must be measured before a goal over all decode cases counts as met.
 REQUIRED_CASES = ("8 x 32k", "50 x 32k", "64 x 32k", "1 x 256k")
 PADDED_SUFFIX = " left padded"
 PAGED, PAGED_AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"
 FLASH = "DynamicCache flash eager"
 LATENT, STOCK, ABSORBED = "latent", "DynamicCache", "absorbed in torch"
-# Contenders that run generate() with 16-bit caches. The first two must have been measured.
+# Contenders that run generate() with 16-bit caches. The first two are required for a met goal.
 ALTERNATIVES = (FLASH, PAGED_AUTO, "DynamicCache flash-attn eager", "FP8PagedCache auto eager")
 
 

@@ -3,7 +3,8 @@
 A step stores the latent of a token and attends to all latents. It includes everything between the
 projections of the hidden states. Rows whose name ends in " kernel" time attention to latents alone.
 
-Shapes: batch B, stored tokens N, query heads H of size D, latents R, RoPE parts P, output heads V.
+Shapes: batch B, tokens N, query heads H of size D. Latents have R values, their RoPE parts P
+values, and heads of the output V values.
 """
 
 import functools
@@ -24,7 +25,7 @@ from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
 from ..latent import make_module
 from .attention import measure_pages
 from .goals import ABSORBED, LATENT, STOCK
-from .pools import check_dense_output, check_output, poison_memory
+from .random_data import compute_dense_error, compute_output_error, poison_memory
 from .record import Record
 from .shapes import BF16, Case, PageFormat, RunSizes
 from .stage import Stage, Step
@@ -35,8 +36,8 @@ Latents = tuple[torch.Tensor, torch.Tensor]
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add rows for steps with FP8PagedCache, in torch and with DynamicCache, and for kernels."""
-    all_cases, num_full = sizes.latent_cases, sizes.num_full_cases
-    for cases in (all_cases[:num_full], all_cases[num_full:]):
+    num_full = sizes.num_full_cases
+    for cases in (sizes.latent_cases[:num_full], sizes.latent_cases[num_full:]):
         # Steps come first, because goals are about steps and kernels may need compilation.
         for case in cases:
             for fmt in sizes.layer_formats:
@@ -61,7 +62,7 @@ class LatentLayers:
     """
 
     def __init__(self, stage: Stage, case: Case, num_layers: int) -> None:
-        heads, self.stage = case.heads, stage
+        self.stage, heads = stage, case.heads
         with stage.device:
             self.modules: list[Any] = [
                 make_module(heads.query, heads.dim, heads.rope_dim, num_layers, layer)
@@ -104,8 +105,9 @@ class LatentLayers:
         projections = _make_projections(self.modules[-1], torch.float32)
         query = projections.absorb(self.query.float())
         if isinstance(latents, PagedKV):
-            return check_output(output, query, pages_of(latents), self.case, projections.value)
-        return check_dense_output(
+            pages = pages_of(latents)
+            return compute_output_error(output, query, pages, self.case, projections.value)
+        return compute_dense_error(
             output.transpose(1, 2), query, latents, rope_parts, self.case, projections.value
         )
 
@@ -141,7 +143,8 @@ def _measure_paged(record: Record, case: Case, fmt: PageFormat, backend: str) ->
                 output = step()
         if not latent.reads_stored_latents(layers.modules[-1]):
             raise RuntimeError("expected attention to stored latents, got expanded K and V")
-        error, times = layers.measure_error(output, *stored), record.stage.time_steps(steps)
+        error = layers.measure_error(output, *stored)
+        times = record.stage.time_steps(steps)
         return {**times, "error": error, "launches": record.stage.count_launches(steps)}
 
     _measure_step(record, case, fmt.name, fmt, measure_steps)
@@ -158,7 +161,8 @@ def _measure_stock(record: Record, case: Case) -> None:
         # `case.describe()` counts operations of the absorbed form, which this step does not use.
         return {**record.stage.time_steps(steps), "error": error, "flops": None}
 
-    # K and V from the projection, and the copy of K with the RoPE part.
+    # For each token and head, the projection writes 256 values of K and V. Then the 128 values of K
+    # are copied next to the RoPE part.
     expanded_bytes = 2 * case.tokens_read * case.heads.query * (256 + 128 + case.heads.rope_dim)
     _measure_step(record, case, STOCK, BF16, measure_steps, expanded_bytes)
 

@@ -12,7 +12,7 @@ from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages, StoredSide
 from hf_fp8kv.ops.blocks import pack_pages
 
-from .pools import PAGE_SIZE, check_output
+from .random_data import PAGE_SIZE, compute_output_error
 from .record import Record
 from .shapes import Case, RunSizes
 from .stage import Stage
@@ -63,7 +63,7 @@ def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
 
 
 def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: VllmKernel) -> None:
-    """Add a row for a kernel. The reference reads the stored values, so only rounding differs."""
+    """Add a row for a kernel, whose output may differ from the reference only by rounding."""
     stage, heads = record.stage, case.heads
     head_bytes = heads.dim * kernel.dtype.itemsize + 4 * kernel.has_token_scales
     num_bytes = case.tokens_read * 2 * heads.kv * head_bytes
@@ -72,7 +72,8 @@ def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: VllmKernel) -
         inputs = _make_inputs(stage, case, kernel, stage.count_buffers(num_bytes))
         attend = _make_attend(vllm, case, inputs)
         output = attend(inputs.pools[-1])
-        error = check_output(output[:, None], inputs.query[:, :, None], _as_pages(inputs), case)
+        query, pages = inputs.query[:, :, None], _convert_pages(inputs)
+        error = compute_output_error(output[:, None], query, pages, case)
         steps = [functools.partial(attend, pool) for pool in inputs.pools]
         return {**stage.time_steps(steps), "error": error, "moved": num_bytes, **case.describe()}
 
@@ -91,15 +92,16 @@ def _make_inputs(stage: Stage, case: Case, kernel: VllmKernel, num_layers: int) 
         pools.append((k, v))
     k, v = (torch.rand(token_shape, device=stage.device) + 0.5 for _ in "kv")
     query = stage.randn(len(lengths), heads.query, heads.dim)
-    table, lengths = (x.to(stage.device) for x in (table, lengths))
+    table, lengths = table.to(stage.device), lengths.to(stage.device)
     return VllmInputs(query, table, lengths, pools, (k, v) if kernel.has_token_scales else None)
 
 
-def _as_pages(inputs: VllmInputs) -> Pages:
+def _convert_pages(inputs: VllmInputs) -> Pages:
     """Return the pages of the last layer in bf16, in the layout of the reference."""
-    k, v = (x.to(BF16) for x in inputs.pools[-1])
+    k, v = (states.to(BF16) for states in inputs.pools[-1])
     if inputs.scales is not None:
-        k, v = ((x * s[..., None]).to(BF16) for x, s in zip((k, v), inputs.scales, strict=True))
+        k_scales, v_scales = inputs.scales
+        k, v = (k * k_scales[..., None]).to(BF16), (v * v_scales[..., None]).to(BF16)
     side = StoredSide(None, None, AUTO, v.shape[-1])
     return pack_pages(side, k.transpose(1, 2), side, v.permute(0, 2, 3, 1), None, inputs.table)
 

@@ -1,4 +1,4 @@
-"""A kernel that only reads memory. Its bandwidth is a bound for kernels that read a cache."""
+"""A kernel that mainly reads memory. Its bandwidth is a bound for kernels that read a cache."""
 
 import torch
 import triton
@@ -10,11 +10,11 @@ from hf_fp8kv.ops.triton.target import launch
 def read_all(
     source: torch.Tensor, num_programs: int, block_size: int, num_loads: int
 ) -> torch.Tensor:
-    """XOR the elements of each program into `block_size` lanes, and return the largest lanes.
+    """XOR the elements that each program reads, and return the largest lane of each program.
 
-    `source` is `[n]`, int32. Each iteration issues `num_loads` independent loads of `block_size`
-    elements. Elements after the last full iteration are not read. The result, `[num_programs]`,
-    only prevents the compiler from removing the loads.
+    `source` is `[n]`, int32. A program has `block_size` lanes. Each iteration issues `num_loads`
+    independent loads of an element per lane. Elements after the last full iteration are not read.
+    The result, `[num_programs]`, only prevents the compiler from removing the loads.
     """
     out = torch.empty((num_programs,), dtype=torch.int32, device=source.device)
     num_iterations = source.numel() // (num_programs * block_size * num_loads)
@@ -25,13 +25,13 @@ def read_all(
 
 @triton.jit
 def _read(source_ptr, out_ptr, num_iterations, BLOCK_SIZE: tl.constexpr, NUM_LOADS: tl.constexpr):
-    """Store the largest lane of each program of a one-dimensional grid."""
+    """XOR the elements of a program into `BLOCK_SIZE` lanes, and store the largest lane."""
     program = tl.program_id(0).to(tl.int64)
     start = program * num_iterations * (BLOCK_SIZE * NUM_LOADS)
-    lanes = tl.arange(0, BLOCK_SIZE)
-    xor = tl.zeros([BLOCK_SIZE], tl.int32)
+    offsets = tl.arange(0, BLOCK_SIZE)
+    lanes = tl.zeros([BLOCK_SIZE], tl.int32)
     for _ in range(num_iterations):
         for i in tl.static_range(NUM_LOADS):
-            xor ^= tl.load(source_ptr + start + i * BLOCK_SIZE + lanes)
+            lanes ^= tl.load(source_ptr + start + i * BLOCK_SIZE + offsets)
         start += BLOCK_SIZE * NUM_LOADS
-    tl.store(out_ptr + program, tl.max(xor, 0))
+    tl.store(out_ptr + program, tl.max(lanes, 0))

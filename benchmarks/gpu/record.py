@@ -98,7 +98,7 @@ class Record:
         if not row.get("error", 0.0) < TOLERANCE:
             # A wrong result has no speed.
             row.pop("us", None)
-            row["failed"] = f"relative error {row['error']:.1e}, at most {TOLERANCE:g} is rounding"
+            row["failed"] = f"expected a relative error below {TOLERANCE:g}, got {row['error']:.1e}"
         seconds = time.perf_counter() - start
         # The first row of a contender compiles its kernels, so the fastest row counts.
         self._fastest[section, name] = min(seconds, self._fastest.get((section, name), seconds))

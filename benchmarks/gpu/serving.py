@@ -57,20 +57,20 @@ def _list_engines(record: Record, config: Any, backend: str) -> Iterator[_Engine
         yield _Engine("bf16 flash", None, "flash_attention_2")
     else:
         record.skip("bf16 flash: flash-attn is not installed")
-    on_gpu = record.stage.device.type == "cuda"
-    if on_gpu and backend == "triton" and not any(read_layer_windows(config)):
+    is_on_gpu = record.stage.device.type == "cuda"
+    if is_on_gpu and backend == "triton" and not any(read_layer_windows(config)):
         yield _Engine("fp8 static, graphs", static_options, "sdpa", {"use_cuda_graph": True})
         yield _Engine("fp8 dynamic, graphs", dynamic_options, "sdpa", {"use_cuda_graph": True})
     else:
         record.skip("CUDA graphs over FP8 pages: they require a GPU, triton and full attention")
-    if on_gpu:
+    if is_on_gpu:
         yield _Engine("fp8 static, async", static_options, "sdpa", {"use_async_batching": True})
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add a row for each engine with each number of requests."""
     load = sizes.serving
-    model = make_model(load, record.stage)
+    model = make_model(load, record)
     engines = list(_list_engines(record, model.config.get_text_config(), backend))
     for num_requests in load.request_counts:
         prompts = make_prompts(load, num_requests)

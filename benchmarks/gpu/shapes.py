@@ -174,10 +174,10 @@ class RunSizes(ModelShape):
     generate_shapes: tuple[tuple[int, int], ...]  # batch and context, most important first
     prompt_tokens: int  # tokens of the prompt of a first call
     offloaded_shapes: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
-    timed_tokens: tuple[int, int]  # new tokens of an eager and of a compiled run
+    timed_tokens: tuple[int, int]  # new tokens of an eager run, and of a compiled run
     warmup_tokens: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
     serving: ServingLoad
-    num_pages: int  # random pages, of which pools contain copies
+    num_pages: int  # number of random pages that pools repeat
     time_weights: dict[str, float]  # relative time of each section
 
 
@@ -225,8 +225,12 @@ FULL = RunSizes(
     num_layers=32, hidden_size=4096, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
     timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded_shapes=((1, 32768), (1, 131072)),
-    serving=ServingLoad(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256,
-                        8192), num_pages=64,
+    serving=ServingLoad(
+        num_layers=16, hidden_size=2048, vocab_size=32000, heads=Heads(32, 8, 64),
+        request_counts=(128, 32), prompt_lengths=(200, 2000), new_tokens=128, warmup_tokens=8,
+        page_size=256, max_batch_tokens=8192,
+    ),
+    num_pages=64,
     time_weights={
         "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 17,
         "end to end": 76, "offloaded": 6, "others": 3, "other kernels": 1, "serving": 5,
@@ -250,7 +254,10 @@ TINY = replace(
     num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS,
     generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
     timed_tokens=(3, 3), warmup_tokens=(2, 2), num_pages=4,
-    serving=ServingLoad(2, 32, 64, _SMALL_HEADS, (3,), (3, 20), 3, 2, 8, 32),
+    serving=ServingLoad(
+        num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS, request_counts=(3,),
+        prompt_lengths=(3, 20), new_tokens=3, warmup_tokens=2, page_size=8, max_batch_tokens=32,
+    ),
     time_weights=dict.fromkeys(FULL.time_weights, 120.0),
 )  # fmt: skip
 

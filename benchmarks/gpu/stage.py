@@ -13,8 +13,9 @@ Step = Callable[[], object]
 
 # Minimum duration of a graph in milliseconds. The time of its launch is then negligible.
 GRAPH_MS = 2.0
-# Duration of a measurement in milliseconds, and the limits of the number of replays.
-REPLAY_MS, MIN_REPLAYS, MAX_REPLAYS = 60.0, 5, 40
+# Duration of a measurement in milliseconds, within the limits of the number of replays.
+REPLAY_MS = 60.0
+MIN_REPLAYS, MAX_REPLAYS = 5, 40
 # Maximum number of calls in a graph.
 MAX_GRAPH_CALLS = 512
 

@@ -77,7 +77,8 @@ def run_suite(
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
         `rows` and `goals`. `seconds` is None for a section that did not finish.
     """
-    stage, all_sections = Stage(device, is_dry=is_dry), {**SECTIONS, **OPTIONAL_SECTIONS}
+    stage = Stage(device, is_dry=is_dry)
+    all_sections = {**SECTIONS, **OPTIONAL_SECTIONS}
     settings: dict[str, Any] = {
         "device": device, "backend": backend, "dry": is_dry, "seconds": seconds,
     }  # fmt: skip
@@ -99,7 +100,8 @@ def run_suite(
 
     record = Record(stage, progress, save_result)
     result["rows"] = record.rows
-    sizes, deadline = TINY if is_dry else FULL, time.perf_counter() + seconds
+    sizes = TINY if is_dry else FULL
+    deadline = time.perf_counter() + seconds
     save_result()
     if num_processes:
         progress("== compiling")
@@ -140,7 +142,8 @@ def compile_kernels(
 
     Each process runs a part of the rows, and is killed after `max_seconds` seconds.
     """
-    start, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    start = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(
             target=compile_shard, args=(device, backend, is_dry, index, num_processes), daemon=True
@@ -154,11 +157,9 @@ def compile_kernels(
         worker.kill()
     for worker in workers:
         worker.join()
+    seconds = round(time.perf_counter() - start, 1)
     num_failed = sum(worker.exitcode != 0 for worker in workers)
-    return {
-        "seconds": round(time.perf_counter() - start, 1), "processes": num_processes,
-        "failed": num_failed,
-    }  # fmt: skip
+    return {"seconds": seconds, "processes": num_processes, "failed": num_failed}
 
 
 def compile_shard(

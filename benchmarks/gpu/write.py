@@ -8,7 +8,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.ops import Pages, reference
 
-from .pools import make_layer_pages
+from .random_data import make_layer_pages
 from .record import Record
 from .shapes import PAGE_FORMATS, Case, PageFormat, RunSizes
 
@@ -60,7 +60,7 @@ def _measure_case(
 def _check_bytes(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
 ) -> None:
-    """Write to copies of the pages. Raise RuntimeError unless the bytes equal the reference's."""
+    """Write to copies of the pages. Raise RuntimeError if the reference writes other bytes."""
     written, expected = (pages._replace(block=pages.block.clone()) for _ in range(2))
     ops.write(written, key, value, lengths, backend)
     reference.write(expected, key, value, lengths)
@@ -72,4 +72,4 @@ def _check_bytes(
         if stored is not None and not torch.equal(
             stored.view(torch.uint8), reference_bytes.view(torch.uint8)
         ):
-            raise RuntimeError(f"{name}: expected the bytes of the reference")
+            raise RuntimeError(f"{name}: expected the bytes of the reference, got other bytes")

@@ -75,7 +75,7 @@ def find_failures(record, measure, *args):
 
 def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
     """Serving and compiled caches are left to the full tier."""
-    monkeypatch.setattr(end_to_end, "CACHES", end_to_end.CACHES[:2])
+    monkeypatch.setattr(end_to_end, "CONTENDERS", end_to_end.CONTENDERS[:2])
     monkeypatch.setattr(
         suite, "TINY", replace(TINY, write_batches=(1,), other_cases=TINY.other_cases[:1])
     )
@@ -137,10 +137,11 @@ def test_a_dry_run_measures_every_section(device, request):
     failed_names = {row["name"] for row in result["rows"] if "failed" in row}
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
     end_rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
-    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CACHES[-1].name} <= end_rows.keys()
+    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CONTENDERS[-1].name} <= end_rows.keys()
     assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.PAGED_AUTO]["cache_bytes"]
-    plans = {r["name"]: r["planned_tokens"] for r in result["rows"] if r["section"] == "serving"}
-    assert plans["fp8 static"] > plans["fp8 dynamic"] > plans["bf16 sdpa"]
+    serving_rows = [row for row in result["rows"] if row["section"] == "serving"]
+    capacity = {row["name"]: row["planned_tokens"] for row in serving_rows}
+    assert capacity["fp8 static"] > capacity["fp8 dynamic"] > capacity["bf16 sdpa"]
     if cuda is not None:
         assert result["hardware"]["gpu"] == "stand-in"
         assert cuda.CUDAGraph.return_value.replay.call_count > 100
@@ -154,7 +155,8 @@ def test_kernels_are_timed_in_graphs(fake_cuda):
     fake_cuda.Event.return_value.elapsed_time.return_value = 0.4
     timing = Stage("cpu").time_steps([lambda: calls.append(1)] * 3)
     # Two rounds warm up, one round estimates the time, and the graph has rounds for 2 ms.
-    assert (timing["calls"], len(calls)) == (3 * 6, 2 * 3 + 3 + 3 * 6)
+    assert timing["calls"] == 3 * 6
+    assert len(calls) == 2 * 3 + 3 + 3 * 6
     assert timing["us"] == pytest.approx(400 / 18)
     assert [Stage("cpu").count_buffers(size) for size in (2**14, 2**30, 16)] == [4, 1, 256]
     fake_cuda.graph.side_effect = RuntimeError("operation not permitted when capturing\nmore")
@@ -176,7 +178,7 @@ def test_the_command_line_rejects_invalid_arguments(tmp_path, capsys):
 # -- wrong results ---------------------------------------------------------------------------------
 
 
-# Each defect takes a function, and returns a function with the defect.
+# Each of these functions returns the given function with a defect.
 
 
 def scale_output(function):
@@ -288,7 +290,8 @@ def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
 
 def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp_path, capsys):
     """The first row is measured. The second row loses the device, which ends the run."""
-    json_path, losses = tmp_path / "gpu.json", []
+    json_path = tmp_path / "gpu.json"
+    losses = []
 
     def measure_and_lose_device(record, _sizes, _backend):
         record.measure("write", "a case", "good", lambda: {"us": 1.0})
@@ -477,7 +480,8 @@ def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch
 
 def attend_by_table(query, k, v, table, lengths):
     """Return attention of queries `[B, Hq, D]` to pages `[P, H, S, D]` with a block table."""
-    group_size, out = query.shape[1] // k.shape[1], query.new_empty(*query.shape[:2], v.shape[-1])
+    group_size = query.shape[1] // k.shape[1]
+    out = query.new_empty(*query.shape[:2], v.shape[-1])
     for b, length in enumerate(lengths.tolist()):
         dense = (x[table[b].long()].float().transpose(0, 1).flatten(1, 2) for x in (k, v))
         keys, values = (x[:, :length].repeat_interleave(group_size, 0) for x in dense)

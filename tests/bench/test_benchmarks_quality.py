@@ -19,13 +19,9 @@ pytestmark = pytest.mark.text
 @pytest.mark.full
 def test_the_default_stores_latents_better_than_a_scale_per_128_values():
     result = latent_accuracy.measure_latent_accuracy(
-        num_texts=1,
-        prefill_tokens=64,
-        scored_tokens=32,
-        num_layers=2,
-        rank=128,
+        num_texts=1, prefill_tokens=64, scored_tokens=32, num_layers=2, rank=128,
         progress=lambda _message: None,
-    )
+    )  # fmt: skip
     for kind in latent_accuracy.MODEL_KINDS:
         rows = {row["cache"]: row for row in result["rows"] if row["model"] == kind}
         default_row = rows[latent_accuracy.DEFAULT_CACHE]
@@ -151,7 +147,8 @@ def test_the_tables_of_gpus_match_the_results():
         ("decode step of MLA, 128 heads, 16 x 16k tokens, µs", "latent", "128 heads, 16 x 16k",
          latent),
     ):  # fmt: skip
-        cells = [format_cell(section, case, x, field) for x in (ours, unquantized, baselines)]
+        columns = (ours, unquantized, baselines)
+        cells = [format_cell(section, case, contenders, field) for contenders in columns]
         cells += format_ratios(section, case, ours, baselines, field=field)
         assert f"\n| {title} | {' | '.join(cells)} |\n" in readme
     page = (DOCS / "performance.md").read_text()

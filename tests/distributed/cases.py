@@ -164,8 +164,8 @@ def make_latents_case(**keywords: Any) -> Case:
 
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
-        tokens, num_heads = generate(model, cache), cache.layers[0].store.pool.num_heads
-        return [tokens, num_heads, check_model(model).path]
+        tokens = generate(model, cache)
+        return [tokens, cache.layers[0].store.pool.num_heads, check_model(model).path]
 
     return run
 

@@ -145,15 +145,17 @@ def test_the_script_in_the_docs_runs(folder, tmp_path):
     block = next(
         x for x in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "tp.py" in x
     )
-    script, name = tmp_path / "tp.py", folder / "8q-4kv"
+    script = tmp_path / "tp.py"
+    checkpoint = folder / "8q-4kv"
     script.write_text(block)
     # "--standalone" uses a free port.
     output = launch(
         "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(NUM_PROCESSES), script, name, name, log=tmp_path / "log",
+        "--nproc-per-node", str(NUM_PROCESSES), script, checkpoint, checkpoint,
+        log=tmp_path / "log",
     )  # fmt: skip
     model = cases.load_model(folder, "8q-4kv", attn_implementation="fp8_paged")
-    ids = AutoTokenizer.from_pretrained(name)("London is the capital of", return_tensors="pt")
+    ids = AutoTokenizer.from_pretrained(checkpoint)("London is the capital of", return_tensors="pt")
     cache = FP8PagedCache(model.config, scales=cases.make_scales("head", model))
     expected = model.generate(
         **ids, past_key_values=cache, max_new_tokens=20, do_sample=False

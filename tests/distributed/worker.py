@@ -3,7 +3,7 @@
     python tests/distributed/worker.py FOLDER
 
 FOLDER contains the models. The results are written to FOLDER/rank0.json and FOLDER/rank1.json. The
-processes are forked after the imports, which run once, and have the variables that torchrun sets.
+processes are forked after the imports, and have the environment variables that torchrun sets.
 """
 
 import gc
@@ -26,6 +26,7 @@ NUM_PROCESSES = 2
 
 
 def main(folder: Path) -> None:
+    """Run all cases as the rank of this process, and write their results."""
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
     models: dict[str, Any] = {}
@@ -39,11 +40,11 @@ def main(folder: Path) -> None:
             models[model_name] = cases.load_model(folder, model_name, distributed_config=config)
         model = models[model_name]
         model.set_attn_implementation("fp8_paged")
-        rank_options: Any = {}
-        if name != "uneven heads":
-            rank_options["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
+        cache_keywords: Any = {}
+        if name != "uneven heads":  # this case tests the error for a model that cannot be split
+            cache_keywords["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
         try:
-            results[name] = run(model, rank_options, folder)
+            results[name] = run(model, cache_keywords, folder)
         except Exception:
             # The other process may wait for this process, so the parent kills both.
             sys.stdout.write(f"rank {rank}: {name}: {traceback.format_exc()}\n")
@@ -54,10 +55,10 @@ def main(folder: Path) -> None:
 
 def fork_processes(folder: Path) -> int:
     """Run `main` in two processes, and return 0. If one fails, kill both and return 1."""
-    with socket.socket() as free_socket:
-        free_socket.bind(("127.0.0.1", 0))
-        port = free_socket.getsockname()[1]
-    # Without this call, half of the time is spent on garbage collection of imported objects.
+    with socket.socket() as port_probe:
+        port_probe.bind(("127.0.0.1", 0))
+        port = port_probe.getsockname()[1]
+    # Without this call, half of the run time is garbage collection of imported objects.
     gc.freeze()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NUM_PROCESSES))
     pids = []
@@ -77,8 +78,8 @@ def fork_processes(folder: Path) -> int:
         pid, status = os.wait()
         pids.remove(pid)
         if status != 0:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+            for running_pid in pids:
+                os.kill(running_pid, signal.SIGKILL)
             return 1
     return 0
 

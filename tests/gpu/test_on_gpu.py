@@ -8,7 +8,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,12 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.latent import LatentLayers
-from benchmarks.gpu.pools import check_output, compute_error, make_layer_pages, poison_memory
+from benchmarks.gpu.random_data import (
+    compute_error,
+    compute_output_error,
+    make_layer_pages,
+    poison_memory,
+)
 from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, PAGE_FORMATS, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
@@ -303,7 +308,7 @@ def make_layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
     """Return a decode step of one layer, with constant random input."""
     torch.manual_seed(2)
     query, key, value = (
-        STAGE.randn(2, heads, 1, HEADS.dim) for heads in (HEADS.query, HEADS.kv, HEADS.kv)
+        STAGE.randn(2, num_heads, 1, HEADS.dim) for num_heads in (HEADS.query, HEADS.kv, HEADS.kv)
     )
     module = AttentionLayer(HEADS.query // HEADS.kv)
 
@@ -379,17 +384,23 @@ def test_a_replayed_graph_uses_the_current_lengths(options):
     assert int(cache.get_seq_length()) == int(eager_cache.get_seq_length()) == length
 
 
-def prepare_attention(
-    fmt: PageFormat, case: Case
-) -> tuple[Callable[[], object], Callable[[], Any], Any]:
-    """Return functions that make a plan, attend to scattered pages, and compute the error."""
-    [pages], query = make_layer_pages(STAGE, fmt, case, 1, 16), make_query(STAGE, case)
+class AttentionCall(NamedTuple):
+    """Functions that make a plan, attend to scattered pages, and compute the error."""
+
+    make_plan: Callable[[], object]
+    attend: Callable[[], torch.Tensor]
+    compute_error: Callable[[torch.Tensor], float]
+
+
+def prepare_attention(fmt: PageFormat, case: Case) -> AttentionCall:
+    [pages] = make_layer_pages(STAGE, fmt, case, 1, 16)
+    query = make_query(STAGE, case)
     make_plan, plan, lengths = make_plan_step(STAGE, case, "triton")
     make_plan()
-    return (
+    return AttentionCall(
         make_plan,
         functools.partial(attend, query, pages, lengths, case, plan, "triton"),
-        lambda output: check_output(output, query, pages, case),
+        lambda output: compute_output_error(output, query, pages, case),
     )
 
 
@@ -399,14 +410,14 @@ def test_repeated_calls_are_bitwise_equal(fmt):
     lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
     case = Case(lengths, HEADS, label="repeats")
     with torch.no_grad():
-        make_plan, attend_once, measure_error = prepare_attention(fmt, case)
+        call = prepare_attention(fmt, case)
         with poison_memory():
-            first_output = attend_once()
-        assert measure_error(first_output) < TOLERANCE
+            first_output = call.attend()
+        assert call.compute_error(first_output) < TOLERANCE
         for index in range(200 if ON_GPU else 2):
-            make_plan()
+            call.make_plan()
             for is_reused in (False, True):
-                assert torch.equal(attend_once(), first_output), f"repeat {index}, {is_reused=}"
+                assert torch.equal(call.attend(), first_output), f"repeat {index}, {is_reused=}"
 
 
 FEW_HEADS, MANY_HEADS = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
@@ -416,7 +427,8 @@ def shrink_case(case: Case) -> Case:
     """Return a case that is small enough for the interpreter, unless there is a GPU."""
     if ON_GPU:
         return case
-    is_latent, tokens = case.heads.rope_dim > 0, min(case.new_tokens, 20)
+    is_latent = case.heads.rope_dim > 0
+    tokens = min(case.new_tokens, 20)
     heads = Heads(case.heads.query // 8, 1, 32, 16) if is_latent else TINY.heads
     lengths = tuple(n if n < 200 and is_latent else 1 + n // 40 + tokens for n in case.lengths)
     return replace(
@@ -456,10 +468,10 @@ FORMAT_CASES = [
 )  # fmt: skip
 def test_attention_over_scattered_pages_matches_the_reference(fmt, case):
     """Attention with a plan, in poisoned memory, matches the reference."""
-    _, attend_once, measure_error = prepare_attention(fmt, shrink_case(case))
+    call = prepare_attention(fmt, shrink_case(case))
     with torch.no_grad(), poison_memory():
-        output = attend_once()
-    assert measure_error(output) < TOLERANCE
+        output = call.attend()
+    assert call.compute_error(output) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
@@ -514,7 +526,7 @@ def test_attention_in_a_step_of_generate_matches_the_reference(fmt, case, preall
         steps = CacheSteps(STAGE, fmt, case, 2, "triton", preallocated=preallocated)
         for layer in range(2):
             output = steps.step(layer)
-    assert check_output(output, steps.query, pages_of(steps.key), case) < TOLERANCE
+    assert compute_output_error(output, steps.query, pages_of(steps.key), case) < TOLERANCE
 
 
 def test_gather_reads_pages_past_two_gigabytes():
@@ -547,7 +559,7 @@ def test_attention_memory_is_bounded(new_tokens, length, max_bytes):
     A split sequence needs memory for partial sums. K and V of 60,000 tokens in bf16 take 246 MB.
     """
     case = Case((length,), HEADS, new_tokens=new_tokens, label="memory")
-    _, attend_once, _ = prepare_attention(E4M3, case)
+    attend_once = prepare_attention(E4M3, case).attend
     attend_once()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -314,20 +314,17 @@ def test_memory_stays_within_the_plan() -> None:
 
 # -- one layer of one step -------------------------------------------------------------------------
 
-NUM_KV_HEADS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = (8, 32, 128, 64) if ON_GPU else (2, 4, 16, 8)
+NUM_HEADS, NUM_KV_HEADS = (32, 8) if ON_GPU else (4, 2)
+HEAD_DIM, PAGE_SIZE = (128, 64) if ON_GPU else (16, 8)
 # Numbers of stored and new tokens of three prompts, then of two decoding requests and a chunk.
 FIRST_STEP = tuple((0, n * LENGTH_FACTOR) for n in (33, 20, 40))
 SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FACTOR, 30))
 
 
 def run_layer(
-    pages: Pages,
-    layout: EngineLayout,
-    window: int | None,
-    first_page: int = 0,
-    backend: str = "triton",
-    device: torch.device = DEVICE,
-) -> list[torch.Tensor]:
+    pages: Pages, layout: EngineLayout, window: int | None, first_page: int = 0,
+    backend: str = "triton", device: torch.device = DEVICE,
+) -> list[torch.Tensor]:  # fmt: skip
     """Return the attention outputs of two steps of three requests, whose pages are consecutive."""
     generator = torch.Generator().manual_seed(0)
     pages_per_request = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1

@@ -50,18 +50,15 @@ def assert_same_pool(actual: Any, expected: Any, label: Any = "") -> None:
     for field, axes in POOL_AXES.items():
         x, y = (getattr(pages, field) for pages in (actual, expected))
         field_label = f"{label} {field}".strip()
-        assert (x is None) == (y is None), f"{field_label}: expected it in both pools or in none"
+        assert (x is None) == (y is None), f"{field_label}: only one of the pools has it"
         if x is not None:
             assert_same_bytes(x, y, field_label, axes)
 
 
 def _assert_none_differs(
-    actual: torch.Tensor,
-    expected: torch.Tensor,
-    find_differences: Any,
-    label: Any,
+    actual: torch.Tensor, expected: torch.Tensor, find_differences: Any, label: Any,
     axes: Axes | None,
-) -> None:
+) -> None:  # fmt: skip
     prefix = f"{label}: " if label != "" else ""
     expected_type, actual_type = (f"{x.dtype} of shape {list(x.shape)}" for x in (expected, actual))
     assert expected_type == actual_type, f"{prefix}expected {expected_type}, got {actual_type}"

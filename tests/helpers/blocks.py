@@ -9,7 +9,8 @@ from hf_fp8kv.ops.blocks import list_blocks, locate_pages, put_pages, take_pages
 
 def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
     """Return the same pages on `device`, in blocks of `size` pages that are not in page order."""
-    rows, device = _read_pages(pages), device or pages.table.device
+    rows = _read_pages(pages)
+    device = device or pages.table.device
     # Bytes outside the pages decode to NaN, so a test fails if they are read.
     blocks = [
         torch.full((len(block_rows), rows.shape[1]), 0xFF, dtype=torch.uint8, device=device)
@@ -37,7 +38,8 @@ def separate_pages(pages: Pages) -> Pages:
 
 def merge_blocks(pages: Pages) -> Pages:
     """Return the same pages, with the same page numbers, in one block."""
-    return pages._replace(block=(block := _read_pages(pages)), offsets=locate_pages([block]))
+    block = _read_pages(pages)
+    return pages._replace(block=block, offsets=locate_pages([block]))
 
 
 def _read_pages(pages: Pages) -> torch.Tensor:

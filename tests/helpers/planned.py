@@ -16,13 +16,9 @@ PLANS = (
 
 
 def planned_scales(
-    num_layers: int = 3,
-    num_heads: int = 2,
-    dim: int = 16,
-    *,
-    is_dynamic: bool = False,
-    is_coarse: bool = False,
-) -> KVScales:
+    num_layers: int = 3, num_heads: int = 2, dim: int = 16,
+    *, is_dynamic: bool = False, is_coarse: bool = False,
+) -> KVScales:  # fmt: skip
     """Return static scales for values up to about 4, or dynamic scales, with `PLANS` in order.
 
     Static scales differ between heads, and between K and V. With `is_coarse`, they are so large
@@ -31,7 +27,8 @@ def planned_scales(
     rng = torch.Generator().manual_seed(5)
 
     def make_scale(max_value: float, side: SidePlan) -> torch.Tensor | None:
-        head_factors, fmt = 1 + torch.rand(num_heads, 1, generator=rng), FORMATS[side.format]
+        head_factors = 1 + torch.rand(num_heads, 1, generator=rng)
+        fmt = FORMATS[side.format]
         if is_coarse:
             return head_factors / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
         return None if is_dynamic else max_value * head_factors / 448

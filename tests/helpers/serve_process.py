@@ -94,7 +94,8 @@ def save_chat_model(folder: Path, *, vocab_size: int = 95, context: int = CONTEX
 
 def add_overflow(folder: str) -> None:
     """Change a saved model so that `NAN_CHARACTER` makes its logits NaN. No answer contains it."""
-    model, token = LlamaForCausalLM.from_pretrained(folder), ord(NAN_CHARACTER) - 32
+    model = LlamaForCausalLM.from_pretrained(folder)
+    [token] = encode(NAN_CHARACTER)
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.nan
         model.lm_head.weight[token] = 0
@@ -177,13 +178,9 @@ class Endpoint:
         return ""
 
     def ask(
-        self,
-        path: str,
-        body: Any = None,
-        *,
-        raw: bytes | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> tuple[int, str, dict[str, str]]:
+        self, path: str, body: Any = None,
+        *, raw: bytes | None = None, headers: dict[str, str] | None = None,
+    ) -> tuple[int, str, dict[str, str]]:  # fmt: skip
         """Send POST with `body` as JSON or `raw`, else GET. Return the status, text and headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         with contextlib.closing(connection):

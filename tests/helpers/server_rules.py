@@ -81,7 +81,7 @@ def read_scalars(scales: dict[int, dict], num_layers: int) -> ScalePairs:
                 raise LoadError(f"layer {layer}: expected a scalar, got {tuple(tensor.shape)}")
         k, v = (layer_scales[x].float().item() if x in layer_scales else -1.0 for x in "kv")
         if k <= 0 and v <= 0:
-            raise LoadError(f"layer {layer}: 1.0 is used")
+            raise LoadError(f"layer {layer}: the server would use a scale of 1.0")
         if not k > 0:
             raise LoadError(f"layer {layer}: the assertion k_scale > 0 fails")
         pairs[layer] = (torch.tensor(k), torch.tensor(v if v > 0 else max(k, v)))
@@ -91,7 +91,7 @@ def read_scalars(scales: dict[int, dict], num_layers: int) -> ScalePairs:
 def read_as_sglang(folder: Path) -> ScalePairs:
     """Return the scales that SGLang 0.5 uses."""
     config, tensors = read_checkpoint(folder)
-    quantization, num_layers = find_quantization(config), config["num_hidden_layers"]
+    quantization = find_quantization(config)
     if quantization["quant_method"] == "compressed-tensors":
         scheme = quantization.get("kv_cache_scheme") or {}
         fields = (
@@ -100,7 +100,7 @@ def read_as_sglang(folder: Path) -> ScalePairs:
         )  # fmt: skip
         if fields != ("float", 8, "tensor", True, False):
             raise LoadError(f"only 8-bit floats per tensor, got {fields}")
-    return read_scalars(group_scales(tensors), num_layers)
+    return read_scalars(group_scales(tensors), config["num_hidden_layers"])
 
 
 def read_scaling_factors(
@@ -134,7 +134,7 @@ def read_as_tgi(folder: Path) -> ScalePairs:
     for layer in range(config["num_hidden_layers"]):
         names = [f"model.layers.{layer}.self_attn.{side}_scale" for side in "kv"]
         if not all(name in tensors for name in names):
-            raise LoadError(f"layer {layer}: 1.0 is used")
+            raise LoadError(f"layer {layer}: the server would use a scale of 1.0")
         if any(tensors[name].numel() != 1 for name in names):
             raise LoadError("Key and value scales must be scalar tensors.")
         pairs[layer] = tuple(tensors[name].float() for name in names)

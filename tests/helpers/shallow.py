@@ -40,11 +40,9 @@ def shallow_model_path(demo_model_path: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(params=["first layers", pytest.param("whole", marks=pytest.mark.full)])
 def num_layers(
-    request: pytest.FixtureRequest,
-    demo_model_path: Path,
-    shallow_model_path: Path,
+    request: pytest.FixtureRequest, demo_model_path: Path, shallow_model_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> int:
+) -> int:  # fmt: skip
     """Replace the demo model, unless the parameter is "whole". Return its number of layers."""
     if request.param == "whole":
         return NUM_LAYERS

@@ -448,7 +448,7 @@ def find_failing_tier(tree: Path, mutant: Mutant) -> str:
             if exit_code == FAILED:
                 return tier
             if exit_code != PASSED:
-                raise SystemExit(f"{mutant.name}: pytest ended with {exit_code}:\n{last_lines}")
+                raise SystemExit(f"{mutant.name}: exit code {exit_code} of pytest:\n{last_lines}")
         return ""
     finally:
         restore_file(tree, mutant)

