@@ -1,4 +1,4 @@
-"""Checkpoints that declare_scales a KV cache in the format of compressed-tensors, and their models.
+"""Checkpoints that declare a KV cache in the format of compressed-tensors, and their models.
 
 The declared scales are much too small, so a model that applies them computes wrong K and V.
 """
@@ -42,7 +42,7 @@ _W8A8_CONFIG = {
 }
 
 
-def save_unquantized(folder: Path) -> Path:
+def save_plain(folder: Path) -> Path:
     """Save a tiny unquantized Llama, and return the folder."""
     model, _ = build_variant("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
     model.save_pretrained(folder)
@@ -65,7 +65,7 @@ def save_w8a8(folder: Path) -> Path:
     return folder
 
 
-def declare_scales(checkpoint: Path, folder: Path) -> Path:
+def declare(checkpoint: Path, folder: Path) -> Path:
     """Copy a checkpoint, and declare the scales `TOO_SMALL` in the copy. Return its folder."""
     TOO_SMALL.save_pretrained(folder, format="compressed-tensors", checkpoint=checkpoint)
     return folder

@@ -49,6 +49,24 @@ class Part(NamedTuple):
     is_whole: bool
 
 
+class _Timer(NamedTuple):
+    """The time at which a program begins to read, or at which it ends if `size` is None."""
+
+    time: float
+    order: int  # decides between equal times
+    sm_index: int
+    program: int
+    size: float | None  # bytes to read
+
+
+class _Drain(NamedTuple):
+    """The value of `flow` at which the next program of an SM has read all its bytes."""
+
+    flow: float
+    sm_index: int
+    version: int  # of the SM. A drain of an older version is outdated
+
+
 @dataclass
 class _SM:
     """An SM and its programs.
@@ -73,9 +91,8 @@ def simulate_programs(sizes: Iterable[int]) -> float:
     """
     programs = enumerate(sizes)
     sms = [_SM() for _ in range(NUM_SMS)]
-    # Time, order, index of the SM, program, and bytes to read, or None at the end of the program.
-    timers: list[tuple[float, int, int, int, float | None]] = []
-    drain_heap: list[tuple[float, int, int]] = []  # flow, index of the SM, its version
+    timers: list[_Timer] = []  # a heap
+    drains: list[_Drain] = []  # a heap
     order = itertools.count()
     time = flow = demand = 0.0
     num_running = 0
@@ -85,36 +102,39 @@ def simulate_programs(sizes: Iterable[int]) -> float:
         program, size = next(programs, (0, None))
         if size is None:
             return 0
-        heapq.heappush(timers, (time + START_US, next(order), index, program, float(size)))
+        timer = _Timer(time + START_US, next(order), index, program, float(size))
+        heapq.heappush(timers, timer)
         return 1
 
     def get_rate(num_programs: int) -> float:
         return SM_RATES[num_programs - 1] if num_programs else 0.0
 
     def update_reads(index: int) -> _SM:
-        sm, num_programs = sms[index], len(sms[index].targets)
+        sm = sms[index]
+        num_programs = len(sm.targets)
         if num_programs:
             sm.bytes_read += (flow - sm.update_flow) * get_rate(num_programs) / num_programs
         sm.update_flow = flow
         return sm
 
     def schedule_drain(index: int) -> None:
-        sm, num_programs = sms[index], len(sms[index].targets)
+        sm = sms[index]
+        num_programs = len(sm.targets)
         sm.version += 1
         if num_programs:
             bytes_left = (sm.targets[0][0] - sm.bytes_read) * num_programs
             drain_flow = flow + bytes_left / get_rate(num_programs)
-            heapq.heappush(drain_heap, (drain_flow, index, sm.version))
+            heapq.heappush(drains, _Drain(drain_flow, index, sm.version))
 
     for _ in SM_RATES:
         for index in range(NUM_SMS):
             num_running += start_program(index)
     while num_running:
-        while drain_heap and drain_heap[0][2] != sms[drain_heap[0][1]].version:
-            heapq.heappop(drain_heap)
+        while drains and drains[0].version != sms[drains[0].sm_index].version:
+            heapq.heappop(drains)
         speed = CLOCK_MHZ * min(1.0, bytes_per_cycle / demand) if demand else CLOCK_MHZ
-        drain_time = time + (drain_heap[0][0] - flow) / speed if drain_heap else float("inf")
-        timer_time = timers[0][0] if timers else float("inf")
+        drain_time = time + (drains[0].flow - flow) / speed if drains else float("inf")
+        timer_time = timers[0].time if timers else float("inf")
         flow += (min(drain_time, timer_time) - time) * speed
         time = min(drain_time, timer_time)
         if timer_time <= drain_time:
@@ -126,11 +146,11 @@ def simulate_programs(sizes: Iterable[int]) -> float:
             demand -= get_rate(len(sm.targets))
             heapq.heappush(sm.targets, (sm.bytes_read + size, program))
         else:
-            index = heapq.heappop(drain_heap)[1]
+            index = heapq.heappop(drains).sm_index
             sm = update_reads(index)
             demand -= get_rate(len(sm.targets))
             _, program = heapq.heappop(sm.targets)
-            heapq.heappush(timers, (time + END_US, next(order), index, program, None))
+            heapq.heappush(timers, _Timer(time + END_US, next(order), index, program, None))
         demand += get_rate(len(sm.targets))
         schedule_drain(index)
     return time

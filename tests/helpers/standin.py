@@ -50,14 +50,9 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
             plan_calls.append(PlanCall(plan, lengths.tolist(), *sizes, last_rows))
 
     def attend(
-        query: torch.Tensor,
-        pages: Pages,
-        lengths: torch.Tensor,
-        start: int,
-        stop: int,
-        spec: AttentionSpec,
-        plan: torch.Tensor | None,
-    ) -> torch.Tensor:
+        query: torch.Tensor, pages: Pages, lengths: torch.Tensor, start: int, stop: int,
+        spec: AttentionSpec, plan: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         if not compute:
             batch, heads, tokens, _ = query.shape
             return query.new_empty(batch, tokens, heads, pages.v.head_dim)

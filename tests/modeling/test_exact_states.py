@@ -18,14 +18,7 @@ from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, s
 from hf_fp8kv.modeling import exact_states as exact_states_module
 from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE, describe_rounding, exact_states
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.declared import (
-    TOO_SMALL,
-    declare_scales,
-    load,
-    save_projections,
-    save_unquantized,
-    save_w8a8,
-)
+from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8
 from tests.helpers.serving_tools import generate_batch, prompts
 
 pytest.importorskip("compressed_tensors")
@@ -40,15 +33,15 @@ IDS = torch.randint(3, 99, (2, 65), generator=torch.Generator().manual_seed(2))
 @pytest.fixture(scope="module")
 def dense_folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("dense")
-    original_folder = save_unquantized(root / "original")
-    return original_folder, declare_scales(original_folder, root / "declared")
+    original_folder = save_plain(root / "original")
+    return original_folder, declare(original_folder, root / "declared")
 
 
 @pytest.fixture(scope="module")
 def w8a8_folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("w8a8")
     original_folder = save_w8a8(root / "original")
-    return original_folder, declare_scales(original_folder, root / "declared")
+    return original_folder, declare(original_folder, root / "declared")
 
 
 @pytest.fixture

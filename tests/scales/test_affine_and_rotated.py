@@ -12,7 +12,7 @@ from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales
-from tests.helpers.declared import LAYERS, save_unquantized
+from tests.helpers.declared import LAYERS, save_plain
 from tests.scales.test_sources import SCHEME, scale_error
 
 ROTATED_PLAN = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
@@ -22,7 +22,7 @@ IDS = torch.arange(3, 51)[None]
 
 @pytest.fixture(scope="module")
 def plain_folder(tmp_path_factory):
-    return save_unquantized(tmp_path_factory.mktemp("checkpoint") / "plain")
+    return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
 
 
 def run_model(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:

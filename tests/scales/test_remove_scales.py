@@ -15,14 +15,7 @@ from safetensors.torch import load_file, save_file
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.scales import SCALE_FORMATS
-from tests.helpers.declared import (
-    LAYERS,
-    TOO_SMALL,
-    declare_scales,
-    load,
-    save_unquantized,
-    save_w8a8,
-)
+from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
 from tests.scales.test_export import random_scales, read_content
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import scale_error
@@ -35,7 +28,7 @@ NEW_SCALES = random_scales("head", seed=5, num_layers=LAYERS)
 
 @pytest.fixture(scope="module")
 def plain_folder(tmp_path_factory):
-    return save_unquantized(tmp_path_factory.mktemp("checkpoint") / "plain")
+    return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
 
 
 def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -87,7 +80,7 @@ def test_existing_scales_are_replaced(tmp_path, plain_folder, source, target):
 def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder, weights):
     """LLM Compressor writes scales into the files of the weights."""
     old = tmp_path / "old"
-    declare_scales(plain_folder, old)
+    declare(plain_folder, old)
     tensors = load_all_tensors(old)
     tensors["model.layers.0.self_attn.k_zero_point"] = torch.zeros(1, dtype=torch.int8)
     for path in (*old.glob("*.safetensors"), old / INDEX_FILE):
@@ -121,7 +114,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
 
 def save_with_scales(folder: Path, plain_folder: Path, num_files: int) -> None:
     """Save a checkpoint with scales among its weights, in `num_files` files."""
-    declare_scales(plain_folder, folder)
+    declare(plain_folder, folder)
     tensors = sorted(load_all_tensors(folder).items())
     for path in (*folder.glob("*.safetensors"), folder / INDEX_FILE):
         path.unlink()
@@ -232,10 +225,10 @@ def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain_folder
     assert read_content(tmp_path) == old_content
 
 
-@pytest.mark.parametrize("save", [save_unquantized, save_w8a8], ids=["dense", "w8a8"])
+@pytest.mark.parametrize("save", [save_plain, save_w8a8], ids=["dense", "w8a8"])
 def test_a_model_with_replaced_scales_loads_and_uses_them(tmp_path, caplog, save):
     pytest.importorskip("compressed_tensors")
-    declare_scales(save(tmp_path / "plain"), tmp_path / "old")
+    declare(save(tmp_path / "plain"), tmp_path / "old")
     NEW_SCALES.save_pretrained(
         tmp_path / "new", format="compressed-tensors", checkpoint=tmp_path / "old", overwrite=True
     )

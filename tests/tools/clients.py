@@ -36,7 +36,8 @@ class Recorder(http.server.ThreadingHTTPServer):
     """Forwards requests to a server, and keeps the requests of each client that have a body."""
 
     def __init__(self, port: int) -> None:
-        self.server_port, self.client_name = port, ""
+        self.server_port = port
+        self.client_name = ""
         self.requests: dict[str, dict[str, Any]] = {name: {} for name in CLIENTS}
         super().__init__(("127.0.0.1", 0), ForwardingHandler)
 
@@ -119,7 +120,8 @@ def main() -> int:
     """Run the clients, print a table, and return the number of failed runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", required=True, help="interpreter that can import the clients")
-    parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
+    parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS,
+                        help="clients to run (default: all)")  # fmt: skip
     parser.add_argument("--record", type=Path, help="file to which requests are written")
     options = parser.parse_args()
     num_failed = 0

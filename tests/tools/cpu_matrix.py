@@ -93,8 +93,9 @@ def main() -> int:
         "--only", action="append", type=parse_choices, metavar="NAME=VALUE,...",
         help="run the settings with these choices (may be repeated)",
     )  # fmt: skip
-    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix")
-    parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix",
+                        help="folder for a log of each setting")  # fmt: skip
+    parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT", help="passed to pytest")
     options = parser.parse_args()
     selected_settings = [
         setting

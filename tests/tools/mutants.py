@@ -464,14 +464,15 @@ def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], help="names of mutants, or parts of names")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     parser.add_argument("--list", action="store_true", help="list the mutants, and run no tests")
     options = parser.parse_args()
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names), "two mutants have the same name"
     name_parts = options.only or [""]
     selected = [mutant for mutant in MUTANTS if any(part in mutant.name for part in name_parts)]
-    start, failing_tiers = time.monotonic(), dict[str, str]()
+    start = time.monotonic()
+    failing_tiers: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = SimpleQueue[Path]()
         for index in range(1 if options.list else options.jobs):

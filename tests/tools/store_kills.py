@@ -82,7 +82,8 @@ class Workload:
 
         store = PrefixStore(self.folder, max_bytes=MAX_BYTES)
         enable(self.model, prefix_store=store, page_size=PAGE_SIZE)
-        rng, num_wrong = random.Random(seed), 0
+        rng = random.Random(seed)
+        num_wrong = 0
         for _ in range(num_answers):
             index = rng.randrange(NUM_PROMPTS)
             answer = self.model.generate(self.prompts[index], **GREEDY)

@@ -297,7 +297,8 @@ def get_attention(model: PreTrainedModel) -> str:
 
 def check_type(name: str, *, only_baseline: bool = False) -> Row:
     """Return the row of a type. Only TypeTimeout and KeyboardInterrupt propagate."""
-    row, start = Row(name), time.perf_counter()
+    row = Row(name)
+    start = time.perf_counter()
     try:
         model, inputs = build_model(name)
         if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
@@ -435,7 +436,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
     parser.add_argument("--baseline", action="store_true", help="only run types under DynamicCache")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="number of threads of torch")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     # No file is downloaded. The tiny configs cause many warnings.

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -26,33 +26,38 @@ from tests.helpers.tiny_models import build_variant, list_types
 NEW_TOKENS = 6
 
 
+class Comparison(NamedTuple):
+    """Outcomes of a model type: "equal", "differs", "fails" or "refused"."""
+
+    stock: str  # with transformers' cache
+    paged: str  # with pages
+    error: str = ""  # with pages
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the outcomes of each type as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, Comparison] = {}
     for name in list_types():
         if "/" not in name and (row := compare_caches(name)) is not None:
-            rows[name] = stock, paged, reason = row
-            print(f"{name:24} transformers: {stock:8} pages: {paged:8} {reason}", flush=True)
+            rows[name] = row
+            line = f"{name:24} transformers: {row.stock:8} pages: {row.paged:8} {row.error}"
+            print(line, flush=True)
     print()
-    outcome_counts = Counter((stock, paged) for stock, paged, _ in rows.values())
+    outcome_counts = Counter((row.stock, row.paged) for row in rows.values())
     for (stock, paged), count in outcome_counts.most_common():
         print(f"{count:4}  transformers: {stock:8} pages: {paged}")
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def compare_caches(name: str) -> list[str] | None:
-    """Return the outcomes with transformers' cache and with pages, and the error with pages or "".
-
-    An outcome is "equal", "differs", "fails" or "refused". None means that the type does not run
-    with `generate()`.
-    """
+def compare_caches(name: str) -> Comparison | None:
+    """Return the outcomes of a type, or None if the type does not run with `generate()`."""
     prompt_ids = prompts(90)[:5]
     try:
         model, _ = build_variant(name)
@@ -63,8 +68,8 @@ def compare_caches(name: str) -> list[str] | None:
     try:
         serving.enable(model, dtype="auto")
     except FP8KVError as error:
-        return [stock_outcome, "refused", str(error)[:160]]
-    return [stock_outcome, *run_batched(model, prompt_ids, expected)]
+        return Comparison(stock_outcome, "refused", str(error)[:160])
+    return Comparison(stock_outcome, *run_batched(model, prompt_ids, expected))
 
 
 def generate_alone(model: Any, ids: list[int]) -> list[int]:

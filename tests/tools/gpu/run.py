@@ -34,6 +34,9 @@ END_SECONDS, IMPORT_SECONDS, TOTAL_SECONDS = 5, 12, 540
 SANITIZER = "compute-sanitizer"
 GRACE_SECONDS = 15  # time that the benchmark may run past the limit that it gets
 DRY_SECONDS = 1800  # limit of each part in a dry run
+# Exit codes of a part that exceeds its limit (as of the command `timeout`), and of pytest if it
+# selects no test.
+TIMEOUT_CODE, NO_TESTS_CODE = 124, 5
 INTERPRETED_BENCHMARK_SCRIPT = """
 from tests.helpers.interpreter import repair
 repair()
@@ -88,7 +91,9 @@ def get_gpu_name() -> str | None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu", help="folder of results"
+    )
     parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
     parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
     parser.add_argument("--experiments", action="store_true", help="search for launch parameters")
@@ -97,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] = ()) -> int:
-    """Run Python with the repository on its path. Return the exit code, or 124 after a timeout.
+    """Run Python with the repository on its path. Return the exit code, or `TIMEOUT_CODE`.
 
     Args:
         command: Arguments of Python.
@@ -121,7 +126,7 @@ def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] 
         try:
             exit_code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            exit_code = 124
+            exit_code = TIMEOUT_CODE
             # After an interrupt, pytest still prints the failures up to then.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -160,8 +165,8 @@ def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"
     exit_code = run_python(["-m", "pytest", *options, *arguments], log, limit)
-    print(read_tail(log, 40 if exit_code == 124 else 14), flush=True)
-    return 0 if exit_code == 5 else abs(exit_code)
+    print(read_tail(log, 40 if exit_code == TIMEOUT_CODE else 14), flush=True)
+    return 0 if exit_code == NO_TESTS_CODE else abs(exit_code)
 
 
 def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]) -> int:
@@ -169,7 +174,8 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
     command = ["-m", "benchmarks.gpu"]
     if options.dry and get_gpu_name() is None:
         command = ["-c", INTERPRETED_BENCHMARK_SCRIPT]
-    results, log = out / "gpu.json", out / "benchmark.log"
+    results = out / "gpu.json"
+    log = out / "benchmark.log"
     time_limit = options.seconds or limits["benchmark"] - GRACE_SECONDS
     arguments = ["--seconds", str(time_limit), "--json", str(results)]
     arguments += ["--dry"] * options.dry + ["--experiments"] * options.experiments

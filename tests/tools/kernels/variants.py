@@ -144,7 +144,8 @@ def call_variant(variant: Variant) -> None:
     elif variant.operation == "write":
         kernels.write(pages, *_make_new_tokens(variant), lengths)
     else:
-        is_latent, is_complete = "latent" in variant.extras, "complete" in variant.extras
+        is_latent = "latent" in variant.extras
+        is_complete = "complete" in variant.extras
         q_heads = variant.num_kv_heads * variant.groups
         q_dim = sum(variant.dims) if is_latent else variant.dims[0]
         query = torch.zeros(BATCH, variant.tokens, q_heads, q_dim, dtype=variant.dtype)
@@ -174,7 +175,8 @@ def _make_new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
 
 
 def _make_pages(variant: Variant) -> Pages:
-    slots, (k_dim, v_dim) = variant.page_size, variant.dims
+    slots = variant.page_size
+    k_dim, v_dim = variant.dims
     pages_per_sequence = -(-LENGTH // slots) + variant.tokens
 
     def make_side(name: str, dim: int) -> StoredSide:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import Copy, Machine, Mask, Step
+from .machine import CompiledInstruction, Copy, Machine, Mask, Step
 from .matrices import MATRICES
 from .memory import Fault
 from .operands import REG_TYPES, list_registers, make_address_reader, make_reader
@@ -14,20 +14,19 @@ from .operations import TYPES, Operation, find_operation
 from .parse import Instruction, Program
 
 
-def compile_program(program: Program) -> list[tuple[str, bool, int, Step | None]]:
-    """Return the guard, whether it is negated, the target and the function of each instruction.
-
-    Branches and ends have no function. The target of an end is -1.
-    """
+def compile_program(program: Program) -> list[CompiledInstruction]:
+    """Compile each instruction of a program, in order."""
     steps = []
     for instruction in program.instructions:
-        name, target, step = instruction.opcode[0], -1, None
+        name = instruction.opcode[0]
+        target = -1
+        step = None
         if name == "bra":
             (label,) = instruction.operands
             target = program.labels[label]
         elif name not in ("ret", "exit"):
             step = _compile(instruction, program)
-        steps.append((instruction.guard, instruction.is_negated, target, step))
+        steps.append(CompiledInstruction(instruction.guard, instruction.is_negated, target, step))
     return steps
 
 

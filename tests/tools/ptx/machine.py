@@ -15,6 +15,20 @@ MAX_THREADS = 1 << 13
 # Whether each thread executes an instruction, `[programs, threads]`. None means all threads.
 Mask = Any
 Step = Callable[["Machine", Mask], None]
+
+
+class CompiledInstruction(NamedTuple):
+    """An instruction: its guard and whether it is negated, a branch's target, and its function.
+
+    Branches and ends have no function. The target of an end is -1.
+    """
+
+    guard: str
+    is_negated: bool
+    target: int
+    step: Step | None
+
+
 _GARBAGE = 0xDEADBEEFDEADBEEF  # the bits of an unset register, a large number in each type
 
 
@@ -49,16 +63,17 @@ class Machine:
     """
 
     def __init__(
-        self, program: Program, steps: Sequence[Any], parameters: Array,
+        self, program: Program, steps: Sequence[CompiledInstruction], parameters: Array,
         grid: Sequence[int], program_ids: Ints, memory: GlobalMemory, shared_size: int,
     ) -> None:  # fmt: skip
-        self.program, self.steps, self.parameters, self.memory = program, steps, parameters, memory
+        self.program, self.steps = program, steps
+        self.parameters, self.memory = parameters, memory
         num_threads = program.num_threads
         self.shape = len(program_ids), num_threads
         self.program_ids = program_ids
         self.registers: dict[str, Array] = {}
-        x, yz = program_ids % grid[0], program_ids // grid[0]
-        y, z = yz % grid[1], yz // grid[1]
+        yz, x = np.divmod(program_ids, grid[0])
+        z, y = np.divmod(yz, grid[1])
         axes = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z"), (x, y, z), strict=True))
         sizes = dict(zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True))
         for name, axis in axes.items():
@@ -138,13 +153,14 @@ class Machine:
         is_live = self.live_threads.any(1)
         if is_live.all() or not is_live.any():
             return
-        assert not self.products, "a program ends before the products of another program"
+        assert not self.products, "a program ends before the products of a different program"
         num_programs = self.shape[0]
         self.shape = int(is_live.sum()), self.shape[1]
         keep_live = lambda x: x[is_live] if len(x) == num_programs else x  # noqa: E731
         self.registers = {name: keep_live(x) for name, x in self.registers.items()}
         self.pc_masks = {pc: x[is_live] for pc, x in self.pc_masks.items()}
-        self.live_threads, self.copy_groups = self.live_threads[is_live], self.copy_groups[is_live]
+        self.live_threads = self.live_threads[is_live]
+        self.copy_groups = self.copy_groups[is_live]
         self.program_ids = self.program_ids[is_live]
         self.shared.keep_programs(is_live)
         new_index = np.cumsum(is_live) - 1
@@ -227,8 +243,8 @@ def _find_grain(program: Program) -> int:
 
 
 def execute(
-    program: Program, steps: Sequence[Any], arguments: Sequence[int], grid: Sequence[int],
-    memory: GlobalMemory, shared_size: int,
+    program: Program, steps: Sequence[CompiledInstruction], arguments: Sequence[int],
+    grid: Sequence[int], memory: GlobalMemory, shared_size: int,
 ) -> int:  # fmt: skip
     """Run a launch, and return the number of executed instructions.
 
