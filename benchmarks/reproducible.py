@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 _STOCK_OFFLOAD = OffloadingManager.offload_requests
 PAGE_SIZE, VOCABULARY = 64, 200
 ENGINE_PAGE_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a page and of an answer in an engine
-# Number of tokens of a text, and number of texts. Attention adds spans of 512 tokens.
+# Number of tokens of a text, and number of texts. Attention sums spans of 512 tokens separately.
 TEXT_SIZES, DEMO_TEXT_SIZES = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
@@ -136,7 +136,8 @@ class Reader:
 
     def read_head(self) -> tuple[FP8PagedCache, int]:
         """Read a random number of tokens. Return the cache and the number."""
-        num_read, cache = self.rng.randint(1, self.num_tokens - 1), self.make_cache()
+        num_read = self.rng.randint(1, self.num_tokens - 1)
+        cache = self.make_cache()
         self.read(self.texts[:1, :num_read], self.draw_chunk_sizes(num_read), cache)
         return cache, num_read
 
@@ -277,21 +278,22 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
 
-    def prefill(cache: Any) -> None:
+    def prefill(cache: Any, _batch: int) -> None:
         model(ids[:1], **with_cache(model, cache))
 
-    def decode(cache: Any, batch: int = 1) -> None:
+    def decode(cache: Any, batch: int) -> None:
         model(ids[:batch, :1], **with_cache(model, cache))
 
-    def serve(_cache: Any) -> None:
+    def serve(_cache: Any, _batch: int) -> None:
         model.generate_batch(
             [row[:64].tolist() for row in ids], generation_config=config,
             continuous_batching_config=batching, progress_bar=False,
         )  # fmt: skip
 
+    # The timed function, and the number of texts that a cache stores before the call.
     calls = {
-        "prefill of 512 tokens": prefill, "decode step": decode,
-        "decode step, 8 texts": lambda cache: decode(cache, 8), "8 requests in an engine": serve,
+        "prefill of 512 tokens": (prefill, 0), "decode step": (decode, 1),
+        "decode step, 8 texts": (decode, 8), "8 requests in an engine": (serve, 0),
     }  # fmt: skip
     # Seconds without and with determinism.
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
@@ -299,13 +301,13 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
         is_deterministic = bool(turn % 2)
         enable(model, deterministic=is_deterministic, prefill="stored")
         serving.enable(model, deterministic=is_deterministic, probe=False)
-        for name, call in calls.items():
+        for name, (call, batch) in calls.items():
             cache = FP8PagedCache(model.config, prefill="stored")
-            if "decode" in name:
-                model(ids[: 8 if "8" in name else 1, :256], **with_cache(model, cache))
+            if batch:
+                model(ids[:batch, :256], **with_cache(model, cache))
             synchronize()
             start = time.perf_counter()
-            call(cache)
+            call(cache, batch)
             synchronize()
             if turn > 1:  # the first turns warm up
                 seconds[name][is_deterministic].append(time.perf_counter() - start)

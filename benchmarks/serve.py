@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hf_fp8kv.bench.reporting import compute_quartiles
 from hf_fp8kv.formats import AUTO, DEFAULT_DTYPE, parse_dtype
 from hf_fp8kv.serving.engines.common import read_kv_sizes
@@ -132,8 +134,9 @@ def summarize_load(load: Load, servers: dict[str, Server]) -> list[dict[str, Any
             ("next token", "ms", [1e3 * answer.seconds_per_token for answer in server.answers]),
             ("whole answer", "s", [answer.last_time for answer in server.answers]),
         ):
-            measures += [(f"{measure}, p{percent}", [_find_percentile(values, percent)], unit)
-                         for percent in _PERCENTILES]  # fmt: skip
+            percentiles = np.percentile(values, _PERCENTILES, method="inverted_cdf").tolist()
+            for percent, value in zip(_PERCENTILES, percentiles, strict=True):
+                measures.append((f"{measure}, p{percent}", [value], unit))
         if server.streamed_answers and server.long_prompt_answers:
             gaps = [answer.longest_gap for answer in server.streamed_answers]
             first_times = [answer.first_time for answer in server.long_prompt_answers]
@@ -160,12 +163,6 @@ def _make_row(
         "load": load.name, "measure": measure, "server": server, "against": None,
         "value": value, "unit": unit, "low": low, "high": high, "failed": None,
     }  # fmt: skip
-
-
-def _find_percentile(values: Sequence[float], percent: int) -> float:
-    """Return the smallest value that `percent` percent of the values do not exceed."""
-    sorted_values = sorted(values)
-    return sorted_values[max(-(-percent * len(sorted_values) // 100) - 1, 0)]
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def find_anchors(page: Path) -> set[str]:
 
 @for_each_page
 def test_link_targets_exist(page: Path):
+    # "[memory](limits.md#memory)" has the target "limits.md" and the anchor "memory".
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if target.startswith("https://"):
             continue
@@ -66,6 +67,7 @@ def test_named_modules_exist(page: Path):
 
 @for_each_page
 def test_named_functions_exist(page: Path):
+    # For example "`ops/pages.py`, `read_pages`".
     for path, name in re.findall(r"`(\w+/[\w/]+\.py)`, `([\w.]+)`", page.read_text()):
         assert f"def {name.rpartition('.')[2]}(" in (ROOT / "hf_fp8kv" / path).read_text(), name
 

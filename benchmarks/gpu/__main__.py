@@ -45,11 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("expected a CUDA or ROCm device. Pass --dry to run without one.")
     else:
         names = ["experiments"] if options.experiments else options.sections
+        num_compile_processes = min(max((os.cpu_count() or 2) - 1, 1), MAX_COMPILE_PROCESSES)
         result = run_suite(
             device=device, backend=_choose_backend(device), is_dry=options.dry,
             sections=tuple(dict.fromkeys(["ceilings", *names])) if names else tuple(SECTIONS),
             seconds=options.seconds, json_path=options.json, progress=_print_progress,
-            num_processes=0 if options.dry or options.experiments else _choose_num_processes(),
+            num_processes=0 if options.dry or options.experiments else num_compile_processes,
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(format_tables(result))
     return int(any("lost the device" in str(section["error"]) for section in result["sections"]))
@@ -60,10 +61,6 @@ def _choose_backend(device: str) -> str:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     name = "triton" if device != "cpu" or is_interpreted else "torch"
     return choose_backend(name, torch.device(device))
-
-
-def _choose_num_processes() -> int:
-    return min(max((os.cpu_count() or 2) - 1, 1), MAX_COMPILE_PROCESSES)
 
 
 def _print_progress(message: str) -> None:

@@ -91,9 +91,7 @@ def get_gpu_name() -> str | None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "gpu", help="folder of results"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="output folder")
     parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
     parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
     parser.add_argument("--experiments", action="store_true", help="search for launch parameters")

@@ -53,14 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a row for each kernel. Return 1 if a kernel does not compile or violates a rule."""
     parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
     all_names = [variant.name for variant in list_variants()]
-    parser.add_argument(
-        "--target", nargs="+", action="extend", choices=TARGETS, help="default: all"
-    )
+    parser.add_argument("--target", nargs="+", action="extend", choices=TARGETS,
+                        help="GPUs to compile for (default: all)")  # fmt: skip
     parser.add_argument("--variant", nargs="+", action="extend", choices=all_names, metavar="NAME",
                         default=[], help="variants to compile (default: all)")  # fmt: skip
-    parser.add_argument(
-        "--summary", action="store_true", help="only decode and extend, head size 128"
-    )
+    parser.add_argument("--summary", action="store_true", help="decode and extend, head size 128")
     parser.add_argument("--before", type=read_rows, default={}, metavar="FILE",
                         help="report of a run with --json, to show changes")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
