@@ -204,8 +204,8 @@ def _openai__tools(target: Target) -> None:
 @register("openai")
 def _openai__tools_of_responses(target: Target) -> None:
     client = _make_client(target)
-    tool, input_items = {"type": "function", **WEATHER_FUNCTION, "strict": True}, []
-    input_items.append({"role": "user", "content": "How is the weather in Paris?"})
+    tool = {"type": "function", **WEATHER_FUNCTION, "strict": True}
+    input_items: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
     options = {"model": target.model, "tools": [tool], "max_output_tokens": 60}
     response = client.responses.create(**options, input=input_items, tool_choice="required")
     calls = [item for item in response.output if item.type == "function_call"]

@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -86,11 +87,8 @@ def write_kernel(folder: Path) -> None:
 
 
 def read_commit() -> str:
-    git_folder = ROOT / ".git"
-    if not git_folder.exists():
+    if not (ROOT / ".git").exists():
         return "(no commit)"
-    import subprocess
-
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
