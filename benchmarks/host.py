@@ -144,7 +144,8 @@ def _write_rows(task: dict[str, Any]) -> None:
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
-    rows, max_layers = [], max(LAYER_COUNTS)
+    rows = []
+    max_layers = max(LAYER_COUNTS)
 
     def add_row(name: str, num_layers: int, stack: LayerStack) -> None:
         stack.step()  # compiles the kernels

@@ -49,7 +49,8 @@ def measure_latents(
         turns: Number of turns. A step of transformers takes seconds, so it has at most three turns.
         progress: Function that is called with the name of the next measurement.
     """
-    run, rows = describe_run("latent"), []
+    run = describe_run("latent")
+    rows: list[Result] = []
     with torch.inference_mode():
         for num_heads in head_counts:
             module = make_module(num_heads)

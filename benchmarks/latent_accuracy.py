@@ -124,7 +124,8 @@ def measure_latent_accuracy(
         `cache`, `bytes_per_token` (of a model in bf16 with latents of 512 and RoPE parts of 64
         values) and the fields of `summarize_scores`.
     """
-    run, rows = describe_run("latent-accuracy"), []
+    run = describe_run("latent-accuracy")
+    rows = []
     imitated_bytes = {name: num_bytes for name, (num_bytes, _) in IMITATIONS.items()}
     for model_name, kind in MODEL_KINDS.items():
         model = make_model(kind, num_layers=num_layers, rank=rank)

@@ -69,7 +69,8 @@ def measure_windows(
     Raises:
         RuntimeError: The process that measures a model failed.
     """
-    run, rows = describe_run("windows"), []
+    run = describe_run("windows")
+    rows: list[Result] = []
     for name in models:
         progress(name)
         task = {"model": name, "prompt_lengths": prompt_lengths, "backend": backend}

@@ -127,8 +127,10 @@ def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
 
 def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_stride: int) -> int:
     """Plant outliers in one attention module, and return the number of planted channels."""
-    config, layer = model.config.get_text_config(decoder=True), module.layer_idx
-    rope, dim = RopeRotation.from_config(config)(layer), module.head_dim
+    config = model.config.get_text_config(decoder=True)
+    layer = module.layer_idx
+    rope = RopeRotation.from_config(config)(layer)
+    dim = module.head_dim
     num_pairs = int(dim * rope.rotary_fraction) // 2
     if not num_pairs:
         return 0

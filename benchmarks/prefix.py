@@ -75,7 +75,8 @@ def measure_prefix(
                 question = f"In {index + 2} words, what is said of lists?"
                 answers[kind].append(measure_answer(question, stores[kind]))
         file_sizes = [file.stat().st_size for file in full_store.glob("*.safetensors")]
-    rows, medians = [], dict[str, float]()
+    rows = []
+    medians: dict[str, float] = {}
     for kind, kind_answers in answers.items():
         seconds = [answer["seconds"] for answer in kind_answers]
         medians[kind], low, high = compute_quartiles(seconds)

@@ -337,7 +337,8 @@ def measure_reproducibility(
     differ, and `evicted` is the number of requests that engines recomputed. `costs` has the rows of
     `measure_cost` if `cost` is True.
     """
-    run, rows = describe_run("reproducible"), []
+    run = describe_run("reproducible")
+    rows = []
     full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO_NAME)}
     names = [full_names[name] for name in (models.split(",") if models else full_names)]
     cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
@@ -363,7 +364,8 @@ def measure_reproducibility(
         compare_by_kind["decode"], counts["decode"] = reader.decode_tokens, 1
         for kind, count in counts.items():
             progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind}")
-            start, reader.num_evicted = time.perf_counter(), 0
+            start = time.perf_counter()
+            reader.num_evicted = 0
             comparisons = [compare_by_kind[kind]() for _ in range(count)]
             total = Comparison(*map(sum, zip(*comparisons, strict=True)))
             rows.append({

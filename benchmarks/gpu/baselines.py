@@ -93,7 +93,9 @@ def _measure_sdpa(
     record: Record, section: str, case: Case, name: str, backend: SDPBackend | None,
     attention: AttentionFunction,
 ) -> None:  # fmt: skip
-    stage, heads, num_bytes = record.stage, case.heads, case.bytes_read(BF16)
+    stage = record.stage
+    heads = case.heads
+    num_bytes = case.bytes_read(BF16)
     attend = functools.partial(_attend_all, backend, attention)
     if stage.is_compiling:  # a baseline has no kernels of this package
         return

@@ -72,7 +72,8 @@ class Goal:
             reason: Why nothing can be judged, or an empty string.
             datasheet_ratio: The datasheet's bandwidth over the measured bandwidth, if known.
         """
-        values, state = self.collect_values(rows), UNKNOWN
+        values = self.collect_values(rows)
+        state = UNKNOWN
         # The worst value comes first.
         labels = sorted(values, key=values.__getitem__, reverse=self.sign == "<=")
         worst, best = (values[labels[index]] if labels else None for index in (0, -1))

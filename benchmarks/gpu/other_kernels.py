@@ -81,7 +81,8 @@ def _measure_kernel(record: Record, vllm: Any, case: Case, kernel: VllmKernel) -
 
 
 def _make_inputs(stage: Stage, case: Case, kernel: VllmKernel, num_layers: int) -> VllmInputs:
-    heads, lengths = case.heads, torch.tensor(case.lengths, dtype=torch.int32)
+    heads = case.heads
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
     page_counts = [-(-length // PAGE_SIZE) for length in case.lengths]
     tables = torch.randperm(sum(page_counts)).int().split(page_counts)
     table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
@@ -111,7 +112,8 @@ def _make_attend(vllm: Any, case: Case, inputs: VllmInputs) -> Attend:
     max_sequences = max(MIN_GRID_SIZE // heads.kv, 1)
     partial_sums = torch.empty((max_sequences, heads.query, NUM_SPLITS, heads.dim), device=device)
     partial_max, partial_exp_sums = (torch.empty_like(partial_sums[..., 0]) for _ in range(2))
-    unit_scale, out = torch.ones(1, device=device), torch.empty_like(inputs.query)
+    unit_scale = torch.ones(1, device=device)
+    out = torch.empty_like(inputs.query)
     query_starts = torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device)
     scales: Sequence[torch.Tensor | None] = (None, None)
     quant_mode = vllm.KVQuantMode.NONE

@@ -80,7 +80,9 @@ class Record:
             self.skip(f"{label}: no time left")
             return None
         row: Row = {"section": section, "case": str(case), "name": name}
-        start, device_error, is_out_of_memory = time.perf_counter(), None, False
+        start = time.perf_counter()
+        device_error = None
+        is_out_of_memory = False
         try:
             row |= {key: value for key, value in measure_row().items() if value is not None}
         except torch.OutOfMemoryError:

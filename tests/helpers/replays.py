@@ -30,7 +30,9 @@ from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming
 
-BATCH, HEADS, QUERY_HEADS, DIM, PAGE_SIZE, NUM_PAGES, NUM_COLUMNS = 2, 2, 8, 64, 16, 9, 4
+BATCH, HEADS, QUERY_HEADS, DIM = 2, 2, 8, 64
+# Slots of a page, pages of a pool, and pages in a row of the block table.
+PAGE_SIZE, NUM_PAGES, NUM_COLUMNS = 16, 9, 4
 # The arguments of launches since the last comparison, and whether each launch had a hook.
 launches: list[tuple[Any, ...]] = []
 had_hooks: list[bool] = []
@@ -290,7 +292,8 @@ def compare_calls() -> dict[str, int]:
     spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=make_mask(),
                          bounds=make_bounds())  # fmt: skip
     lengths = torch.zeros(BATCH, dtype=torch.int32)
-    new_tokens, comparisons = (make_tokens(HEADS), make_tokens(HEADS)), {}
+    new_tokens = (make_tokens(HEADS), make_tokens(HEADS))
+    comparisons: dict[str, int] = {}
     rows = backend.size_plan(torch.device("cpu"), BATCH, HEADS)
     calls = {
         "attend": AttendArgs(
@@ -301,7 +304,8 @@ def compare_calls() -> dict[str, int]:
     }
     with assuming(Target.parse("sm_90")):
         for name, args in calls.items():
-            operation, comparison_numbers = getattr(backend, name), itertools.count()
+            operation = getattr(backend, name)
+            comparison_numbers = itertools.count()
             compare_with_replay(operation, args, name)
             relocated_args = map_tensors(args, make_strided)
             assert compare_with_replay(operation, relocated_args, name), "not replayed"

@@ -395,7 +395,8 @@ class MemoryMonitor(threading.Thread):
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self._path, self.samples = Path(f"/proc/{pid}/status"), []
+        self._path = Path(f"/proc/{pid}/status")
+        self.samples = []
         self.ended = threading.Event()
 
     def run(self) -> None:

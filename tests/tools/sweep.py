@@ -287,7 +287,8 @@ def run_paged_attention(
     row.paged = attempt(run_forced)
     row.path = f"not switched; from_pretrained: {watch.list_paths()}"
     if row.paged.status == "error":
-        row.paged, row.path = dataclasses.replace(row.paged, status="refused"), "refused"
+        row.paged = dataclasses.replace(row.paged, status="refused")
+        row.path = "refused"
     row.paged_fp8 = Outcome("refused")
 
 

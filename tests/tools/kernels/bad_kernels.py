@@ -44,7 +44,9 @@ def _attend(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, V_BY_ROWS: tl.constexpr,
     BY_BITS: tl.constexpr, FLOAT64: tl.constexpr,
 ):  # fmt: skip
-    rows, dims, slots = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM), tl.arange(0, TILE)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    slots = tl.arange(0, TILE)
     q = tl.load(q_ptr + rows[:, None] * HEAD_DIM + dims[None, :])
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     page = tl.load(table_ptr)
@@ -78,7 +80,8 @@ def compile_bad_kernel(name: str) -> Iterator[Row]:
     }  # fmt: skip
     stride = constants.pop("stride", 64 * 128)
     pool = torch.zeros(4, 64, 128, dtype=torch.uint8)
-    q, table = torch.zeros(16, 128, dtype=torch.float16), torch.zeros(64, dtype=torch.int32)
+    q = torch.zeros(16, 128, dtype=torch.float16)
+    table = torch.zeros(64, dtype=torch.int32)
     arguments = (q, pool, pool, table, torch.zeros(16, 128), stride, 63)
     compiled = _attend.warmup(*arguments, grid=(1,), **constants)
     target = replace(Target.parse("sm_90"), parameters={"programs": 3})

@@ -80,7 +80,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     shifted_formats = [
         {"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None
     ]
-    auto, static = {"k": AUTO, "v": AUTO}, {"static": True}
+    auto = {"k": AUTO, "v": AUTO}
+    static = {"static": True}
     e2m5, int8 = ({"k": name, "v": name} for name in ("fp8_e2m5", "int8"))
     rotation = {**e2m5, "extras": ("rotated",)}
     all_features = {"extras": ("window", "softcap", "sinks", "mask", "center")}

@@ -15,7 +15,8 @@ from .parse import Instruction, Program
 
 def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
     names, src = list_registers(instruction.operands[0]), instruction.operands[1]
-    read_addresses, num_matrices = make_address_reader(src, program), len(names)
+    read_addresses = make_address_reader(src, program)
+    num_matrices = len(names)
     is_transposed = "trans" in instruction.opcode
 
     def load(machine: Machine, mask: Mask) -> None:
@@ -35,7 +36,8 @@ def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
 
 def _make_stmatrix(instruction: Instruction, program: Program) -> Step:
     dst, names = instruction.operands[0], list_registers(instruction.operands[1])
-    read_addresses, num_matrices = make_address_reader(dst, program), len(names)
+    read_addresses = make_address_reader(dst, program)
+    num_matrices = len(names)
     readers = [make_reader(name, REG_TYPES[32], program) for name in names]
     is_transposed = "trans" in instruction.opcode
 
@@ -71,7 +73,8 @@ def _make_mma(instruction: Instruction, program: Program) -> Step:
     depth = {"m16n8k16": 16, "m16n8k8": 8}[shape]
     assert instruction.opcode[4:6] == ("row", "col"), instruction.text
     readers = [[make_reader(x, REG_TYPES[32], program) for x in names] for names in (a, b, c)]
-    convert, values_per_word = _TO_FLOAT32[dtype], 1 if dtype == "tf32" else 2
+    convert = _TO_FLOAT32[dtype]
+    values_per_word = 1 if dtype == "tf32" else 2
 
     def multiply(machine: Machine, mask: Mask) -> None:
         warps = machine.list_warps(mask)
@@ -134,7 +137,8 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
     read_b = make_reader(b, REG_TYPES[64], program)
     read_accumulates = make_reader(flags[0], REG_TYPES[1], program)
     are_transposed = [x == "1" for x in flags[3:]]
-    convert, size = _TO_FLOAT32[dtype], 4 if dtype == "tf32" else 2
+    convert = _TO_FLOAT32[dtype]
+    size = 4 if dtype == "tf32" else 2
 
     def load(machine: Machine, descriptors: Array, groups: Ints, rows: int, trans: bool) -> Any:
         addresses = _find_addresses(descriptors, rows, depth, size, is_transposed=trans)
@@ -150,7 +154,8 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
             raise Fault("some of the four warps of a group do not arrive")
         if is_a_in_registers:
             words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 2)
-            a_matrices, a_grains = _gather_rows(convert(words), depth), []
+            a_matrices = _gather_rows(convert(words), depth)
+            a_grains = []
         else:
             descriptors = machine.select_warps(readers[0](machine), warps)[::4, 0]
             a_matrices, grains = load(machine, descriptors, groups, 64, are_transposed[0])

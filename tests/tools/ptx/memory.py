@@ -155,7 +155,8 @@ class SharedMemory:
     def load(self, threads: Ints, addresses: Ints, size: int, count: int) -> Array:
         """Return `[n, count]` values of `size` bytes for the threads `[n]`."""
         grains, thread_state, synced_state = self._locate(threads, addresses, size * count)
-        store_states, load_states = self.store_states.reshape(-1), self.load_states.reshape(-1)
+        store_states = self.store_states.reshape(-1)
+        load_states = self.load_states.reshape(-1)
         self._check_readable(store_states[grains], thread_state, synced_state)
         old_states = load_states[grains]
         warp_state = synced_state - _SYNCED + _ONE_WARP
@@ -183,7 +184,8 @@ class SharedMemory:
         count, size = values.shape[1], values.itemsize
         grains, thread_state, synced_state = self._locate(threads, addresses, size * count)
         self._check_writable(grains, thread_state, synced_state)
-        view, indices = self._view_as(size), self._find_indices(threads, addresses, size, count)
+        view = self._view_as(size)
+        indices = self._find_indices(threads, addresses, size, count)
         store_states = self.store_states.reshape(-1)
         old_states = store_states[grains]
         is_foreign = (old_states > 0) & (old_states != thread_state) & (old_states != synced_state)

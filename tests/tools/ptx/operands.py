@@ -57,6 +57,7 @@ def list_registers(operand: Any) -> tuple[str, ...]:
 def make_address_reader(operand: str, program: Program) -> Callable[[Machine], Array]:
     """Return a function that returns the int64 addresses of an operand such as "[%r1+4]"."""
     base, _, offset = operand.strip("[] ").partition("+")
-    base, displacement = base.strip(), int(offset.strip() or "0", 0)
+    base = base.strip()
+    displacement = int(offset.strip() or "0", 0)
     read = make_reader(base, REG_TYPES[program.register_widths.get(base, 32)], program)
     return lambda machine: read(machine).astype(np.int64) + displacement

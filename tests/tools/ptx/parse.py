@@ -72,7 +72,9 @@ def parse(text: str) -> Program:
     scopes: ChainMap[str, str] = ChainMap()
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    source_line, position, num_declarations = "", header.end(), 0
+    source_line = ""
+    position = header.end()
+    num_declarations = 0
     while True:
         match = _STATEMENT.match(text, position)
         assert match is not None, f"expected a statement, got {text[position : position + 80]!r}"
