@@ -197,8 +197,8 @@ class FP8PagedCache(DynamicCache):
         Args:
             repo_or_dir: A local folder, or a repository of the Hub.
             config: The model's config. None means that it is read from `repo_or_dir`.
-            revision, token, cache_dir, local_files_only, force_download, subfolder,
-            trust_remote_code: As in transformers' `from_pretrained`.
+            revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
+            force_download, subfolder, trust_remote_code: As in transformers' `from_pretrained`.
             strict: Whether to raise an error if some scales are missing.
             cache_keywords: Additional arguments of the constructor.
 
