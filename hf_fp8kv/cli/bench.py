@@ -52,8 +52,7 @@ def memory(
     model: ModelOption = None,
     device: Device = "auto",
     memory_gib: Annotated[
-        float,
-        typer.Option(min=0.001, max=10_000, help="GPU memory left after loading the model, in GiB."),
+        float, typer.Option(min=0.001, max=10_000, help="GPU memory left for the cache, in GiB.")
     ] = 40.0,
     json_path: JsonPath = None,
 ) -> None:

@@ -180,7 +180,7 @@ def serve(
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
     # Check these options before the model is loaded.
-    batching = make_batching_config(**{k: x for k, x in batching_options.items() if x is not None})
+    batching = make_batching_config(**{n: x for n, x in batching_options.items() if x is not None})
     template_text = None if chat_template is None else chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])

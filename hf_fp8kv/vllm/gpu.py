@@ -19,7 +19,6 @@ from .pages import BLOCK_SIZES
 from .specs import add_scale_bytes
 
 BACKEND_NAME = "HF_FP8KV"
-_PREFERRED_BLOCK_SIZE = 64  # kernels are tuned for this number of tokens per block
 
 
 class PagedGPUBuilder(PagedBuilder):
@@ -62,7 +61,7 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the default number of tokens per block."""
-        return _PREFERRED_BLOCK_SIZE
+        return 64  # kernels are tuned for this number
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
