@@ -28,7 +28,7 @@ _MODEL_OPTIONS = {
         if name not in ("num_key_value_heads", "head_dim")
     },
 }  # fmt: skip
-# Factors of the random weights. Larger weights separate the largest logit from the others.
+# Factors of the random weights. Larger weights give clearer differences between logits.
 _WEIGHT_FACTORS = {"llama4_text": 3, "gemma3n_text": 2, "bert": 3}
 
 

@@ -79,7 +79,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from hf_fp8kv.vllm.specs import add_scale_bytes
 name = "hf_fp8kv_e3m4"
 assert cache.KV_CACHE_DTYPES.count(name) == 1
-# vLLM must not treat the bytes as one of its own quantized formats, such as OCTAVE.
+# vLLM must not treat the bytes as a quantized format of vLLM, such as OCTAVE.
 mode = get_kv_quant_mode(name)
 assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
 spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
