@@ -57,8 +57,8 @@ def main() -> None:
             counts = pool.map(run_conversation, [client] * 8, [has_header] * 8, range(8))
             num_cached, num_tokens = map(sum, zip(*counts, strict=True))
         seconds = time.perf_counter() - start
-        share = num_cached / num_tokens
-        print(f"x-session-id {has_header}: {share:.0%} of the tokens cached, {seconds:.1f} s")
+        title = f"{'with' if has_header else 'without'} x-session-id"
+        print(f"{title}: {num_cached / num_tokens:.0%} of the tokens cached, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
             for row in result["capacity"]
         ),
         grouped=True,
-        title=f"Tokens that fit into {settings['memory_gib']:g} GiB next to the model",
+        title=f"Tokens that fit into {settings['memory_gib']:g} GiB left after loading the model",
         caption=f"calculated by the planner of transformers {result['versions']['transformers']}: "
         f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens, "
         f"{result['date'][:10]}",

@@ -157,7 +157,9 @@ def test_sizes_with_units_are_parsed_as_bytes(text, size):
 
 
 # SCALES is a folder with scales, MODEL a folder with a model, and OUT a folder that does not exist.
-GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect SCALES ", "convert SCALES "
+GENERATE = "generate --model MODEL "
+INSPECT = "inspect SCALES "
+CONVERT = "convert SCALES "
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,13 @@ from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
 
-NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 3, 32
+NUM_HEADS = 2  # KV heads
+GROUP_SIZE = 3  # query heads per KV head
+HEAD_DIM = 32
 NUM_QUERY_HEADS = GROUP_SIZE * NUM_HEADS
-BLOCK_SIZE, NUM_BLOCKS, NUM_REQUESTS = 16, 40, 5
+BLOCK_SIZE = 16  # tokens
+NUM_BLOCKS = 40
+NUM_REQUESTS = 5
 DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 
