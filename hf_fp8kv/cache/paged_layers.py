@@ -133,15 +133,9 @@ class PagedLayers:
         """
         config = self.config
         if config is None:
-            if skip_layers:
-                raise ConfigError(
-                    "skip_layers: expected a config, which lists the layers, got None. Pass one"
-                )
-            if self.options.is_preallocated:
-                raise ConfigError(
-                    "max_cache_len: expected a config, which lists the layers to preallocate, got "
-                    "None. Pass one"
-                )
+            if skip_layers or self.options.is_preallocated:
+                name = "skip_layers" if skip_layers else "max_cache_len"
+                raise ConfigError(f"{name}: expected a config with layers, got None. Pass one")
             return []
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
@@ -243,8 +237,7 @@ class PagedLayers:
     def crop(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` tokens, and free the pages that no other token needs.
 
-        Raises:
-            OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
+        Raise OutOfPagesError, and change nothing, if a preallocated cache would exceed its budget.
         """
         self.padding_observer.last_tokens = None
         if not self.fixed_groups:
