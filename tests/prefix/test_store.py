@@ -481,25 +481,25 @@ def _accept_page(_page: Page) -> None:
 def _set_entry(name: str, *values: Any) -> Callable[[Any, Any], Any]:
     """Return a function that sets an entry of the last layer, or removes it without a value."""
 
-    def change(_: list[torch.Tensor], facts: Any) -> Any:
-        facts[1].pop(name, None)
-        facts[1].update(dict.fromkeys([name][: len(values)], *values))
-        return facts
+    def change(_: list[torch.Tensor], metadata: Any) -> Any:
+        metadata[1].pop(name, None)
+        metadata[1].update(dict.fromkeys([name][: len(values)], *values))
+        return metadata
 
     return change
 
 
 def _edit_tensor(change: Callable[[torch.Tensor], list[torch.Tensor]]) -> Callable[[Any, Any], Any]:
     """Return a function that replaces the tensor of the last layer with the result of `change`."""
-    return lambda rows, facts: rows.extend(change(rows.pop())) or facts
+    return lambda rows, metadata: rows.extend(change(rows.pop())) or metadata
 
 
-# Functions from the rows and facts of a page to invalid facts. The changed files are intact and
-# have valid names, as an attacker can write them.
+# Functions from the rows and metadata of a page to invalid metadata. The changed files are intact
+# and have valid names, as an attacker can write them.
 FORGERIES: list[Callable[[Any, Any], Any]] = [
-    *(lambda _, facts, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
-    lambda _, facts: facts[:1],
-    lambda _, facts: facts * 2,
+    *(lambda _, metadata, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
+    lambda _, metadata: metadata[:1],
+    lambda _, metadata: metadata * 2,
     *map(_set_entry, ("dtypes", "shape")),
     *(_set_entry("dtypes", x) for x in (["load", "save"], ["int64", 3], ["quint8"] * 2, [], None)),
     *(_set_entry("shape", x) for x in (
@@ -522,8 +522,8 @@ def forge(change: Callable[[Any, Any], Any]) -> Damage:
         (page,) = PrefixStore(path.parent).read([path.stem], _accept_page)
         assert page is not None
         rows = [*page.rows]
-        facts = change(rows, copy.deepcopy(page.facts))
-        path.write_bytes(pack(path.stem, Page(rows, facts)))
+        metadata = change(rows, copy.deepcopy(page.metadata))
+        path.write_bytes(pack(path.stem, Page(rows, metadata)))
 
     return damage
 
@@ -618,13 +618,13 @@ def test_a_folder_in_the_place_of_a_file_is_kept(
 def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
     """Return a function that gives a page the sizes of a different model with the same layers."""
 
-    def change(rows: list[torch.Tensor], facts: Any) -> Any:
-        for i, layer_facts in enumerate(facts):
+    def change(rows: list[torch.Tensor], metadata: Any) -> Any:
+        for i, layer_metadata in enumerate(metadata):
             has_scales = len(rows[i]) > 2 * PAGE_SIZE * 2 * 16
-            layer_facts.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
+            layer_metadata.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
             num_bytes = num_heads * PAGE_SIZE * (2 * dim + 4 * has_scales)
             rows[i] = torch.ones(num_bytes, dtype=torch.uint8)
-        return facts
+        return metadata
 
     return change
 
@@ -967,9 +967,9 @@ def test_pages_are_read_in_order(
 
     indices = []
     for page in PrefixStore(tmp_path).read(request_keys(), _accept_page):
-        indices.append(page.facts["index"])
+        indices.append(page.metadata["index"])
         assert len(requested_keys) <= len(indices) + 3
-        assert torch.equal(page.rows[0], make_row(page.facts["index"]))
+        assert torch.equal(page.rows[0], make_row(page.metadata["index"]))
     assert indices == list(range(missing_index))
 
 
@@ -991,7 +991,7 @@ def test_pages_are_written_and_read_if_no_thread_starts(
     keys = store_pages(store, 20)
     assert num_allowed or len(list_files(tmp_path)) == 20, "pages were not written at once"
     store.flush()
-    indices = [page.facts["index"] for page in PrefixStore(tmp_path).read(keys, _accept_page)]
+    indices = [page.metadata["index"] for page in PrefixStore(tmp_path).read(keys, _accept_page)]
     assert indices == list(range(20))
 
 
