@@ -310,7 +310,7 @@ class PagedLayers:
             return
         # Sequences that were copied from one beam get separate pages again.
         for group in self.groups.values():
-            group.table.truncate(0)
+            group.table.free_from(0)
         self._unshare_pages(0)
 
     def select(self, sequences: torch.Tensor) -> None:
@@ -337,7 +337,7 @@ class PagedLayers:
             table = group.table
             if self.fixed_groups:
                 # Empty pages are not shared, so each sequence gets new pages.
-                table.truncate(length)
+                table.free_from(length)
             if table.batch:
                 table.replace_rows(table.rows[rows], table.first_page)
         for store in self.stores:

@@ -45,7 +45,7 @@ class Prefill(ModelMethod):
     ) -> Any:
         cache, (reuse_prefix, store) = model_kwargs.get(CACHE), self.arguments
         if not isinstance(cache, FP8PagedCache):
-            return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
+            return self.original_method(input_ids, config, model_kwargs, *args, **kwargs)
         if store is not None:
             check_store(store, cache.options, self.model.config, cache)
         batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
@@ -55,7 +55,7 @@ class Prefill(ModelMethod):
         def compute_prompt() -> Any:
             cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
             with prompts.store_after_prefill():
-                return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
+                return self.original_method(input_ids, config, model_kwargs, *args, **kwargs)
 
         try:
             if batch is not None:
@@ -213,7 +213,7 @@ def _find_tokens(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -
     return Tokens(ids, mask, positions)
 
 
-class PrepareInputs(ModelMethod):
+class InputPreparation(ModelMethod):
     """A model's `prepare_inputs_for_generation`, which receives all tokens in each step."""
 
     name = "prepare_inputs_for_generation"
@@ -226,4 +226,4 @@ class PrepareInputs(ModelMethod):
             is_unknown = batch is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
             cache.tokens = UNKNOWN if is_unknown else Tokens(input_ids, batch.mask, batch.positions)
-        return self.stock(input_ids, *args, **kwargs)
+        return self.original_method(input_ids, *args, **kwargs)
