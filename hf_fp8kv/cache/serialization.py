@@ -242,7 +242,7 @@ def _read_rope(layer: Metadata) -> RopeRotation | None:
     rope = RopeRotation(*map(entries.pop, _ROPE_KEYS))
     types = [float, float, float, type(rope.mla_dims), bool, int]
     _check_same("turns", types, [*map(type, astuple(rope)), *entries])
-    are_fractions = 0 <= rope.rotary_fraction <= 1 and 0 <= rope.rotating_fraction <= 1
+    are_fractions = 0 <= rope.paired_fraction <= 1 and 0 <= rope.rotating_fraction <= 1
     has_two_dims = len(rope.mla_dims or (0, 0)) == 2
     if not (rope.theta > 0 and rope.max_positions >= 0 and are_fractions and has_two_dims):
         raise ConfigError(f"turns: expected a valid rotation, got {rope}")
