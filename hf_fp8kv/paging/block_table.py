@@ -219,7 +219,8 @@ class BlockTable:
         """
         self.allocator.free_orphans()
         first_column, stop_column = start // self.page_size, self._count_pages(stop)
-        references, entries, counts = self.allocator.reference_counts, [], Counter[int]()
+        references, counts = self.allocator.reference_counts, Counter[int]()
+        entries: list[tuple[int, int]] = []
         pages = self.rows[:, first_column:stop_column]
         if (references[pages] > 1).any():
             for column, pages_of_column in enumerate(pages.T.tolist(), first_column):

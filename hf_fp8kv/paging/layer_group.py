@@ -196,8 +196,7 @@ class LayerGroup:
     def settle_step(self) -> None:
         """Finish a long call that all layers have stored, or undo it if no layer has stored it.
 
-        Raises:
-            ConfigError: Only some of the layers have stored the call.
+        Raise ConfigError if only some of the layers have stored the call.
         """
         self.finish_step()
         if (step := self._find_long_step()) is None:
