@@ -85,10 +85,9 @@ def test_layers_without_rope_do_not_rotate() -> None:
         assert (make_rotation_lookup(granite)(1) != NO_ROPE) == uses_rope
     cohere2 = make_causal_config("cohere2")
     rotations = map(make_rotation_lookup(cohere2), range(len(cohere2.layer_types)))
-    layers_without_rope = [rotation == NO_ROPE for rotation in rotations]
-    assert layers_without_rope == [
-        layer_type == "full_attention" for layer_type in cohere2.layer_types
-    ]
+    lacks_rope = [rotation == NO_ROPE for rotation in rotations]
+    has_full_attention = [layer_type == "full_attention" for layer_type in cohere2.layer_types]
+    assert lacks_rope == has_full_attention
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ from hf_fp8kv.paging.page_pool import PagePool
 from tests.paging.test_page_pool import read_pages
 
 CPU = torch.device("cpu")
-NUM_HEADS, K_DIM, V_DIM = 2, 3, 2
+NUM_HEADS = 2
+K_DIM = 3
+V_DIM = 2
 LAYER_FORMATS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
 PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
@@ -171,7 +173,7 @@ def check_tables(*tables: BlockTable) -> None:
     for table in tables:
         used_pages = table.used_rows()
         assert (used_pages >= 0).all(), f"a page in use has no number: {used_pages}"
-        assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a released page is listed"
+        assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a freed page is listed"
         np.add.at(references, used_pages.ravel(), 1)
     assert allocator.num_held == np.count_nonzero(references)
     wrong_pages = np.flatnonzero(references != allocator.reference_counts)
@@ -544,7 +546,7 @@ def make_written_table(num_tokens: int, batch: int = 1, page_size: int = 4) -> B
 @pytest.mark.parametrize(
     ("token", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (99, 3)]
 )
-def test_release_keeps_all_pages_from_a_token_on(token, first):
+def test_free_before_keeps_all_pages_from_a_token_on(token, first):
     table = make_written_table(12, batch=2)
     table.free_before(token)
     assert (table.first_page, table.num_columns) == (first, 3)

@@ -47,6 +47,8 @@ from tests.tools.store_kills import run_concurrent_writers, run_killed_writers
 pytestmark = pytest.mark.text
 
 PAGE_SIZE = 8
+# Keywords of `StoreUser` that change the model's config. Other keywords are for the cache.
+CONFIG_FIELDS = ("rope_parameters", "sliding_window", "seed")
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 MIN_MARGIN = 1e-5
 SLOW_MODELS = (pytest.param(name, marks=pytest.mark.full) for name in ("mha", "softcap", "sinks"))
@@ -99,9 +101,6 @@ class StoreUser:
         self.enable()
         assert_same(answer, expected, f"{num_computed} of {ids.shape[1]} tokens computed")
         return num_computed
-
-
-CONFIG_FIELDS = ("rope_parameters", "sliding_window", "seed")
 
 
 def make_ids(num_tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -231,9 +230,9 @@ def test_pages_are_not_on_the_default_device(tmp_path: Path) -> None:
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
     """Return scales of two layers. `factor` multiplies the scales of V."""
-    constants = [(0.02 + 0.01 * i, 0.03 * factor, center) for i in range(2)]
-    layers = [LayerScales(*(torch.full((2, 16), x) for x in layer)) for layer in constants]
-    return KVScales(dict(enumerate(layers)), "hf_fp8kv")
+    v, k_center = torch.full((2, 16), 0.03 * factor), torch.full((2, 16), center)
+    layers = {i: LayerScales(torch.full((2, 16), 0.02 + 0.01 * i), v, k_center) for i in (0, 1)}
+    return KVScales(layers, "hf_fp8kv")
 
 
 def test_changed_weights_find_no_pages(tmp_path: Path) -> None:
