@@ -130,7 +130,7 @@ def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_str
     """Plant outliers in one attention module, and return the number of planted channels."""
     config, layer = model.config.get_text_config(decoder=True), module.layer_idx
     rope, dim = RopeRotation.from_config(config)(layer), module.head_dim
-    num_pairs = int(dim * rope.rotary_fraction) // 2
+    num_pairs = int(dim * rope.paired_fraction) // 2
     if not num_pairs:
         return 0
     num_planted = 0

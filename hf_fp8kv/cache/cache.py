@@ -232,7 +232,6 @@ class FP8PagedCache(DynamicCache):
 
     @property
     def paged_layers(self) -> list[FP8PagedLayer]:
-        """The paged layers."""
         return self._paged.layers
 
     @property
@@ -287,8 +286,7 @@ class FP8PagedCache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of columns of the mask, and the position of the first column.
 
-        Raises:
-            ConfigError: The call has no new tokens.
+        Raise ConfigError if the call has no new tokens.
         """
         if isinstance(query_length, int) and query_length == 0:
             raise ConfigError(
