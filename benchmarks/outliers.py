@@ -131,7 +131,7 @@ def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_str
     layer = module.layer_idx
     rope = RopeRotation.from_config(config)(layer)
     dim = module.head_dim
-    num_pairs = int(dim * rope.rotary_fraction) // 2
+    num_pairs = int(dim * rope.paired_fraction) // 2
     if not num_pairs:
         return 0
     num_planted = 0

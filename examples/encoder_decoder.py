@@ -28,7 +28,8 @@ CONFIG["init_std"] = 0.2  # large weights, so that the model does not repeat one
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: a small random BART.")
-    parser.add_argument("--text", default="translate English to German: How are you?")
+    default_text = "translate English to German: How are you?"
+    parser.add_argument("--text", default=default_text, help="Input of the model of --model.")
     args = parser.parse_args()
     if args.model:
         model = AutoModelForSeq2SeqLM.from_pretrained(args.model)
@@ -43,7 +44,8 @@ def main() -> None:
     # The second cache needs no config, because all its layers store the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
     paged_output = model.generate(**inputs, past_key_values=EncoderDecoderCache(*caches))
-    tokens, dtype = default_output.sequences, str(model.dtype).removeprefix("torch.")
+    tokens = default_output.sequences
+    dtype = str(model.dtype).removeprefix("torch.")
     print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} of them distinct")
     print(f"the same tokens with dtype='model': {torch.equal(tokens, paged_output.sequences)}")
     enable(model)  # from now on, each call creates two such caches in FP8
@@ -52,8 +54,8 @@ def main() -> None:
         layers = getattr(default_output.past_key_values, name).layers
         dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         page_bytes = getattr(fp8_caches, name).memory_footprint().used_bytes
-        description = f"{page_bytes:,} in FP8 ({page_bytes / dense_bytes:.3f} of it)"
-        print(f"{name}: {dense_bytes:,} bytes in {dtype}, {description}")
+        ratio = f"{page_bytes / dense_bytes:.3f} of these bytes"
+        print(f"{name}: {dense_bytes:,} bytes in {dtype}, {page_bytes:,} in FP8 ({ratio})")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv import FP8PagedCache, demo_model_path
 
+QUESTIONS = ["What is a slice?", "What is a tuple?"]
+
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
-    parser.add_argument("--questions", nargs="+", default=["What is a slice?", "What is a tuple?"])
+    parser.add_argument("--questions", nargs="+", default=QUESTIONS, help="One for each fork.")
     parser.add_argument("--characters", type=int, default=8000, help="Characters of the document.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
@@ -35,7 +37,8 @@ def main() -> None:
     chats = [[system, {"role": "user", "content": question}] for question in args.questions]
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     prompts = [tokenizer.apply_chat_template(chat, **options).input_ids for chat in chats]
-    are_equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
+    ids_by_position = zip(*(prompt[0].tolist() for prompt in prompts), strict=False)
+    are_equal = [len(set(ids)) == 1 for ids in ids_by_position]
     num_shared = [*are_equal[:-1], False].index(False)  # leaves at least one token
     answer(prompts[0][:, :64], FP8PagedCache(model.config))  # warm up
 
@@ -45,13 +48,16 @@ def main() -> None:
     print(f"shared: {num_shared} tokens in {cache.budget.num_held} pages")
     forks = [cache.fork() for _ in prompts]
     answers = [answer(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]
-    fork_seconds, start = time.perf_counter() - start, time.perf_counter()
+    fork_seconds = time.perf_counter() - start
+
+    start = time.perf_counter()
     caches = [FP8PagedCache(model.config, prefill="stored") for _ in prompts]
-    separate_answers = [answer(ids, x) for ids, x in zip(prompts, caches, strict=True)]
+    separate_answers = [answer(*pair) for pair in zip(prompts, caches, strict=True)]
     separate_seconds = time.perf_counter() - start
+
     print(*map("{} {!r}".format, args.questions, answers), sep="\n")
     print(f"the same answers without forks: {answers == separate_answers}")
-    separate_pages = sum(x.budget.num_held for x in caches)
+    separate_pages = sum(separate_cache.budget.num_held for separate_cache in caches)
     print(f"pages: {cache.budget.num_held} with forks, {separate_pages} without")
     print(f"seconds: {fork_seconds:.1f} with forks, {separate_seconds:.1f} without")
 

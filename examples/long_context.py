@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError, demo_model_path
 
-NEW_TOKENS, PAGE_SIZE = 24, 64
+NEW_TOKENS = 24  # tokens of the answer
+PAGE_SIZE = 64  # tokens
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
-    parser.add_argument("--max-pages", type=int, default=64, help="The budget, in pages.")
+    parser.add_argument("--max-pages", type=int, default=64, help="Maximum number of pages.")
     parser.add_argument("--chunk", type=int, default=512, help="Tokens per call of the model.")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
@@ -49,11 +50,14 @@ def main() -> None:
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     output = model.generate(ids, past_key_values=cache, **options)
     print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")
-    page_bytes, num_pages = cache.memory_footprint().total_bytes, cache.budget.num_held
+    page_bytes = cache.memory_footprint().total_bytes
     # PagedKV tensors have the shape and dtype of dense K and V, so `nbytes` are the dense bytes.
     dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     ratio = page_bytes / dense_bytes
-    print(f"{num_pages} pages: {page_bytes:,} bytes, {ratio:.3f} of {dense_bytes:,} unquantized")
+    print(
+        f"{cache.budget.num_held} pages: {page_bytes:,} bytes, {ratio:.3f} of {dense_bytes:,} "
+        "unquantized"
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PROMPTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
-    parser.add_argument("--dtype", help="Storage dtype of K and V. Default: fp8_e3m4.")
+    parser.add_argument("--dtype", help="fp8_e3m4 (the default), fp8_e4m3, int8, ...")
     parser.add_argument("--new-tokens", type=int, default=12, help="Tokens of each answer.")
     args = parser.parse_args()
     name = args.model or demo_model_path()

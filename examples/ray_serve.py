@@ -33,7 +33,9 @@ def make_replicas(name: str) -> serve.Application:
 def run_conversation(client: OpenAI, has_header: bool, number: int) -> tuple[int, int]:
     """Return the numbers of cached tokens and of all tokens in the prompts of a conversation."""
     session = f"conversation {number}, header {has_header}"
-    name, messages, num_cached, num_tokens = client.models.list().data[0].id, [], 0, 0
+    name = client.models.list().data[0].id
+    messages: list[dict[str, str]] = []
+    num_cached = num_tokens = 0
     facts = "".join(FACT.format(n, session, n * 7) for n in range(8))
     for question in (f"{facts}How many facts are there?", "Why?", "Is that so?", "And then?"):
         messages.append({"role": "user", "content": question})
@@ -50,11 +52,13 @@ def main() -> None:
     serve.run(make_replicas(sys.argv[1] if len(sys.argv) > 1 else str(demo_model_path())))
     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     for has_header in (False, True):
-        start, pool = time.perf_counter(), ThreadPoolExecutor(4)
-        counts = pool.map(run_conversation, [client] * 8, [has_header] * 8, range(8))
-        num_cached, num_tokens = map(sum, zip(*counts, strict=True))
+        start = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            counts = pool.map(run_conversation, [client] * 8, [has_header] * 8, range(8))
+            num_cached, num_tokens = map(sum, zip(*counts, strict=True))
         seconds = time.perf_counter() - start
-        print(f"header {has_header}: {num_cached / num_tokens:.0%} cached, {seconds:.1f} s")
+        title = f"{'with' if has_header else 'without'} x-session-id"
+        print(f"{title}: {num_cached / num_tokens:.0%} of the tokens cached, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def main() -> None:
         name = client.models.list().data[0].id
 
         def ask(number: int) -> str:
-            question, stream = f"Tell me about the {WORDS[number // 2]}.", number % 2 == 0
+            question = f"Tell me about the {WORDS[number // 2]}."
+            stream = number % 2 == 0
             messages = [{"role": "user", "content": question}]
             options = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
             response = client.chat.completions.create(model=name, messages=messages, **options)

@@ -19,7 +19,7 @@ PROMPTS = ("London is the capital of", "The first three prime numbers are", "Wat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=12, help="Tokens of each answer.")
     parser.add_argument("--max-tokens", type=int, default=4096, help="Tokens to calibrate on.")
     args = parser.parse_args()
     name = str(demo_model_path())

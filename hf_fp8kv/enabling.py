@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from .attention import latent
 from .attention.check_model import find_stock_layers, probe_deterministic
 from .attention.deterministic import install_deterministic, remove_deterministic
-from .attention.switching import get_implementations, set_implementations
+from .attention.switching import get_attn_implementations, set_attn_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
 from .cache.cache import FP8PagedCache
 from .calibration.plan_choice import resolve_plan
@@ -21,7 +21,7 @@ from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import ATTENTION, CACHE, find_refusal
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
-from .prefix.generate import Prefill, PrepareInputs
+from .prefix.generate import InputPreparation, Prefill
 from .prefix.pages import check_store
 from .prefix.store import PrefixStore
 from .scales.kv_scales import StoragePlan, warn_if_stale
@@ -29,7 +29,7 @@ from .utils.digests import digest_weights
 
 logger = logging.getLogger(__name__)
 
-_SAVED_ATTENTION = "_hf_fp8kv_enabled"
+_SAVED_ATTENTION = "_hf_fp8kv_saved_attention"
 _PREPARE_METHOD = "_prepare_cache_for_generation"
 # Value of generate()'s `cache_implementation` for a growing cache in host memory.
 OFFLOADED = "offloaded"
@@ -51,23 +51,23 @@ def enable(
 
     Each call creates a new cache, unless it passes a cache, selects a different type of cache, or
     uses no cache. The attention is set to "fp8_paged" if the model supports it. Call `enable` again
-    to change the keywords. `disable` undoes everything.
+    to change the keywords, or `disable` to undo this call.
 
-    With `training="stored"`, calls of the model without a cache round K and V exactly as these
-    caches and `serving` store them with the same keywords, in train and eval mode. Trainers need
-    this if they recompute the probabilities of generated text. Gradients pass through the rounding
-    unchanged.
+    With `training="stored"`, forward passes without a cache round K and V exactly as these caches
+    and `serving` store them with the same keywords, in train and eval mode. Trainers need this if
+    they recompute the probabilities of generated text. The rounding does not change gradients.
 
     With `deterministic=True`, the pages and logits of a token have the same bits in any batch, and
     for any split of the sequence into calls. These calls are slower. docs/limits.md lists the
-    requirements. Both options need `prefill="stored"`, which becomes the default.
+    requirements. Both options need `prefill="stored"`, with which every call attends to stored K
+    and V. It becomes the default.
 
     Args:
         model: A model with `generate`, or a PEFT wrapper of such a model.
-        deterministic: Whether bits are independent of the batch, as described. The model is run on
-            64 tokens, so add adapters before this call.
-        training: None or "stored", as described. With "stored", the model is run on three tokens,
-            so call `enable` before the model is compiled, wrapped or sharded.
+        deterministic: Whether results are bitwise independent of the batch. The model is run on 64
+            tokens, so add adapters before this call.
+        training: None or "stored". With "stored", the model is run on three tokens, so call
+            `enable` before the model is compiled, wrapped or sharded.
         reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, so that only
             the tokens after the shared tokens are computed. False assumes that the tokens of the
             cache are the beginning of the prompt.
@@ -81,7 +81,8 @@ def enable(
 
     Raises:
         ConfigError: The model cannot use the cache, or a keyword is invalid.
-        ScaleError, BackendError: A keyword is invalid.
+        ScaleError: `scales`, or the scales of `plan`, are invalid or do not fit the model.
+        BackendError: `backend` cannot run here.
     """
     base = _find_base_model(model)
     if not isinstance(base, PreTrainedModel) or not hasattr(base, _PREPARE_METHOD):
@@ -106,21 +107,20 @@ def enable(
         check_store(prefix_store, cache.options, base.config, cache)
         if not reuse_prefix:
             raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
-        # Do slow first-time work here instead of in the first call.
+        # These results are cached, so the first `generate()` does not wait for them.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED_ATTENTION in vars(base):
         disable(base)
-    old_attention = get_implementations(base)
+    old_attention = get_attn_implementations(base)
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
     vars(base)[_SAVED_ATTENTION] = old_attention
     prefill = Prefill(base, reuse_prefix, prefix_store)
-    for method in (_PrepareCache(base, cache_keywords), prefill, PrepareInputs(base)):
+    for method in (_CachePreparation(base, cache_keywords), prefill, InputPreparation(base)):
         method.install()
-    if roundings:
-        install_rounding(roundings)
+    install_rounding(roundings)
     if deterministic:
         install_deterministic(base, __name__)
     return model
@@ -136,7 +136,7 @@ def disable(model: _Model) -> _Model:
         remove_deterministic(base, __name__)
         latent.remove_all(base)
         if base._can_set_attn_implementation():
-            set_implementations(base, old_attention)
+            set_attn_implementations(base, old_attention)
     return model
 
 
@@ -147,7 +147,7 @@ def _find_base_model(model: Any) -> Any:
     return model
 
 
-class _PrepareCache(ModelMethod):
+class _CachePreparation(ModelMethod):
     """Replaces the method that prepares the cache of a `generate()`, and creates an FP8 cache.
 
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
@@ -159,7 +159,7 @@ class _PrepareCache(ModelMethod):
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        model, (keywords,) = self.model, self.arguments
+        model, keywords = self.model, self.arguments[0]
         if _uses_default_cache(generation_config, model_kwargs):
             if generation_config.cache_implementation == OFFLOADED:
                 keywords = {**keywords, "offloading": keywords.get("offloading") or True}
@@ -170,13 +170,13 @@ class _PrepareCache(ModelMethod):
             _pass_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            self._convert_tuned_prefix(model, keywords)
-        return self.stock(generation_config, model_kwargs, *args, **kwargs)
+            self._install_prefix_conversion(model, keywords)
+        return self.original_method(generation_config, model_kwargs, *args, **kwargs)
 
-    def _convert_tuned_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
-        """Store the prefix of PEFT's prefix tuning, which replaces an empty cache, in an FP8 cache.
+    def _install_prefix_conversion(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
+        """Replace a method of PEFT's prefix tuning, so that it stores the prefix in an FP8 cache.
 
-        PEFT replaces the method of the model during a `generate()`, and restores it afterwards.
+        PEFT's method passes the prefix in a new cache, and exists only during a `generate()`.
         """
         prepare: Any = model.prepare_inputs_for_generation
         config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)

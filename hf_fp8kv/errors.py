@@ -1,11 +1,11 @@
-"""The errors that this package raises on purpose.
+"""The errors that this package defines.
 
     FP8KVError
     ├── ConfigError      incompatible or invalid arguments, model or call
     ├── ScaleError       unusable scales, or an unusable file of scales
     ├── OutOfPagesError  a budget (max_pages, max_cache_len) would be exceeded
     ├── BackendError     a backend requested by name cannot run
-    └── EngineError      the engine of a server ended while the server was running
+    └── EngineError      the engine of a server stopped unexpectedly
 
 A message states what was expected, what was passed, and what to do. After an error the cache is as
 it was before the call.
@@ -13,7 +13,7 @@ it was before the call.
 
 
 class FP8KVError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package defines."""
 
 
 class ConfigError(FP8KVError, ValueError):
@@ -28,8 +28,8 @@ class OutOfPagesError(FP8KVError, MemoryError):
     """A budget of pages or of tokens would be exceeded.
 
     Attributes:
-        needed: Number of pages or tokens that the call needs.
-        available: Number of pages that are left, or the limit of tokens.
+        needed: Number of pages that the call needs, or of stored and new tokens per sequence.
+        available: Number of pages that are left, or the maximum number of tokens per sequence.
     """
 
     def __init__(self, message: str, *, needed: int, available: int) -> None:
@@ -38,7 +38,7 @@ class OutOfPagesError(FP8KVError, MemoryError):
         self.available = available
 
     @classmethod
-    def of_tokens(cls, limit: int, num_stored: int, num_new: int) -> "OutOfPagesError":
+    def for_tokens(cls, limit: int, num_stored: int, num_new: int) -> "OutOfPagesError":
         """Return the error for a sequence with more than `limit` stored and new tokens."""
         return cls(
             f"expected at most {limit} tokens per sequence (max_cache_len), got {num_stored} "
@@ -56,7 +56,7 @@ class BackendError(FP8KVError, RuntimeError):
 
 
 class EngineError(FP8KVError, RuntimeError):
-    """The engine of a server ended while the server was running."""
+    """The engine of a server stopped unexpectedly."""
 
 
 def _rebuild_out_of_pages(message: str, needed: int, available: int) -> OutOfPagesError:

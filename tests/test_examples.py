@@ -74,7 +74,7 @@ def test_examples_are_short_documented_and_tested():
     scripts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     assert sorted(scripts) == sorted({*ARGUMENTS, *TESTED_ELSEWHERE})
     for name, text in scripts.items():
-        assert len(text.splitlines()) <= (80 if name in TESTED_ELSEWHERE else 60), name
+        assert len(text.splitlines()) <= (80 if name in TESTED_ELSEWHERE else 70), name
         docstring = ast.get_docstring(ast.parse(text))
         assert docstring, name
         assert f"\n    python examples/{name}\n" in docstring, f"{name} does not show how to run it"
@@ -96,7 +96,7 @@ def test_quickstart_counts_both_caches(run_example, num_layers):  # noqa: F811
     output = run_example("quickstart.py")
     num_tokens, dense_bytes, page_bytes, ratio, kl = read_numbers(
         r"tokens held: (\d+)\nin 16 bits: ([\d,]+) bytes\n"
-        r"8-bit pages: ([\d,]+) bytes, ([\d.]+) of it\nmean KL .*: (.+)\n",
+        r"8-bit pages: ([\d,]+) bytes, ([\d.]+) of the 16-bit size\nmean KL .*: (.+)\n",
         output,
     )
     assert num_tokens == 400 + 8  # the last new token is never stored

@@ -223,7 +223,7 @@ class _BlockForward(_ForwardMethod):
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             _refuse_compilation()
-        forward, rows = self.stock, states.reshape(-1, states.shape[-1])
+        forward, rows = self.original_method, states.reshape(-1, states.shape[-1])
         output = compute_in_blocks(lambda block: forward(block, *args, **kwargs), rows)
         return output.view(*states.shape[:-1], output.shape[-1])
 
@@ -244,7 +244,7 @@ class _TokenForward(_ForwardMethod):
     """
 
     def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        forward, num_tokens = self.stock, states.shape[:-1].numel()
+        forward, num_tokens = self.original_method, states.shape[:-1].numel()
 
         def compute_token(i: int) -> Any:
             def select_token(x: Any) -> Any:
@@ -266,7 +266,7 @@ class _ElementwiseForward(_ForwardMethod):
     """The `forward` of an elementwise activation, in blocks of complete vectors."""
 
     def __call__(self, states: Tensor) -> Tensor:
-        forward, values = self.stock, states.reshape(-1)
+        forward, values = self.original_method, states.reshape(-1)
         padded = torch.nn.functional.pad(values, (0, -len(values) % _VECTOR_VALUES))
         output = torch.cat([forward(block) for block in padded.split(_BLOCK_VALUES)])
         return output[: len(values)].view(states.shape)

@@ -41,16 +41,16 @@ def watched_attention(
             interface._global_mapping.pop(name, None)
 
 
-def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the attention implementations of a model, under "", and of its sub-configs by name."""
+def get_attn_implementations(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the attention implementations by sub-config name. The key "" is the model itself."""
     configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     used = {name: x._attn_implementation for name, x in configs.items() if x is not None}
     return {"": model.config._attn_implementation, **used}
 
 
-def set_implementations(model: PreTrainedModel, implementations: dict[str, Any]) -> None:
-    """Set the attention implementations that `get_implementations` returned."""
-    model.set_attn_implementation({key: x for key, x in implementations.items() if x is not None})
+def set_attn_implementations(model: PreTrainedModel, implementations: dict[str, Any]) -> None:
+    """Set the attention implementations that `get_attn_implementations` returned."""
+    model.set_attn_implementation({name: x for name, x in implementations.items() if x is not None})
     model.config._attn_implementation = implementations  # the method does not accept None
 
 
@@ -58,7 +58,7 @@ def set_implementations(model: PreTrainedModel, implementations: dict[str, Any])
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Set a model and all of its modules to eval mode within the `with` block.
 
-    Within the block K and V stay unrounded, and attention need not be deterministic.
+    Within the block, K and V are not rounded, and deterministic attention is off.
     """
     training_modules = [module for module in model.modules() if module.training]
     removed_attributes = {
@@ -81,9 +81,9 @@ def paged_attention(model: PreTrainedModel, name: str = ATTENTION) -> Iterator[N
     if not model._can_set_attn_implementation():
         yield
         return
-    old_names = get_implementations(model)
+    old_names = get_attn_implementations(model)
     try:
         model.set_attn_implementation(name)
         yield
     finally:
-        set_implementations(model, old_names)
+        set_attn_implementations(model, old_names)

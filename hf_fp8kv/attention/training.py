@@ -42,7 +42,8 @@ class StoredRounding:
         Raises:
             ScaleError: The static scales have a different number of heads or a different head size.
         """
-        self._options, self._encoding = options, Encoding(index, options, PaddingObserver())
+        self.index, self._options = index, options
+        self._encoding = Encoding(index, options, PaddingObserver())
         self._device: torch.device | None = None  # a model on "meta" is moved to a device later
         options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
@@ -164,35 +165,32 @@ def prepare_rounding(
             "training='stored': expected a decoder that uses transformers' attention registry, got "
             f"{type(model).__name__}, which {reason}. Leave training out"
         )
-    probed = _probe_layers(model, find_stock_layers(cache), cache_keywords)
+    roundings = _probe_roundings(model, options, find_stock_layers(cache))
     if not always_paged and all(side.is_auto for plan in cache.plan.values() for side in plan):
         return {}
-    return {
-        module: StoredRounding(options, index, key, value)
-        for module, (index, key, value) in probed.items()
-    }
+    return roundings
 
 
-def _probe_layers(
-    model: PreTrainedModel, stock_layers: list[int], cache_keywords: Mapping[str, Any]
-) -> dict[torch.nn.Module, tuple[int, Any, Any]]:
-    """Return the stored layer that each attention module reads, with its keys and values.
+def _probe_roundings(
+    model: PreTrainedModel, options: CacheOptions, stock_layers: list[int]
+) -> dict[torch.nn.Module, StoredRounding]:
+    """Return the rounding of the stored layer that each attention module reads.
 
     A layer may share the keys of a different layer, which only the cache can identify.
     """
     # These options need no scales, and avoid the warning about scales in the checkpoint.
     cache = FP8PagedCache(
         model.config, dtype=AUTO, scales=1.0, prefill="stored", backend="torch",
-        skip_layers=stock_layers, tensor_parallel=cache_keywords["tensor_parallel"],
+        skip_layers=stock_layers, tensor_parallel=options.tensor_parallel,
     )  # fmt: skip
-    layers: dict[torch.nn.Module, tuple[int, Any, Any]] = {}
+    roundings: dict[torch.nn.Module, StoredRounding] = {}
 
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _kwargs: Any) -> None:
         if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-            initialized = [x for x in cache.paged_layers if x.is_initialized]
+            initialized = [layer for layer in cache.paged_layers if layer.is_initialized]
             owners = [x for x in initialized if x.store.pool.blocks.tensors[0] is key.block]
             if len(owners) == 1 and value.block is key.block:
-                layers[module] = owners[0].index, key, value
+                roundings[module] = StoredRounding(options, owners[0].index, key, value)
 
     try:
         ids = torch.ones((1, 3), dtype=torch.long, device=model.device)
@@ -207,7 +205,7 @@ def _probe_layers(
             "weights are loaded, and before it is wrapped or sharded"
         ) from error
     stored_indices = {layer.index for layer in cache.paged_layers if layer.get_seq_length()}
-    unread = sorted(stored_indices - {index for index, *_ in layers.values()})
+    unread = sorted(stored_indices - {rounding.index for rounding in roundings.values()})
     if unread:
         raise ConfigError(
             f"training='stored': expected attention to the keys and values that a cache stores, "
@@ -215,7 +213,7 @@ def _probe_layers(
             "not use transformers' attention registry (see check_model). Keep these layers in the "
             f"model's dtype (skip_layers={unread})"
         )
-    return layers
+    return roundings
 
 
 def install_rounding(roundings: Mapping[torch.nn.Module, StoredRounding]) -> None:

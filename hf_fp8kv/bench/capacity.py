@@ -33,7 +33,7 @@ _SHAPES: dict[str, tuple[str | int | None, ...]] = {
     "Llama-3.1-70B": ("llama", 8192, 80, 64, 8, 128, 128256),
 }
 MODELS: dict[str, dict[str, Any]] = {
-    name: {k: v for k, v in zip(_FIELDS, values, strict=False) if v is not None}
+    name: {field: x for field, x in zip(_FIELDS, values, strict=False) if x is not None}
     for name, values in _SHAPES.items()
 }
 

@@ -29,7 +29,7 @@ TOLERANCE = 0.02  # relative RMS error from torch's attention on the same bytes,
 
 
 class Heads(NamedTuple):
-    """Number of query heads, number of KV heads, and head size, by default of an 8B model."""
+    """Number of query heads, number of KV heads, and head size, by default of Llama-3.1-8B."""
 
     query: int = 32
     kv: int = 8

@@ -1,4 +1,4 @@
-"""Measure the bytes of a token, the growth of a process, and the tokens that fit in a GPU."""
+"""Measure the bytes of a token, the growth of a process, and the tokens that fit on a GPU."""
 
 import json
 import os
@@ -33,12 +33,12 @@ def measure_memory(
     measures_growth: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Count bytes, measure processes, calculate capacities, and return a result for JSON.
+    """Measure bytes per token, the growth of processes, and capacities, and return them for JSON.
 
     Args:
-        setup: Shape of the layer, backend and device. None means the shape of an 8B model on a CPU.
+        setup: Shape of the layer, backend and device. None means Llama-3.1-8B on a CPU.
         models: Configs by name, for the capacity. None means well-known models.
-        memory_gib: Free memory next to the model in GiB, for the capacity.
+        memory_gib: GPU memory in GiB that is left after loading the model, for the capacity.
         num_tokens: Number of tokens in the caches whose bytes are counted or measured.
         measures_growth: Whether to measure the growth of separate processes that fill a cache.
         progress: Function that is called with a message before each measurement.
@@ -88,7 +88,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
             for row in result["capacity"]
         ),
         grouped=True,
-        title=f"Tokens that fit into {settings['memory_gib']:g} GiB next to the model",
+        title=f"Tokens that fit into {settings['memory_gib']:g} GiB left after loading the model",
         caption=f"calculated by the planner of transformers {result['versions']['transformers']}: "
         f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens, "
         f"{result['date'][:10]}",

@@ -53,7 +53,7 @@ def measure_speed(
     """Measure decode steps, first calls and chunks of prompts, and return rows for JSON.
 
     Args:
-        setup: Shape of the layer, backend and device. None means the shape of an 8B model on a CPU.
+        setup: Shape of the layer, backend and device. None means Llama-3.1-8B on a CPU.
         context_lengths: Numbers of tokens stored before a decode step or a chunk.
         first_lengths: Numbers of tokens of a first call.
         num_turns: Number of turns. Each contender runs once in each turn.

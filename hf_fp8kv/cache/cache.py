@@ -197,8 +197,8 @@ class FP8PagedCache(DynamicCache):
         Args:
             repo_or_dir: A local folder, or a repository of the Hub.
             config: The model's config. None means that it is read from `repo_or_dir`.
-            revision, token, cache_dir, local_files_only, force_download, subfolder,
-            trust_remote_code: As in transformers' `from_pretrained`.
+            revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
+            force_download, subfolder, trust_remote_code: As in transformers' `from_pretrained`.
             strict: Whether to raise an error if some scales are missing.
             cache_keywords: Additional arguments of the constructor.
 
@@ -232,7 +232,6 @@ class FP8PagedCache(DynamicCache):
 
     @property
     def paged_layers(self) -> list[FP8PagedLayer]:
-        """The paged layers."""
         return self._paged.layers
 
     @property
@@ -287,8 +286,7 @@ class FP8PagedCache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of columns of the mask, and the position of the first column.
 
-        Raises:
-            ConfigError: The call has no new tokens.
+        Raise ConfigError if the call has no new tokens.
         """
         if isinstance(query_length, int) and query_length == 0:
             raise ConfigError(

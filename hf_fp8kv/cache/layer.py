@@ -26,9 +26,7 @@ def _make_states_property(name: str) -> Any:
     def assign(layer: "FP8PagedLayer", states: torch.Tensor | None) -> None:
         """Replace the stored tokens once `keys` and `values` are assigned, as in dense layers."""
         if states is None:
-            raise ConfigError(
-                "expected keys or values [B, Hkv, T, D], got None. Call cache.reset()"
-            )
+            raise ConfigError(f"expected tensors as {name}, got None. Call cache.reset()")
         layer.assigned[name] = states
         if len(layer.assigned) == 2:
             key, value = (densify(layer.assigned.pop(x)) for x in ("keys", "values"))

@@ -49,8 +49,7 @@ class LayerStore:
     def allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate the pool for tokens of these shapes, after `Encoding.prepare`.
 
-        Raises:
-            OutOfPagesError: A preallocated cache would exceed its budget.
+        Raise OutOfPagesError if a preallocated cache would exceed its budget.
         """
         batch, is_preallocated = key.shape[0], self.length.max_tokens is not None
         num_pages = self.length.allocate(batch, self.encoding.device)

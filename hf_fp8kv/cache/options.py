@@ -152,7 +152,8 @@ class CacheOptions:
                 f"backend: expected a name, such as 'torch', got {self.backend!r}. Leave it out "
                 "for the fastest one that runs here"
             )
-        ops.choose_backend(self.backend, _DEVICE_BY_BACKEND.get(self.backend, torch.device("cpu")))
+        device_type = "cuda" if self.backend == "triton" else "cpu"  # the device is not known yet
+        ops.choose_backend(self.backend, torch.device(device_type))
         check_ranks(*self.tensor_parallel)
 
     @property
@@ -287,10 +288,6 @@ def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
                 f"{name}: expected None, because {source} how each layer is stored, got "
                 f"{value!r}. Leave it out"
             )
-
-
-# The device is not known when options are checked. The check assumes a device of the backend.
-_DEVICE_BY_BACKEND = {"triton": torch.device("cuda")}
 
 
 def check_supported_page_size(size: int, name: str, advice: str) -> None:

@@ -133,15 +133,9 @@ class PagedLayers:
         """
         config = self.config
         if config is None:
-            if skip_layers:
-                raise ConfigError(
-                    "skip_layers: expected a config, which lists the layers, got None. Pass one"
-                )
-            if self.options.is_preallocated:
-                raise ConfigError(
-                    "max_cache_len: expected a config, which lists the layers to preallocate, got "
-                    "None. Pass one"
-                )
+            if skip_layers or self.options.is_preallocated:
+                name = "skip_layers" if skip_layers else "max_cache_len"
+                raise ConfigError(f"{name}: expected a config with layers, got None. Pass one")
             return []
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
@@ -243,8 +237,7 @@ class PagedLayers:
     def crop(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` tokens, and free the pages that no other token needs.
 
-        Raises:
-            OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
+        Raise OutOfPagesError, and change nothing, if a preallocated cache would exceed its budget.
         """
         self.padding_observer.last_tokens = None
         if not self.fixed_groups:
@@ -317,7 +310,7 @@ class PagedLayers:
             return
         # Sequences that were copied from one beam get separate pages again.
         for group in self.groups.values():
-            group.table.truncate(0)
+            group.table.free_from(0)
         self._unshare_pages(0)
 
     def select(self, sequences: torch.Tensor) -> None:
@@ -344,7 +337,7 @@ class PagedLayers:
             table = group.table
             if self.fixed_groups:
                 # Empty pages are not shared, so each sequence gets new pages.
-                table.truncate(length)
+                table.free_from(length)
             if table.batch:
                 table.replace_rows(table.rows[rows], table.first_page)
         for store in self.stores:

@@ -33,16 +33,16 @@ class RopeRotation:
 
     Attributes:
         theta: Base of the frequencies, which are in radians per position.
-        rotary_fraction: Fraction of a head's channels that RoPE pairs, counted from channel 0.
+        paired_fraction: Fraction of a head's channels that RoPE pairs, counted from channel 0.
         rotating_fraction: Fraction of the pairs that rotate, counted from pair 0.
         mla_dims: Sizes of the unrotated and the rotated part of an MLA key, in this order. None if
-            `rotary_fraction` applies. Latents do not rotate.
+            `paired_fraction` applies. Latents do not rotate.
         interleaved: Whether channels 2i and 2i + 1 are a pair. Otherwise channels i and i + n are.
         max_positions: Maximum number of positions of the model.
     """
 
     theta: float
-    rotary_fraction: float = 1.0
+    paired_fraction: float = 1.0
     rotating_fraction: float = 1.0
     mla_dims: tuple[int, int] | None = None
     interleaved: bool = False
@@ -99,7 +99,7 @@ class RopeRotation:
 @functools.cache
 def _compute_factors(rope: RopeRotation, dim: int, device: torch.device) -> Tensor:
     """Return the factors of `RopeRotation.average`: `[dim]`, float32, on `device`."""
-    num_before, num_rotary = rope.mla_dims or (0, int(dim * rope.rotary_fraction))
+    num_before, num_rotary = rope.mla_dims or (0, int(dim * rope.paired_fraction))
     if rope.mla_dims is not None and sum(rope.mla_dims) != dim:
         num_before = num_rotary = 0  # latents
     num_pairs = num_rotary // 2
@@ -114,7 +114,7 @@ def _compute_factors(rope: RopeRotation, dim: int, device: torch.device) -> Tens
         return pad(factors, (num_before, num_after), value=1.0).to(device)
 
 
-NO_ROPE = RopeRotation(1.0, rotary_fraction=0.0, max_positions=0)  # for a layer without RoPE
+NO_ROPE = RopeRotation(1.0, paired_fraction=0.0, max_positions=0)  # for a layer without RoPE
 
 
 def _is_interleaved(config: Any) -> bool:

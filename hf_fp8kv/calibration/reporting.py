@@ -109,12 +109,12 @@ def _count_values(
     x, stored_values = x[sample], stored_values[sample]
     counts.append(x.square().sum(dtype=torch.float64))
     if scale is not None:
-        counts += [_squared_error(stored_values, scale * f.scale_from_e4m3, f) for f in formats]
-    counts += [_squared_error(x, choose_scale(x, f).float()[..., None], f) for f in formats]
+        counts += [_sum_squares(stored_values, scale * f.scale_from_e4m3, f) for f in formats]
+    counts += [_sum_squares(x, choose_scale(x, f).float()[..., None], f) for f in formats]
     return torch.stack([count.double() for count in counts])
 
 
-def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _sum_squares(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     return codec.compute_rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
 
 

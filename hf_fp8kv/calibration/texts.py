@@ -130,7 +130,7 @@ def read_corpus(
 
 
 class _Encoder:
-    """Converter of items to token ids, with options of `read_corpus`."""
+    """Converts items to token ids, with the options of `read_corpus`."""
 
     def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
         from transformers import PreTrainedTokenizerBase

@@ -21,10 +21,10 @@ _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for a point of a sl
 _TEMPERATURE = 0.7
 _MAX_CHUNK_TOKENS, _MAX_LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
 _FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
-_JUMP_DEVIATIONS = 8.0  # standard deviations from the median of all windows to a jump
+_JUMP_DEVIATIONS = 8.0  # standard deviations by which a jump exceeds the median of all windows
 _MAX_LOG_CHANGE = math.log(11)  # +1,000%
 _MIN_SLOPE_POINTS = 8  # points of 128 tokens that a slope needs
-_POWER = 0.8  # probability of finding the detectable slope
+_POWER = 0.8  # statistical power, the probability of finding the detectable slope
 
 
 @torch.inference_mode()  # saves work in each of the many small operators of a step
@@ -85,8 +85,7 @@ def sample_answers(
             chunk_ids, logits = answers[:, positions], torch.cat(steps, 1)
             for name, contender in compared.items():
                 other = compute_logits(model, chunk_ids, other_caches[name], {}, scored=True)
-                is_exact = contender is UNQUANTIZED
-                exact, quantized = (other, logits) if is_exact else (logits, other)
+                exact, quantized = (other, logits) if contender is UNQUANTIZED else (logits, other)
                 scores = compute_scores(exact, quantized, chunk_ids)
                 kl[name][:, positions] = scores.kl.view(chunk_ids.shape)
     return answers, kl
@@ -143,15 +142,16 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     jump = {"jump": _find_jump(windows, floor)}
     if windows.shape[1] < _MIN_SLOPE_POINTS * _SLOPE_WINDOWS:
         return dict.fromkeys(("slope", "low", "high", "detectable")) | jump
-    y = _compute_log(average_windows(windows, _SLOPE_WINDOWS))
+    log_kl = _compute_log(average_windows(windows, _SLOPE_WINDOWS))
     if floor is not None:
-        y = y - _compute_log(average_windows(floor, _SLOPE_WINDOWS))
-    x = torch.arange(y.shape[1], dtype=y.dtype) * _SLOPE_WINDOWS * WINDOW_TOKENS / 1000
-    x, y = x - x.mean(), y - y.mean(1, keepdim=True)
-    x_power = len(y) * x.square().sum()
-    slope = (y * x).sum() / x_power
-    degrees = y.numel() - len(y) - 1
-    standard_error = ((y - slope * x).square().sum() / degrees / x_power).sqrt().item()
+        log_kl = log_kl - _compute_log(average_windows(floor, _SLOPE_WINDOWS))
+    kilotokens = torch.arange(log_kl.shape[1]).to(log_kl) * _SLOPE_WINDOWS * WINDOW_TOKENS / 1000
+    kilotokens, log_kl = kilotokens - kilotokens.mean(), log_kl - log_kl.mean(1, keepdim=True)
+    squares = len(log_kl) * kilotokens.square().sum()
+    slope = (log_kl * kilotokens).sum() / squares
+    degrees = log_kl.numel() - len(log_kl) - 1
+    residual = (log_kl - slope * kilotokens).square().sum()
+    standard_error = (residual / degrees / squares).sqrt().item()
     quantile = compute_student_quantile(0.975, degrees)
     return {
         "slope": slope.item(),

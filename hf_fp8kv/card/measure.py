@@ -46,7 +46,7 @@ TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # numbers of tokens of a prompt, and of answers in a group
 _TIMED_STEPS = 5  # number of timed decode steps of a cache
 _MIN_POSITIONS = 512  # minimum number of positions of a model
-# Tolerances of stored states: the gain, and the error relative to the error without centers.
+# Largest tolerated gain of stored states, and error of K relative to the error without centers.
 _MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
 _SIGNIFICANCE = 0.05  # maximum p-value of a finding about lost answers
 
@@ -188,7 +188,7 @@ def measure_card(
         entry["tokens"] = int(memory_gib * 2**30 / entry["bytes_per_token"])
     return {
         **run, "settings": settings, "bf16_bytes_per_token": results["bytes"][UNQUANTIZED.title],
-        "tasks": {task: {k: v for k, v in results[f"task: {task}"].items() if k != "caches"}
+        "tasks": {task: {key: x for key, x in results[f"task: {task}"].items() if key != "caches"}
                   for task in card.haystacks},
         "caches": entries, "refused": refusals | card.refusals,
     }  # fmt: skip

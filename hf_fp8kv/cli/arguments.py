@@ -147,8 +147,8 @@ ScalesDtype = Annotated[
         **make_choice(FORMATS, ALIASES),
     ),
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]
-MaxLength = Annotated[int | None, typer.Option(min=2, help="Maximum tokens in a sequence.")]
+MaxTokens = Annotated[int | None, typer.Option(min=2, help="Maximum number of tokens to read.")]
+MaxLength = Annotated[int | None, typer.Option(min=2, help="Maximum tokens in a window of text.")]
 MaxPosition = Annotated[
     int | None,
     typer.Option(

@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Measure FP8PagedCache and transformers' own caches on this machine.", no_args_is_help=True
 )
-ShapeModel = Annotated[
+ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="A folder or a Hub id, whose config gives the shape. Default: the shape of an 8B "
-        "model.",
+        help="A folder or a Hub id. Only its config is read. Default: the shape of Llama-3.1-8B.",
     ),
 ]
 JsonPath = Annotated[
@@ -32,13 +31,13 @@ JsonPath = Annotated[
         "--json",
         metavar="PATH",
         parser=parse_output_path,
-        help="Write the result as JSON. - prints the JSON instead of tables.",
+        help="Write the result to this file as JSON. Pass - to print JSON instead of tables.",
     ),
 ]
 
 
 @app.command()
-def speed(model: ShapeModel = None, device: Device = "auto", json_path: JsonPath = None) -> None:
+def speed(model: ModelOption = None, device: Device = "auto", json_path: JsonPath = None) -> None:
     """Time decode steps, first calls and chunks of prompts of one layer."""
     from ..bench.speed import format_table, measure_speed
 
@@ -50,14 +49,14 @@ def speed(model: ShapeModel = None, device: Device = "auto", json_path: JsonPath
 
 @app.command()
 def memory(
-    model: ShapeModel = None,
+    model: ModelOption = None,
     device: Device = "auto",
     memory_gib: Annotated[
-        float, typer.Option(min=0.001, max=10_000, help="Free memory next to the model, in GiB.")
+        float, typer.Option(min=0.001, max=10_000, help="GPU memory left for the cache, in GiB.")
     ] = 40.0,
     json_path: JsonPath = None,
 ) -> None:
-    """Count bytes per token, measure processes, and calculate the tokens that fit into a GPU."""
+    """Show bytes per token, the memory growth of processes, and the tokens that fit on a GPU."""
     from ..bench.memory import format_table, measure_memory
 
     setup, config = _make_setup(model, device)
@@ -78,7 +77,7 @@ def show_result(
         return
     if json_path is not None:
         Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
-    make_console(140).print(format_table(result))
+    make_console(piped_width=140).print(format_table(result))
 
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":

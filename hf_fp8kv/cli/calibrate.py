@@ -38,7 +38,7 @@ def calibrate(
         bool | None,
         typer.Option(
             "--center/--no-center",
-            help="Try centers of K, and keep the centers that help. "
+            help="Try to subtract a mean from K, a center, and keep the centers that help. "
             "Default: on for hf_fp8kv, the only format that can hold them.",
         ),
     ] = None,
@@ -53,11 +53,7 @@ def calibrate(
     ] = None,
     margin: Annotated[
         float | None,
-        typer.Option(
-            min=1,
-            max=16,
-            help="Range of the scales relative to the largest observed value. Default: 1.0.",
-        ),
+        typer.Option(min=1, max=16, help="Factor of the largest value, as headroom. Default: 1.0."),
     ] = None,
     format_name: Annotated[
         str,
@@ -70,7 +66,7 @@ def calibrate(
     max_tokens: arguments.MaxTokens = None,
     max_length: arguments.MaxLength = None,
     max_position: arguments.MaxPosition = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows of text per call.")] = None,
     text_column: arguments.TextColumn = None,
     chat_template: arguments.ChatTemplate = None,
     held_out: Annotated[
@@ -132,5 +128,5 @@ def calibrate(
         print(json.dumps(output | {"report": None if report is None else report.to_dict()}))
         return
     if report is not None:
-        make_console(120).print(*format_quality(report), sep="\n")
+        make_console(piped_width=120).print(*format_quality(report), sep="\n")
     print("\n".join(files))

@@ -38,7 +38,7 @@ def card(
         str | None, typer.Option(help="Measure these static scales as well: a folder or Hub id.")
     ] = None,
     memory_gib: Annotated[
-        float, typer.Option(min=0.001, help="Memory to fill with tokens, in GiB.")
+        float, typer.Option(min=0.001, help="Memory for the cache, in GiB.")
     ] = 8.0,
     device: arguments.Device = "auto",
 ) -> None:
@@ -69,5 +69,5 @@ def card(
     else:
         print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
     write_all({**files, parts_path: None})
-    make_console(200).print(format_table(result))
+    make_console(piped_width=200).print(format_table(result))
     print_note(f"The card is in {folder}.")

@@ -32,7 +32,7 @@ def inspect(
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="PNG of all layers.", parser=arguments.parse_png_path),
+        typer.Option(metavar="PATH", help="Path of a PNG plot.", parser=arguments.parse_png_path),
     ] = None,
     dtype: arguments.ScalesDtype = None,
     max_tokens: arguments.MaxTokens = None,
@@ -80,7 +80,7 @@ def inspect(
             }
             print(json.dumps(output))
         else:
-            console = make_console(160)
+            console = make_console(piped_width=160)
             console.print(*make_tables(kv_scales, report, console.width), sep="\n")
 
 
@@ -100,4 +100,4 @@ def _show_cache(path: str, as_json: bool) -> None:
     rows = ((index, *sides) for index, sides in layers.items())
     table = build_table(dict.fromkeys(("layer", "K stored as", "V stored as"), "left"), rows)
     print(f"{cache}\n{footprint.tokens} tokens, {format_size(footprint.used_bytes)} in pages")
-    make_console(160).print(table)
+    make_console(piped_width=160).print(table)

@@ -40,7 +40,7 @@ def serve(
         str,
         typer.Option(help="Address to listen on. Other machines can reach it only with a token."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 means any free port.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 selects a free port.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +52,7 @@ def serve(
         Any, typer.Option(help="Maximum size of a request.", **arguments.SIZE)
     ] = "4MiB",
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Maximum number of waiting requests. Others get 429.")
+        int, typer.Option(min=1, help="Maximum waiting requests. Others fail with status 429.")
     ] = 128,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model for clients. Default: the model's name.")
@@ -75,12 +75,12 @@ def serve(
     ] = "auto",
     max_model_len: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens of a prompt and its answer. Default: the model's."),
+        typer.Option(min=2, help="Maximum tokens of prompt and answer. Default: the model's."),
     ] = None,
     device: Annotated[str, typer.Option(**arguments.DEVICE)] = "auto",
     dtype: arguments.ModelDtype = "auto",
     quantization: Annotated[
-        str | None, typer.Option(help="bnb-4bit or bnb-8bit, for the weights.")
+        str | None, typer.Option(help="Format of the weights: bnb-4bit or bnb-8bit.")
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code in the model's folder.")
@@ -93,17 +93,19 @@ def serve(
         typer.Option(min=1, help="Number of pages. Default: all that fit into free memory."),
     ] = None,
     cb_block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a page. Default: transformers' own.")
+        int | None, typer.Option(min=1, help="Tokens per page. Default: transformers' value.")
     ] = None,
     cb_max_batch_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a step. Default: 256 on a CPU, else transformers'."),
+        typer.Option(
+            min=1, help="Tokens per step. Default: 256 on a CPU, else transformers' value."
+        ),
     ] = None,
     cb_max_memory_percent: Annotated[
-        float | None, typer.Option(min=1e-3, max=1, help="Share of the free memory for pages.")
+        float | None, typer.Option(min=1e-3, max=1, help="Fraction of the free memory for pages.")
     ] = None,
     cb_use_cuda_graph: Annotated[
-        bool | None, typer.Option(help="Capture steps in which every request decodes.")
+        bool | None, typer.Option(help="Capture steps without prompts as CUDA graphs.")
     ] = None,
     deterministic: Annotated[
         bool, typer.Option(help="Make answers independent of other requests, in slower steps.")
@@ -128,7 +130,7 @@ def serve(
         float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")
     ] = 30.0,
     metrics_interval: Annotated[
-        float, typer.Option(min=0, help="Seconds between lines in the log. 0 means no lines.")
+        float, typer.Option(min=0, help="Seconds between logged metrics. 0 means no log.")
     ] = 10.0,
     enable_cors: Annotated[
         bool, typer.Option("--enable-cors", help="Let web pages of other origins read answers.")
@@ -178,7 +180,7 @@ def serve(
         "use_cuda_graph": cb_use_cuda_graph,
     }  # fmt: skip
     # Check these options before the model is loaded.
-    batching = make_batching_config(**{k: x for k, x in batching_options.items() if x is not None})
+    batching = make_batching_config(**{n: x for n, x in batching_options.items() if x is not None})
     template_text = None if chat_template is None else chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])

@@ -100,7 +100,7 @@ def _is_defined_in(function: Any, packages: tuple[str, ...]) -> bool:
 def _unwrap(function: Any) -> Any:
     """Return the function inside torch.compile, torch.no_grad, torch.inference_mode or hf_fp8kv."""
     if _is_defined_in(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
-        for name in ("_torchdynamo_orig_callable", "__wrapped__", "old_method"):
+        for name in ("_torchdynamo_orig_callable", "__wrapped__", "old_attribute"):
             if (inner := getattr(function, name, None)) is not None:
                 return _unwrap(inner)
     return function

@@ -1,4 +1,4 @@
-"""Find the layers that a config describes, and the layers that `skip_layers` names."""
+"""Read a config, and find the layers that it describes and that `skip_layers` names."""
 
 import os
 from collections.abc import Collection
@@ -31,7 +31,7 @@ def reuses_kv(config: PreTrainedConfig, index: int) -> bool:
 def find_skipped_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
-    """Return the indices of the layers that `skip_layers` names. Raise ConfigError if invalid."""
+    """Return the indices of the layers that `skip_layers` names. Raise ConfigError if unknown."""
     layer_types = getattr(config, "layer_types", None) or [
         "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
         for layer in layers
@@ -44,14 +44,14 @@ def find_skipped_layers(
             indices.update(i for i, x in enumerate(layer_types[: len(layers)]) if x == selector)
         else:
             raise ConfigError(
-                f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "
-                f"among {sorted(set(layer_types))}, got {selector!r}"
+                f"skip_layers: expected indices from {-len(layers)} to {len(layers) - 1} or layer "
+                f"types among {sorted(set(layer_types))}, got {selector!r}"
             )
     return indices
 
 
 def read_config(repo_or_dir: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
-    """Read the config of a checkpoint with `AutoConfig`. Raise ConfigError if it fails."""
+    """Read a config with `AutoConfig` and its `options`. Raise ConfigError if that fails."""
     from transformers import AutoConfig
 
     try:

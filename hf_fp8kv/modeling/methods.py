@@ -13,21 +13,21 @@ class ModelMethod:
     Attributes:
         name: Name of the method.
         arguments: Arguments of the constructor, which a copy of the method gets as well.
-        old_method: The replaced attribute of the model, or None if only the class has the method.
+        old_attribute: The replaced attribute of the model. None if only the class has the method.
     """
 
     name: str
 
     def __init__(
-        self, model: Any, *arguments: Any, old_method: Callable[..., Any] | None = None
+        self, model: Any, *arguments: Any, old_attribute: Callable[..., Any] | None = None
     ) -> None:
         self._model = weakref.ref(model)  # weak, because the model refers to this object
-        self.arguments, self.old_method = arguments, old_method
+        self.arguments, self.old_attribute = arguments, old_attribute
 
     def install(self) -> None:
         """Replace the method, if the model has a method of this name."""
         if hasattr(self.model, self.name):
-            self.old_method = vars(self.model).get(self.name)
+            self.old_attribute = vars(self.model).get(self.name)
             vars(self.model)[self.name] = self
 
     @property
@@ -36,21 +36,21 @@ class ModelMethod:
         return self._model()
 
     @property
-    def stock(self) -> Callable[..., Any]:
+    def original_method(self) -> Callable[..., Any]:
         """The replaced method."""
-        return self.old_method or getattr(type(self.model), self.name).__get__(self.model)
+        return self.old_attribute or getattr(type(self.model), self.name).__get__(self.model)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the replaced method, which transformers inspects."""
-        return inspect.signature(self.stock)
+        return inspect.signature(self.original_method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelMethod":
         model = memo.get(id(self.model), self.model)
-        return type(self)(model, *self.arguments, old_method=self.old_method)
+        return type(self)(model, *self.arguments, old_attribute=self.old_attribute)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), old_method=self.old_method), (self.model, *self.arguments)
+        return partial(type(self), old_attribute=self.old_attribute), (self.model, *self.arguments)
 
 
 def remove_methods(model: Any) -> None:
@@ -58,5 +58,5 @@ def remove_methods(model: Any) -> None:
     for name, method in list(vars(model).items()):
         if isinstance(method, ModelMethod):
             del vars(model)[name]
-            if method.old_method is not None:
-                vars(model)[name] = method.old_method
+            if method.old_attribute is not None:
+                vars(model)[name] = method.old_attribute

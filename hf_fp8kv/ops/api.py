@@ -296,7 +296,7 @@ def _advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tens
 def _check_limit(lengths: Tensor, num_tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens exceed the limit. Lengths on a GPU are not checked."""
     if limit is not None and lengths.is_cpu and (stop := int(lengths.max())) > limit:
-        raise OutOfPagesError.of_tokens(limit, stop - num_tokens, num_tokens)
+        raise OutOfPagesError.for_tokens(limit, stop - num_tokens, num_tokens)
 
 
 # -- registration --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The block table: the page of each token. It holds page numbers, not bytes.
+"""The block table: the number of the page of each token.
 
 A `BlockTable` lists the pages of every sequence of a batch, in order. As in transformers' caches,
 all sequences of a batch have the same number of tokens, including padding. Forks of a table share
@@ -30,7 +30,7 @@ class BlockTable:
 
     The reference count of a page is increased before the page is listed, and decreased after the
     page is removed from the list. An exception at any line, such as KeyboardInterrupt, can
-    therefore lose a free page, but never gives a page to two owners.
+    therefore leak a page, but never gives a page to two owners.
 
     Attributes:
         rows: Page numbers, `[B, num_columns]`, int32. Columns from `first_page` on are in use.
@@ -83,7 +83,7 @@ class BlockTable:
             self._page_cache[span] = np.unique(self.rows[:, span[0] : span[1]])
         return self._page_cache[span]
 
-    def on_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
+    def copy_to_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
         """Return a copy of the rows on `device`, `[B, n]`, int32, cached until the rows change.
 
         `columns` selects columns, and must be the same in every call. None means all.
@@ -102,7 +102,7 @@ class BlockTable:
     def count_needed(self, start: int, stop: int, batch: int) -> int:
         """Return the number of pages that `reserve` would allocate."""
         num_new_columns = self._count_pages(stop) - max(self.num_columns, start // self.page_size)
-        return max(num_new_columns, 0) * batch + len(self._find_shared(start, stop))
+        return max(num_new_columns, 0) * batch + len(self._find_entries_to_copy(start, stop))
 
     def reserve(
         self, start: int, stop: int, batch: int, copy: Callable[[Copies], None] | None = None
@@ -121,7 +121,7 @@ class BlockTable:
         assert self.batch in (0, batch), (self.batch, batch)
         new_start = max(self.num_columns, start // self.page_size)
         num_new_columns = max(0, self._count_pages(stop) - new_start)
-        shared = self._find_shared(start, stop)
+        shared = self._find_entries_to_copy(start, stop)
         if num_new_columns == 0 and not shared:
             return
         num_added = num_new_columns * batch
@@ -146,7 +146,7 @@ class BlockTable:
             old_rows = self.rows.reshape(batch, -1)  # an empty table has 0 rows
             self.rows = np.concatenate([old_rows, gap, new_rows], axis=1)
 
-    def truncate(self, length: int) -> None:
+    def free_from(self, length: int) -> None:
         """Free the pages that only have tokens from `length` on."""
         num_kept = max(self._count_pages(length), self.first_page)
         if num_kept < self.num_columns:
@@ -155,8 +155,8 @@ class BlockTable:
             self.rows = self.rows[:, :num_kept]
             self.allocator.free(freed_pages)
 
-    def count_releasable(self, token: int) -> int:
-        """Return the number of pages that `release` would free."""
+    def count_freed_before(self, token: int) -> int:
+        """Return the number of pages that `free_before` would free."""
         stop = min(token // self.page_size, self.num_columns)
         if stop <= self.first_page:
             return 0
@@ -177,7 +177,7 @@ class BlockTable:
         allocator.renumber(pages)
         return pages
 
-    def release(self, token: int) -> None:
+    def free_before(self, token: int) -> None:
         """Free the pages that only have tokens before `token`."""
         first_kept = min(token // self.page_size, self.num_columns)
         if first_kept > self.first_page:
@@ -212,14 +212,15 @@ class BlockTable:
     def _count_pages(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _find_shared(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def _find_entries_to_copy(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the entries `(sequence, logical page)` of tokens `start` to `stop - 1` to copy.
 
         Their pages are shared. If only rows of this table share a page, the last row keeps it.
         """
         self.allocator.free_orphans()
         first_column, stop_column = start // self.page_size, self._count_pages(stop)
-        references, entries, counts = self.allocator.reference_counts, [], Counter[int]()
+        references, counts = self.allocator.reference_counts, Counter[int]()
+        entries: list[tuple[int, int]] = []
         pages = self.rows[:, first_column:stop_column]
         if (references[pages] > 1).any():
             for column, pages_of_column in enumerate(pages.T.tolist(), first_column):

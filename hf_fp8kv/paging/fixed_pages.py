@@ -82,7 +82,7 @@ class FixedPages(LayerGroup):
     def table_on(self, device: torch.device) -> torch.Tensor:
         """Return the page number of each logical page, `[B, num_columns]`, int32, on `device`."""
         columns = np.arange(self.num_columns, dtype=np.int32)
-        return self.table.on_device(device, columns % (self.ring_size or len(columns)))
+        return self.table.copy_to_device(device, columns % (self.ring_size or len(columns)))
 
     def plan(
         self, member: int, num_heads: int, num_rows: int, backend: str

@@ -158,11 +158,11 @@ class LayerGroup:
                 )
         spans = [(group, *group._find_step_span(start, stop)) for group in groups]
         if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in spans):
-            num_freed = sum(x.table.count_releasable(first_kept) for x, _, first_kept, _ in spans)
+            num_freed = sum(x.table.count_freed_before(first_kept) for x, _, first_kept, _ in spans)
             self.budget.check(num_needed - num_freed)
         for group, first, first_kept, is_long in spans:
             if not is_long:
-                group.table.release(first_kept)
+                group.table.free_before(first_kept)
                 group.shrink()
             # Set the step before pages are reserved, so that an interrupted long call is undone.
             step = group.step = Step(start, stop, batch)
@@ -189,15 +189,14 @@ class LayerGroup:
         """Free the previous pages if every layer has stored the long call."""
         step = self._find_long_step()
         if step and all(n in (0, step.stop) for n in self.lengths):
-            self.table.release(self.find_first_kept(step.stop))
+            self.table.free_before(self.find_first_kept(step.stop))
             step.first_kept_page = None
             self.shrink(eager=True)
 
     def settle_step(self) -> None:
         """Finish a long call that all layers have stored, or undo it if no layer has stored it.
 
-        Raises:
-            ConfigError: Only some of the layers have stored the call.
+        Raise ConfigError if only some of the layers have stored the call.
         """
         self.finish_step()
         if (step := self._find_long_step()) is None:
@@ -213,7 +212,7 @@ class LayerGroup:
     def drop_unused_pages(self) -> None:
         """Free the pages of a step that no layer has stored, or that was undone for all layers."""
         step, length = self._find_long_step(), self.length
-        self.table.truncate(length)
+        self.table.free_from(length)
         if not length:
             self.clear()
         elif step and length == step.start:
@@ -262,10 +261,10 @@ class LayerGroup:
         self.settle_step()
         for i in range(len(self.lengths)) if members is None else members:
             self.lengths[i] = max(self.lengths[i] - num_tokens, 0)
-        self.table.truncate(self.length)
+        self.table.free_from(self.length)
         if not self.length:
             self.clear()
-        self.table.release(self._find_first_needed())
+        self.table.free_before(self._find_first_needed())
         self.shrink()
 
     def clear(self) -> None:

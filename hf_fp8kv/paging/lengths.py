@@ -99,7 +99,7 @@ class HostLength:
             first_page = first_visible // size
             old_pages = table.rows[:, first_page : -(-start // size)]
             long_write = LongWrite(first_page, old_pages, kept, table.rows[:, kept:])
-        pages, lengths = table.on_device(device), step.lengths(device)
+        pages, lengths = table.copy_to_device(device), step.lengths(device)
         return Call(num_tokens, pages, lengths, first_visible, stop, step, long_write)
 
     def end_call(self, call: Call) -> None:
@@ -125,7 +125,7 @@ class HostLength:
         """Return the positions and pages of all tokens that are visible to the next token."""
         group, stop, table = self.group, self.num_stored, self.group.table
         step, start = Step(stop, stop, table.batch, table.version), group.find_window_start(stop)
-        return Call(1, table.on_device(device), step.lengths(device), start, stop, step)
+        return Call(1, table.copy_to_device(device), step.lengths(device), start, stop, step)
 
 
 class DeviceLength:
@@ -186,7 +186,7 @@ class DeviceLength:
     def reserve(self, num_tokens: int, batch: int) -> None:
         """Raise OutOfPagesError if the first call of a layer has more than `max_tokens` tokens."""
         if self.is_empty and num_tokens > self.max_tokens:
-            raise OutOfPagesError.of_tokens(self.max_tokens, 0, num_tokens)
+            raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
 
     def begin_call(self, num_tokens: int, device: torch.device, backend: str) -> Call:
         """Return the positions and pages of a call."""
@@ -256,7 +256,7 @@ class DeviceLength:
         if self._upper_bound > self.max_tokens:
             length = self.count_stored()
             if length + num_tokens > self.max_tokens:
-                raise OutOfPagesError.of_tokens(self.max_tokens, length, num_tokens)
+                raise OutOfPagesError.for_tokens(self.max_tokens, length, num_tokens)
             self._upper_bound = length + num_tokens
 
     def check_crop(self, num_tokens: int, num_stored: int) -> None:

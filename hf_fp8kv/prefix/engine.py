@@ -75,7 +75,7 @@ class BlockExchange:
             self._store.count(hits=1, tokens_found=len(blocks) * size)
 
     def _check_page(self, page: Page) -> None:
-        if page.facts is not None or [len(x) for x in page.rows] != [self._block_rows.shape[1]]:
+        if page.metadata is not None or [len(x) for x in page.rows] != [self._block_rows.shape[1]]:
             raise ValueError("not a block of this engine")
 
     def _has_free_block(self) -> bool:

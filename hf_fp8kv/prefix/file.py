@@ -20,11 +20,11 @@ class Page(NamedTuple):
     Attributes:
         rows: Contents of the page in the pool of each layer, or in one block of an engine. Each row
             is `[bytes]`, uint8, on the CPU.
-        facts: Everything else that a reader needs, as JSON values.
+        metadata: Everything else that a reader needs, as JSON values.
     """
 
     rows: list[torch.Tensor]
-    facts: Any
+    metadata: Any
 
 
 def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") -> list[str]:
@@ -48,7 +48,7 @@ def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") 
 def pack(key: str, page: Page) -> bytes:
     """Return the contents of a page's file."""
     rows = {str(layer): row for layer, row in enumerate(page.rows)}
-    header = {"format": _FORMAT, "key": key, "facts": json.dumps(page.facts)}
+    header = {"format": _FORMAT, "key": key, "metadata": json.dumps(page.metadata)}
     header["digest"] = digest_of(header, rows)
     return safetensors.save(rows, metadata=header)
 
@@ -63,4 +63,4 @@ def unpack(key: str, contents: bytes) -> Page:
         raise ValueError("its format is different, or its name belongs to a different page")
     if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
         raise ValueError("its tensors are not vectors of uint8")
-    return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["facts"]))
+    return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["metadata"]))

@@ -83,10 +83,8 @@ class PrefixFolder:
     def put(self, lock_fd: int, name: str, contents: bytes, kept_names: Collection[str]) -> bool:
         """Atomically write a new file, and return whether there was room.
 
-        The least recently used files are evicted, except those named in `kept_names`.
-
-        Raises:
-            OSError: The disk is full or cannot be written.
+        The least recently used files are evicted, except those named in `kept_names`. Raise
+        OSError if the disk is full or cannot be written.
         """
         if (num_bytes := len(contents)) > self._max_bytes:
             return False

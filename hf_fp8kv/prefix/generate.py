@@ -18,7 +18,7 @@ from ..modeling.identity import identify_model
 from ..modeling.methods import ModelMethod
 from ..modeling.model_support import CACHE
 from ..utils.warn_once import warn_once
-from .pages import StoredPrompt, check_store, identify_options
+from .pages import StoredPrompts, check_store, digest_options
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +45,28 @@ class Prefill(ModelMethod):
     ) -> Any:
         cache, (reuse_prefix, store) = model_kwargs.get(CACHE), self.arguments
         if not isinstance(cache, FP8PagedCache):
-            return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
+            return self.original_method(input_ids, config, model_kwargs, *args, **kwargs)
         if store is not None:
             check_store(store, cache.options, self.model.config, cache)
         batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
-        old_batch, old_kwargs, prompt = cache.tokens, dict(model_kwargs), StoredPrompt(store, cache)
+        prompts = StoredPrompts(store, cache)
+        old_batch, old_kwargs = cache.tokens, dict(model_kwargs)
 
         def compute_prompt() -> Any:
             cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
-            with prompt.keep_window_pages():
-                return self.stock(input_ids, config, model_kwargs, *args, **kwargs)
+            with prompts.store_after_prefill():
+                return self.original_method(input_ids, config, model_kwargs, *args, **kwargs)
 
         try:
             if batch is not None:
-                self._prepare(prompt, cache, batch, config)
+                self._prepare(prompts, cache, batch, config)
             try:
                 outputs = compute_prompt()
             except ConfigError as error:
-                if not prompt.num_restored:
+                if not prompts.num_restored:
                     raise
                 # The files are intact, but have numbers of heads or dtypes of a different model.
-                prompt.undo_restore(error)
+                prompts.undo_restore(error)
                 model_kwargs.clear()
                 model_kwargs.update(old_kwargs)
                 outputs = compute_prompt()
@@ -82,7 +83,7 @@ class Prefill(ModelMethod):
         return outputs
 
     def _prepare(
-        self, prompt: StoredPrompt, cache: FP8PagedCache, batch: Tokens, config: Any
+        self, prompts: StoredPrompts, cache: FP8PagedCache, batch: Tokens, config: Any
     ) -> None:
         """Keep the tokens that a cache shares with a prompt, and restore more if possible."""
         needs_empty_cache = CHUNKS_NEED_EMPTY_CACHE and config.prefill_chunk_size
@@ -94,9 +95,9 @@ class Prefill(ModelMethod):
         cache.reused_tokens += len(batch.ids) * _keep_shared_prefix(cache, batch)
         cache.identity, cache.tokens = identity, UNKNOWN
         if identity and not cache.has_assumed_prefix:
-            prompt.find_keys(identity, batch)
+            prompts.compute_keys(identity, batch)
             if not needs_empty_cache:
-                prompt.restore()
+                prompts.restore()
 
     def _identify(self, cache: FP8PagedCache) -> str:
         """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
@@ -107,7 +108,7 @@ class Prefill(ModelMethod):
         try:
             stores = cache._paged.stores
             layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
-            return identify_model(model) + identify_options(cache.options, layers)
+            return identify_model(model) + digest_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{store} is not used: {error}")
             return ""
@@ -212,7 +213,7 @@ def _find_tokens(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -
     return Tokens(ids, mask, positions)
 
 
-class PrepareInputs(ModelMethod):
+class InputPreparation(ModelMethod):
     """A model's `prepare_inputs_for_generation`, which receives all tokens in each step."""
 
     name = "prepare_inputs_for_generation"
@@ -225,4 +226,4 @@ class PrepareInputs(ModelMethod):
             is_unknown = batch is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
             cache.tokens = UNKNOWN if is_unknown else Tokens(input_ids, batch.mask, batch.positions)
-        return self.stock(input_ids, *args, **kwargs)
+        return self.original_method(input_ids, *args, **kwargs)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..cache import serialization
-from ..cache.layer import FP8PagedIndexedLayer
+from ..cache.layer import FP8PagedLayer
 from ..cache.options import CacheOptions
 from ..cache.paged_layers import PagedLayers
 from ..cache.tokens import Tokens
@@ -21,8 +21,6 @@ from ..utils.digests import digest_of
 from .file import Page, chain_keys
 from .store import PrefixStore
 
-Facts = dict[str, Any]
-
 
 def check_store(store: object, options: CacheOptions, config: Any, cache: Any = None) -> None:
     """Raise ConfigError unless the store can hold pages of a model with this config.
@@ -30,28 +28,27 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     `cache` is the cache that computes the pages, or None for an engine.
     """
     layers = [] if cache is None else cache.layers
-    is_indexed = (isinstance(layer, FP8PagedIndexedLayer) for layer in layers)
-    expected = ""
+    problem = ""
     if not isinstance(store, PrefixStore):
-        expected = f"a hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
+        problem = f"an hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
     elif options.tensor_parallel.size > 1:
-        expected = "a model in one process, got a split model. Leave prefix_store out"
+        problem = "a model in one process, got a tensor-parallel model. Leave prefix_store out"
     elif cache is not None and cache.is_open_ended:
-        expected = "a cache with a config, got none. Pass the model's config"
+        problem = "a cache with a config, got none. Pass the model's config"
     elif options.is_preallocated:
-        expected = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
+        problem = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
     elif config.is_encoder_decoder:
-        expected = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
-    elif any(is_indexed) or (layers and cache.stock_layers):
-        expected = "only paged layers, got layers of other kinds (recurrent, indexed, skipped)"
+        problem = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
+    elif any(type(layer) is not FP8PagedLayer for layer in layers):
+        problem = "only paged layers, got layers of other kinds (recurrent, indexed, skipped)"
     elif rope_type := find_varying_rope(config):
-        expected = f"constant frequencies of RoPE, got {rope_type!r}, which depends on the length"
-    if expected:
-        raise ConfigError(f"prefix_store: expected {expected}")
+        problem = f"constant frequencies of RoPE, got {rope_type!r}, which depends on the length"
+    if problem:
+        raise ConfigError(f"prefix_store: expected {problem}")
     options.check_stored("prefix_store")
 
 
-def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
+def digest_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
     """Return a digest of the storage format. `layers` yields index, window and plan of a layer."""
     scales = options.scales
     return digest_of(
@@ -61,7 +58,7 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
     )  # fmt: skip
 
 
-class StoredPrompt:
+class StoredPrompts:
     """The full pages of a batch of prompts, which are restored from a store and written to it.
 
     `num_restored` is the number of pages of each prompt that were read from the store.
@@ -69,17 +66,19 @@ class StoredPrompt:
 
     def __init__(self, store: PrefixStore | None, cache: Any) -> None:
         self._store: Any = store
-        self._cache, self._keys, self._length, self.num_restored = cache, list[list[str]](), 0, 0
+        self._cache = cache
+        self._keys: list[list[str]] = []  # key of each page, by prompt
+        self._length = self.num_restored = 0
 
-    def find_keys(self, identity: str, batch: Tokens) -> None:
-        """Compute the keys of the pages. Pages of tokens with unusual positions have no keys.
+    def compute_keys(self, identity: str, batch: Tokens) -> None:
+        """Compute the keys of all pages. A batch without consecutive positions has no keys.
 
         `identity` is everything that pages depend on, except the tokens. Padding is included in
         `batch`, because it determines the page and slot of each token.
         """
         ids, mask, positions = batch.expand(batch.length, torch.device("cpu"))
-        default_positions = (mask.cumsum(1) - 1).clamp(min=0)
-        if not bool(((positions != default_positions) & mask).any()):
+        consecutive_positions = (mask.cumsum(1) - 1).clamp(min=0)
+        if not bool(((positions != consecutive_positions) & mask).any()):
             prompts, page_size = ids.masked_fill(~mask, -1), self._cache.options.page_size
             self._keys = [chain_keys(identity, prompt, page_size) for prompt in prompts]
         self._length = batch.length
@@ -119,8 +118,8 @@ class StoredPrompt:
             self._store.refuse(key, error)
 
     @contextmanager
-    def keep_window_pages(self) -> Iterator[None]:
-        """Keep pages that leave a window during the prefill, and then store all pages.
+    def store_after_prefill(self) -> Iterator[None]:
+        """Keep pages that leave a window within the `with` block, and then store all pages.
 
         A prompt that diverges later needs the window before that position. Nothing is stored unless
         every layer holds exactly the prompt, because wrappers of a model may add tokens to it.
@@ -131,7 +130,7 @@ class StoredPrompt:
             return
         # With `max_pages`, no additional pages are kept, so that a prompt fits as without a store.
         groups = () if cache.options.max_pages is not None else cache.groups.values()
-        windowed_groups = [x for x in groups if x.window is not None and not x.record_past]
+        windowed_groups = [g for g in groups if g.window is not None and not g.record_past]
         try:
             for group in windowed_groups:
                 group.record_past = True
@@ -150,49 +149,51 @@ class StoredPrompt:
     def _read_pages(self, keys: Collection[str]) -> dict[str, Page]:
         """Return the pages with these keys, by key, up to the first page that is missing.
 
-        Each page must have the facts and sizes that this cache would write, with the head sizes of
-        the first page.
+        The store ignores pages, with a warning, unless they have the metadata and sizes that this
+        cache would write, with the head sizes of the first page.
         """
-        facts: list[Facts] = []
+        metadata: list[serialization.Metadata] = []
         sizes: list[int] = []
         layers, options, cpu = self._cache.paged_layers, self._cache.options, torch.device("cpu")
 
         def check(page: Page) -> None:
-            if not facts:
-                for layer, layer_facts in zip(layers, page.facts, strict=True):
-                    pool = serialization.make_pool(layer_facts, options, layer.index, cpu)
-                    facts.append(serialization.describe_pool(pool))
+            if not metadata:
+                for layer, entry in zip(layers, page.metadata, strict=True):
+                    pool = serialization.make_pool(entry, options, layer.index, cpu)
+                    metadata.append(serialization.describe_pool(pool))
                     sizes.append(pool.layout.size)
-                    options.layer_scales(layer.index, *layer_facts["shape"])  # or raise ScaleError
-            if page.facts != facts or [*map(len, page.rows)] != sizes:
-                raise ValueError("a page that this model's cache would not write")
+                    options.layer_scales(layer.index, *entry["shape"])  # or raise ScaleError
+            if page.metadata != metadata or [*map(len, page.rows)] != sizes:
+                raise ValueError("its metadata or sizes differ from the pages of this cache")
 
         return dict(zip(keys, self._store.read(keys, check), strict=False))
 
     def _unpack_pages(self, num_pages: int, pages: dict[str, Page]) -> PagedLayers:
         """Return layers with the first `num_pages` pages of each prompt."""
         cache, keys, options = self._cache, self._keys, self._cache.options
-        length, facts = num_pages * options.page_size, next(iter(pages.values())).facts
+        length, metadata = num_pages * options.page_size, next(iter(pages.values())).metadata
         indices = {key: index for index, key in enumerate(pages)}
         layer_rows = [*zip(*(page.rows for page in pages.values()), strict=True)]  # by layer
         pages.clear()
         tensors: dict[str, torch.Tensor] = {}
-        groups: list[Facts] = []
+        groups: list[serialization.Metadata] = []
         for group_index, (window, group) in enumerate(cache.groups.items()):
-            first = 0 if group.record_past else group.find_first_kept(length) // options.page_size
-            used_keys, table = np.unique([x[first:num_pages] for x in keys], return_inverse=True)
+            first_token = 0 if group.record_past else group.find_first_kept(length)
+            used_pages = slice(first_token // options.page_size, num_pages)
+            used_keys, table = np.unique([x[used_pages] for x in keys], return_inverse=True)
             table = table.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{group_index}.table"] = torch.from_numpy(table)
             layers = []
             for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
-                layers.append({"index": i, "length": length, **facts[i]})
-                rows, layer_rows[i] = layer_rows[i], ()
+                layers.append({"index": i, "length": length, **metadata[i]})
+                rows, layer_rows[i] = layer_rows[i], ()  # to free the rows of each layer
                 tensors[f"layers.{i}.pages"] = torch.stack([rows[indices[x]] for x in used_keys])
-                if (center := options.layer_scales(i, *facts[i]["shape"])[2]) is not None:
+                _, _, center = options.layer_scales(i, *metadata[i]["shape"])
+                if center is not None:
                     tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)
             groups.append({"window": window, "record_past": group.record_past, "layers": layers})
-        all_facts = {"groups": groups, "open_ended": False}
-        return serialization.unpack(all_facts, tensors, options, [], cache.config)
+        all_metadata = {"groups": groups, "open_ended": False}
+        return serialization.unpack(all_metadata, tensors, options, [], cache.config)
 
 
 def _copy_pages(layers: list[Any], sequence: int, indices: list[int]) -> list[Page]:
@@ -201,5 +202,5 @@ def _copy_pages(layers: list[Any], sequence: int, indices: list[int]) -> list[Pa
     for layer in layers:
         page_numbers = layer.store.group.table.rows[sequence, np.array(indices)]
         layer_rows.append(layer.store.pool.memory.take(page_numbers).cpu())
-    facts = [serialization.describe_pool(layer.store.pool) for layer in layers]
-    return [Page([*rows], facts) for rows in zip(*layer_rows, strict=True)]
+    metadata = [serialization.describe_pool(layer.store.pool) for layer in layers]
+    return [Page([*rows], metadata) for rows in zip(*layer_rows, strict=True)]

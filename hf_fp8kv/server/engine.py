@@ -146,7 +146,8 @@ class Engine:
         """
         if not self.is_alive():
             raise APIError(503, self.failure or STOPPING_MESSAGE, code="stopping")
-        manager, request_id, num_yielded, is_finished = self._manager, uuid.uuid4().hex, 0, False
+        manager, request_id = self._manager, uuid.uuid4().hex
+        num_yielded, is_finished = 0, False
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         # The handler is registered before the request, because outputs without a handler are lost.
         manager.register_result_handler(request_id, outputs.put_nowait)
@@ -230,7 +231,8 @@ class Engine:
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
     ) -> tuple[list[Any], list[int]]:
         """Record the tokens of a step. Return the unfinished requests, and their tokens."""
-        unfinished, unfinished_tokens, rows = [], [], enumerate(tokens)
+        unfinished, unfinished_tokens = [], []
+        rows = enumerate(tokens)
         for request in requests:
             row, token = next(rows) if request.has_new_token else (None, None)
             state = request.state

@@ -51,7 +51,8 @@ def read_grammar(request: Request) -> _Grammar | None:
     Raises:
         APIError: A grammar exceeds a limit, or two fields have a grammar.
     """
-    call_grammar, output_grammar = _read_tools(request), _read_structured_outputs(request)
+    call_grammar = _read_tools(request)
+    output_grammar = _read_structured_outputs(request)
     if call_grammar is not None and output_grammar is None:
         return call_grammar  # OpenAI's format fields apply to text. A forced call has no text
     candidates = (call_grammar, _read_format(request), output_grammar)
@@ -127,11 +128,7 @@ def _make_json_grammar(field: str, schema: dict[str, Any]) -> _Grammar:
 
 
 def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
-    """Check that the text of a grammar, and the schemas in it, are within the limits.
-
-    Raises:
-        APIError: Compiling could take minutes, or a schema has options of the compiler.
-    """
+    """Raise APIError if compiling could take minutes, or if a schema has compiler options."""
     if len(text) > _MAX_GRAMMAR_CHARACTERS:
         raise make_field_error(field, f"expected at most {_MAX_GRAMMAR_CHARACTERS} characters")
     if any("x-guidance" in schema for schema in schemas):

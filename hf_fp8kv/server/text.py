@@ -54,7 +54,8 @@ class AnswerDecoder:
         self._tokenizer, self._skip_special = tokenizer, parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._skip_special)
         self._undecoded: list[int] = []  # tokens whose text has not been returned
-        self._held_text, self.is_stopped, self.num_tokens, self.num_calls = "", False, 0, 0
+        self._held_text, self.is_stopped = "", False
+        self.num_tokens = self.num_calls = 0
         self._initial_parts = [] if parser is None else self._make_parts(parser.initial_events)
 
     def add_tokens(self, tokens: Iterable[int]) -> list[AnswerPart]:

@@ -9,7 +9,7 @@ from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
-from ..prefix.pages import identify_options
+from ..prefix.pages import digest_options
 from ..prefix.store import PrefixStore
 
 
@@ -49,7 +49,7 @@ class ServingConfig:
         num_layers = model.config.get_text_config().num_hidden_layers
         layers = ((index, None, self.options.layer_plan(index)) for index in range(num_layers))
         options = replace(self.options, page_size=page_size)
-        return identify_model(model) + identify_options(options, layers)
+        return identify_model(model) + digest_options(options, layers)
 
     def make_layer_storage(
         self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.switching import get_implementations, set_implementations
+from ..attention.switching import get_attn_implementations, set_attn_implementations
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION, DETERMINISTIC
@@ -209,7 +209,7 @@ def find_managers(model: Any) -> list[Any]:
 def use_engine_attention(model: Any) -> Iterator[None]:
     """Use the attention "fp8_paged" until the last such `with` block ends, in any thread."""
     with _lock:
-        num_users, original = _attention_users.get(model) or (0, get_implementations(model))
+        num_users, original = _attention_users.get(model) or (0, get_attn_implementations(model))
         if not num_users:
             model.set_attn_implementation(ATTENTION)
         _attention_users[model] = num_users + 1, original
@@ -221,4 +221,4 @@ def use_engine_attention(model: Any) -> Iterator[None]:
             if num_users > 1:
                 _attention_users[model] = num_users - 1, original
             else:
-                set_implementations(model, original)
+                set_attn_implementations(model, original)

@@ -1,9 +1,9 @@
 """Check that a model computes the same for packed requests as for each request alone.
 
 An engine passes all tokens of a step to the model as one sequence, with positions that restart for
-each request, and a cache in the keyword arguments. A model that counts positions itself, or does
-not pass the keyword arguments to its attention, computes wrong logits. So the model first runs on a
-few tokens, packed and separately.
+each request, and a cache in the keyword arguments. A model computes wrong logits if it computes its
+own position ids, or does not pass the keyword arguments to its attention. `check_packing` therefore
+runs the model on a few tokens, packed and separately.
 """
 
 from typing import Any
@@ -25,16 +25,16 @@ _LENGTHS = (4, 3)
 # float32, the error is at most 1e-5 if a model can run packed requests, and at least 2e-3 if not.
 # In 16 bits the order of sums causes errors of up to 0.03, and wrong positions cause errors far
 # above 0.1.
-_TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 0.1
+_TOLERANCE = 1e-3
+_TOLERANCE_16_BIT = 0.1
 _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 _PAGE_SIZE = 8
 
 
 def read_layer_windows(config: Any) -> list[int | None]:
-    """Return the window of each layer in tokens, or None, as engines read it from a text config.
+    """Return the window of each layer, in tokens or None, by the rules of transformers' engines.
 
-    Raises:
-        ConfigError: Engines have no cache for the type of a layer.
+    Raise ConfigError if engines have no cache for the type of a layer.
     """
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
@@ -51,7 +51,7 @@ def read_layer_windows(config: Any) -> list[int | None]:
 
 def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
     """Raise ConfigError if packing two short sequences into one changes their logits."""
-    name = type(model).__name__
+    model_name = type(model).__name__
     vocab_size = model.config.get_text_config().vocab_size
     ids = ((torch.arange(sum(_LENGTHS), device=model.device) * 37 + 11) % vocab_size)[None]
     try:
@@ -68,16 +68,16 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
         raise
     except Exception as error:
         raise ConfigError(
-            f"expected a model that can run packed requests, got {name}, which fails with them: "
+            f"expected a model that can run packed requests, got {model_name}. It raised "
             f"{type(error).__name__}: {error}. Use generate() with FP8PagedCache"
         ) from error
     rms_error = _compute_relative_rms(packed_logits, torch.cat(separate_logits))
     if not rms_error < (_TOLERANCE_16_BIT if model.dtype.itemsize < 4 else _TOLERANCE):
         raise ConfigError(
-            f"expected a model that can run packed requests, got {name}, whose logits differ with "
-            f"packing (relative RMS {rms_error:.2g}). It counts positions itself, or does not pass "
-            "the engine's cache to its attention, so transformers' own continuous batching is also "
-            "wrong for it. Use generate() with FP8PagedCache, or pass probe=False if you have "
+            f"expected a model that can run packed requests, got {model_name}. Packing changes its "
+            f"logits (relative RMS {rms_error:.2g}). It computes its own position ids, or does not "
+            "pass the engine's cache to its attention, so transformers' own continuous batching is "
+            "also wrong for it. Use generate() with FP8PagedCache, or pass probe=False if you have "
             "checked its answers"
         )
 
@@ -85,8 +85,8 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
 def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.Tensor:
     """Return the logits of all sequences, with the last token of each in a second step."""
     sequence_logits: list[list[torch.Tensor]] = [[] for _ in _LENGTHS]
-    first_counts = [length - 1 for length in _LENGTHS]  # numbers of tokens in the first step
-    for starts, counts in (([0, 0], first_counts), (first_counts, [1, 1])):
+    prompt_lengths = [length - 1 for length in _LENGTHS]  # numbers of tokens in the first step
+    for starts, counts in (([0, 0], prompt_lengths), (prompt_lengths, [1, 1])):
         spans = [slice(start, start + n) for start, n in zip(starts, counts, strict=True)]
         cache.begin_step(starts, counts)
         positions = torch.arange(ids.shape[1], device=ids.device)
@@ -98,7 +98,7 @@ def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.T
         ).logits[0].float()  # fmt: skip
         for step_logits, new_logits in zip(sequence_logits, logits.split(counts), strict=True):
             step_logits.append(new_logits)
-    return torch.cat([x for step_logits in sequence_logits for x in step_logits])
+    return torch.cat([torch.cat(step_logits) for step_logits in sequence_logits])
 
 
 def _compute_relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -125,6 +125,6 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
 
     def begin_step(self, starts: list[int], counts: list[int]) -> None:
         """Record the next step: for each sequence, its first position and its number of tokens."""
-        step = object()
+        step = object()  # a new object marks a new step
         for page, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.record(step, start, count, [[page]] * len(self.windows))

@@ -15,12 +15,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
+from .pages import BLOCK_SIZES
 from .specs import add_scale_bytes
 
 BACKEND_NAME = "HF_FP8KV"
-# Supported numbers of tokens per block, powers of two. Kernels are tuned for 64.
-_BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-_PREFERRED_BLOCK_SIZE = 64
 
 
 class PagedGPUBuilder(PagedBuilder):
@@ -58,12 +56,12 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return the supported numbers of tokens per block."""
-        return list(_BLOCK_SIZES)
+        return list(BLOCK_SIZES)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the default number of tokens per block."""
-        return _PREFERRED_BLOCK_SIZE
+        return 64  # kernels are tuned for this number
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

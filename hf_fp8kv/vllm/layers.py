@@ -47,7 +47,7 @@ def _refuse_features(dtype: str, *features: tuple[str, bool]) -> None:
     for feature, is_present in features:
         if is_present:
             raise ConfigError(
-                f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got "
+                f"--kv-cache-dtype {dtype}: expected attention that FP8 pages support, got "
                 f"{feature}. Serve this model with --kv-cache-dtype auto"
             )
 

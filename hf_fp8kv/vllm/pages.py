@@ -10,10 +10,12 @@ from ..errors import ConfigError
 from ..ops import Pages
 from ..serving.layout import EngineLayout
 
+BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # supported numbers of tokens per block
+
 
 def check_block_size(block_size: int) -> None:
-    """Raise ConfigError for a number of tokens per block that pages do not support."""
-    if block_size & (block_size - 1) or not 16 <= block_size <= 1024:
+    """Raise ConfigError unless a block has a power of two from 16 to 1024 tokens."""
+    if block_size not in BLOCK_SIZES:
         raise ConfigError(
             f"--block-size: expected a power of two from 16 to 1024 tokens, got {block_size}. "
             "Use --block-size 64"
@@ -21,19 +23,19 @@ def check_block_size(block_size: int) -> None:
 
 
 def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:
-    """Return the pages in one layer's part of vLLM's pool.
+    """View one layer's part of vLLM's pool as pages.
 
-    `kv_cache` is vLLM's view `[P, Hkv, S, C]` with elements of one byte, and C bytes per token and
-    head. Each block must be contiguous.
+    `kv_cache` is vLLM's view of this part, `[P, Hkv, S, C]`. Its elements are bytes, and C is the
+    number of bytes of a token and head. Each block must be contiguous.
 
     Raises:
-        ConfigError: The layout of the blocks does not fit pages.
+        ConfigError: The blocks have gaps, or a different size than pages.
     """
-    num_bytes = kv_cache[:1].numel()
-    if layout.bytes_per_page != num_bytes or not kv_cache[:1].is_contiguous():
+    block_bytes = kv_cache[:1].numel()
+    if layout.bytes_per_page != block_bytes or not kv_cache[:1].is_contiguous():
         raise ConfigError(
-            f"expected blocks of {layout.bytes_per_page} bytes without gaps, got {num_bytes} in "
-            f"strides {kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
+            f"expected blocks of {layout.bytes_per_page} bytes without gaps, got {block_bytes} "
+            f"bytes with the strides {kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
         )
-    shape, strides = (len(kv_cache), num_bytes), (kv_cache.stride(0), 1)
+    shape, strides = (len(kv_cache), block_bytes), (kv_cache.stride(0), 1)
     return layout.view_block(kv_cache.view(torch.uint8).as_strided(shape, strides))

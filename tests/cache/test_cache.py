@@ -30,7 +30,9 @@ from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = pytest.mark.text
 
-NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 16
+NUM_LAYERS = 2
+NUM_HEADS = 2
+HEAD_DIM = 16
 
 
 def make_config(name: str = "llama", **fields: Any) -> Any:

@@ -22,7 +22,9 @@ from tests.helpers.tiny_models import build_variant, make_prompt
 pytestmark = pytest.mark.text
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-NUM_LAYERS, NUM_HEADS, HEAD_DIM = 4, 2, 16
+NUM_LAYERS = 4
+NUM_HEADS = 2
+HEAD_DIM = 16
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 DEVICES = (CPU, META, META, CPU)
 

@@ -136,12 +136,12 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "page beyond any": ("dynamic", edit_tensor(TABLE, lambda x: x + 300_000), f"{TABLE}: pages"),
     "table of a different dtype": ("dynamic", edit_tensor(TABLE, torch.Tensor.long), TABLE),
     "two batches": (
-        "two-groups", edit_tensor("groups.1.table", lambda x: x[:1]), "numbers of sequences"
+        "two-groups", edit_tensor("groups.1.table", lambda x: x[:1]), "one batch size in all groups"
     ),
     "layer in two groups": (
-        "two-groups", set_entry(0, "groups", 1, "layers", 0, "index"), "layer 0 is in another"
+        "two-groups", set_entry(0, "groups", 1, "layers", 0, "index"), "layer once, got 0 twice"
     ),
-    "layer that is missing": ("empty", set_entry(2, *LAYER, "index"), r"too many: .*\[2\]"),
+    "layer that is missing": ("empty", set_entry(2, *LAYER, "index"), r"layers or tensors: \[2\]"),
     "missing page": ("dynamic", edit_tensor(PAGES, lambda x: x[:1]), f"{PAGES}: "),
     "missing byte": ("dynamic", edit_tensor(PAGES, lambda x: x[:, :-1]), f"{PAGES}: "),
     "pages of type int8": ("dynamic", edit_tensor(PAGES, lambda x: x.view(torch.int8)), PAGES),

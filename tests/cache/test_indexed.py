@@ -124,7 +124,7 @@ def test_a_step_that_does_not_fit_is_undone(model, ids):
 
     def update_or_fail(*args, **kwargs):
         if must_fail:
-            raise OutOfPagesError.of_tokens(0, 0, 2)
+            raise OutOfPagesError.for_tokens(0, 0, 2)
         return update(*args, **kwargs)
 
     cache.paged_layers[1].update = update_or_fail

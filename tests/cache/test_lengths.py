@@ -22,7 +22,10 @@ from hf_fp8kv.cache.paged_tensor import densify
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import make_causal_config
 
-NUM_LAYERS, BATCH_SIZE, WINDOW, MAX_LEN = 4, 3, 8, 60
+NUM_LAYERS = 4
+BATCH_SIZE = 3
+WINDOW = 8
+MAX_LEN = 60
 pytestmark = [
     pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),

@@ -26,7 +26,10 @@ from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
 
-NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 16, 8
+NUM_LAYERS = 4
+NUM_HEADS = 2
+HEAD_DIM = 16
+PAGE_SIZE = 8
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 EXACT = {"scales": 1.0, "page_size": PAGE_SIZE}
 # Bytes of a page with static scales.

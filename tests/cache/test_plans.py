@@ -17,7 +17,9 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales
 from tests.helpers.tiny_models import build_variant, make_causal_config
 
-NUM_HEADS, HEAD_DIM, NUM_LAYERS = 2, 16, 3
+NUM_HEADS = 2
+HEAD_DIM = 16
+NUM_LAYERS = 3
 
 
 def make_config() -> Any:

@@ -17,21 +17,29 @@ from tests.helpers.tiny_models import build_model, make_causal_config
 pytestmark = pytest.mark.text
 
 DISTANCE = 37
-# The models rotate halves of a head, neighboring channels (or complex numbers), or a part of a
-# head, have a theta for each type of layer, cache the latents of MLA, or have layers without RoPE.
+# Changes of the tiny configs, by model type.
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
-    "deepseek_v3": {"kv_lora_rank": 24}, "cohere2": {}, "exaone4": {},
-    "smollm3": {"no_rope_layers": [1, 0]}, "llama4_text": {}, "granitemoehybrid": {},
-}  # fmt: skip
+    "llama": {},  # rotates the halves of a head
+    "cohere": {},  # rotates neighboring channels
+    "llama4_text": {},  # rotates complex numbers
+    "glm": {},  # rotates neighboring channels in a part of a head
+    "gpt_neox": {},  # rotates halves of a part of a head
+    "gemma3_text": {},  # has a theta for each type of layer
+    "gemma4_text": {},  # rotates only some pairs in layers with full attention
+    "deepseek_v3": {"kv_lora_rank": 24},  # caches the latents of MLA
+    "cohere2": {},  # these models have layers without RoPE
+    "exaone4": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granitemoehybrid": {},
+}
 
-find_rotations = RopeRotation.from_config
+make_rotation_lookup = RopeRotation.from_config
 
 
 def rotate_keys(rope: RopeRotation, x: torch.Tensor, distance: int) -> torch.Tensor:
     """Return float32 keys, `[..., D]`, rotated by `distance` positions."""
     dim = x.shape[-1]
-    start, num_rotated = rope.mla_dims or (0, int(dim * rope.rotary_fraction))
+    start, num_rotated = rope.mla_dims or (0, int(dim * rope.paired_fraction))
     if start + num_rotated > dim or (rope.mla_dims and start + num_rotated != dim):
         return x  # latents
     num_pairs = num_rotated // 2
@@ -58,28 +66,28 @@ def test_keys_rotate_as_in_the_model(name: str) -> None:
         model(ids, position_ids=position_ids, past_key_values=caches[-1])
     for layer, shifted_layer in zip(*(cache.paged_layers for cache in caches), strict=True):
         keys, expected = (x.keys.dense()[:, :, :8].float() for x in (layer, shifted_layer))
-        rope = find_rotations(model.config)(layer.index)
+        rope = make_rotation_lookup(model.config)(layer.index)
         keys = rotate_keys(rope, keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_complex_numbers_are_interleaved() -> None:
     model, _ = build_model("deepseek_v2")  # this model ignores position_ids
-    rope = find_rotations(model.config)(0)
-    assert rope.interleaved
+    assert make_rotation_lookup(model.config)(0).interleaved
 
 
 def test_layers_without_rope_do_not_rotate() -> None:
-    assert find_rotations(make_causal_config("gpt2"))(0) == NO_ROPE
+    assert make_rotation_lookup(make_causal_config("gpt2"))(0) == NO_ROPE
     smollm3 = make_causal_config("smollm3", no_rope_layers=[1, 0])
-    assert [find_rotations(smollm3)(index) == NO_ROPE for index in (0, 1)] == [False, True]
+    assert [make_rotation_lookup(smollm3)(index) == NO_ROPE for index in (0, 1)] == [False, True]
     for position_type, uses_rope in ((None, False), ("rope", True)):
         granite = make_causal_config("granitemoehybrid", position_embedding_type=position_type)
-        assert (find_rotations(granite)(1) != NO_ROPE) == uses_rope
+        assert (make_rotation_lookup(granite)(1) != NO_ROPE) == uses_rope
     cohere2 = make_causal_config("cohere2")
-    rotations = map(find_rotations(cohere2), range(len(cohere2.layer_types)))
-    lack_rope = [rotation == NO_ROPE for rotation in rotations]
-    assert lack_rope == [layer_type == "full_attention" for layer_type in cohere2.layer_types]
+    rotations = map(make_rotation_lookup(cohere2), range(len(cohere2.layer_types)))
+    lacks_rope = [rotation == NO_ROPE for rotation in rotations]
+    has_full_attention = [layer_type == "full_attention" for layer_type in cohere2.layer_types]
+    assert lacks_rope == has_full_attention
 
 
 @pytest.mark.parametrize(
@@ -87,7 +95,7 @@ def test_layers_without_rope_do_not_rotate() -> None:
     [
         RopeRotation(10000.0, max_positions=600),
         RopeRotation(500.0, interleaved=True, max_positions=600),
-        RopeRotation(10000.0, rotary_fraction=0.5, max_positions=600),
+        RopeRotation(10000.0, paired_fraction=0.5, max_positions=600),
         RopeRotation(10000.0, rotating_fraction=0.5, max_positions=600),
         RopeRotation(10000.0, mla_dims=(10, 6), max_positions=600),
     ],
@@ -108,7 +116,7 @@ def test_a_center_keeps_channels_that_hardly_rotate() -> None:
     cache = FP8PagedCache(config, plan="fp8 centered")
     k = 20 + torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache.update(k, k, 0)
-    rope, mean = find_rotations(config)(0), k[:, :, -32:].mean(2)
+    rope, mean = make_rotation_lookup(config)(0), k[:, :, -32:].mean(2)
     center = read_centers(cache)
     torch.testing.assert_close(center, rope.average(mean))
     assert center[..., 0].abs().max() < 0.1
@@ -116,12 +124,12 @@ def test_a_center_keeps_channels_that_hardly_rotate() -> None:
 
 
 def test_rotations_do_not_depend_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result for a new module is not cached yet. The module pairs channels 2i and 2i + 1."""
+    """The module is new, because the result for a known module is cached and runs no operation."""
     module = ModuleType("modeling_probe")
     vars(module)["rotate_half"] = modeling_glm.rotate_half
     monkeypatch.setitem(sys.modules, module.__name__, module)
     config = make_causal_config("glm")
     config.__class__ = type("Probe", (type(config),), {"__module__": "configuration_probe"})
     with torch.device("meta"):
-        rope = find_rotations(config)(0)
+        rope = make_rotation_lookup(config)(0)
     assert rope.interleaved

@@ -20,10 +20,15 @@ from tests.cache.public import OutOfMemory, list_tensors
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 
-WINDOW, PAGE_SIZE, BATCH_SIZE, MAX_LEN = 20, 8, 2, 200
+WINDOW = 20
+PAGE_SIZE = 8
+BATCH_SIZE = 2
+MAX_LEN = 200
 # Maximum number of pages of 8 tokens for a window of 20 tokens.
 MAX_PAGES = 4
-NUM_LAYERS, NUM_HEADS, HEAD_DIM = 3, 2, 4
+NUM_LAYERS = 3
+NUM_HEADS = 2
+HEAD_DIM = 4
 EXACT = {"dtype": "auto", "page_size": PAGE_SIZE}
 # Bytes of a page of K and V in float32.
 PAGE_BYTES = PAGE_SIZE * 2 * NUM_HEADS * HEAD_DIM * 4

@@ -26,7 +26,10 @@ from tests.helpers.tiny_models import VOCAB, build_variant
 pytestmark = pytest.mark.text
 
 E4M3, E3M4 = FORMATS["fp8_e4m3"], FORMATS["fp8_e3m4"]
-NUM_HEADS, GROUP_SIZE, NUM_TOKENS, DIM = 2, 3, 7, 4
+NUM_HEADS = 2  # KV heads
+GROUP_SIZE = 3  # query heads per KV head
+NUM_TOKENS = 7
+DIM = 4  # head size
 POSITIONS = torch.tensor([2, 4, 6])
 
 
@@ -39,17 +42,17 @@ def states() -> tuple[torch.Tensor, torch.Tensor]:
 
 def compute_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:
     """Return costs of `error`, `[N, Hkv, D]`, per head and channel, `[Hkv, 1 + D]`, float64."""
-    w, e = queries.weights.double(), error.double().transpose(0, 1)[:, None]
-    mean = (w[..., None] * e).sum(-2)
+    weights, error = queries.weights.double(), error.double().transpose(0, 1)[:, None]
+    mean = (weights[..., None] * error).sum(-2)
     if side == "v":
         channel_costs = mean.square()
         head_costs = channel_costs.sum(-1, keepdim=True)
     else:
         q = queries.q.double()
-        score_error = (q[..., None, :] * e).sum(-1)
-        mean_error = (w * score_error).sum(-1, keepdim=True)
-        head_costs = (w * (score_error - mean_error) ** 2).sum(-1, keepdim=True)
-        channel_costs = q**2 * (w[..., None] * (e - mean[..., None, :]) ** 2).sum(-2)
+        logit_error = (q[..., None, :] * error).sum(-1)
+        mean_error = (weights * logit_error).sum(-1, keepdim=True)
+        head_costs = (weights * (logit_error - mean_error) ** 2).sum(-1, keepdim=True)
+        channel_costs = q**2 * (weights[..., None] * (error - mean[..., None, :]) ** 2).sum(-2)
     return torch.cat([head_costs, channel_costs], -1).sum(1)
 
 

@@ -78,11 +78,12 @@ def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypat
     caches = card["caches"]
     kl = {name: cache["verdict"]["kl"] for name, cache in caches.items()}
     assert 0 < kl["bf16"] < kl["default"] < kl["fp8"]
-    # 2 layers with K and V of 2 heads of 16 values: bytes with a 16-bit scale, or 16-bit values.
+    # 2 layers with K and V of 2 heads. A head has 16 codes and a 16-bit scale, or 16-bit values.
+    page_bytes, dense_bytes = 2 * 2 * 2 * (16 + 2), 2 * 2 * 2 * 16 * 2
     assert {name: cache["bytes_per_token"] for name, cache in caches.items()} == {
-        "default": 144, "fp8": 144, "bf16": 256
+        "default": page_bytes, "fp8": page_bytes, "bf16": dense_bytes
     }  # fmt: skip
-    assert caches["fp8"]["tokens"] == 8 * 2**30 // 144
+    assert caches["fp8"]["tokens"] == 8 * 2**30 // page_bytes
     assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 3
     assert caches["bf16"]["steps"] == {"64": None}, "expected no times of an imitated cache"
     markdown = (tmp_path / "whole" / "card.md").read_text()
@@ -152,7 +153,7 @@ def test_cards_support_windows_latents_and_shared_layers(name):
     token_bytes = count_token_bytes(UNQUANTIZED, model, states)
     assert token_bytes == count_token_bytes(CONTENDERS["bf16"], model, states)
     if name == "deepseek_v3":
-        assert token_bytes == 2 * 2 * (16 + 8)
+        assert token_bytes == 2 * 2 * (16 + 8)  # 2 layers with 16-bit latents and RoPE parts
     else:
         assert token_bytes < 2 * sum(x[:, :, 0].numel() for layer in states for x in layer)
 
@@ -350,7 +351,7 @@ def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_questions_fit_and_have_their_keys_in_the_text(task):
-    """The question fits into the length after the text. The keys of a question are in the text."""
+    """A text and a question fit into the length. Each confusable key occurs in the text."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     for haystack in write_haystacks(tokenizer, task, 1024, 10):
         text = tokenizer.decode(haystack.ids[0])

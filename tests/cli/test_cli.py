@@ -39,7 +39,7 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
     output = generate("--kv-cache-dtype", "auto", model_folder=folder)
     dense_run, paged_run = output["runs"]
     assert paged_run["token_ids"] == dense_run["token_ids"]
-    assert output["agreement"] == {"equal": 12, "of": 12, "first_difference": None}
+    assert output["agreement"] == {"equal": 12, "positions": 12, "first_difference": None}
     assert paged_run["bytes_per_token"] == dense_run["bytes_per_token"]
     assert dense_run["cached_tokens"] == paged_run["cached_tokens"] == 5 + 12 - 1
     # 2 layers, K and V, 2 heads of 16 values, 4 bytes per value.
@@ -62,7 +62,7 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
 def test_bytes_per_token_match_the_formats(generate, options, ratio):
     dense_run, paged_run = generate(*options)["runs"]
     assert paged_run["bytes_per_token"] / dense_run["bytes_per_token"] == pytest.approx(ratio)
-    assert paged_run["scales"] == ("1.0" if "--scales" in options else "dynamic")
+    assert paged_run["scales_title"] == ("1.0" if "--scales" in options else "dynamic")
     memory = 8 * 1024**3
     for run in (dense_run, paged_run):
         assert run["tokens_that_fit"] == memory // run["bytes_per_token"]
@@ -76,9 +76,9 @@ def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model_folder, tmp
         for options in (("--kv-cache-dtype", "adaptive"), ("--plan", tmp_path))
     )
     assert chosen_run == saved_run
-    plan_text = chosen_run["cache"].split(", ")[1]
+    plan_text = chosen_run["cache_title"].split(", ")[1]
     assert plan_text.startswith(("plans", "K")), chosen_run  # the plan is not the default
-    assert chosen_run["scales"] == "dynamic"
+    assert chosen_run["scales_title"] == "dynamic"
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "fp8_paged"])
@@ -133,8 +133,9 @@ def test_the_table_fits_into_the_terminal(run, model_folder, monkeypatch, column
 def test_agreement_counts_equal_positions(first_ids, second_ids, expected):
     def make_run(ids: list[int]) -> Run:
         return Run(
-            cache="", scales="", attention="", text="", token_ids=ids, tokens_per_second=None,
-            cached_tokens=1, cache_bytes=1, bytes_per_token=1.0, tokens_that_fit=1,
+            cache_title="", scales_title="", attention="", text="", token_ids=ids,
+            tokens_per_second=None, cached_tokens=1, cache_bytes=1, bytes_per_token=1.0,
+            tokens_that_fit=1,
         )  # fmt: skip
 
     agreement = compare_tokens(make_run(first_ids), make_run(second_ids))
@@ -156,7 +157,9 @@ def test_sizes_with_units_are_parsed_as_bytes(text, size):
 
 
 # SCALES is a folder with scales, MODEL a folder with a model, and OUT a folder that does not exist.
-GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect SCALES ", "convert SCALES "
+GENERATE = "generate --model MODEL "
+INSPECT = "inspect SCALES "
+CONVERT = "convert SCALES "
 
 
 @pytest.mark.parametrize(

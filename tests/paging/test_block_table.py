@@ -29,7 +29,9 @@ from hf_fp8kv.paging.page_pool import PagePool
 from tests.paging.test_page_pool import read_pages
 
 CPU = torch.device("cpu")
-NUM_HEADS, K_DIM, V_DIM = 2, 3, 2
+NUM_HEADS = 2
+K_DIM = 3
+V_DIM = 2
 LAYER_FORMATS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
 PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
@@ -171,7 +173,7 @@ def check_tables(*tables: BlockTable) -> None:
     for table in tables:
         used_pages = table.used_rows()
         assert (used_pages >= 0).all(), f"a page in use has no number: {used_pages}"
-        assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a released page is listed"
+        assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a freed page is listed"
         np.add.at(references, used_pages.ravel(), 1)
     assert allocator.num_held == np.count_nonzero(references)
     wrong_pages = np.flatnonzero(references != allocator.reference_counts)
@@ -507,7 +509,7 @@ class PagesMachine(RuleBasedStateMachine):
                 start = model.first_page * self.page_size
                 assert group.table.first_page == model.first_page
                 assert start <= model.first_visible(cache.length)
-                rows = group.table.on_device(CPU).numpy()
+                rows = group.table.copy_to_device(CPU).numpy()
                 assert np.array_equal(rows[:, model.first_page :], group.table.used_rows())
                 for pool in group.pools:
                     assert_holds(pool, rows, start, tokens[:, start:])
@@ -544,12 +546,12 @@ def make_written_table(num_tokens: int, batch: int = 1, page_size: int = 4) -> B
 @pytest.mark.parametrize(
     ("token", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (99, 3)]
 )
-def test_release_keeps_all_pages_from_a_token_on(token, first):
+def test_free_before_keeps_all_pages_from_a_token_on(token, first):
     table = make_written_table(12, batch=2)
-    table.release(token)
+    table.free_before(token)
     assert (table.first_page, table.num_columns) == (first, 3)
     assert table.allocator.num_held == 2 * (3 - first)
-    table.truncate(3)
+    table.free_from(3)
     assert (table.first_page, table.allocator.num_held) == (first, 0 if first else 2)
     check_tables(table)
 
@@ -576,8 +578,8 @@ def test_full_pages_are_shared_and_partial_pages_are_copied():
 
 OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
-    "truncate": lambda table: table.truncate(2),
-    "release": lambda table: table.release(4),
+    "free_from": lambda table: table.free_from(2),
+    "free_before": lambda table: table.free_before(4),
     "select": lambda table: select_rows(table, [1, 1, 0]),
     "clear": lambda table: table.clear(),
     "fork": lambda table: table.fork(),
@@ -655,7 +657,7 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     # Each page is moved about 32 times at most.
     assert num_copied <= 36 * capacity
     # Freed pages are used before new pages are added.
-    table.truncate(4)
+    table.free_from(4)
     table.reserve(4, 39_000, batch)
     assert table.allocator.capacity == capacity
     table.clear()

@@ -20,7 +20,10 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
 from tests.helpers.grids import pairwise
 
-PAGE_SIZE, NUM_HEADS, K_DIM, V_DIM = 16, 2, 5, 3
+PAGE_SIZE = 16
+NUM_HEADS = 2
+K_DIM = 5
+V_DIM = 3
 
 
 def make_states(

@@ -125,7 +125,8 @@ def test_the_work_per_block_does_not_depend_on_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queried_keys, touched_keys, hashed_lengths = list[str](), list[str](), list[int]()
-    has, touch, chain = PrefixStore.has, PrefixStore.touch, engine_module.chain_keys
+    has, touch = PrefixStore.has, PrefixStore.touch
+    chain_keys = engine_module.chain_keys
     monkeypatch.setattr(
         PrefixStore, "has", lambda self, key: queried_keys.append(key) or has(self, key)
     )
@@ -134,7 +135,7 @@ def test_the_work_per_block_does_not_depend_on_the_prompt(
     )
     monkeypatch.setattr(
         engine_module, "chain_keys",
-        lambda name, ids, *args: hashed_lengths.append(len(ids)) or chain(name, ids, *args),
+        lambda name, ids, *args: hashed_lengths.append(len(ids)) or chain_keys(name, ids, *args),
     )  # fmt: skip
     run = run_prompts(tmp_path, [make_prompt(10 * PAGE_SIZE + 3)], num_new=14 * PAGE_SIZE)
     num_blocks = 10 + 14

@@ -47,6 +47,8 @@ from tests.tools.store_kills import run_concurrent_writers, run_killed_writers
 pytestmark = pytest.mark.text
 
 PAGE_SIZE = 8
+# Keywords of `StoreUser` that change the model's config. Other keywords are for the cache.
+CONFIG_FIELDS = ("rope_parameters", "sliding_window", "seed")
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 MIN_MARGIN = 1e-5
 SLOW_MODELS = (pytest.param(name, marks=pytest.mark.full) for name in ("mha", "softcap", "sinks"))
@@ -99,9 +101,6 @@ class StoreUser:
         self.enable()
         assert_same(answer, expected, f"{num_computed} of {ids.shape[1]} tokens computed")
         return num_computed
-
-
-CONFIG_FIELDS = ("rope_parameters", "sliding_window", "seed")
 
 
 def make_ids(num_tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -231,9 +230,9 @@ def test_pages_are_not_on_the_default_device(tmp_path: Path) -> None:
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
     """Return scales of two layers. `factor` multiplies the scales of V."""
-    constants = [(0.02 + 0.01 * i, 0.03 * factor, center) for i in range(2)]
-    layers = [LayerScales(*(torch.full((2, 16), x) for x in layer)) for layer in constants]
-    return KVScales(dict(enumerate(layers)), "hf_fp8kv")
+    v, k_center = torch.full((2, 16), 0.03 * factor), torch.full((2, 16), center)
+    layers = {i: LayerScales(torch.full((2, 16), 0.02 + 0.01 * i), v, k_center) for i in (0, 1)}
+    return KVScales(layers, "hf_fp8kv")
 
 
 def test_changed_weights_find_no_pages(tmp_path: Path) -> None:
@@ -481,25 +480,25 @@ def _accept_page(_page: Page) -> None:
 def _set_entry(name: str, *values: Any) -> Callable[[Any, Any], Any]:
     """Return a function that sets an entry of the last layer, or removes it without a value."""
 
-    def change(_: list[torch.Tensor], facts: Any) -> Any:
-        facts[1].pop(name, None)
-        facts[1].update(dict.fromkeys([name][: len(values)], *values))
-        return facts
+    def change(_: list[torch.Tensor], metadata: Any) -> Any:
+        metadata[1].pop(name, None)
+        metadata[1].update(dict.fromkeys([name][: len(values)], *values))
+        return metadata
 
     return change
 
 
 def _edit_tensor(change: Callable[[torch.Tensor], list[torch.Tensor]]) -> Callable[[Any, Any], Any]:
     """Return a function that replaces the tensor of the last layer with the result of `change`."""
-    return lambda rows, facts: rows.extend(change(rows.pop())) or facts
+    return lambda rows, metadata: rows.extend(change(rows.pop())) or metadata
 
 
-# Functions from the rows and facts of a page to invalid facts. The changed files are intact and
-# have valid names, as an attacker can write them.
+# Functions from the rows and metadata of a page to invalid metadata. The changed files are intact
+# and have valid names, as an attacker can write them.
 FORGERIES: list[Callable[[Any, Any], Any]] = [
-    *(lambda _, facts, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
-    lambda _, facts: facts[:1],
-    lambda _, facts: facts * 2,
+    *(lambda _, metadata, new=new: new for new in (None, [], "x", {}, {"layers": []}, 0, [[], []])),
+    lambda _, metadata: metadata[:1],
+    lambda _, metadata: metadata * 2,
     *map(_set_entry, ("dtypes", "shape")),
     *(_set_entry("dtypes", x) for x in (["load", "save"], ["int64", 3], ["quint8"] * 2, [], None)),
     *(_set_entry("shape", x) for x in (
@@ -522,8 +521,8 @@ def forge(change: Callable[[Any, Any], Any]) -> Damage:
         (page,) = PrefixStore(path.parent).read([path.stem], _accept_page)
         assert page is not None
         rows = [*page.rows]
-        facts = change(rows, copy.deepcopy(page.facts))
-        path.write_bytes(pack(path.stem, Page(rows, facts)))
+        metadata = change(rows, copy.deepcopy(page.metadata))
+        path.write_bytes(pack(path.stem, Page(rows, metadata)))
 
     return damage
 
@@ -618,13 +617,13 @@ def test_a_folder_in_the_place_of_a_file_is_kept(
 def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
     """Return a function that gives a page the sizes of a different model with the same layers."""
 
-    def change(rows: list[torch.Tensor], facts: Any) -> Any:
-        for i, layer_facts in enumerate(facts):
+    def change(rows: list[torch.Tensor], metadata: Any) -> Any:
+        for i, layer_metadata in enumerate(metadata):
             has_scales = len(rows[i]) > 2 * PAGE_SIZE * 2 * 16
-            layer_facts.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
+            layer_metadata.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
             num_bytes = num_heads * PAGE_SIZE * (2 * dim + 4 * has_scales)
             rows[i] = torch.ones(num_bytes, dtype=torch.uint8)
-        return facts
+        return metadata
 
     return change
 
@@ -967,9 +966,9 @@ def test_pages_are_read_in_order(
 
     indices = []
     for page in PrefixStore(tmp_path).read(request_keys(), _accept_page):
-        indices.append(page.facts["index"])
+        indices.append(page.metadata["index"])
         assert len(requested_keys) <= len(indices) + 3
-        assert torch.equal(page.rows[0], make_row(page.facts["index"]))
+        assert torch.equal(page.rows[0], make_row(page.metadata["index"]))
     assert indices == list(range(missing_index))
 
 
@@ -991,7 +990,7 @@ def test_pages_are_written_and_read_if_no_thread_starts(
     keys = store_pages(store, 20)
     assert num_allowed or len(list_files(tmp_path)) == 20, "pages were not written at once"
     store.flush()
-    indices = [page.facts["index"] for page in PrefixStore(tmp_path).read(keys, _accept_page)]
+    indices = [page.metadata["index"] for page in PrefixStore(tmp_path).read(keys, _accept_page)]
     assert indices == list(range(20))
 
 

@@ -36,7 +36,9 @@ READERS = {
     "quark": server_rules.read_as_sglang,
     "tgi": server_rules.read_as_tgi,
 }
-NUM_LAYERS, NUM_HEADS, DIM = 3, 2, 4
+NUM_LAYERS = 3
+NUM_HEADS = 2
+DIM = 4  # head size
 KV_PATH = "kv_scales/kv_scales.safetensors"
 
 
@@ -51,9 +53,10 @@ def random_scales(kind: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> KVS
     shape = shapes[kind.removeprefix("centered-")]
     layers = {}
     for index in range(num_layers):
-        k, v, center = draw(*shape), draw(*shape), None
+        k, v = draw(*shape), draw(*shape)
+        center = None
         if kind.startswith("centered"):
-            center = (draw(NUM_HEADS, DIM) - 0.06) * 400
+            center = (draw(NUM_HEADS, DIM) - 0.06) * 400  # values of both signs, up to 26
         layers[index] = LayerScales(k, v, center)
     return KVScales(layers, model_type="llama")
 

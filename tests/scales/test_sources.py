@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -90,32 +91,42 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 HALVED_KV = tuple(scale / 2 for scale in LARGER_KV)
-# The format of each golden folder, the scales of K and of V, and their dtype in the file.
+
+
+class GoldenFolder(NamedTuple):
+    """The format of a golden folder, the scales of K and V by layer, and their stored dtype."""
+
+    format: str
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+    dtype: torch.dtype = F32
+
+
 FOLDERS = {
-    "vllm": ("vllm-json", K, K, F32),
-    "vllm-rank0": ("vllm-json", V, V, F32),
-    "vllm-two-ranks": ("vllm-json", LARGER_KV, LARGER_KV, F32),
-    "tgi": ("tgi", K, V, F32),
-    "tgi-kv": ("tgi", LARGER_KV, LARGER_KV, F32),
-    "tgi-kv-written": ("tgi", LARGER_KV, LARGER_KV, F32),
-    "tgi-kv-fnuz": ("tgi", HALVED_KV, HALVED_KV, F32),
-    "autofp8": ("autofp8", K, V, F32),
-    "autofp8-kv": ("autofp8", LARGER_KV, LARGER_KV, F32),
-    "compressed-tensors": ("compressed-tensors", K, V, BF16),
-    "compressed-tensors-old": ("compressed-tensors", K, V, F16),
-    "modelopt": ("modelopt", K, V, F32),
-    "quark": ("quark", K, V, F32),
-    "trtllm": ("trtllm", LARGER_KV, LARGER_KV, F32),
+    "vllm": GoldenFolder("vllm-json", K, K),
+    "vllm-rank0": GoldenFolder("vllm-json", V, V),
+    "vllm-two-ranks": GoldenFolder("vllm-json", LARGER_KV, LARGER_KV),
+    "tgi": GoldenFolder("tgi", K, V),
+    "tgi-kv": GoldenFolder("tgi", LARGER_KV, LARGER_KV),
+    "tgi-kv-written": GoldenFolder("tgi", LARGER_KV, LARGER_KV),
+    "tgi-kv-fnuz": GoldenFolder("tgi", HALVED_KV, HALVED_KV),
+    "autofp8": GoldenFolder("autofp8", K, V),
+    "autofp8-kv": GoldenFolder("autofp8", LARGER_KV, LARGER_KV),
+    "compressed-tensors": GoldenFolder("compressed-tensors", K, V, BF16),
+    "compressed-tensors-old": GoldenFolder("compressed-tensors", K, V, F16),
+    "modelopt": GoldenFolder("modelopt", K, V),
+    "quark": GoldenFolder("quark", K, V),
+    "trtllm": GoldenFolder("trtllm", LARGER_KV, LARGER_KV),
 }
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_golden_checkpoint_is_read(name):
-    format, k, v, dtype = FOLDERS[name]
+    folder = FOLDERS[name]
     scales = KVScales.from_pretrained(DATA / name)
-    assert scales.format == format
+    assert scales.format == folder.format
     assert list(scales.layers) == [0, 1, 2]
-    assert list_sides(scales) == [round_values(k, dtype), round_values(v, dtype)]
+    assert list_sides(scales) == [round_values(x, folder.dtype) for x in (folder.k, folder.v)]
     assert all(layer.k_center is None for layer in scales.layers.values())
     assert scales.model_type == (None if name == "vllm-two-ranks" else "llama")
 

@@ -6,6 +6,7 @@ in this module name the tensors that contain the expected values.
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,19 +22,27 @@ OUTPUT_NAME = "self_attn.{}_proj.output_scale"
 BEFORE_ROPE = "Quark measured the scales of K before RoPE"
 ALL_ONES = "every KV scale is exactly 1.0"
 
-# Format of each folder, name of its tensors in a layer, and start of the warning or None.
+
+class ToolFolder(NamedTuple):
+    """The expected format, scales and warning of a folder that a tool wrote."""
+
+    format: str
+    tensor_name: str  # name of a scale in a layer, "{}" stands for k or v
+    warning: str | None = None  # the start of the warning
+
+
 AUTO_ROUND = {
-    "llama-attn-llmc": ("compressed-tensors", ATTENTION_NAME, None),
-    "llama-fp8-ar": ("autofp8", ATTENTION_NAME, None),
-    "llama-w4-ar": ("autofp8", ATTENTION_NAME, None),
-    "llama-fp8-llmc": ("compressed-tensors", ATTENTION_NAME, None),
+    "llama-attn-llmc": ToolFolder("compressed-tensors", ATTENTION_NAME),
+    "llama-fp8-ar": ToolFolder("autofp8", ATTENTION_NAME),
+    "llama-w4-ar": ToolFolder("autofp8", ATTENTION_NAME),
+    "llama-fp8-llmc": ToolFolder("compressed-tensors", ATTENTION_NAME),
 }
 LLM_COMPRESSOR = dict.fromkeys(
     (
         "llama-fp8-kv", "llama-kv", "llama-kv-heads", "llama-kv-r3", "llama-w4a16-kv", "phi3-kv",
         "qwen3-kv",
     ),
-    ("compressed-tensors", ATTENTION_NAME, None),
+    ToolFolder("compressed-tensors", ATTENTION_NAME),
 )  # fmt: skip
 MODELOPT = {
     **dict.fromkeys(
@@ -42,11 +51,11 @@ MODELOPT = {
             "llama-kv-asis", "llava-fp8-kv", "phi3-fp8-kv", "qwen2-fp8-kv", "qwen2-nvfp4-kv",
             "qwen25vl-fp8-kv", "qwen3-int8-kv", "qwen3moe-fp8-kv", "qwen3vl-fp8-kv", "smol-kv",
         ),
-        ("modelopt", PROJECTION_NAME, None),
+        ToolFolder("modelopt", PROJECTION_NAME),
     ),
-    "llama-fp8-affine": ("modelopt", PROJECTION_NAME, None),
-    "llama-trtllm": ("trtllm", "attention.{}_cache_scaling_factor", ALL_ONES),
-    "llama-trtllm-tp2": ("trtllm", "attention.{}_cache_scaling_factor", ALL_ONES),
+    "llama-fp8-affine": ToolFolder("modelopt", PROJECTION_NAME),
+    "llama-trtllm": ToolFolder("trtllm", "attention.{}_cache_scaling_factor", ALL_ONES),
+    "llama-trtllm-tp2": ToolFolder("trtllm", "attention.{}_cache_scaling_factor", ALL_ONES),
 }  # fmt: skip
 QUARK = {
     **dict.fromkeys(
@@ -54,13 +63,13 @@ QUARK = {
             "llama-fp8-attn", "llama-fp8-kv-quark", "llama-int4-kv", "llama-mxfp4-kv",
             "llama-minscale", "qwen3-fp8-kv", "qwen3moe-fp8-kv", "smol-fp8-kv",
         ),
-        ("quark", OUTPUT_NAME, BEFORE_ROPE),
+        ToolFolder("quark", OUTPUT_NAME, BEFORE_ROPE),
     ),
-    "phi3-fp8-kv": ("quark", "self_attn.qkv_proj.output_scale", BEFORE_ROPE),
-    "llama-fp8-kv-postrope": ("quark", OUTPUT_NAME, None),
-    "llama-fp8-kv": ("autofp8", ATTENTION_NAME, None),
-    "qwen2-fp8-kv": ("autofp8", ATTENTION_NAME, None),
-    "llama-fp8-kv-postrope-fp8mode": ("autofp8", OUTPUT_NAME, None),
+    "phi3-fp8-kv": ToolFolder("quark", "self_attn.qkv_proj.output_scale", BEFORE_ROPE),
+    "llama-fp8-kv-postrope": ToolFolder("quark", OUTPUT_NAME),
+    "llama-fp8-kv": ToolFolder("autofp8", ATTENTION_NAME),
+    "qwen2-fp8-kv": ToolFolder("autofp8", ATTENTION_NAME),
+    "llama-fp8-kv-postrope-fp8mode": ToolFolder("autofp8", OUTPUT_NAME),
 }  # fmt: skip
 READABLE_FOLDERS = {
     f"{tool}/{name}": row
@@ -99,12 +108,12 @@ def read_tool_scales(folder: Path, suffix: str, side: str) -> dict[int, torch.Te
 
 @pytest.mark.parametrize("name", READABLE_FOLDERS)
 def test_the_scales_of_the_tool_are_read(caplog, name):
-    format, suffix, warning = READABLE_FOLDERS[name]
+    folder = READABLE_FOLDERS[name]
     scales = KVScales.from_pretrained(DATA / name)
-    assert scales.format == format
+    assert scales.format == folder.format
     assert (scales.plan is not None) == name.endswith("-r3")  # the scales are for rotated K
     for side in "kv":
-        expected = read_tool_scales(DATA / name, suffix, side)
+        expected = read_tool_scales(DATA / name, folder.tensor_name, side)
         biases = read_tool_scales(DATA / name, "self_attn.{0}_proj.{0}_bias", side)
         assert len(expected) >= 3
         for index, layer in scales.layers.items():
@@ -116,9 +125,9 @@ def test_the_scales_of_the_tool_are_read(caplog, name):
         assert actual.keys() == expected.keys()
         assert all(actual[index].tolist() == scale.tolist() for index, scale in expected.items())
     messages = {record.getMessage().split(": ", 1)[1] for record in caplog.records}
-    assert (warning is None) == (not messages)
+    assert (folder.warning is None) == (not messages)
     assert all(message.startswith((BEFORE_ROPE, ALL_ONES)) for message in messages)
-    assert warning is None or any(message.startswith(warning) for message in messages)
+    assert not folder.warning or any(text.startswith(folder.warning) for text in messages)
 
 
 @pytest.mark.parametrize("name", REJECTED_FOLDERS)
@@ -132,11 +141,12 @@ def make_table() -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for name in (*READABLE_FOLDERS, *REJECTED_FOLDERS):
         tool, layout = name.split("/")
-        rows.setdefault(
-            (tool, f"`{READABLE_FOLDERS[name][0]}`" if name in READABLE_FOLDERS else "refused"), []
-        ).append(layout)
+        is_readable = name in READABLE_FOLDERS
+        outcome = f"`{READABLE_FOLDERS[name].format}`" if is_readable else "refused"
+        rows.setdefault((tool, outcome), []).append(layout)
     lines = [
-        f"| {tool} | {', '.join(sorted(x))} | {kind} |" for (tool, kind), x in sorted(rows.items())
+        f"| {tool} | {', '.join(sorted(x))} | {outcome} |"
+        for (tool, outcome), x in sorted(rows.items())
     ]
     return "\n".join(["| tool | layouts | read as |", "|---|---|---|", *lines, ""])
 

@@ -16,7 +16,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 PROMPT_LENGTHS = (3, 7, 17, 63, 64, 65, 130, 300)
 NEW_TOKENS = 12
-NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 32  # heads of K and V
+NUM_LAYERS = 2
+NUM_HEADS = 2  # KV heads
+HEAD_DIM = 32
 
 MODEL_SIZES = {
     "hidden_size": 128, "intermediate_size": 128, "vocab_size": 256, "head_dim": HEAD_DIM,

@@ -36,7 +36,8 @@ class TestLoader:
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_vllm_ignores_formats_that_it_does_not_read(self, load_model, serve, tmp_path, format):
         """With scales among the weights but no quantization config, vLLM would fail."""
-        copy, (_, folder) = str(tmp_path / "copy"), load_model("llama")
+        _, folder = load_model("llama")
+        copy = str(tmp_path / "copy")
         make_scales("tensor").save_pretrained(copy, format=format, checkpoint=folder)
         assert all(k == v == 1 for k, v in get_loaded_scales(serve(copy, "fp8")))
 
@@ -48,7 +49,9 @@ class TestLoader:
         self, load_model, serve, tmp_path, granularity, location
     ):
         model, folder = load_model("llama")
-        scales, copy, options = make_scales(granularity), tmp_path / "copy", {"checkpoint": folder}
+        scales = make_scales(granularity)
+        copy = tmp_path / "copy"
+        options = {"checkpoint": folder}
         if location == "shards":
             options["checkpoint"] = tmp_path / "shards"
             model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")

@@ -111,7 +111,8 @@ def test_the_transformers_backend_of_vllm_gives_the_same_tokens(load_model, prom
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "auto"])
 def test_the_number_of_blocks_matches_the_bytes_of_a_token(load_model, serve, tmp_path, dtype):
-    (_, folder), dim = load_model("llama"), conftest.HEAD_DIM
+    _, folder = load_model("llama")
+    dim = conftest.HEAD_DIM
     make_scales("tensor").save_pretrained(tmp_path)
     scales = tmp_path if dtype == "hf_fp8kv_static" else None
     llm = serve(folder, dtype, scales, kv_cache_memory_bytes=32 << 20)
@@ -126,12 +127,13 @@ def test_the_pool_holds_the_bytes_of_the_cache(load_model, prompts, serve, tmp_p
     """Compare each code and scale in vLLM's pool, token by token."""
     model, folder = load_model("llama")
     if dtype == "hf_fp8kv":
-        plan, scales, plan_options = choose_plan(model), None, {"plan": tmp_path}
+        plan = choose_plan(model)
         plan.save_pretrained(tmp_path)
-        options = {"plan": plan}
+        options, scales, plan_folder = {"plan": plan}, None, tmp_path
     else:
-        (options, scales), plan_options = make_cache_options(dtype, tmp_path), {}
-    llm = serve(folder, dtype, scales, enable_prefix_caching=False, **plan_options)
+        options, scales = make_cache_options(dtype, tmp_path)
+        plan_folder = None
+    llm = serve(folder, dtype, scales, plan_folder, enable_prefix_caching=False)
     prompt = prompts[-1]
     generate(llm, [prompt], 1)
     config = llm.llm_engine.vllm_config

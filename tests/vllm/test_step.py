@@ -19,9 +19,13 @@ from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
 
-NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 3, 32
+NUM_HEADS = 2  # KV heads
+GROUP_SIZE = 3  # query heads per KV head
+HEAD_DIM = 32
 NUM_QUERY_HEADS = GROUP_SIZE * NUM_HEADS
-BLOCK_SIZE, NUM_BLOCKS, NUM_REQUESTS = 16, 40, 5
+BLOCK_SIZE = 16  # tokens
+NUM_BLOCKS = 40
+NUM_REQUESTS = 5
 DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 
@@ -104,20 +108,22 @@ class Requests:
         return query, starts, attend(query, torch.cat(new_keys), torch.cat(new_values), work)
 
 
+def quantize_and_decode(tokens, plan, scale, center, *, search):
+    """Return K or V, `[N, Hkv, D]`, as attention reads it from pages, `[1, Hq, N, D]`."""
+    side = StoredSide(scale, None if center is None else center[None], plan.format, HEAD_DIM)
+    codes, scales = reference.quantize(tokens.transpose(0, 1)[None], side, search=search)
+    dense = decode(codes, FORMATS[plan.format])
+    dense = dense * (scale[:, None] if scales is None else scales.float()[..., None])
+    dense = dense if center is None else dense + center[None, :, None]
+    return dense.repeat_interleave(GROUP_SIZE, 1)
+
+
 def compute_expected(requests, index, query, layer):
     """Return the attention of a request's queries to the request's stored K and V."""
     storage, spec = layer.storage, layer.spec
-    dense_sides = []
-    for name, tokens, plan, scale, center in (
-        ("k", requests.keys[index], storage.plan.k, storage.k_scale, storage.center),
-        ("v", requests.values[index], storage.plan.v, storage.v_scale, None),
-    ):
-        side = StoredSide(scale, None if center is None else center[None], plan.format, HEAD_DIM)
-        codes, scales = reference.quantize(tokens.transpose(0, 1)[None], side, search=name == "k")
-        dense = decode(codes, FORMATS[plan.format])
-        dense = dense * (scale[:, None] if scales is None else scales.float()[..., None])
-        dense_sides.append(dense if center is None else dense + center[None, :, None])
-    k, v = (dense.repeat_interleave(GROUP_SIZE, 1) for dense in dense_sides)
+    keys, values, plan = requests.keys[index], requests.values[index], storage.plan
+    k = quantize_and_decode(keys, plan.k, storage.k_scale, storage.center, search=True)
+    v = quantize_and_decode(values, plan.v, storage.v_scale, None, search=False)
     q = query.transpose(0, 1)[None]
     logits = q @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:

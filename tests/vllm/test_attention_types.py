@@ -1,6 +1,7 @@
 """Tests of chunked attention, encoders, and layers that share pages in vLLM.
 
-The tests run with dtypes of this package, and with a dtype of vLLM, whose results must not change.
+The tests run with dtypes of this package, and with vLLM's own "auto", whose results the plugin must
+not change.
 """
 
 import pytest
@@ -22,12 +23,17 @@ _MODEL_OPTIONS = {
         "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
         "activation_sparsity_pattern": None,
     },
-    "bert": {k: v for k, v in MODEL_SIZES.items() if k not in ("num_key_value_heads", "head_dim")},
+    "bert": {
+        name: size for name, size in MODEL_SIZES.items()
+        if name not in ("num_key_value_heads", "head_dim")
+    },
 }  # fmt: skip
+# Factors of the random weights. Larger weights give clearer differences between logits.
+_WEIGHT_FACTORS = {"llama4_text": 3, "gemma3n_text": 2, "bert": 3}
 
 
-def make_model(name, folder):
-    """Save a model of transformers to a folder, and return the model."""
+def save_random_model(name, folder):
+    """Save a tiny random model of transformers to a folder, and return the model."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     config = AutoConfig.for_model(name, **_MODEL_OPTIONS[name])
@@ -37,14 +43,14 @@ def make_model(name, folder):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(3 if name != "gemma3n_text" else 2)
+                parameter.mul_(_WEIGHT_FACTORS[name])
     model.save_pretrained(folder)
     return model
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_int8"])
-def test_chunked_attention_gives_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
-    model = make_model("llama4_text", tmp_path)
+def test_chunked_attention_gives_the_first_tokens_of_transformers(prompts, serve, tmp_path, dtype):
+    model = save_random_model("llama4_text", tmp_path)
     first_tokens = generate(serve(str(tmp_path), dtype), prompts, 1)[0]
     with torch.no_grad():
         logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
@@ -54,7 +60,7 @@ def test_chunked_attention_gives_the_tokens_of_transformers(prompts, serve, tmp_
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
 def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
     """A layer that shares pages has no scales. It uses the scales of the layer that wrote them."""
-    model = make_model("gemma3n_text", tmp_path / "model")
+    model = save_random_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
     options, scales = make_cache_options(dtype, tmp_path, num_layers=4)
     tokens, _ = generate(serve(str(tmp_path / "model"), dtype, scales), prompts)
@@ -68,7 +74,8 @@ def test_an_encoder_is_unchanged(prompts, serve, tmp_path, dtype):
     from transformers import PreTrainedTokenizerFast
     from vllm.config import PoolerConfig
 
-    model = make_model("bert", tmp_path)
+    model = save_random_model("bert", tmp_path)
+    # An engine for embeddings needs a tokenizer, although the prompts are token ids.
     word_level = models.WordLevel({str(token): token for token in range(256)}, unk_token="0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(word_level)).save_pretrained(tmp_path)
     llm = serve(

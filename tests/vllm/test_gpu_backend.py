@@ -1,4 +1,7 @@
-"""Tests of vLLM's attention for GPUs on a CPU, and of the registrations in vLLM 0.33."""
+"""Tests of the plugin's attention backend for GPUs, and of its registrations in vLLM 0.33.
+
+The tests run the backend on a CPU, so they need no GPU.
+"""
 
 import os
 import subprocess
@@ -13,13 +16,13 @@ vllm = pytest.importorskip("vllm")
 
 
 @pytest.fixture
-def gpu_attention():
-    """Make vLLM's CPU platform use the attention for GPUs."""
+def gpu_backend():
+    """Make vLLM's CPU platform use the plugin's attention backend for GPUs."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    load_general_plugins()  # a later load would select this package's attention for CPUs
+    load_general_plugins()  # a later load would select the plugin's backend for CPUs
     original_path = AttentionBackendEnum.CPU_ATTN.get_path()
     register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum["HF_FP8KV"].get_path())
     selector._cached_get_attn_backend.cache_clear()
@@ -28,9 +31,9 @@ def gpu_attention():
     selector._cached_get_attn_backend.cache_clear()
 
 
-@pytest.mark.usefixtures("gpu_attention")
+@pytest.mark.usefixtures("gpu_backend")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_attention_for_gpus_gives_the_same_tokens(load_model, prompts, serve, tmp_path, name):
+def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_path, name):
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
 
     model, folder = load_model(name)
@@ -42,7 +45,7 @@ def test_attention_for_gpus_gives_the_same_tokens(load_model, prompts, serve, tm
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, scales=scales)
 
 
-def test_attention_for_gpus_is_selected_for_supported_models():
+def test_the_gpu_backend_accepts_only_supported_models():
     from vllm.platforms.interface import DeviceCapability
 
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
@@ -53,19 +56,19 @@ def test_attention_for_gpus_is_selected_for_supported_models():
         "use_mm_prefix": False, "use_per_head_quant_scales": True, "attn_type": "decoder",
         "device_capability": DeviceCapability(9, 0), "has_sliding_window": True,
     }  # fmt: skip
-    find_reasons = PagedGPUBackend.validate_configuration
-    assert find_reasons(**supported_config) == []
+    list_problems = PagedGPUBackend.validate_configuration
+    assert list_problems(**supported_config) == []
     for unsupported_entry in (
         {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}, {"block_size": 24},
         {"use_mla": True}, {"attn_type": "encoder_decoder"},
         {"device_capability": DeviceCapability(7, 5)}, {"use_non_causal": True},
         {"use_adaptive_verification": True},
     ):  # fmt: skip
-        assert len(find_reasons(**supported_config | unsupported_entry)) == 1, unsupported_entry
+        assert len(list_problems(**supported_config | unsupported_entry)) == 1, unsupported_entry
 
 
 # The script checks the registrations in the installed vLLM after two calls of `register`.
-SCRIPT = """
+REGISTRATION_SCRIPT = """
 import vllm
 import hf_fp8kv.vllm
 hf_fp8kv.vllm.register(); hf_fp8kv.vllm.register()
@@ -76,10 +79,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from hf_fp8kv.vllm.specs import add_scale_bytes
 name = "hf_fp8kv_e3m4"
 assert cache.KV_CACHE_DTYPES.count(name) == 1
+# vLLM must not treat the bytes as a quantized format of vLLM, such as OCTAVE.
 mode = get_kv_quant_mode(name)
 assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
 spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
-assert add_scale_bytes(spec).page_size_bytes == 64 * 2 * 260
+# A slot of a head has 128 bytes of K, 128 bytes of V, and 4 bytes of scales.
+assert add_scale_bytes(spec).page_size_bytes == 64 * 2 * (128 + 128 + 4)
 assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
 assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
 print("version", vllm.__version__)
@@ -87,12 +92,12 @@ print("version", vllm.__version__)
 
 
 def test_the_plugin_registers_in_vllm_0_33(tmp_path):
-    """The folder VLLM_0_33 contains the Python files of vLLM's wheel."""
+    """The environment variable VLLM_0_33 names a folder with the Python files of vLLM's wheel."""
     folder = os.environ.get("VLLM_0_33")
     if folder is None:
         pytest.skip("set VLLM_0_33 to a folder with vllm 0.33's Python files")
     environment = os.environ | {"PYTHONPATH": folder}
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", REGISTRATION_SCRIPT]
     process = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
