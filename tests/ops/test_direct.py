@@ -156,7 +156,7 @@ def test_a_plan_keeps_no_memory_of_an_operation(gradients: bool) -> None:
     pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
-    plan = ops.new_plan(lengths, 1, 0, 0, 2, "triton")
+    plan = ops.create_plan(lengths, 1, 0, 0, 2, "triton")
     with torch.set_grad_enabled(gradients):
         ops.attend(x, pages, lengths, 0, 1, AttentionSpec(1.0, True), plan=plan, backend="triton")
     assert not vars(plan)

@@ -189,8 +189,8 @@ MUTANTS = (
     ),
     Mutant(
         "triton: splits after the first 32 are not merged", DECODE,
-        "range(0, num_splits, SPLITS_AT_ONCE)",
-        "range(0, tl.minimum(num_splits, SPLITS_AT_ONCE), SPLITS_AT_ONCE)",
+        "range(0, num_parts, PARTS_AT_ONCE)",
+        "range(0, tl.minimum(num_parts, PARTS_AT_ONCE), PARTS_AT_ONCE)",
         "tests/ops/test_kernels_attention.py",
     ),
     # The C++ kernels.

@@ -29,7 +29,7 @@ def gather(
     out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
     sizes, target = make_side_sizes(stored), get_target(out.device)
-    codec = choose_codec(stored.format, target, tl.float32, exact=True, keep_nan=True)
+    codec = choose_codec(stored.format, target, tl.float32, float32=True, keep_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(

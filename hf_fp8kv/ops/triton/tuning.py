@@ -9,19 +9,17 @@ decoding fit on one SM.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 from .target import Target
 
 _Row = TypeVar("_Row")
-_Table: TypeAlias = Mapping[int, tuple[int, int, int, int | None]]
-_ExtendTable: TypeAlias = Mapping[int, tuple[int, int, int, int]]
 _Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch parameters of one kernel.
+    """Launch parameters of one kernel. Benchmarks store them under these names.
 
     Attributes:
         rows: Query rows per program (query heads of one KV head times query tokens).
@@ -30,7 +28,7 @@ class LaunchConfig:
         stages: Number of tiles that are loaded ahead, plus one.
         registers: Maximum number of registers per thread. None leaves it to the compiler.
         masked_tile: Tokens read at a time if some are hidden from some row. Divides `tile`.
-        swapped: Whether codes are the first operand of products, instead of rows.
+        swapped: Whether products are codes times rows, instead of rows times codes.
         chunks: Number of chunks that the channels of latents are split into, see products.py.
     """
 
@@ -55,7 +53,7 @@ MAX_DECODE_TOKENS = 8
 MAX_DECODE_ROWS = 64
 # Maximum number of query rows of latents for which a program takes 16 rows. For 16 sequences of 16k
 # tokens and 32 heads, an H200 took 202 us with 16 rows per program and 265 us with 64. With 64
-# heads it took 466 and 269 us.
+# heads: 466 us and 269 us.
 FEW_LATENT_ROWS = 32
 # Maximum number of query rows for which the number of programs per SM is known before compilation.
 FEW_ROWS = 16
@@ -71,8 +69,8 @@ class PlanConfig:
     Attributes:
         unit: Parts are multiples of this number of tokens, which is a multiple of most tiles.
         split_cost: Cost of splitting, in tokens: an additional part for each program and the launch
-            of the merging, about 4 us. In that time a program reads 80 tokens of 260 bytes if the
-            GPU is full.
+            of the merge kernel, about 4 us. In that time a program of a full GPU reads 80 tokens of
+            260 bytes.
         merge_cost: Cost of merging one part, in tokens: at least 33 ns, because its loads wait for
             each other. In 33 ns a program that runs alone reads 2.5 tokens.
     """
@@ -82,47 +80,73 @@ class PlanConfig:
     merge_cost: float = 4.0
 
 
+class _Decode(NamedTuple):
+    """Launch parameters for decoding. The fields are those of `LaunchConfig`."""
+
+    tile: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+class _Extend(NamedTuple):
+    """Launch parameters for extending. The fields are those of `LaunchConfig`."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+class _Resources(NamedTuple):
+    """Resources of a program: registers per thread, warps, and shared memory in bytes."""
+
+    registers: int
+    warps: int
+    shared: int
+
+
 @dataclass(frozen=True)
 class Family:
     """Launch parameters for similar GPUs. The key of a table is the maximum head size of a row.
 
     Attributes:
-        resources: Resources of a program in decoding, by the maximum number of query rows:
-            registers per thread, warps, and shared memory in bytes. Plans are made for all layers
-            before a kernel is compiled. `make kernels` checks that the number of programs fits.
-        other_resources: Assumed registers per thread and shared memory of any other program.
+        resources: Resources of a program in decoding, by the maximum number of query rows. Plans
+            are made for all layers before a kernel is compiled. `make kernels` checks that the
+            number of programs fits.
+        other_resources: Registers per thread and shared memory that are assumed for programs of
+            other kernels and for larger heads.
         large_resources: As `other_resources`, for latents and for more than 32 rows per program.
-        decode: (tile, warps, stages, registers) with swapped operands, by number of rows and head
-            size.
+        decode: Parameters with swapped operands, by number of rows and head size.
         decode_rows_first: As `decode`, without swapped operands, by head size.
-        extend: (rows, tile, warps, stages) for extending, by head size.
-        max_wide_dim: Maximum head size for which 16-bit tiles have the same number of stages as
+        extend: Parameters for extending, by head size.
+        max_16_bit_dim: Maximum head size for which 16-bit tiles have the same number of stages as
             8-bit tiles.
-        widened_stages: Additional stages for extending if codes were widened. None if products do
-            not read K and V from shared memory, so that codes are never widened.
-        limits_registers: Whether extending with a complete mask has a limit of registers.
+        predecoded_stages: Additional stages for extending if codes were decoded before. None if
+            products do not read K and V from shared memory, so that codes are never decoded before.
+        limits_registers: Whether extending with a mask for each query has a limit of registers.
         latent_warps, latent_stages: Warps and stages for latents with 16 rows per program.
-        latent_many_rows: (rows, tile, warps, stages) with swapped operands for latents with more
-            than FEW_LATENT_ROWS rows. None means 16 rows per program.
-        masked_latent_warps: Warps for latents with a complete mask or a bias.
+        latent_many_rows: Parameters with swapped operands for latents with more than
+            FEW_LATENT_ROWS rows. None means 16 rows per program.
+        masked_latent_warps: Warps for latents with a mask for each query or a bias.
         rotated_latent_warps: Warps for latents with a rotated query, which is then split into
             chunks. None means no special case.
         splits_shifted_latents: Whether latents whose codes are decoded by shifting bits are split
             into chunks.
     """
 
-    resources: Mapping[int, tuple[int, int, int]]
+    resources: Mapping[int, _Resources]
     other_resources: tuple[int, int]
     large_resources: tuple[int, int]
-    decode: Mapping[int, _Table]
-    decode_rows_first: _Table
-    extend: _ExtendTable
-    max_wide_dim: int = 0
-    widened_stages: int | None = None
+    decode: Mapping[int, Mapping[int, _Decode]]
+    decode_rows_first: Mapping[int, _Decode]
+    extend: Mapping[int, _Extend]
+    max_16_bit_dim: int = 0
+    predecoded_stages: int | None = None
     limits_registers: bool = False
     latent_warps: int = 8
     latent_stages: int = 2
-    latent_many_rows: tuple[int, int, int, int] | None = None
+    latent_many_rows: _Extend | None = None
     masked_latent_warps: int = 8
     rotated_latent_warps: int | None = None
     splits_shifted_latents: bool = False
@@ -131,66 +155,70 @@ class Family:
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
 # per byte. From head size 128 on, the codes of K and V of one tile are 16 KB. With 168 registers,
 # six programs of two warps fit.
-_DECODE_FEW_ROWS: _Table = {
-    64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
-    1024: (16, 4, 2, None),
+_DECODE_FEW_ROWS = {
+    64: _Decode(64, 2, 4, 168), 128: _Decode(64, 2, 3, 168), 256: _Decode(32, 2, 3, 168),
+    512: _Decode(32, 4, 2), 1024: _Decode(16, 4, 2),
 }  # fmt: skip
 # Without instructions for warp groups, each warp reads all of K and V and runs short of registers.
 _CUDA = Family(
-    resources={8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
+    resources={8: _Resources(168, 2, 37 << 10), 16: _Resources(240, 2, 41 << 10)},
     other_resources=(255, 48 << 10),
     large_resources=(255, 72 << 10),
     decode={
         8: _DECODE_FEW_ROWS,
-        16: {width: (*row[:3], row[3] and 240) for width, row in _DECODE_FEW_ROWS.items()},
-        32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
+        16: {n: x._replace(registers=x.registers and 240) for n, x in _DECODE_FEW_ROWS.items()},
+        32: {64: _Decode(64, 2, 4), 128: _Decode(64, 2, 3), 256: _Decode(32, 4, 3)},
     },
     # Swapping saves nothing with equal numbers of rows and tokens.
     decode_rows_first={
-        64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
-        1024: (16, 8, 2, None),
+        64: _Decode(64, 4, 4), 128: _Decode(64, 4, 3), 256: _Decode(32, 4, 3),
+        512: _Decode(32, 8, 2), 1024: _Decode(16, 8, 2),
     },
-    extend={128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)},
+    extend={
+        128: _Extend(64, 64, 8, 2), 256: _Extend(32, 32, 4, 2), 512: _Extend(32, 32, 8, 1),
+        1024: _Extend(16, 16, 8, 1),
+    },
     limits_registers=True,
 )  # fmt: skip
 # Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
-    _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, max_wide_dim=256, widened_stages=1,
-    limits_registers=False, latent_warps=4, latent_stages=3, latent_many_rows=(64, 32, 8, 2),
+    _CUDA, extend={**_CUDA.extend, 128: _Extend(64, 64, 4, 2)}, max_16_bit_dim=256,
+    predecoded_stages=1, limits_registers=False, latent_warps=4, latent_stages=3,
+    latent_many_rows=_Extend(64, 32, 8, 2),
 )  # fmt: skip
 _FAMILIES = {
     "sm_80": replace(
-        _CUDA, extend={**_CUDA.extend, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)},
-        rotated_latent_warps=4,
+        _CUDA, rotated_latent_warps=4,
+        extend={**_CUDA.extend, 64: _Extend(64, 64, 8, 2), 128: _Extend(64, 32, 8, 2)},
     ),
     "sm_90": _SM_90,
     # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
-        _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, max_wide_dim=128, widened_stages=0,
-        latent_warps=8, latent_stages=2, latent_many_rows=None,
+        _SM_90, extend={**_SM_90.extend, 256: _Extend(64, 32, 8, 2)}, max_16_bit_dim=128,
+        predecoded_stages=0, latent_warps=8, latent_stages=2, latent_many_rows=None,
     ),
     "sm_": _CUDA,
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
     "gfx": Family(
-        resources={16: (256, 1, 16 << 10)},
+        resources={16: _Resources(256, 1, 16 << 10)},
         other_resources=(256, 16 << 10),
         large_resources=(512, 16 << 10),
-        decode={16: {128: (32, 1, 2, None), 256: (32, 2, 2, None)}},
+        decode={16: {128: _Decode(32, 1, 2), 256: _Decode(32, 2, 2)}},
         decode_rows_first={
-            128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None),
-            1024: (16, 8, 1, None),
+            128: _Decode(32, 2, 2), 256: _Decode(32, 4, 2), 512: _Decode(32, 8, 1),
+            1024: _Decode(16, 8, 1),
         },
         extend={
-            64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1),
-            1024: (16, 16, 8, 1),
+            64: _Extend(128, 64, 4, 1), 128: _Extend(128, 32, 4, 1), 256: _Extend(64, 32, 4, 1),
+            512: _Extend(32, 32, 8, 1), 1024: _Extend(16, 16, 8, 1),
         },
         latent_warps=4, masked_latent_warps=4, splits_shifted_latents=True,
     ),
 }  # fmt: skip
 # For float32 operands, which need many registers.
-_DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
-_EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
-_EMPTY_TABLE: _Table = {}
+_DECODE_FLOAT32 = {128: _Decode(32, 4, 2), 256: _Decode(16, 8, 2), 1024: _Decode(16, 8, 1)}
+_EXTEND_FLOAT32 = {128: _Extend(16, 32, 4, 1), 1024: _Extend(16, 16, 8, 1)}
+_EMPTY_TABLE: Mapping[int, _Decode] = {}
 
 
 def choose_plan_config(target: Target) -> PlanConfig:
@@ -217,13 +245,13 @@ def estimate_programs(
     """
     family = get_family(target)
     if config is None and rows > FEW_ROWS:
-        config = choose_decode_config(target, Workload(128, rows, False, False, False))
+        config = choose_decode_config(target, Workload(128, rows))
     if config is None:
         resources = family.resources[min(n for n in family.resources if rows <= n)]
     else:
         is_large = latent or config.rows > 32
         registers, shared = family.large_resources if is_large else family.other_resources
-        resources = config.registers or registers, config.warps, shared
+        resources = _Resources(config.registers or registers, config.warps, shared)
     return int(target.parameters.get("programs") or max(1, target.count_programs(*resources)))
 
 
@@ -237,50 +265,51 @@ class Workload(NamedTuple):
     Attributes:
         width: The larger head size, padded to a power of two.
         rows: Query rows per KV head. A program may take fewer, so that there are several blocks.
-        exact: Whether products have float32 operands.
-        wide: Whether a side is stored in 16 bits or more.
-        biased: Whether there is a bias.
-        complete: Whether there is a mask for each query, so that all tiles are masked.
-        rotated: Whether the query or the output is rotated.
-        latent: Whether the call reads latents.
-        shifted: Whether K's codes are decoded by shifting bits.
-        widened: Whether codes were decoded before, so that their tiles are operands of products.
+        has_float32_operands: Whether the operands of products are float32.
+        has_16_bit_side: Whether K or V is stored in 16 bits or more.
+        has_bias: Whether there is a bias.
+        has_query_masks: Whether there is a mask for each query, so that all tiles are masked.
+        is_rotated: Whether the query or the output is rotated.
+        is_latent: Whether the call reads latents.
+        has_shifted_keys: Whether K's codes are decoded by shifting bits.
+        is_predecoded: Whether another kernel decoded the codes, so that tiles are operands.
     """
 
     width: int
     rows: int
-    exact: bool
-    wide: bool
-    biased: bool
-    complete: bool = False
-    rotated: bool = False
-    latent: bool = False
-    shifted: bool = False
-    widened: bool = False
+    has_float32_operands: bool = False
+    has_16_bit_side: bool = False
+    has_bias: bool = False
+    has_query_masks: bool = False
+    is_rotated: bool = False
+    is_latent: bool = False
+    has_shifted_keys: bool = False
+    is_predecoded: bool = False
 
 
 def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters for decoding."""
     family = get_family(target)
-    if workload.latent:
-        return _latent_config(target, workload)
-    width, rows, exact, wide, biased, complete, *_ = workload
+    if workload.is_latent:
+        return _choose_latent_config(target, workload)
+    width, rows, float32 = workload.width, workload.rows, workload.has_float32_operands
     max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
-    rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
+    rows = min(max_rows, 16 if float32 and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
     swapped_table = family.decode.get(rows, _EMPTY_TABLE)
-    is_swapped = not exact and width <= max(swapped_table, default=0)
+    is_swapped = not float32 and width <= max(swapped_table, default=0)
     table = swapped_table if is_swapped else family.decode_rows_first
-    tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
-    if wide and not exact:
+    tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if float32 else table, width)
+    if workload.has_16_bit_side and not float32:
         tile = max(16, tile // 2)  # the same number of bytes
-    if biased:
+    if workload.has_bias:
         registers = None
     elif registers is not None and estimate_programs(target, rows) < 3:
         registers = _MANY_REGISTERS
-    # Half of the unmasked tile. A complete mask or a bias, with values for each query and token,
-    # would spill in a tile of that size.
-    masked_tile = 16 if complete or biased else max(16, tile // 2)
+    # Half of the unmasked tile. Masks or a bias with values for each query and token would spill in
+    # a tile of that size.
+    has_values = workload.has_query_masks or workload.has_bias
+    masked_tile = 16 if has_values else max(16, tile // 2)
     config = LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped)
     return _apply_parameters(config, target)
 
@@ -288,37 +317,38 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
 def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters for extending."""
     family = get_family(target)
-    if workload.latent:
-        return _latent_config(target, workload)
-    table = _EXTEND_FLOAT32 if workload.exact else family.extend
+    if workload.is_latent:
+        return _choose_latent_config(target, workload)
+    float32 = workload.has_float32_operands
+    table = _EXTEND_FLOAT32 if float32 else family.extend
     rows, tile, warps, stages = _look_up(table, workload.width)
-    if workload.wide and not workload.exact and workload.width > family.max_wide_dim:
+    if workload.has_16_bit_side and not float32 and workload.width > family.max_16_bit_dim:
         stages = max(1, stages - 1)
-    if workload.widened:
-        stages += family.widened_stages or 0
+    if workload.is_predecoded:
+        stages += family.predecoded_stages or 0
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
-    if family.limits_registers and workload.complete and not workload.exact:
+    if family.limits_registers and workload.has_query_masks and not float32:
         config = replace(config, registers=_MANY_REGISTERS)
     return _apply_parameters(config, target)
 
 
-def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
+def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
     family = get_family(target)
-    rows, tile, warps, stages = 16, 32, family.latent_warps, family.latent_stages
-    in_chunks = family.splits_shifted_latents and workload.shifted
-    is_masked, swapped = workload.complete or workload.biased, False
-    if workload.exact or workload.width > 512:
-        tile, warps, stages = 16, 8, 1
+    sizes = _Extend(16, 32, family.latent_warps, family.latent_stages)
+    in_chunks = family.splits_shifted_latents and workload.has_shifted_keys
+    is_masked, swapped = workload.has_query_masks or workload.has_bias, False
+    if workload.has_float32_operands or workload.width > 512:
+        sizes = _Extend(rows=16, tile=16, warps=8, stages=1)
     elif family.latent_many_rows and workload.rows > FEW_LATENT_ROWS and not is_masked:
-        (rows, tile, warps, stages), swapped = family.latent_many_rows, True
+        sizes, swapped = family.latent_many_rows, True
     else:
         if is_masked:
-            warps = family.masked_latent_warps
-        if workload.rotated and family.rotated_latent_warps:
+            sizes = sizes._replace(warps=family.masked_latent_warps)
+        if workload.is_rotated and family.rotated_latent_warps:
             # With the sums of rotation, whole query rows would need too many registers.
-            warps, in_chunks = family.rotated_latent_warps, True
+            sizes, in_chunks = sizes._replace(warps=family.rotated_latent_warps), True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
-    config = LaunchConfig(rows, tile, warps, stages, swapped=swapped, chunks=chunks)
+    config = LaunchConfig(*sizes, swapped=swapped, chunks=chunks)
     config = _apply_parameters(config, target)
     return replace(config, swapped=config.swapped and config.chunks == 1)
 
