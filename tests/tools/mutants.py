@@ -196,8 +196,8 @@ MUTANTS = (
     # The C++ kernels.
     Mutant(
         "cpu: the last page is dropped", "ops/cpu/kernels.cpp",
-        "first = c.start, high = c.stop",
-        "first = c.start, high = (c.stop - 1) / c.table.page_size * c.table.page_size",
+        "begin = c.start, end = c.stop",
+        "begin = c.start, end = (c.stop - 1) / c.table.page_size * c.table.page_size",
         "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
     Mutant(
@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         "cpu: spans are added as threads split them", "ops/cpu/kernels.cpp",
-        "min((low / c.span + 1) * c.span, high)", "high",
+        "min((tile_begin / c.span + 1) * c.span, end)", "end",
         "tests/ops/test_cpu.py tests/attention/test_deterministic.py",
     ),
     # Deterministic models.
