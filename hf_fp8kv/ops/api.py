@@ -299,8 +299,6 @@ def _check_limit(lengths: Tensor, num_tokens: int, limit: int | None) -> None:
         raise OutOfPagesError.of_tokens(limit, stop - num_tokens, num_tokens)
 
 
-# -- registration --------------------------------------------------------------------------------
-
 # A `torch.library.custom_op` would take six times as long to dispatch.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))

@@ -39,12 +39,9 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 enum Kind : int64_t { CODES, BF16, F16, F32 };
 
 inline int64_t get_width(int64_t kind) { return kind == CODES ? 1 : kind == F32 ? 4 : 2; }
-
 inline int64_t pad(int64_t count) { return (count + STEP - 1) & -STEP; }
-
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
 inline Floats splat(float x) { return x - Floats{}; }
 
 template <class T>
@@ -86,8 +83,6 @@ inline Floats exp(Floats x) {
   Ints power = ((Ints)(n + magic) << 23) + 0x3F800000;
   return x < -87.0f ? Floats{} : y * (Floats)power;
 }
-
-// ---- groups of fields ---------------------------------------------------------------------------
 
 // The block table, and the memory of the pages.
 struct Table {
@@ -137,8 +132,6 @@ struct Strided {
     return data + sequence * batch_stride + head * head_stride + token * token_stride;
   }
 };
-
-// ---- values in memory ---------------------------------------------------------------------------
 
 #ifndef __AVX2__
 inline float from_float16(uint16_t h) {
@@ -250,8 +243,7 @@ struct ReadCodes {  // decodes finite codes, up to a factor
 #ifdef __AVX512BW__
 // Codes of a format with 4 or more bits of mantissa as integers: a mantissa of at most 7 bits times
 // a signed power of two of at most 64. The codes of 64 positions become 32 integers of even and 32
-// integers of odd positions. The code of NaN, -128 as int8, becomes 0, so `least` keeps the minimum
-// of all codes for `found_nan`.
+// integers of odd positions. NaN, -128 as int8, becomes 0. `least` keeps the minimum to find it.
 struct ReadIntegers {
   __m512i fraction, ones, powers;
   mutable __m512i least = _mm512_setzero_si512();
@@ -318,8 +310,6 @@ inline std::array<float, 4> sum_lanes(Floats a, Floats b, Floats c, Floats d) {
 #endif
   return out;
 }
-
-// ---- products -----------------------------------------------------------------------------------
 
 // Part of lines of stored values: line `i` begins at `begin + i * stride`, has `count` values, and
 // is multiplied by the row's values from index `row_offset` on.
@@ -615,8 +605,6 @@ void rotate(float* x, int64_t dim, int64_t block) {
   for (int64_t i = 0; i < dim; i++) x[i] *= factor;
 }
 
-// ---- threads ------------------------------------------------------------------------------------
-
 // `torch_parallel_for` of torch's stable ABI. Kernels share torch's threads: a second pool would
 // compete for the cores with torch's threads, which spin after each operation.
 int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
@@ -668,8 +656,7 @@ const struct ScaleFactors {
   }
 } SCALE_FACTORS;
 
-// Encode `x * inverse` with the same bits as `codec.encode`. `inverse` is the reciprocal of the
-// scale, or with `by_channel` of the scale of each channel.
+// Encode `x * inverse` as `codec.encode`. With `by_channel`, `inverse` has a value per channel.
 void encode(
     const float* x, const float* inverse, bool by_channel, const NewSide& side, uint8_t* codes) {
   typedef uint8_t Bytes __attribute__((vector_size(LANES)));
@@ -967,8 +954,7 @@ struct PagePart {  // part of a tile within one page
 
 // Query rows of a KV head: its query heads for each token, from a token on.
 struct QueryBlock {
-  int64_t sequence, head, token, rows;
-  int64_t position;  // of the first token
+  int64_t sequence, head, token, rows, position;  // token and position: of the first row
 };
 
 // Temporary memory of a thread, for `rows` query rows and one tile of positions.
@@ -1226,8 +1212,7 @@ void multiply_latent_values(
 void add_bias(
     const Attend& c, Scratch& s, const QueryBlock& block, int64_t tile_begin, int64_t count) {
   const int64_t group_size = c.num_q_heads / c.num_heads, width = get_width(c.bias.kind);
-  // Positions before `start` have no bias, and are masked later.
-  const int64_t skipped = tile_begin < c.start ? c.start - tile_begin : 0;
+  const int64_t skipped = max(c.start - tile_begin, 0);  // without a bias, and masked later
   if (!c.bias.data) return;
   for (int64_t row = 0; row < block.rows; row++) {
     const int64_t q_head = block.head * group_size + row % group_size;
@@ -1300,8 +1285,7 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
   }
 }
 
-// Add the positions from `tile_begin` to before `tile_end` to the sums of rows. Positions before
-// `visible_begin` are hidden.
+// Add positions `tile_begin` to `tile_end - 1` to the sums, except those before `visible_begin`.
 void attend_tile(
     const Attend& c, Scratch& s, const QueryBlock& block, int64_t tile_begin,
     int64_t visible_begin, int64_t tile_end) {
@@ -1379,13 +1363,12 @@ void load_queries(const Attend& c, Scratch& s, const QueryBlock& block) {
   for (int64_t row = 0; row < block.rows; row++) {
     const char* x =
         c.q.at(sequence, head * group_size + row % group_size, token + row / group_size);
-    float* query = s.q + row * s.q_stride;
-    s.center_logits[row] = load_query(c, x, c.k, head, center, query);
-    if (s.k_is_int)
-      s.q_factors[row] = round_row(query, c.k.dim, c.k, s.int_q + row * s.int_stride);
+    float* q = s.q + row * s.q_stride;
+    s.center_logits[row] = load_query(c, x, c.k, head, center, q);
+    if (s.k_is_int) s.q_factors[row] = round_row(q, c.k.dim, c.k, s.int_q + row * s.int_stride);
     if (c.latent) {
       x += c.k.dim * get_width(c.q.kind);
-      load_query(c, x, c.rope, head, nullptr, query + pad(c.k.dim));
+      load_query(c, x, c.rope, head, nullptr, q + pad(c.k.dim));
     }
   }
 }

@@ -188,12 +188,10 @@ def make_side_sizes(stored: StoredSide) -> SideSizes:
     return _make_unique_sizes(dim, width, find_rotation_block(dim) if stored.rotated else 1)
 
 
-def _choose_side_codec(
-    side: StoredSide, dtype: torch.dtype, target: Target, float32: bool
-) -> Codec:
+def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, fp32: bool) -> Codec:
     stored = _TRITON_DTYPES.get(dtype, tl.float16)
-    float32, keep_nan = float32 or dtype == torch.float32, side.static_scale is not None
-    codec = choose_codec(side.format, target, stored, float32, keep_nan)
+    fp32, keep_nan = fp32 or dtype == torch.float32, side.static_scale is not None
+    codec = choose_codec(side.format, target, stored, fp32, keep_nan)
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
@@ -216,9 +214,9 @@ def prepare(
     target = get_target(query.device)
     if query.stride(3) != 1:
         query = query.contiguous()
-    float32 = query.dtype == torch.float32
-    k_codec = _choose_side_codec(pages.k, pages.k_dtype, target, float32)
-    v_codec = _choose_side_codec(pages.v, pages.v_dtype, target, float32)
+    fp32 = query.dtype == torch.float32
+    k_codec = _choose_side_codec(pages.k, pages.k_dtype, target, fp32)
+    v_codec = _choose_side_codec(pages.v, pages.v_dtype, target, fp32)
     # The center's part of the logits only matters next to a term that lacks it: a softcap or sinks.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
     k, v = make_pointers(pages, "k"), make_pointers(pages, "v")

@@ -50,9 +50,8 @@ def _fits_plan(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) ->
     if args.workload.rows > config.rows:
         return False
     batch, num_heads = len(args.tensors.lengths), args.constants.num_heads
-    programs_per_sm = _estimate_call_programs(args, config)
-    max_rows = count_plan_rows(plan.device, batch, num_heads, programs_per_sm=programs_per_sm)
-    return len(plan) <= max_rows
+    per_sm = _estimate_call_programs(args, config)
+    return len(plan) <= count_plan_rows(plan.device, batch, num_heads, programs_per_sm=per_sm)
 
 
 def launch_attention(
@@ -77,16 +76,11 @@ def launch_attention(
     partial_sums, max_parts = None, batch
     grid: tuple[int, ...] = (num_heads * batch * num_blocks,)
     if split and plan is None:
-        num_head_blocks, num_programs = (
-            num_heads * num_blocks,
-            _estimate_call_programs(args, config),
-        )
-        num_rows = count_plan_rows(device, batch, num_head_blocks, programs_per_sm=num_programs)
+        num_head_blocks, per_sm = num_heads * num_blocks, _estimate_call_programs(args, config)
+        num_rows = count_plan_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
         plan = allocate((num_rows, 4), torch.int32, device)
-        fill_plan(
-            plan, tensors.lengths, num_tokens, args.window, args.start, num_head_blocks,
-            num_programs,
-        )  # fmt: skip
+        limits = num_tokens, args.window, args.start
+        fill_plan(plan, tensors.lengths, *limits, num_head_blocks, per_sm)
     out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), query.dtype, device)
     if split and plan is not None:
         max_parts = get_max_parts(plan, batch)
@@ -114,9 +108,8 @@ def _estimate_call_programs(args: AttentionArgs, config: LaunchConfig) -> int:
     """Return the number of `_attend` programs per SM that a plan assumes."""
     workload = args.workload
     # The number is only known for the launch parameters that `Family.resources` describes.
-    has_other_products = workload.has_float32_operands or workload.is_latent
-    is_known = config.rows <= FEW_ROWS and workload.width <= 256 and not has_other_products
-    other_config = None if is_known else config
+    is_other = workload.has_float32_operands or workload.is_latent or workload.width > 256
+    other_config = config if is_other or config.rows > FEW_ROWS else None
     return estimate_programs(args.target, config.rows, other_config, latent=workload.is_latent)
 
 

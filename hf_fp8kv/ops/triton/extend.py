@@ -64,12 +64,8 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
     """
     workload, stop = args.workload, args.stop
     is_large = num_blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
-    if (
-        not is_large
-        or args.start
-        or args.window
-        or get_family(args.target).predecoded_stages is None
-    ):
+    stages = get_family(args.target).predecoded_stages
+    if not is_large or args.start or args.window or stages is None:
         return None
     may_spill = workload.has_float32_operands or workload.is_latent or workload.has_query_masks
     if may_spill or pages.k.format == pages.v.format == AUTO:
@@ -111,11 +107,10 @@ def _widen_codes(
     Args:
         k, v, wide_k, wide_v: Pointers to pages and to widened pages, see `SidePointers`.
         scales_ptr, wide_scales_ptr: See `Pages.token_scales`.
-        table_ptr: Block table, `[B, M]`, int32.
+        table_ptr, table_stride: Block table, `[B, M]`, int32, and its batch stride.
         wide_table_ptr: Block table of widened pages, `[B, num_columns]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
         page_bytes: Size of a widened page, in bytes.
-        table_stride: Batch stride of the block table.
     """
     h, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wide_page = b * tl.num_programs(1) + i

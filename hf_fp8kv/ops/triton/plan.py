@@ -102,14 +102,11 @@ def fill_plan(
 
 def _should_split_equal(length: int, grid_size: int, capacity: int, config: PlanConfig) -> bool:
     """Return the result of `_should_split` for sequences of equal length, without a kernel."""
-    units = cdiv(length, config.unit)
-    num_tail, half, split_cost = grid_size % capacity, capacity // 2, config.split_cost
-    if grid_size <= capacity:
-        unsplit_time = units * max(half, grid_size)
-    else:
-        unsplit_time = units * (grid_size - num_tail + (max(num_tail, half) if num_tail else 0))
-        split_cost //= 2
-    return (unsplit_time - units * grid_size) * config.unit > split_cost * capacity
+    num_tail = grid_size % capacity
+    num_idle = max(capacity // 2 - num_tail, 0) if num_tail else 0
+    saved_time = num_idle * cdiv(length, config.unit)
+    split_cost = config.split_cost // (2 if grid_size > capacity else 1)
+    return saved_time * config.unit > split_cost * capacity
 
 
 @triton.jit
@@ -164,9 +161,8 @@ def _plan(
     Args:
         plan_ptr: Work plan, `[max_parts + B, 4]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
-        batch: B.
+        batch, num_head_blocks: As in `count_plan_rows`.
         num_tokens, window, start: As in `ops.fill_plan`.
-        num_head_blocks: As in `count_plan_rows`.
         num_ranges: Maximum number of ranges. 1 means that no sequence is split.
         capacity: Number of programs that the GPU runs at once.
         split_cost, merge_cost, UNIT: As in `PlanConfig`.
