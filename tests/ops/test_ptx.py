@@ -140,7 +140,7 @@ FAULTS = {
         "decode", "_attend", "", r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0"
     ),
     "sums of another part": Fault(
-        "decode", "_combine", "split_l = tl.load", r"(ld\.global[^\n]*\+ )0 \]", r"\g<1>8 ]"
+        "decode", "_combine", "part_l = tl.load", r"(ld\.global[^\n]*\+ )0 \]", r"\g<1>8 ]"
     ),
     "rows of a product in another order": Fault(
         "decode e3m4", "_attend", "", r"(mma\.sync[^{]*\{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"
