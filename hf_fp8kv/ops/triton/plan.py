@@ -31,7 +31,7 @@ NO_END = tl.constexpr(2**31 - 1)
 EARLY_BONUS = tl.constexpr(2**30)
 # CUDA's limit for the second axis of a grid.
 MAX_PARTS = 65_535
-# Number of parts of a sequence that are merged in 1 us, which is no reason for longer ranges.
+# Number of parts of a sequence that are merged in 1 us. More parts are a reason for longer ranges.
 FAST_MERGE_PARTS = tl.constexpr(32)
 
 
