@@ -44,7 +44,7 @@ def attend(
     wide_pages = None if spec.deterministic else _widen_pages(args, pages, num_blocks)
     if wide_pages is not None:
         args = prepare(query, wide_pages, lengths, start, stop, spec)
-        config = choose_extend_config(args.target, args.workload._replace(is_predecoded=True))
+        config = choose_extend_config(args.target, args.workload._replace(is_widened=True))
     has_idle_sms = pages.num_heads * len(lengths) * num_blocks < args.target.sm_count
     may_split = has_idle_sms and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
     return launch_attention(args, config, split=may_split)
@@ -64,7 +64,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
     """
     workload, stop = args.workload, args.stop
     is_large = num_blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
-    stages = get_family(args.target).predecoded_stages
+    stages = get_family(args.target).widened_stages
     if not is_large or args.start or args.window or stages is None:
         return None
     may_spill = workload.has_float32_operands or workload.is_latent or workload.has_query_masks

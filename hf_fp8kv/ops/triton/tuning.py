@@ -97,8 +97,8 @@ class Family:
         decode_rows_first: As `decode`, without swapped operands, by head size.
         extend: Parameters for extending, by head size.
         max_16_bit_dim: Maximum head size for which 16-bit tiles have the `stages` of 8-bit tiles.
-        predecoded_stages: Additional stages for extending if codes were decoded before. None if
-            products do not read K and V from shared memory, so that codes are never decoded before.
+        widened_stages: Additional stages for extending if codes were widened. None if products do
+            not read K and V from shared memory, so that codes are never widened.
         limits_registers: Whether extending with a mask for each query has a limit of registers.
         latent: Parameters for latents.
         latent_many_rows: As `latent`, for more than FEW_LATENT_ROWS rows. None means no difference.
@@ -115,7 +115,7 @@ class Family:
     decode_rows_first: _Table
     extend: _Table
     max_16_bit_dim: int = 0
-    predecoded_stages: int | None = None
+    widened_stages: int | None = None
     limits_registers: bool = False
     latent: LaunchConfig = LaunchConfig(32, 8, 2)
     latent_many_rows: LaunchConfig | None = None
@@ -158,7 +158,7 @@ _CUDA = Family(
 # Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
     _CUDA, extend={**_CUDA.extend, 128: LaunchConfig(64, 4, 2, rows=64)}, max_16_bit_dim=256,
-    predecoded_stages=1, limits_registers=False, latent=LaunchConfig(32, 4, 3),
+    widened_stages=1, limits_registers=False, latent=LaunchConfig(32, 4, 3),
     latent_many_rows=LaunchConfig(32, 8, 2, rows=64, swapped=True),
 )  # fmt: skip
 _FAMILIES = {
@@ -170,7 +170,7 @@ _FAMILIES = {
     # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
         _SM_90, extend={**_SM_90.extend, 256: LaunchConfig(32, 8, 2, rows=64)}, max_16_bit_dim=128,
-        predecoded_stages=0, latent=_CUDA.latent, latent_many_rows=None,
+        widened_stages=0, latent=_CUDA.latent, latent_many_rows=None,
     ),
     "sm_": _CUDA,
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
@@ -250,7 +250,7 @@ class Workload(NamedTuple):
         is_rotated: Whether the query or the output is rotated.
         is_latent: Whether the call reads latents.
         has_shifted_keys: Whether K's codes are decoded by shifting bits.
-        is_predecoded: Whether another kernel decoded the codes, so that tiles are operands.
+        is_widened: Whether a kernel decoded the codes to 16 bits before, so that tiles are operands.
     """
 
     width: int
@@ -262,7 +262,7 @@ class Workload(NamedTuple):
     is_rotated: bool = False
     is_latent: bool = False
     has_shifted_keys: bool = False
-    is_predecoded: bool = False
+    is_widened: bool = False
 
 
 def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -306,8 +306,8 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     stages = config.stages
     if workload.has_16_bit_side and not float32 and workload.width > family.max_16_bit_dim:
         stages = max(1, stages - 1)
-    if workload.is_predecoded:
-        stages += family.predecoded_stages or 0
+    if workload.is_widened:
+        stages += family.widened_stages or 0
     config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
     if family.limits_registers and workload.has_query_masks and not float32:
         config = replace(config, registers=_MANY_REGISTERS)
