@@ -250,7 +250,7 @@ class Workload(NamedTuple):
         is_rotated: Whether the query or the output is rotated.
         is_latent: Whether the call reads latents.
         has_shifted_keys: Whether K's codes are decoded by shifting bits.
-        is_widened: Whether a kernel decoded the codes to 16 bits before, so that tiles are operands.
+        is_widened: Whether codes were decoded to 16 bits before, so that tiles are operands.
     """
 
     width: int
