@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: splits are merged without their weight", DECODE,
-        "tl.sum(split_acc * weight[:, None], 0)", "tl.sum(split_acc, 0)",
+        "tl.sum(part_acc * weight[:, None], 0)", "tl.sum(part_acc, 0)",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
