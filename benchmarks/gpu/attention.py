@@ -100,7 +100,7 @@ def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
 def _loads_ahead(stage: Stage, case: Case) -> bool:
     """Return whether the extend kernel loads 16-bit pages ahead of the tile that it computes."""
     width = next_power_of_2(case.heads.dim)
-    workload = Workload(width, MAX_DECODE_ROWS + 1, exact=False, wide=True, biased=False)
+    workload = Workload(width, MAX_DECODE_ROWS + 1, has_16_bit_side=True)
     return choose_extend_config(get_target(stage.device), workload).stages > 1
 
 
@@ -152,10 +152,10 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> PlanStep:
     length = None if case.is_ragged else case.tokens_read // len(case.lengths)
     num_query_rows = case.heads.query // num_heads * case.new_tokens
     arguments = lengths, case.new_tokens, case.window, 0, num_heads, backend
-    plan = ops.new_plan(*arguments, length, num_query_rows)
+    plan = ops.create_plan(*arguments, length, num_query_rows)
     if plan is None:
         return PlanStep(lambda: None, None, lengths)
-    return PlanStep(functools.partial(ops.make_plan, plan, *arguments), plan, lengths)
+    return PlanStep(functools.partial(ops.fill_plan, plan, *arguments), plan, lengths)
 
 
 def attend(

@@ -156,7 +156,7 @@ def make_handles(
     Args:
         pages: The stored keys and values.
         lengths: Number of stored tokens, `[B]`, int32.
-        plan: Work plan that `ops.make_plan` wrote for these lengths, or None.
+        plan: Work plan that `ops.fill_plan` wrote for these lengths, or None.
         dtypes: Dtypes of dense K and V.
         start: Position of the first column.
         stop: Position of the last column plus one.

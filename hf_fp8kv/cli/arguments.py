@@ -16,7 +16,7 @@ import typer
 from ..calibration import calibrate
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
-from ..ops import CHOICES
+from ..ops import BACKEND_CHOICES
 
 
 def suggest(values: Iterable[str]) -> Callable[[str], list[str]]:
@@ -101,7 +101,7 @@ ModelDtype = Annotated[
     ),
 ]
 Backend = Annotated[
-    str, typer.Option(help=f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}.", **make_choice(CHOICES))
+    str, typer.Option(help="auto, torch, cpu or triton.", **make_choice(BACKEND_CHOICES))
 ]
 Scales = Annotated[str, typer.Argument(help="File, folder or Hub id, in any supported format.")]
 CacheDtype = Annotated[

@@ -1,12 +1,14 @@
-"""The three operations on stored pages, and the choice of their backend.
+"""Operations on stored pages, their work plans, and the choice of their backend.
 
 Letters of axes in this package: `B` sequences, `T` new tokens, `N` tokens that attention
 may read, `Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of
 a page, `M` pages of one sequence.
 
-    write(pages, key, value, lengths)               center, scale, encode, scatter
-    attend(query, pages, lengths, ..., spec)        softmax attention that reads the stored bytes
-    gather(pages, lengths, side, start, stop, ...)  the dense K or V, decoded from the bytes
+    write(pages, key, value, lengths)               encode new tokens, and store them in their pages
+    attend(query, pages, lengths, ..., spec)        compute attention from the stored bytes
+    gather(pages, lengths, side, start, stop, ...)  decode the stored bytes to a dense K or V
+    create_plan, fill_plan                          split sequences among the programs of a GPU
+    advance(lengths, num_tokens, limit, backend)    compute the lengths for the next `write`
 
 The value of a stored code (reference.py is the specification):
 
@@ -18,13 +20,13 @@ with page = table[b, n // S] and slot = n % S. V is stored in the same way, with
 token_scales[..., 1] and no center.
 """
 
-# This file only imports names: the folders `torch`, `cpu` and `triton` become attributes.
-from .api import advance, attend, gather, make_plan, new_plan, write
-from .backends import BACKENDS, CHOICES, choose_backend, explain_backends, load_backend
+# Define nothing here that needs the library `torch`: the folder `torch` has the same name.
+from .api import advance, attend, create_plan, fill_plan, gather, write
+from .backends import BACKEND_CHOICES, BACKENDS, choose_backend, explain_backends, load_backend
 from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
-    "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend",
-    "choose_backend", "explain_backends", "gather", "load_backend", "make_plan", "new_plan",
+    "BACKENDS", "BACKEND_CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend",
+    "choose_backend", "create_plan", "explain_backends", "fill_plan", "gather", "load_backend",
     "write",
 ]  # fmt: skip

@@ -98,7 +98,7 @@ def attend(
         start: First position, which is the first column of `spec.mask` and `spec.bias`.
         stop: Last position plus one.
         spec: Scaling, causality, window, softcap, sinks, mask and bias.
-        plan: Work plan that `make_plan` wrote for these lengths, number of query tokens, window and
+        plan: Work plan that `fill_plan` wrote for these lengths, number of query tokens, window and
             start. None means that a backend makes a plan if it needs one.
         backend: One of `BACKENDS`.
 
@@ -122,11 +122,11 @@ def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tenso
     return new_lengths
 
 
-def new_plan(
+def create_plan(
     lengths: Tensor, num_tokens: int, window: int, start: int, num_heads: int, backend: str,
     length: int | None = None, num_query_rows: int = 1,
 ) -> Tensor | None:  # fmt: skip
-    """Return a new work plan, or None for a backend without plans. For arguments see `make_plan`.
+    """Allocate a work plan, and call `fill_plan`. Return None for a backend without plans.
 
     Args:
         length: Number of tokens to read per sequence, if it is the same for all. If splitting would
@@ -137,14 +137,14 @@ def new_plan(
     """
     if backend != "triton":
         return None
-    device, size_plan = lengths.device, load_backend(backend).size_plan
-    num_rows: int = size_plan(device, len(lengths), num_heads, length, num_query_rows)
+    device, count_plan_rows = lengths.device, load_backend(backend).count_plan_rows
+    num_rows: int = count_plan_rows(device, len(lengths), num_heads, length, num_query_rows)
     plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-    make_plan(plan, lengths, num_tokens, window, start, num_heads, backend)
+    fill_plan(plan, lengths, num_tokens, window, start, num_heads, backend)
     return plan
 
 
-def make_plan(
+def fill_plan(
     plan: Tensor,
     lengths: Tensor,
     num_tokens: int,
@@ -156,7 +156,7 @@ def make_plan(
     """Assign tokens to programs for all layers of a step, on the device.
 
     Args:
-        plan: Work plan to overwrite, a result of `new_plan` for these sequences and heads.
+        plan: Work plan to overwrite, a result of `create_plan` for these sequences and heads.
         lengths: Number of stored tokens, including this step's tokens, `[B]`, int32.
         num_tokens: Number of query tokens of this step, T.
         window: As in `AttentionSpec`.
@@ -283,7 +283,7 @@ def _plan(
     backend: str,
 ) -> None:  # fmt: skip
     if backend != _FAKE:
-        load_backend(backend).make_plan(plan, lengths, num_tokens, window, start, num_heads)
+        load_backend(backend).fill_plan(plan, lengths, num_tokens, window, start, num_heads)
 
 
 def _advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
@@ -298,8 +298,6 @@ def _check_limit(lengths: Tensor, num_tokens: int, limit: int | None) -> None:
     if limit is not None and lengths.is_cpu and (stop := int(lengths.max())) > limit:
         raise OutOfPagesError.for_tokens(limit, stop - num_tokens, num_tokens)
 
-
-# -- registration --------------------------------------------------------------------------------
 
 # A `torch.library.custom_op` would take six times as long to dispatch.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")

@@ -15,8 +15,8 @@ from .triton.target import get_target, is_interpreted
 logger = logging.getLogger(__name__)
 
 # Values of the argument `backend`. The backend "reference" is only for tests.
-CHOICES = ("auto", "torch", "cpu", "triton")
-BACKENDS = (*CHOICES[1:], "reference")
+BACKEND_CHOICES = ("auto", "torch", "cpu", "triton")
+BACKENDS = (*BACKEND_CHOICES[1:], "reference")
 # Whether the kernels of "cpu" and the package "triton" exist. The dict caches these checks, because
 # Dynamo warns about `functools.cache`.
 _is_present: dict[str, bool] = {}
@@ -24,7 +24,7 @@ _is_present: dict[str, bool] = {}
 
 def explain_backends() -> dict[str, str | None]:
     """Return None for each backend that runs here, and the reason for each that does not run."""
-    return {name: _explain_unavailability(name) for name in CHOICES if name != AUTO}
+    return {name: _explain_unavailability(name) for name in BACKEND_CHOICES if name != AUTO}
 
 
 def _explain_unavailability(name: str) -> str | None:
@@ -60,8 +60,8 @@ def choose_backend(name: str, device: torch.device) -> str:
     """
     if name == "reference":
         return name
-    if name not in CHOICES:
-        raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
+    if name not in BACKEND_CHOICES:
+        raise BackendError(f"backend: expected one of {', '.join(BACKEND_CHOICES)}, got {name!r}")
     backend = name if name != AUTO else "cpu" if device.type == "cpu" else "triton"
     reason = _explain_unavailability(backend) or _explain_unsupported_device(backend, device)
     if reason is None:

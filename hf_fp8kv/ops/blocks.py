@@ -52,14 +52,8 @@ def upload(integers: Ints, device: torch.device) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# -- pages by their numbers ----------------------------------------------------------------------
-
-
 def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
-    """Return copies of the pages `numbers`, `[n, bytes]`.
-
-    `numbers` may be a tensor only if there is a single block.
-    """
+    """Return copies of pages, `[n, bytes]`. `numbers` is an array if there are several blocks."""
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
         return block.index_select(0, _as_index(numbers, block.device))
@@ -70,10 +64,7 @@ def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
 
 
 def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) -> None:
-    """Write `rows`, `[n, bytes]`, to the pages `numbers`.
-
-    `numbers` may be a tensor only if there is a single block.
-    """
+    """Write `rows`, `[n, bytes]`, to pages. `numbers` is an array if there are several blocks."""
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
         block.index_copy_(0, _as_index(numbers, block.device), rows)
@@ -95,9 +86,6 @@ def _find_rows(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor
         row_indices = numbers[indices] - (ends[i] - len(blocks[i]))
         device = blocks[i].device
         yield blocks[i], upload(indices, device), upload(row_indices.astype(np.int64), device)
-
-
-# -- pages of a table ----------------------------------------------------------------------------
 
 
 def read_rows(pages: Pages, start: int, stop: int) -> Tensor:

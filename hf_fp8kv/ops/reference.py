@@ -93,11 +93,9 @@ def gather(
     shape = (len(pages.table), pages.num_heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
     step = max(MAX_GATHER_TOKENS // pages.page_size, 1) * pages.page_size
-    low = start
-    while low < stop:
-        high = min((low // step + 1) * step, stop)
-        out[:, :, low - start : high - start] = read_dense(pages, side, low, high)
-        low = high
+    for page_start in range(start // step * step, stop, step):
+        begin, end = max(page_start, start), min(page_start + step, stop)
+        out[:, :, begin - start : end - start] = read_dense(pages, side, begin, end)
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
         is_empty = position >= lengths[:, None]

@@ -98,7 +98,7 @@ class FixedPages(LayerGroup):
         if key not in self._plans:
             # Later steps may run outside inference mode.
             with torch.inference_mode(False), torch.no_grad():
-                plan = ops.new_plan(
+                plan = ops.create_plan(
                     lengths, 1, window, 0, num_heads, backend, num_query_rows=num_rows
                 )
             self._plans[key] = plan, member

@@ -57,7 +57,7 @@ class Step:
         key = (first, num_heads, num_rows, device, backend)
         if key not in self._plans:
             lengths, length = self.lengths(device), self.stop - first
-            self._plans[key] = ops.new_plan(
+            self._plans[key] = ops.create_plan(
                 lengths, 1, 0, first, num_heads, backend, length, num_rows
             )
         return self._plans[key]

@@ -224,7 +224,7 @@ class DeviceLength:
         """Fill the group's work plan for a call of `num_tokens` tokens, if this layer fills it."""
         if self._plan_arguments is not None and self._plan is not None:
             window = self.group.window or 0
-            ops.make_plan(self._plan, self.lengths, num_tokens, window, 0, *self._plan_arguments)
+            ops.fill_plan(self._plan, self.lengths, num_tokens, window, 0, *self._plan_arguments)
 
     def plan(self, call: Call, num_heads: int, num_rows: int, backend: str) -> torch.Tensor | None:
         """Return the group's work plan, or None if the backend has no plans."""

@@ -49,7 +49,7 @@ class AttendBatch:
         key = (backend, num_heads, num_query_heads, window)
         if key not in self._work_plans:
             num_query_rows = num_query_heads // num_heads * self.num_queries
-            self._work_plans[key] = ops.new_plan(
+            self._work_plans[key] = ops.create_plan(
                 self.lengths,
                 self.num_queries,
                 window,

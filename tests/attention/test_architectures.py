@@ -15,10 +15,17 @@ from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.tiny_models import build_model, build_variant, list_types
 from tests.tools.sweep import check_type, compare, count_outcomes, generate, run_baseline, sweep
 
-# transformers warns about the tiny configurations.
+# transformers warns that the tiny configurations lack token ids.
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
-# Model types by the path of "fp8_paged" attention in a decoding step.
+# Model types by the path of "fp8_paged" attention in a decoding step, as `sweep` names it:
+#   fused           reads pages
+#   fused, latent   reads pages of latents (MLA), which are keys and values
+#   dense           reads dense K and V. With "fused, dense", some layers do.
+#   own             is never called: the model calls its own attention
+#   not switched    `set_attn_implementation` has no effect. `from_pretrained` with "fp8_paged" was
+#                   tried instead, and the model then calls its own attention.
+#   refused         cannot be set: the model does not use transformers' attention registry
 TYPES_BY_PATH = {
     "fused": (
         "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gpt2", "gpt_neox", "opt",
@@ -38,24 +45,34 @@ if CACHE == "cache":  # transformers 5.24 or later looks up the attention functi
     PATHS["gptj"] = "fused"
     del PATHS["inkling2_text"]  # the tiny model of this type does not run in this version
 REFUSED_PATHS = ("refused", "not switched")
-# One type of each kind: grouped and multi-head attention, window, softcap, sinks, shared K and V,
-# chunks, latents (MLA), latents with an indexer, linear layers, an encoder-decoder with cross
-# attention and one with position biases, images, a type that is refused, and a type that
-# transformers does not switch.
+# One type of each kind.
 FAST_TYPES = (
-    "llama", "gpt2", "mistral", "gemma2", "gpt_oss", "gemma4_text", "llama4_text", "deepseek_v3",
-    "glm_moe_dsa", "qwen3_next", "seq2seq/bart", "seq2seq/t5", "vision/llava", "falcon", "bloom",
-)  # fmt: skip
+    "llama",  # grouped-query attention
+    "gpt2",  # multi-head attention
+    "mistral",  # window
+    "gemma2",  # softcap
+    "gpt_oss",  # sinks
+    "gemma4_text",  # shared K and V
+    "llama4_text",  # chunks
+    "deepseek_v3",  # latents (MLA)
+    "glm_moe_dsa",  # latents with an indexer
+    "qwen3_next",  # linear layers
+    "seq2seq/bart",  # encoder-decoder with cross attention
+    "seq2seq/t5",  # encoder-decoder with position biases
+    "vision/llava",  # images
+    "falcon",  # refused
+    "bloom",  # not switched
+)
 
 
 def mark_tiers(names: Iterable[str]) -> list[Any]:
-    """Return the names, marked as full if they are not in `FAST_TYPES`."""
+    """Return parameters of a test. Names that are not in `FAST_TYPES` have the marker "full"."""
     full = pytest.mark.full
     return [name if name in FAST_TYPES else pytest.param(name, marks=full) for name in names]
 
 
 @pytest.mark.parametrize("name", mark_tiers(list_types()))
-def test_a_type_gives_the_tokens_of_dynamic_cache(name):
+def test_model_type_gives_the_tokens_of_dynamic_cache(name):
     row = check_type(name)
     if name not in PATHS and not row.has_baseline:
         pytest.skip(row.baseline_error)
@@ -71,7 +88,7 @@ def test_a_type_gives_the_tokens_of_dynamic_cache(name):
 
 # Head counts, a head size and a bias that no type of the sweep has.
 @pytest.mark.parametrize("name", ["mqa", "head_dim_64", "biased_keys"])
-def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
+def test_model_variant_gives_the_tokens_of_dynamic_cache(name):
     model, inputs = build_variant(name)
     expected = run_baseline(model, inputs)
     for attention in ("sdpa", "fp8_paged"):
@@ -82,7 +99,10 @@ def test_a_variant_gives_the_tokens_of_dynamic_cache(name):
 
 @pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])
 def test_prompts_are_read_from_pages(name):
-    """The models pass no window to attention, although prompts are longer than the window."""
+    """With `prefill="stored"`, attention to a prompt uses the window of the model's config.
+
+    These models pass no window to attention, although the prompts are longer than the window.
+    """
     model, inputs = build_model(name, attn_implementation="fp8_paged")
     expected = generate(model, inputs, DynamicCache(config=model.config))
     cache = FP8PagedCache(model.config, dtype="auto", prefill="stored", page_size=16)
@@ -115,7 +135,7 @@ def test_a_lost_token_is_detected(name):
     ],
 )  # fmt: skip
 def test_swapped_heads_are_detected(name, attention):
-    class SwappedCache(FP8PagedCache):
+    class SwappedHeadsCache(FP8PagedCache):
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any):
             if key_states.shape[2] == 1:
                 value_states = value_states.roll(1, dims=1)
@@ -124,7 +144,7 @@ def test_swapped_heads_are_detected(name, attention):
     model, inputs = build_model(name)
     expected = run_baseline(model, inputs)
     model.set_attn_implementation(attention)
-    actual = generate(model, inputs, SwappedCache(model.config, dtype="auto"))
+    actual = generate(model, inputs, SwappedHeadsCache(model.config, dtype="auto"))
     assert compare(expected, actual).status != "equal"
 
 

@@ -294,13 +294,13 @@ def compare_calls() -> dict[str, int]:
     lengths = torch.zeros(BATCH, dtype=torch.int32)
     new_tokens = (make_tokens(HEADS), make_tokens(HEADS))
     comparisons: dict[str, int] = {}
-    rows = backend.size_plan(torch.device("cpu"), BATCH, HEADS)
+    rows = backend.count_plan_rows(torch.device("cpu"), BATCH, HEADS)
     calls = {
         "attend": AttendArgs(
             make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_plan_rows(rows)
         ),
         "write": WriteArgs(make_pages(), *new_tokens, lengths, 99),
-        "make_plan": PlanArgs(make_plan_rows(rows), lengths, 1, 0, 0, HEADS),
+        "fill_plan": PlanArgs(make_plan_rows(rows), lengths, 1, 0, 0, HEADS),
     }
     with assuming(Target.parse("sm_90")):
         for name, args in calls.items():

@@ -13,7 +13,7 @@ __all__ = ["PlanCall", "replace_triton"]
 
 
 class PlanCall(NamedTuple):
-    """The arguments of one call of `make_plan`, and query rows per head of the last `size_plan`."""
+    """The arguments of a call of `fill_plan`, and the query rows per head of its plan."""
 
     plan: torch.Tensor
     lengths: list[int]
@@ -33,18 +33,20 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
         compute: Whether to compute attention. Pass False on the device "meta".
 
     Returns:
-        The list to which each call of `make_plan` is appended.
+        The list to which each call of `fill_plan` is appended.
     """
     plan_calls: list[PlanCall] = []
     last_rows = 0
 
-    def size_plan(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
+    def count_plan_rows(
+        _device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1
+    ) -> int:
         nonlocal last_rows
         if not torch.compiler.is_compiling():
             last_rows = rows
         return batch
 
-    def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
+    def fill_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if compute:
             plan[:, 0] = lengths
             plan_calls.append(PlanCall(plan, lengths.tolist(), *sizes, last_rows))
@@ -65,8 +67,8 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
             reference.write(*arguments[:4])
 
     stand_in = SimpleNamespace(
-        write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
-        size_plan=size_plan,
+        write=write, attend=attend, gather=reference.gather, fill_plan=fill_plan,
+        count_plan_rows=count_plan_rows,
     )  # fmt: skip
     load_backend = api.load_backend
     monkeypatch.setattr(

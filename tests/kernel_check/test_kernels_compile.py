@@ -104,7 +104,7 @@ def test_kernels_of_a_step_obey_the_rules(compiled_rows, target):
 def test_a_replayed_call_launches_the_same_kernels_as_triton(compiled_rows):
     """Each input of a call is changed, before or after the call is recorded."""
     (call_counts,) = compiled_rows["replays"]["calls"]
-    assert call_counts.keys() == {"attend", "write", "make_plan"}
+    assert call_counts.keys() == {"attend", "write", "fill_plan"}
     assert sum(call_counts.values()) > 120, call_counts
 
 
@@ -215,7 +215,7 @@ def test_an_unlisted_gpu_is_described_by_its_resources():
     assert tuning.estimate_programs(chip) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
     assert tuning.estimate_programs(b300) == 6
-    workload = tuning.Workload(256, 64, False, False, False)
+    workload = tuning.Workload(width=256, rows=64)
     b200_config = tuning.choose_extend_config(Target.parse("sm_100"), workload)
     assert tuning.choose_extend_config(b300, workload) == b200_config
 

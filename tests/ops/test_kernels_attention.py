@@ -97,10 +97,10 @@ def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]
 
 def make_plan_table(lengths, num_heads, num_tokens=1, window=0, start=0, length=None) -> Tensor:
     """Return the work plan for these lengths, as a tensor."""
-    num_rows = plan.size_plan(DEVICE, len(lengths), num_heads, length)
+    num_rows = plan.count_plan_rows(DEVICE, len(lengths), num_heads, length)
     table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan.make_plan(table, ends, num_tokens, window, start, num_heads)
+    plan.fill_plan(table, ends, num_tokens, window, start, num_heads)
     return table
 
 
@@ -337,12 +337,12 @@ def test_plans_are_nearly_as_fast_as_the_best_plan(num_heads):
 
 def test_a_plan_for_one_length_has_only_rows_for_useful_parts():
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132, resources=None)):
-        assert plan.size_plan(DEVICE, 64, 8, 32768) == 64 + 64
-        assert plan.size_plan(DEVICE, 25, 8, 32768) > 25 + 25
-        assert plan.size_plan(DEVICE, 64, 8) > 64 + 64
+        assert plan.count_plan_rows(DEVICE, 64, 8, 32768) == 64 + 64
+        assert plan.count_plan_rows(DEVICE, 25, 8, 32768) > 25 + 25
+        assert plan.count_plan_rows(DEVICE, 64, 8) > 64 + 64
         parts, sequences = make_plan_rows([900, 900], 8, length=100)
         for length, batch, num_heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
-            has_room = plan.size_plan(DEVICE, batch, num_heads, length) > 2 * batch
+            has_room = plan.count_plan_rows(DEVICE, batch, num_heads, length) > 2 * batch
             is_split = any(row[3] >= 0 for row in make_plan_rows([length] * batch, num_heads)[0])
             assert is_split == has_room or (has_room and length < 1000)
     assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
@@ -360,7 +360,7 @@ def test_parts_are_merged_only_if_a_sequence_can_be_split():
     query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
     ends = torch.tensor([64, 64], dtype=torch.int32)
     for length in (64, None):
-        num_rows = plan.size_plan(DEVICE, 2, 2, length)
+        num_rows = plan.count_plan_rows(DEVICE, 2, 2, length)
         table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
         with recording(dry_run=True) as recorded:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)

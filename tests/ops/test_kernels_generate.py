@@ -157,7 +157,7 @@ def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
     model = build_variant("llama", **sizes)[0].to(DEVICE, torch.bfloat16)
     serving.enable(model, backend="triton")
-    monkeypatch.setattr(decode, "make_plan", fail)
+    monkeypatch.setattr(decode, "fill_plan", fail)
     # The prompts are too long for this kernel.
     prompts = [list(range(3, 3 + num_tokens)) for num_tokens in (6, 9)]
     responses = generate_batch(model, prompts, generation=greedy(max_new_tokens=3))

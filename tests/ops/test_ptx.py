@@ -47,8 +47,8 @@ def check_attention(kernel: str, target: str, **options: object) -> None:
 
 def check_plan() -> None:
     lengths = torch.tensor([700, 130, 64], dtype=torch.int32)
-    table = torch.full((plan.size_plan(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
-    plan.make_plan(table, lengths, 1, 0, 0, 2)
+    table = torch.full((plan.count_plan_rows(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
+    plan.fill_plan(table, lengths, 1, 0, 0, 2)
     max_parts = plan.get_max_parts(table, 3)
     sequences, part_counts = table[:max_parts, 0].tolist(), table[-3:, 1].tolist()
     num_parts = sum(part_counts)
@@ -140,7 +140,7 @@ FAULTS = {
         "decode", "_attend", "", r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0"
     ),
     "sums of another part": Fault(
-        "decode", "_combine", "split_l = tl.load", r"(ld\.global[^\n]*\+ )0 \]", r"\g<1>8 ]"
+        "decode", "_combine", "part_l = tl.load", r"(ld\.global[^\n]*\+ )0 \]", r"\g<1>8 ]"
     ),
     "rows of a product in another order": Fault(
         "decode e3m4", "_attend", "", r"(mma\.sync[^{]*\{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"

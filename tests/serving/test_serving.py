@@ -678,11 +678,11 @@ class TestRunningEngines:
     def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
 
-        def new_plan(lengths, _tokens, _window, _start, num_heads, _backend, num_query_rows):
+        def create_plan(lengths, _tokens, _window, _start, num_heads, _backend, num_query_rows):
             calls.append((num_heads, num_query_rows))
             return lengths[:, None]
 
-        monkeypatch.setattr(step_module.ops, "new_plan", new_plan)
+        monkeypatch.setattr(step_module.ops, "create_plan", create_plan)
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])

@@ -184,20 +184,20 @@ MUTANTS = (
     ),
     Mutant(
         "triton: splits are merged without their weight", DECODE,
-        "tl.sum(split_acc * weight[:, None], 0)", "tl.sum(split_acc, 0)",
+        "tl.sum(part_acc * weight[:, None], 0)", "tl.sum(part_acc, 0)",
         "tests/ops/test_kernels_attention.py",
     ),
     Mutant(
         "triton: splits after the first 32 are not merged", DECODE,
-        "range(0, num_splits, SPLITS_AT_ONCE)",
-        "range(0, tl.minimum(num_splits, SPLITS_AT_ONCE), SPLITS_AT_ONCE)",
+        "range(0, num_parts, PARTS_AT_ONCE)",
+        "range(0, tl.minimum(num_parts, PARTS_AT_ONCE), PARTS_AT_ONCE)",
         "tests/ops/test_kernels_attention.py",
     ),
     # The C++ kernels.
     Mutant(
         "cpu: the last page is dropped", "ops/cpu/kernels.cpp",
-        "first = c.start, high = c.stop",
-        "first = c.start, high = (c.stop - 1) / c.table.page_size * c.table.page_size",
+        "begin = c.start, end = c.stop",
+        "begin = c.start, end = (c.stop - 1) / c.table.page_size * c.table.page_size",
         "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
     Mutant(
@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     Mutant(
         "cpu: spans are added as threads split them", "ops/cpu/kernels.cpp",
-        "min((low / c.span + 1) * c.span, high)", "high",
+        "min((tile_begin / c.span + 1) * c.span, end)", "end",
         "tests/ops/test_cpu.py tests/attention/test_deterministic.py",
     ),
     # Deterministic models.

@@ -15,21 +15,8 @@ from ...formats import MIN_SCALE
 from ..pages import AttentionSpec, Pages
 from ..reference import raise_overrun
 from ..torch import backend as torch_backend
-from . import build, prompts
-from .records import (
-    ATTEND,
-    GATHER,
-    KINDS,
-    WRITE,
-    get_address,
-    list_broadcast_fields,
-    list_decoding_fields,
-    list_encoding_fields,
-    list_side_fields,
-    list_strided_fields,
-    list_table_fields,
-    pack_rows,
-)
+from . import build, prompts, records
+from .records import KINDS, pack_rows
 
 # Minimum number of stored values per thread. With fewer values a thread does not pay.
 MIN_THREAD_VALUES = 1 << 16
@@ -61,7 +48,8 @@ def load_library() -> ctypes.CDLL:
         ) from error
     description = (ctypes.c_int64 * 4)()
     library.describe(description)
-    if list(description) != [build.compute_stamp(), WRITE.size, GATHER.size, ATTEND.size]:
+    sizes = records.WRITE.size, records.GATHER.size, records.ATTEND.size
+    if list(description) != [build.compute_stamp(), *sizes]:
         raise BackendError(
             f"backend 'cpu': {path.name} was built from a different source. To use it, "
             f"{build.REPAIR}"
@@ -106,11 +94,11 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     k, v = pages.k, pages.v
     key, value = _convert_input(key, pages.k_dtype), _convert_input(value, pages.v_dtype)
     batch, num_heads, num_tokens, _ = key.shape
-    call = WRITE.pack(
-        batch, num_heads, num_tokens, MIN_SCALE, *list_table_fields(pages, lengths),
-        *list_side_fields(pages, "k", k.center), *list_strided_fields(key),
-        *list_encoding_fields(k.format), *list_side_fields(pages, "v", None),
-        *list_strided_fields(value), *list_encoding_fields(v.format),
+    call = records.WRITE.pack(
+        batch, num_heads, num_tokens, MIN_SCALE, *records.list_table_fields(pages, lengths),
+        *records.list_side_fields(pages, "k", k.center), *records.list_strided_fields(key),
+        *records.list_encoding_fields(k.format), *records.list_side_fields(pages, "v", None),
+        *records.list_strided_fields(value), *records.list_encoding_fields(v.format),
     )  # fmt: skip
     # The search for K's scales takes most of the time, so each value counts as 8.
     num_threads = _choose_num_threads(8 * (key.numel() + value.numel()))
@@ -150,10 +138,11 @@ def gather(
     num_heads, batch = last_head - first_head, len(pages.table)
     shape = batch, num_heads, stop - start, stored_side.head_dim
     out = torch.empty(shape, dtype=dtype, device="cpu")
-    call = GATHER.pack(
+    call = records.GATHER.pack(
         batch, num_heads, first_head, start, stop, ragged, not is_k,
-        *list_table_fields(pages, lengths), *list_side_fields(pages, side, stored_side.center),
-        *list_decoding_fields(stored_side.format), out.data_ptr(), KINDS[dtype],
+        *records.list_table_fields(pages, lengths),
+        *records.list_side_fields(pages, side, stored_side.center),
+        *records.list_decoding_fields(stored_side.format), out.data_ptr(), KINDS[dtype],
     )  # fmt: skip
     load_library().gather(call, _choose_num_threads(out.numel()))
     return out
@@ -192,15 +181,18 @@ def attend(
     bounds = None if mask is None or bounds is None else pack_rows(bounds)
     bias = None if bias is None else _convert_input(bias)
     sinks = None if sinks is None else sinks.float().contiguous()
-    v_fields = *list_side_fields(pages, "v", None), *list_decoding_fields(pages.v.format)
-    k_fields = *list_side_fields(pages, "k", None), *list_decoding_fields(k.format)
+    k_fields, v_fields = (
+        (*records.list_side_fields(pages, name, None), *records.list_decoding_fields(side.format))
+        for name, side in (("k", k), ("v", pages.v))
+    )
     value_fields = k_fields if latent else v_fields
-    call = ATTEND.pack(
+    call = records.ATTEND.pack(
         batch, num_q_heads, num_heads, num_tokens, start, stop, causal, window, scaling, softcap,
-        *list_table_fields(pages, lengths), *list_side_fields(pages, "k", center),
-        *list_decoding_fields(k.format), *value_fields, latent, *v_fields,
-        *list_strided_fields(query), get_address(sinks), *list_broadcast_fields(mask),
-        *list_broadcast_fields(bias), get_address(bounds),
+        *records.list_table_fields(pages, lengths), *records.list_side_fields(pages, "k", center),
+        *records.list_decoding_fields(k.format), *value_fields, latent, *v_fields,
+        *records.list_strided_fields(query), records.get_address(sinks),
+        *records.list_broadcast_fields(mask),
+        *records.list_broadcast_fields(bias), records.get_address(bounds),
         0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0), SPAN_TOKENS, num_splits,
         num_split_units, num_blocks, block_tokens, num_rows, out.data_ptr(), KINDS[out.dtype],
         sums.data_ptr(),

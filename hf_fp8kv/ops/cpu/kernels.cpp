@@ -2,7 +2,7 @@
 // eight bytes, addresses are integers, and strides are in bytes. ops/reference.py specifies the
 // results. build.py compiles this file for each instruction set. `-ffp-contract=off` prevents
 // fused multiply-adds, because stored bytes must equal the reference's. Other code calls `fma`
-// explicitly.
+// explicitly. `c` is the struct of a call, and `s` the temporary memory (`Scratch`) of a thread.
 
 #include <array>
 #include <atomic>
@@ -39,11 +39,9 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 enum Kind : int64_t { CODES, BF16, F16, F32 };
 
 inline int64_t get_width(int64_t kind) { return kind == CODES ? 1 : kind == F32 ? 4 : 2; }
-
 inline int64_t pad(int64_t count) { return (count + STEP - 1) & -STEP; }
-
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 inline Floats splat(float x) { return x - Floats{}; }
 
 template <class T>
@@ -55,7 +53,7 @@ inline T load(const void* p) {
 
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
-// Start to load `count` bytes into the L2 cache. The data of the next product exceeds the L1 cache.
+// Start to load `count` bytes of the next product into the L2 cache. They may not fit in the L1.
 inline void prefetch(const char* p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
@@ -72,7 +70,7 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 
 // exp(x) for x <= 0, within 2 units in the last place. The result is 0 below -87. NaN stays NaN.
 inline Floats exp(Floats x) {
-  const Floats magic = splat(12582912.0f);  // adding it rounds to an integer
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   Floats low = x < -87.0f ? splat(-87.0f) : x;
   Floats n = fma(low, splat(1.4426950408889634f), magic) - magic;
   Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), low));
@@ -85,8 +83,6 @@ inline Floats exp(Floats x) {
   Ints power = ((Ints)(n + magic) << 23) + 0x3F800000;
   return x < -87.0f ? Floats{} : y * (Floats)power;
 }
-
-// ---- groups of fields ---------------------------------------------------------------------------
 
 // The block table, and the memory of the pages.
 struct Table {
@@ -137,8 +133,6 @@ struct Strided {
   }
 };
 
-// ---- values in memory ---------------------------------------------------------------------------
-
 #ifndef __AVX2__
 inline float from_float16(uint16_t h) {
   // 2^112 adjusts the exponent. The exponent of infinity and NaN becomes the largest one.
@@ -149,14 +143,15 @@ inline float from_float16(uint16_t h) {
 }
 
 inline uint16_t to_float16(float x) {
-  const uint32_t raw = load<uint32_t>(&x), sign = raw >> 16 & 0x8000, size = raw & 0x7FFFFFFF;
-  if (size > 0x7F800000) return sign | 0x7E00;
-  if (size >= 0x477FF000) return sign | 0x7C00;
-  if (size < 0x38800000) {  // adding a small value to 0.5 rounds it
-    const float sum = load<float>(&size) + 0.5f;
+  const uint32_t raw = load<uint32_t>(&x), sign = raw >> 16 & 0x8000;
+  const uint32_t magnitude = raw & 0x7FFFFFFF;
+  if (magnitude > 0x7F800000) return sign | 0x7E00;
+  if (magnitude >= 0x477FF000) return sign | 0x7C00;
+  if (magnitude < 0x38800000) {  // adding a small value to 0.5 rounds it
+    const float sum = load<float>(&magnitude) + 0.5f;
     return sign | (load<uint32_t>(&sum) - 0x3F000000);
   }
-  return sign | (size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13;
+  return sign | (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
 }
 #endif
 
@@ -236,8 +231,8 @@ struct ReadCodes {  // decodes finite codes, up to a factor
   static constexpr int64_t WIDTH = 1;
   __m128i shift;
   __m256i mask;
-  explicit ReadCodes(const Side& s)
-      : shift(_mm_cvtsi64_si128(s.shift)), mask(_mm256_set1_epi16((short)s.mask)) {}
+  explicit ReadCodes(const Side& side)
+      : shift(_mm_cvtsi64_si128(side.shift)), mask(_mm256_set1_epi16((short)side.mask)) {}
   inline StepValues operator()(const char* p) const {
     __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
     return from_float16(_mm256_and_si256(_mm256_sll_epi16(wide, shift), mask));
@@ -248,17 +243,17 @@ struct ReadCodes {  // decodes finite codes, up to a factor
 #ifdef __AVX512BW__
 // Codes of a format with 4 or more bits of mantissa as integers: a mantissa of at most 7 bits times
 // a signed power of two of at most 64. The codes of 64 positions become 32 integers of even and 32
-// integers of odd positions. NaN becomes 0, and its code, the least int8, is found in `least`.
+// integers of odd positions. NaN, -128 as int8, becomes 0. `least` keeps the minimum to find it.
 struct ReadIntegers {
   __m512i fraction, ones, powers;
   mutable __m512i least = _mm512_setzero_si512();
-  explicit ReadIntegers(const Side& s) {
-    const int bits = 10 - (int)s.shift;
+  explicit ReadIntegers(const Side& side) {
+    const int bits = 10 - (int)side.shift;
     alignas(16) int8_t one[16], power[16];  // by the sign and the three bits after it
     for (int i = 0; i < 16; i++) {
-      const int exponent = (i & 7) >> (bits - 4), size = exponent ? 1 << (exponent - 1) : 1;
+      const int exponent = (i & 7) >> (bits - 4), magnitude = exponent ? 1 << (exponent - 1) : 1;
       one[i] = (int8_t)(exponent ? 1 << bits : 0);
-      power[i] = (int8_t)(i & 8 ? -size : size);
+      power[i] = (int8_t)(i & 8 ? -magnitude : magnitude);
     }
     fraction = _mm512_set1_epi8((char)((1 << bits) - 1));
     ones = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)one));
@@ -316,13 +311,11 @@ inline std::array<float, 4> sum_lanes(Floats a, Floats b, Floats c, Floats d) {
   return out;
 }
 
-// ---- products -----------------------------------------------------------------------------------
-
-// Part of lines of stored values: line `i` begins at `at + i * stride`, has `count` values, and is
-// multiplied by the row's values from index `x` on.
+// Part of lines of stored values: line `i` begins at `begin + i * stride`, has `count` values, and
+// is multiplied by the row's values from index `row_offset` on.
 struct Segment {
-  const char* at;
-  int64_t stride, count, x;
+  const char* begin;
+  int64_t stride, count, row_offset;
   const char* prefetch;  // data of the next product in the same layout, to prefetch, or nullptr
 };
 
@@ -363,22 +356,22 @@ inline void multiply_lines(
     const Rows& rows) {
   constexpr int TOTAL = LINES * N, LAST = TOTAL - 1;
   Floats sums[TOTAL] = {};
-  for (int64_t s = 0; s < num_segments; s++) {
-    const Segment& segment = segments[s];
-    const char* at = segment.at + line * segment.stride;
-    const float* x = rows.x + segment.x;
+  for (int64_t n = 0; n < num_segments; n++) {
+    const Segment& segment = segments[n];
+    const char* begin = segment.begin + line * segment.stride;
+    const float* x = rows.x + segment.row_offset;
     const int64_t whole = segment.count & ~(int64_t)(STEP - 1);
     StepValues y[LINES];
     int64_t i = 0;
     for (; i < whole; i += STEP) {
       UNROLL
-      for (int l = 0; l < LINES; l++) y[l] = read(at + l * segment.stride + i * Read::WIDTH);
+      for (int l = 0; l < LINES; l++) y[l] = read(begin + l * segment.stride + i * Read::WIDTH);
       add_products<N, LINES>(y, x + i, rows.x_stride, sums);
     }
     if (i < segment.count) {
       UNROLL
       for (int l = 0; l < LINES; l++)
-        y[l] = read_some(read, at + l * segment.stride + i * Read::WIDTH, segment.count - i);
+        y[l] = read_some(read, begin + l * segment.stride + i * Read::WIDTH, segment.count - i);
       add_products<N, LINES>(y, x + i, rows.x_stride, sums);
     }
     if (segment.prefetch)
@@ -391,8 +384,8 @@ inline void multiply_lines(
     UNROLL
     for (int j = 0; j < 4; j++) {
       if (i + j >= TOTAL) continue;
-      float* to = rows.out + (i + j) % N * rows.out_stride + line + (i + j) / N;
-      *to = ADDS ? *to + four[j] : four[j];
+      float* out = rows.out + (i + j) % N * rows.out_stride + line + (i + j) / N;
+      *out = ADDS ? *out + four[j] : four[j];
     }
   }
 }
@@ -419,8 +412,8 @@ inline __m512i dot(__m512i sum, __m512i a, __m512i b) {
 }
 
 // Multiply lines of codes with N rows of integers. Sums are exact, so their order does not matter.
-// Two lines at a time fit in the registers, and 16 sums are added across lanes together. Up
-// to 15 outputs after the last line change as well.
+// Two lines at a time fit in the registers, and the lanes of 16 sums are added together. Up to 15
+// outputs after the last line are overwritten.
 template <int N, bool ADDS>
 void multiply_rows(
     const ReadIntegers& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
@@ -434,14 +427,14 @@ void multiply_rows(
       __m512i pairs[2][N];
       UNROLL
       for (int p = 0; p < 2; p++) {
-        const int64_t first = line + 4 * q + 2 * p;
-        const int64_t a = min(first, num_lines - 1), b = min(a + 1, num_lines - 1);
+        const int64_t pair_line = line + 4 * q + 2 * p;
+        const int64_t a = min(pair_line, num_lines - 1), b = min(a + 1, num_lines - 1);
         __m512i sums[2][N] = {};
-        for (int64_t s = 0; s < num_segments; s++) {
-          const Segment& segment = segments[s];
-          const int64_t stride = segment.stride, size = segment.count;
-          const char *at_a = segment.at + a * stride, *at_b = segment.at + b * stride;
-          const char* x = (const char*)rows.x + 2 * segment.x;
+        for (int64_t n = 0; n < num_segments; n++) {
+          const Segment& segment = segments[n];
+          const int64_t stride = segment.stride, count = segment.count;
+          const char *at_a = segment.begin + a * stride, *at_b = segment.begin + b * stride;
+          const char* x = (const char*)rows.x + 2 * segment.row_offset;
           // With values in registers (asm), the compiler does not load them again for each use.
           auto add = [&](int64_t i, __m512i codes_a, __m512i codes_b) {
             asm("" : "+v"(codes_a), "+v"(codes_b));
@@ -456,13 +449,13 @@ void multiply_rows(
               sums[1][r] = dot(dot(sums[1][r], words_b.even, even), words_b.odd, odd);
             }
           };
-          if (segment.x % 64 == 0 && size % 64 == 0) {
-            for (int64_t i = 0; i < size; i += 64)
+          if (segment.row_offset % 64 == 0 && count % 64 == 0) {
+            for (int64_t i = 0; i < count; i += 64)
               add(i, load<__m512i>(at_a + i), load<__m512i>(at_b + i));
           } else {  // the page has parts of vectors, which begin at multiples of 64 in the row
-            for (int64_t i = -(segment.x % 64); i < size; i += 64) {
+            for (int64_t i = -(segment.row_offset % 64); i < count; i += 64) {
               uint64_t inside = i < 0 ? ~0ull << -i : ~0ull;
-              if (size - i < 64) inside &= (1ull << (size - i)) - 1;
+              if (count - i < 64) inside &= (1ull << (count - i)) - 1;
               add(i, _mm512_maskz_loadu_epi8(inside, at_a + i),
                   _mm512_maskz_loadu_epi8(inside, at_b + i));
             }
@@ -489,10 +482,10 @@ void multiply_rows(
     UNROLL
     for (int i = 0; i < N * QUADS; i++) {
       const int r = i / QUADS;
-      float* to = rows.out + r * rows.out_stride + line + i % QUADS * 4;
+      float* out = rows.out + r * rows.out_stride + line + i % QUADS * 4;
       __m128 four = load<__m128>((const char*)&products + 16 * i) * rows.factors[r];
-      if (ADDS) four += _mm_loadu_ps(to);
-      _mm_storeu_ps(to, four);
+      if (ADDS) four += _mm_loadu_ps(out);
+      _mm_storeu_ps(out, four);
     }
   }
   read.least = least;
@@ -612,8 +605,6 @@ void rotate(float* x, int64_t dim, int64_t block) {
   for (int64_t i = 0; i < dim; i++) x[i] *= factor;
 }
 
-// ---- threads ------------------------------------------------------------------------------------
-
 // `torch_parallel_for` of torch's stable ABI. Kernels share torch's threads: a second pool would
 // compete for the cores with torch's threads, which spin after each operation.
 int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
@@ -629,9 +620,9 @@ void for_units(int64_t units, int64_t threads, const Make& make) {
   };
   Context context{{0}, units, make};
   const auto run_units = [](int64_t, int64_t, void* p) {
-    auto& c = *(Context*)p;
-    auto unit = c.make();
-    for (int64_t i; (i = c.next++) < c.units;) unit(i);
+    auto& shared = *(Context*)p;
+    auto unit = shared.make();
+    for (int64_t i; (i = shared.next++) < shared.units;) unit(i);
   };
   if (threads > units) threads = units;
   if (threads > 1) parallel_for(0, threads, 1, run_units, &context);
@@ -643,7 +634,8 @@ void for_units(int64_t units, int64_t threads, const Make& make) {
 // New keys or values, and constants of the format that they are encoded to.
 struct NewSide : StoredSide {
   Strided in;
-  int64_t dropped_bits, rebias, min_normal, step, max_code, nan_code, signed_zero, error_exponent;
+  int64_t dropped_bits, rebias, min_normal, subnormal_step, max_code, nan_code, signed_zero;
+  int64_t error_exponent;
   double max;
 };
 
@@ -655,35 +647,36 @@ struct Write {
 };
 
 constexpr int64_t UNIT_TOKENS = 64;  // tokens per unit of work
-constexpr int NUM_SCALES = 16;     // scales to try within an octave
+constexpr int NUM_SCALES = 16;  // scales to try within an octave, from 1 to below 2 times the first
 constexpr uint32_t INFINITE = 0x7F800000;
-const struct Octave {
-  float steps[NUM_SCALES];
-  Octave() {
-    for (int i = 0; i < NUM_SCALES; i++) steps[i] = (float)std::exp2(i / (double)NUM_SCALES);
+const struct ScaleFactors {
+  float values[NUM_SCALES];
+  ScaleFactors() {
+    for (int i = 0; i < NUM_SCALES; i++) values[i] = (float)std::exp2(i / (double)NUM_SCALES);
   }
-} OCTAVE;
+} SCALE_FACTORS;
 
-// Encode a vector as `codec.encode`, lane by lane.
-void encode(const float* x, const float* inverse, bool by_channel, const NewSide& c, uint8_t* to) {
+// Encode `x * inverse` as `codec.encode`. With `by_channel`, `inverse` has a value per channel.
+void encode(
+    const float* x, const float* inverse, bool by_channel, const NewSide& side, uint8_t* codes) {
   typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-  const Ints one = Ints{} + 1, step_bits = Ints{} + (int32_t)c.step,
-             nan = Ints{} + (int32_t)c.nan_code;
-  const int drop = (int)c.dropped_bits;
-  for (int64_t i = 0; i < c.dim; i += LANES) {
+  const Ints one = Ints{} + 1, step_bits = Ints{} + (int32_t)side.subnormal_step,
+             nan = Ints{} + (int32_t)side.nan_code;
+  const int drop = (int)side.dropped_bits;
+  for (int64_t i = 0; i < side.dim; i += LANES) {
     Floats value = load<Floats>(x + i) * (by_channel ? load<Floats>(inverse + i) : splat(*inverse));
     Ints raw = (Ints)value, magnitude = raw & 0x7FFFFFFF;
     Ints is_odd = magnitude >> drop & 1;
-    Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + is_odd) >> drop) - (int32_t)c.rebias;
+    Ints normal = ((magnitude + ((1 << (drop - 1)) - 1) + is_odd) >> drop) - (int32_t)side.rebias;
     // Adding a small value to a number whose last bit is worth one step rounds it to that step.
     Ints small = (Ints)((Floats)magnitude + (Floats)step_bits) - step_bits;
-    Ints rounded = magnitude < (int32_t)c.min_normal ? small : normal;
-    rounded = rounded > (int32_t)c.max_code ? Ints{} + (int32_t)c.max_code : rounded;
+    Ints rounded = magnitude < (int32_t)side.min_normal ? small : normal;
+    rounded = rounded > (int32_t)side.max_code ? Ints{} + (int32_t)side.max_code : rounded;
     Ints is_nan = magnitude > (int32_t)INFINITE;
-    Ints has_sign = c.signed_zero ? one : (Ints)(rounded > 0) & ~is_nan & 1;
-    Ints codes = (is_nan ? nan : rounded) | ((raw >> 24 & 0x80) & -has_sign);
-    Bytes narrow = __builtin_convertvector(codes, Bytes);
-    std::memcpy(to + i, &narrow, sizeof narrow);
+    Ints has_sign = side.signed_zero ? one : (Ints)(rounded > 0) & ~is_nan & 1;
+    Ints wide_codes = (is_nan ? nan : rounded) | ((raw >> 24 & 0x80) & -has_sign);
+    Bytes narrow = __builtin_convertvector(wide_codes, Bytes);
+    std::memcpy(codes + i, &narrow, sizeof narrow);
   }
 }
 
@@ -695,29 +688,30 @@ uint32_t compute_dynamic_scale(uint32_t magnitude, float max_value, float min_sc
   return (load<uint32_t>(&scale) + 0xFFFF) >> 16;
 }
 
-// Return the bits that `codec.search_scale` chooses, starting from the dynamic scale `first`.
+// Return the bits that `codec.search_scale` chooses, starting from the bits of the dynamic scale.
 // Scales are at least 2^-100, and values times their reciprocal are below 2^16. The unit of the
 // errors, a power of two, can therefore be a factor of the reciprocal without changing any bit.
 // Each lane tries one scale.
-uint32_t search_scale(const float* line, uint32_t first, const NewSide& c) {
+uint32_t search_scale(const float* line, uint32_t dynamic_scale, const NewSide& side) {
   typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
   constexpr int NUM_VECTORS = NUM_SCALES / LANES;
-  const uint32_t start_bits = first << 16, error_bits = (uint32_t)(127 + c.error_exponent) << 23;
+  const uint32_t start_bits = dynamic_scale << 16;
+  const uint32_t error_bits = (uint32_t)(127 + side.error_exponent) << 23;
   const float start = load<float>(&start_bits), error_unit = load<float>(&error_bits);
-  const Ints least_normal = Ints{} + (int32_t)(c.min_normal + (c.error_exponent << 23));
-  const Ints above = Ints{} + (int32_t)((c.dropped_bits << 23) + 0x400000);
+  const Ints least_normal = Ints{} + (int32_t)(side.min_normal + (side.error_exponent << 23));
+  const Ints above = Ints{} + (int32_t)((side.dropped_bits << 23) + 0x400000);
   Floats scales[NUM_VECTORS], inverses[NUM_VECTORS];
   Longs errors[NUM_VECTORS] = {};
   for (int v = 0; v < NUM_VECTORS; v++) {
-    Ints candidate = (Ints)(load<Floats>(OCTAVE.steps + v * LANES) * start);
+    Ints candidate = (Ints)(load<Floats>(SCALE_FACTORS.values + v * LANES) * start);
     scales[v] = (Floats)((candidate + 0xFFFF) & ~0xFFFF);
     inverses[v] = error_unit / scales[v];
   }
   // A lane can sum the squares of 64 errors in float32 exactly: an error is at most 2^9, so the sum
   // is at most 2^24.
-  for (int64_t begin = 0; begin < c.dim; begin += 64) {
+  for (int64_t begin = 0; begin < side.dim; begin += 64) {
     Floats sums[NUM_VECTORS] = {};
-    const int64_t end = min(begin + 64, c.dim);
+    const int64_t end = min(begin + 64, side.dim);
     for (int64_t i = begin; i < end; i++) {
       UNROLL
       for (int v = 0; v < NUM_VECTORS; v++) {
@@ -775,6 +769,7 @@ void encode_vector(
   encode(line, &inverse, false, side, codes);
 }
 
+// Return whether all new tokens are in the lengths and have pages.
 bool has_pages(const Write& c) {
   for (int64_t sequence = 0; sequence < c.batch; sequence++) {
     const int64_t end = c.table.lengths[sequence], page_size = c.table.page_size;
@@ -803,11 +798,11 @@ void write_vector(
         page + side.scales_offset + 4 * head_slot, !is_value, line, codes);
     x = (const char*)codes;
   }
-  char* to = page + side.codes_offset;
-  if (!is_value) std::memcpy(to + head_slot * side.dim * width, x, side.dim * width);
-  to += (head * side.dim * page_size + slot) * width;
+  char* codes_begin = page + side.codes_offset;
+  if (!is_value) std::memcpy(codes_begin + head_slot * side.dim * width, x, side.dim * width);
+  codes_begin += (head * side.dim * page_size + slot) * width;
   for (int64_t i = 0; is_value && i < side.dim; i++)
-    std::memcpy(to + i * page_size * width, x + i * width, width);
+    std::memcpy(codes_begin + i * page_size * width, x + i * width, width);
 }
 
 // ---- gather -------------------------------------------------------------------------------------
@@ -823,13 +818,13 @@ struct Gather {
 // Decode `count` positions of a page from `slot` on into lines, `stride` values apart. V is stored
 // transposed, and `column` is temporary memory for one of its channels.
 void decode_part(
-    const Side& s, const char* page, int64_t page_size, int64_t head, int64_t slot, int64_t count,
-    bool transposed, float* lines, int64_t stride, float* column) {
-  const int64_t width = get_width(s.kind), dim = s.dim;
-  const char* codes = s.find_codes(page, head, page_size);
-  const bool finite = s.kind == CODES && !may_be_nonfinite(codes, page_size * dim, s);
+    const Side& side, const char* page, int64_t page_size, int64_t head, int64_t slot,
+    int64_t count, bool transposed, float* lines, int64_t stride, float* column) {
+  const int64_t width = get_width(side.kind), dim = side.dim;
+  const char* codes = side.find_codes(page, head, page_size);
+  const bool finite = side.kind == CODES && !may_be_nonfinite(codes, page_size * dim, side);
   // Capture copies, because captured references are loaded again after each store.
-  with_reader(s.kind, s, finite, [=](const auto& read) {
+  with_reader(side.kind, side, finite, [=](const auto& read) {
     if (!transposed)
       for (int64_t t = 0; t < count; t++)
         decode_line(read, codes + (slot + t) * dim * width, dim, lines + t * stride);
@@ -844,33 +839,33 @@ void decode_part(
 // Gather positions `begin` to `end - 1` of one head, all in one page. `memory` is temporary memory.
 void gather_part(
     const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* memory) {
-  const Side& s = c.side;
+  const Side& side = c.side;
   const int64_t page_size = c.table.page_size, slot = begin % page_size, count = end - begin;
-  const int64_t stored_head = head + c.first_head, first = stored_head * page_size;
+  const int64_t stored_head = head + c.first_head, head_slot = stored_head * page_size;
   const char* page = c.table.find_page(sequence, begin);
-  const int64_t pitch = pad(s.dim);
-  float* lines = memory;  // [count, pitch]
+  const int64_t stride = pad(side.dim);
+  float* lines = memory;  // [count, stride]
   decode_part(
-      s, page, page_size, stored_head, slot, count, c.transposed, lines, pitch,
-      memory + UNIT_TOKENS * pitch);
-  const float* scale = s.static_scale ? s.static_scale + stored_head * s.dim : nullptr;
-  const float* center = s.find_center(sequence * c.num_heads + head);
+      side, page, page_size, stored_head, slot, count, c.transposed, lines, stride,
+      memory + UNIT_TOKENS * stride);
+  const float* scale = side.static_scale ? side.static_scale + stored_head * side.dim : nullptr;
+  const float* center = side.find_center(sequence * c.num_heads + head);
   for (int64_t t = 0; t < count; t++) {
-    float* x = lines + t * pitch;
+    float* x = lines + t * stride;
     const float dynamic =
-        s.scales_offset ? read_scale(page + s.scales_offset + 4 * (first + slot + t)) : 1;
+        side.scales_offset ? read_scale(page + side.scales_offset + 4 * (head_slot + slot + t)) : 1;
     if (c.ragged && begin + t >= c.table.lengths[sequence]) {
-      std::memset(x, 0, 4 * s.dim);
+      std::memset(x, 0, 4 * side.dim);
     } else {
-      const float factor = (float)s.factor;
-      if (s.kind == CODES)
-        for (int64_t d = 0; d < s.dim; d++) x[d] = x[d] * factor * (scale ? scale[d] : dynamic);
-      if (s.rotation) rotate(x, s.dim, s.rotation);
+      const float factor = (float)side.factor;
+      if (side.kind == CODES)
+        for (int64_t d = 0; d < side.dim; d++) x[d] = x[d] * factor * (scale ? scale[d] : dynamic);
+      if (side.rotation) rotate(x, side.dim, side.rotation);
       if (center)
-        for (int64_t d = 0; d < s.dim; d++) x[d] += center[d];
+        for (int64_t d = 0; d < side.dim; d++) x[d] += center[d];
     }
     const int64_t row = (sequence * c.num_heads + head) * (c.stop - c.start) + begin - c.start + t;
-    write_values(x, c.out_kind, s.dim, c.out + row * s.dim * get_width(c.out_kind));
+    write_values(x, c.out_kind, side.dim, c.out + row * side.dim * get_width(c.out_kind));
   }
 }
 
@@ -886,17 +881,25 @@ struct Attend {
   Strided q;
   const float* sinks;
   Strided mask, bias;
+  // Of each sequence: the first visible position, and the position from which all are visible.
   const int32_t* bounds;
-  int64_t bounds_stride, span, num_splits, num_split_units, num_blocks, block_tokens, num_rows;
+  int64_t bounds_stride;
+  int64_t span;  // positions that are summed together (`add_span`)
+  int64_t num_splits, num_split_units;  // see `attend_unit`
+  int64_t num_blocks, block_tokens, num_rows;  // query blocks, and their tokens and rows
   char* out;
   int64_t out_kind;
   float* sums;  // [units, rows, 2 + Dv]: results of `add_span`
+
+  const int32_t* find_bounds(int64_t sequence) const {
+    return (const int32_t*)((const char*)bounds + sequence * bounds_stride);
+  }
 };
 
 // Return whether the products of a side are sums of integers: its codes are integers of at most 11
 // bits. Rounding a row to 16 bits is only exact enough for 16-bit models. The page size has no
 // effect, because deterministic models have the same bits with pages of any size.
-bool are_sums_exact(const Attend& c, const Side& side) {
+bool uses_integer_products(const Attend& c, const Side& side) {
 #ifdef __AVX512BW__
   return c.q.kind != F32 && side.kind == CODES && side.shift <= 6 && !c.latent;
 #else
@@ -909,20 +912,20 @@ bool are_sums_exact(const Attend& c, const Side& side) {
 // up to a multiple of 64.
 float round_row(const float* x, int64_t count, const Side& side, float* to) {
 #ifdef __AVX512BW__
-  __m512i most = _mm512_setzero_si512();  // positive floats and their bits have the same order
+  __m512i largest = _mm512_setzero_si512();  // positive floats and their bits have the same order
   __m512 total = _mm512_setzero_ps();
   for (int64_t i = 0; i < count; i += 16) {
-    const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(x + i));
-    most = _mm512_max_epi32(most, (__m512i)size);
-    total += size;
+    const __m512 magnitude = _mm512_abs_ps(_mm512_loadu_ps(x + i));
+    largest = _mm512_max_epi32(largest, (__m512i)magnitude);
+    total += magnitude;
   }
-  const int32_t raw = _mm512_reduce_max_epi32(most);
+  const int32_t raw = _mm512_reduce_max_epi32(largest);
   const int bits = 10 - (int)side.shift, exponents = 7 >> (bits - 4);
   const auto largest_code = (float)(((2 << bits) - 1) << (exponents ? exponents - 1 : 0));
   // Rounding adds less than 1024 to a sum, and no scale may depend on `count`.
-  const float by_size = load<float>(&raw) / 32767;
+  const float by_maximum = load<float>(&raw) / 32767;
   const float by_sum = _mm512_reduce_add_ps(total) / (2147e6f / largest_code - 1024);
-  const float scale = by_size > by_sum ? by_size : by_sum;
+  const float scale = by_maximum > by_sum ? by_maximum : by_sum;
   const __m512 inverse = _mm512_set1_ps(1 / scale);
   alignas(64) int16_t order[32];  // 16 even and 16 odd positions
   for (int i = 0; i < 32; i++) order[i] = (int16_t)(i < 16 ? 4 * i : 4 * i - 62);
@@ -946,7 +949,12 @@ constexpr int64_t LOGITS_STRIDE = TILE + STEP;  // distance of two rows of logit
 
 struct PagePart {  // part of a tile within one page
   const char* page;
-  int64_t slot, first, count;
+  int64_t slot, tile_offset, count;  // the first slot, and its offset in the tile
+};
+
+// Query rows of a KV head: its query heads for each token, from a token on.
+struct QueryBlock {
+  int64_t sequence, head, token, rows, position;  // token and position: of the first row
 };
 
 // Temporary memory of a thread, for `rows` query rows and one tile of positions.
@@ -954,7 +962,8 @@ struct Scratch {
   std::unique_ptr<float[]> memory;
   std::vector<PagePart> parts;
   std::vector<Segment> segments, decoded;
-  float *q, *logits, *offset, *largest, *sums, *k_scales, *v_scales, *strip, *latents, *out;
+  float *q, *logits, *center_logits, *largest, *sums, *k_scales, *strip, *latents, *out;
+  float* v_scales;  // for latents: of their RoPE parts
   // Rounded queries and weights, and their factors, if the products of a side are sums of integers.
   float *int_q, *q_factors, *int_weights, *weight_factors;
   int64_t q_stride, int_stride;
@@ -966,15 +975,15 @@ struct Scratch {
     const int64_t pages = TILE / c.table.page_size + 2, tile = TILE + STEP * pages;  // at most
     parts.resize(pages), segments.resize(pages), decoded.resize(pages);
     q_stride = k + pad(c.latent ? c.rope.dim : 0);
-    k_is_int = are_sums_exact(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
-    v_is_int = are_sums_exact(c, c.v);
+    k_is_int = uses_integer_products(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
+    v_is_int = uses_integer_products(c, c.v);
     int_stride = k / 2;
-    const int64_t of_latents = c.latent ? LATENT_TILE * q_stride : 0;
+    const int64_t latents_size = c.latent ? LATENT_TILE * q_stride : 0;
     const std::pair<float**, int64_t> buffers[] = {
-        {&q, c.num_rows * q_stride}, {&logits, c.num_rows * LOGITS_STRIDE}, {&offset, rows},
+        {&q, c.num_rows * q_stride}, {&logits, c.num_rows * LOGITS_STRIDE}, {&center_logits, rows},
         {&largest, rows}, {&sums, rows}, {&k_scales, LOGITS_STRIDE}, {&v_scales, LOGITS_STRIDE},
-        {&strip, MAX_SUMS * (k > tile ? k : tile)}, {&latents, of_latents}, {&out, c.num_rows * v},
-        {&int_q, k_is_int ? c.num_rows * int_stride : 0},
+        {&strip, MAX_SUMS * (k > tile ? k : tile)}, {&latents, latents_size},
+        {&out, c.num_rows * v}, {&int_q, k_is_int ? c.num_rows * int_stride : 0},
         {&int_weights, v_is_int ? c.num_rows * TILE / 2 : 0}, {&q_factors, rows},
         {&weight_factors, rows}};
     int64_t total = STEP;
@@ -982,18 +991,19 @@ struct Scratch {
     memory.reset(new float[total]);
     auto next = (float*)(((uintptr_t)memory.get() + 63) & -64);
     for (const auto& [buffer, size] : buffers) *buffer = next, next += size;
-    std::memset(latents, 0, 4 * of_latents);
+    std::memset(latents, 0, 4 * latents_size);
   }
 };
 
+// tanh(x) as Cephes' tanhf computes it: by a polynomial below 0.625, else from exp.
 Floats tanh(Floats x) {
-  Floats size = x < 0.0f ? -x : x, square = x * x;
+  Floats magnitude = x < 0.0f ? -x : x, square = x * x;
   Floats y = fma(splat(-5.70498872745e-3f), square, splat(2.06390887954e-2f));
   y = fma(y, square, splat(-5.37397155531e-2f));
   y = fma(y, square, splat(1.33314422036e-1f));
   y = fma(y, square, splat(-3.33332819422e-1f));
-  Floats near = fma(square * size, y, size), e = exp(size * -2.0f);
-  Floats result = size < 0.625f ? near : (1.0f - e) / (1.0f + e);
+  Floats near = fma(square * magnitude, y, magnitude), e = exp(magnitude * -2.0f);
+  Floats result = magnitude < 0.625f ? near : (1.0f - e) / (1.0f + e);
   return x < 0.0f ? -result : result;
 }
 
@@ -1001,17 +1011,17 @@ Floats tanh(Floats x) {
 // Return its product with the side's center.
 float load_query(
     const Attend& c, const char* x, const Side& side, int64_t head, const float* center,
-    float* to) {
-  read_values(x, c.q.kind, side.dim, to);
+    float* query) {
+  read_values(x, c.q.kind, side.dim, query);
   float product = 0;
   for (int64_t i = 0; i < side.dim; i++) {
-    to[i] *= (float)c.scaling;
-    if (center) product += to[i] * center[i];
-    if (side.kind == CODES) to[i] *= (float)side.factor;
+    query[i] *= (float)c.scaling;
+    if (center) product += query[i] * center[i];
+    if (side.kind == CODES) query[i] *= (float)side.factor;
   }
-  if (side.rotation) rotate(to, side.dim, side.rotation);
+  if (side.rotation) rotate(query, side.dim, side.rotation);
   if (side.static_scale)
-    for (int64_t i = 0; i < side.dim; i++) to[i] *= side.static_scale[head * side.dim + i];
+    for (int64_t i = 0; i < side.dim; i++) query[i] *= side.static_scale[head * side.dim + i];
   return product;
 }
 
@@ -1022,29 +1032,31 @@ bool are_codes_finite(
   if (side.kind != CODES) return false;
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* first = side.find_codes(part.page, head, c.table.page_size);
-    if (by_token) first += part.slot * side.dim;
+    const char* codes = side.find_codes(part.page, head, c.table.page_size);
+    if (by_token) codes += part.slot * side.dim;
     const int64_t count = (by_token ? part.count : c.table.page_size) * side.dim;
-    if (may_be_nonfinite(first, count, side)) return false;
+    if (may_be_nonfinite(codes, count, side)) return false;
   }
   return true;
 }
 
 // Load the dynamic scales of a tile, which begin at an offset in each page: the lower (K) or upper
-// (V) halves of 32-bit words. Return `to`, or nullptr without dynamic scales.
+// (V) halves of 32-bit words. Return `scales`, or nullptr without dynamic scales.
 const float* load_scales(
-    const Attend& c, const Scratch& s, int64_t num_parts, int64_t offset, int64_t head, float* to) {
-  for (int64_t i = 0; offset && i < num_parts; i++) {
+    const Attend& c, const Scratch& s, int64_t num_parts, int64_t page_offset, int64_t head,
+    float* scales) {
+  for (int64_t i = 0; page_offset && i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* words = part.page + offset + 4 * (head * c.table.page_size + part.slot);
-    for (int64_t j = 0; j < part.count; j++) to[part.first + j] = read_scale(words + 4 * j);
+    const char* words = part.page + page_offset + 4 * (head * c.table.page_size + part.slot);
+    for (int64_t j = 0; j < part.count; j++)
+      scales[part.tile_offset + j] = read_scale(words + 4 * j);
   }
-  return offset ? to : nullptr;
+  return page_offset ? scales : nullptr;
 }
 
 // Multiply stored lines with rows. If the rows do not fit in the registers, or with `seen`, lines
 // are decoded first. Values that are not in `seen` count as zero. Integers have no NaN, so
-// products with NaN are set afterwards.
+// products with NaN are overwritten with NaN afterwards.
 template <bool ADDS>
 void multiply_stored(
     Scratch& s, const Side& side, bool finite, int64_t num_parts, int64_t num_lines,
@@ -1057,9 +1069,9 @@ void multiply_stored(
     for (int64_t line = 0; line < num_lines; line++)
       for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
-        const char* at = segment.at + line * segment.stride;
+        const char* begin = segment.begin + line * segment.stride;
         for (int64_t j = 0; j < segment.count; j++)
-          if (may_be_nonfinite(at + j, 1, side) && !(seen && !seen[segment.x + j]))
+          if (may_be_nonfinite(begin + j, 1, side) && !(seen && !seen[segment.row_offset + j]))
             for (int64_t r = 0; r < num_rows; r++) rows.out[r * rows.out_stride + line] = NAN;
       }
     return;
@@ -1072,18 +1084,19 @@ void multiply_stored(
     for (int64_t i = 0; i < num_parts; i++) length += pad(s.segments[i].count);
     for (int64_t line = 0; line < num_lines; line += MAX_SUMS) {
       const int64_t strip_lines = min(num_lines - line, MAX_SUMS);
-      float* to = s.strip;
+      float* decoded = s.strip;
       for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
-        s.decoded[i] = {(const char*)to, 4 * length, segment.count, segment.x, nullptr};
+        s.decoded[i] = {
+            (const char*)decoded, 4 * length, segment.count, segment.row_offset, nullptr};
         for (int64_t l = 0; l < strip_lines; l++) {
-          float* row = to + l * length;
-          decode_line(read, segment.at + (line + l) * segment.stride, segment.count, row);
+          float* row = decoded + l * length;
+          decode_line(read, segment.begin + (line + l) * segment.stride, segment.count, row);
           if (seen)
             for (int64_t j = 0; j < segment.count; j++)
-              if (!seen[segment.x + j]) row[j] = 0;
+              if (!seen[segment.row_offset + j]) row[j] = 0;
         }
-        to += pad(segment.count);
+        decoded += pad(segment.count);
       }
       const Rows output{rows.x, rows.x_stride, rows.out + line, rows.out_stride};
       multiply<ADDS>(ReadFloat32{}, s.decoded.data(), num_parts, strip_lines, num_rows, output);
@@ -1092,63 +1105,63 @@ void multiply_stored(
 }
 
 // Compute the products of queries and a tile of K.
-void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, int64_t head, int64_t rows) {
-  const bool finite = !s.k_is_int && are_codes_finite(c, s, num_parts, c.k, head, true);
+void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, const QueryBlock& block) {
+  const bool finite = !s.k_is_int && are_codes_finite(c, s, num_parts, c.k, block.head, true);
   const int64_t stride = c.k.dim * get_width(c.k.kind);
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart part = s.parts[i];
-    const char* codes = c.k.find_codes(part.page, head, c.table.page_size) + part.slot * stride;
-    const char* next = c.v.find_codes(part.page, head, c.table.page_size);
-    s.segments[0] = {codes, stride, c.k.dim, 0, next};
-    Rows logits{s.q, s.q_stride, s.logits + part.first, LOGITS_STRIDE};
+    const char* codes = c.k.find_codes(part.page, block.head, c.table.page_size);
+    const char* next = c.v.find_codes(part.page, block.head, c.table.page_size);
+    s.segments[0] = {codes + part.slot * stride, stride, c.k.dim, 0, next};
+    Rows logits{s.q, s.q_stride, s.logits + part.tile_offset, LOGITS_STRIDE};
     if (s.k_is_int) logits = {s.int_q, s.int_stride, logits.out, LOGITS_STRIDE, s.q_factors};
-    multiply_stored<false>(s, c.k, finite, 1, part.count, rows, logits, nullptr);
+    multiply_stored<false>(s, c.k, finite, 1, part.count, block.rows, logits, nullptr);
   }
 }
 
 // Add the products of weights and a tile of V. `next` is the position after the tile.
 void multiply_values(
-    const Attend& c, Scratch& s, int64_t num_parts, int64_t sequence, int64_t next, int64_t head,
-    int64_t rows, bool all_seen) {
-  const bool finite = !s.v_is_int && are_codes_finite(c, s, num_parts, c.v, head, false);
+    const Attend& c, Scratch& s, int64_t num_parts, const QueryBlock& block, int64_t next,
+    bool all_seen) {
+  const bool finite = !s.v_is_int && are_codes_finite(c, s, num_parts, c.v, block.head, false);
   const int64_t width = get_width(c.v.kind), page_size = c.table.page_size;
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* codes = c.v.find_codes(part.page, head, page_size) + part.slot * width;
-    const char* page = c.table.page_to_prefetch(part.page, sequence, next + i * page_size);
-    const char* next_codes = c.k.find_codes(page, head, page_size);
-    s.segments[i] = {codes, page_size * width, part.count, part.first, next_codes};
+    const char* codes = c.v.find_codes(part.page, block.head, page_size) + part.slot * width;
+    const char* page = c.table.page_to_prefetch(part.page, block.sequence, next + i * page_size);
+    const char* next_codes = c.k.find_codes(page, block.head, page_size);
+    s.segments[i] = {codes, page_size * width, part.count, part.tile_offset, next_codes};
   }
   Rows weights{s.logits, LOGITS_STRIDE, s.out, pad(c.v.dim)};
   if (s.v_is_int) {
-    const int64_t count = s.parts[num_parts - 1].first + s.parts[num_parts - 1].count;
-    for (int64_t row = 0; row < rows; row++)
+    const int64_t count = s.parts[num_parts - 1].tile_offset + s.parts[num_parts - 1].count;
+    for (int64_t row = 0; row < block.rows; row++)
       s.weight_factors[row] =
           round_row(s.logits + row * LOGITS_STRIDE, count, c.v, s.int_weights + row * TILE / 2);
     weights = {s.int_weights, TILE / 2, s.out, weights.out_stride, s.weight_factors};
   }
   const uint8_t* seen = all_seen || finite ? nullptr : s.seen;
-  multiply_stored<true>(s, c.v, finite, num_parts, c.v.dim, rows, weights, seen);
+  multiply_stored<true>(s, c.v, finite, num_parts, c.v.dim, block.rows, weights, seen);
 }
 
 // Compute the products of queries and a tile of latents. Latents and their RoPE parts are
-// decoded into the same lines, which `multiply_weights` also reads.
+// decoded into the same lines, which `multiply_latent_values` also reads.
 void multiply_latents(
-    const Attend& c, Scratch& s, int64_t num_parts, int64_t head, int64_t rows, int64_t count) {
+    const Attend& c, Scratch& s, int64_t num_parts, const QueryBlock& block, int64_t count) {
   const Side* sides[] = {&c.k, &c.rope};
   const float* scales[] = {s.k_scales, s.v_scales};
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
     for (int side = 0; side < 2; side++) {
       const Side& stored = *sides[side];
-      float* lines = s.latents + part.first * s.q_stride + (side ? pad(c.k.dim) : 0);
+      float* lines = s.latents + part.tile_offset * s.q_stride + (side ? pad(c.k.dim) : 0);
       decode_part(
-          stored, part.page, c.table.page_size, head, part.slot, part.count, side, lines,
+          stored, part.page, c.table.page_size, block.head, part.slot, part.count, side, lines,
           s.q_stride, s.strip);
       if (stored.scales_offset)
         for (int64_t j = 0; j < part.count; j++)
           for (int64_t d = 0; d < stored.dim; d++)
-            lines[j * s.q_stride + d] *= scales[side][part.first + j];
+            lines[j * s.q_stride + d] *= scales[side][part.tile_offset + j];
     }
   }
   // A few positions at a time stay in the L1 cache for all rows.
@@ -1157,7 +1170,7 @@ void multiply_latents(
         (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr};
     const int64_t lines = min(count - j, MAX_SUMS);
     const Rows logits{s.q, s.q_stride, s.logits + j, LOGITS_STRIDE};
-    multiply<false>(ReadFloat32{}, &line, 1, lines, rows, logits);
+    multiply<false>(ReadFloat32{}, &line, 1, lines, block.rows, logits);
   }
 }
 
@@ -1180,7 +1193,9 @@ void add_latents(const Scratch& s, int64_t count, int64_t row, int64_t channel, 
     for (int v = 0; v < VECTORS; v++) store(out + r * stride + v * LANES, sums[r][v]);
 }
 
-void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, bool all_seen) {
+// Add the products of weights and a tile of latents, which `multiply_latents` has decoded.
+void multiply_latent_values(
+    const Attend& c, Scratch& s, int64_t rows, int64_t count, bool all_seen) {
   if (!all_seen)
     for (int64_t j = 0; j < count; j++)
       if (!s.seen[j]) std::memset(s.latents + j * s.q_stride, 0, 4 * pad(c.k.dim));
@@ -1193,35 +1208,37 @@ void multiply_weights(const Attend& c, Scratch& s, int64_t rows, int64_t count, 
   }
 }
 
-// Add the bias to the logits of a tile that begins at `low`.
+// Add the bias to the logits of a tile of `count` positions.
 void add_bias(
-    const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
-    int64_t low, int64_t count) {
-  const Strided& x = c.bias;
-  const int64_t group_size = c.num_q_heads / c.num_heads, width = get_width(x.kind);
-  const int64_t skipped = low < c.start ? c.start - low : 0;  // these positions are masked later
-  if (!x.data) return;
-  for (int64_t row = 0; row < rows; row++) {
-    const char* from =
-        x.at(sequence, head * group_size + row % group_size, token + row / group_size);
-    read_values(from + (low + skipped - c.start) * width, x.kind, count - skipped, s.strip);
+    const Attend& c, Scratch& s, const QueryBlock& block, int64_t tile_begin, int64_t count) {
+  const int64_t group_size = c.num_q_heads / c.num_heads, width = get_width(c.bias.kind);
+  const int64_t skipped = max(c.start - tile_begin, 0);  // without a bias, and masked later
+  if (!c.bias.data) return;
+  for (int64_t row = 0; row < block.rows; row++) {
+    const int64_t q_head = block.head * group_size + row % group_size;
+    const char* bias = c.bias.at(block.sequence, q_head, block.token + row / group_size);
+    bias += (tile_begin + skipped - c.start) * width;
+    read_values(bias, c.bias.kind, count - skipped, s.strip);
     float* line = s.logits + row * LOGITS_STRIDE;
     for (int64_t j = skipped; j < count; j++) line[j] += s.strip[j - skipped];
   }
 }
 
-// Mask logits. Set `seen` for positions that are visible to some query, and return whether all are.
+// Mask the logits of a tile of `count` positions, of which those before `visible_begin` are hidden.
+// Set `seen` for positions that are visible to some query, and return whether all are.
 bool mask_logits(
-    const Attend& c, Scratch& s, int64_t sequence, int64_t token, int64_t rows, int64_t low,
-    int64_t first, int64_t count, int64_t query, bool masked) {
+    const Attend& c, Scratch& s, const QueryBlock& block, int64_t tile_begin,
+    int64_t visible_begin, int64_t count, bool masked) {
   const int64_t group_size = c.num_q_heads / c.num_heads;
   std::memset(s.seen, 0, count);
-  for (int64_t row = 0; row < rows; row += group_size) {
-    const int64_t position = query + row / group_size;
-    int64_t begin = first - low, end = c.causal ? min(position + 1 - low, count) : count;
-    if (c.window && position - c.window + 1 > first) begin = position - c.window + 1 - low;
+  for (int64_t row = 0; row < block.rows; row += group_size) {
+    const int64_t token = row / group_size, query_position = block.position + token;
+    int64_t begin = visible_begin, end = tile_begin + count;
+    if (c.window && query_position - c.window >= begin) begin = query_position - c.window + 1;
+    if (c.causal) end = min(end, query_position + 1);
+    begin -= tile_begin, end -= tile_begin;
     const char* mask = nullptr;
-    if (masked) mask = c.mask.at(sequence, 0, token + row / group_size) + low - c.start;
+    if (masked) mask = c.mask.at(block.sequence, 0, block.token + token) + tile_begin - c.start;
     for (int64_t j = 0; j < count; j++) {
       const bool visible = j >= begin && j < end && !(mask && !mask[j]);
       s.seen[j] |= visible;
@@ -1239,7 +1256,7 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
   for (int64_t row = 0; row < rows; row++) {
     float* line = s.logits + row * LOGITS_STRIDE;
     for (int64_t j = count; j < pad(count); j++) line[j] = MASKED;
-    // The last part may begin within a vector, and then reads weights up to here.
+    // The last page part may begin within a vector, and then reads weights up to here.
     for (int64_t j = pad(count); j < LOGITS_STRIDE; j++) line[j] = 0;
     Floats max = splat(s.largest[row]);
     for (int64_t j = 0; j < count; j += LANES) {
@@ -1268,24 +1285,25 @@ void update_softmax(const Attend& c, Scratch& s, int64_t rows, int64_t count, co
   }
 }
 
-// Add positions `low` to `high - 1` to the sums of rows. Positions before `first` do not count.
+// Add positions `tile_begin` to `tile_end - 1` to the sums, except those before `visible_begin`.
 void attend_tile(
-    const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows,
-    int64_t low, int64_t first, int64_t high) {
-  const int64_t count = high - low, page_size = c.table.page_size;
+    const Attend& c, Scratch& s, const QueryBlock& block, int64_t tile_begin,
+    int64_t visible_begin, int64_t tile_end) {
+  const int64_t count = tile_end - tile_begin, page_size = c.table.page_size;
+  const int64_t sequence = block.sequence, head = block.head, rows = block.rows;
   int64_t num_parts = 0;
-  for (int64_t at = low; at < high; num_parts++) {
-    const int64_t slot = at % page_size, size = min(page_size - slot, high - at);
-    s.parts[num_parts] = {c.table.find_page(sequence, at), slot, at - low, size};
-    at += size;
+  for (int64_t begin = tile_begin; begin < tile_end; num_parts++) {
+    const int64_t slot = begin % page_size, size = min(page_size - slot, tile_end - begin);
+    s.parts[num_parts] = {c.table.find_page(sequence, begin), slot, begin - tile_begin, size};
+    begin += size;
   }
   const float* k_scales = load_scales(c, s, num_parts, c.k.scales_offset, head, s.k_scales);
   if (c.latent) {
     load_scales(c, s, num_parts, c.rope.scales_offset, head, s.v_scales);
-    multiply_latents(c, s, num_parts, head, rows, count);
+    multiply_latents(c, s, num_parts, block, count);
     k_scales = nullptr;  // the scales were applied to decoded values
   } else {
-    multiply_keys(c, s, num_parts, head, rows);
+    multiply_keys(c, s, num_parts, block);
   }
   if (k_scales || c.k.center || c.softcap != 0)
     for (int64_t row = 0; row < rows; row++)
@@ -1293,18 +1311,17 @@ void attend_tile(
         float* logits = s.logits + row * LOGITS_STRIDE + j;
         Floats x = load<Floats>(logits);
         if (k_scales) x *= load<Floats>(k_scales + j);
-        if (c.k.center) x += s.offset[row];
+        if (c.k.center) x += s.center_logits[row];
         if (c.softcap != 0) x = tanh(x / (float)c.softcap) * (float)c.softcap;
         store(logits, x);
       }
-  add_bias(c, s, sequence, head, token, rows, low, count);
+  add_bias(c, s, block, tile_begin, count);
   bool all_seen = true;
-  const int64_t query = c.table.lengths[sequence] - c.num_tokens + token;  // of the first row
   bool masked = c.mask.data;
-  if (c.bounds && low >= load<int32_t>((const char*)(c.bounds + 1) + sequence * c.bounds_stride))
-    masked = false;
-  if (masked || c.window || low < first || (c.causal && high > query + 1)) {
-    all_seen = mask_logits(c, s, sequence, token, rows, low, first, count, query, masked);
+  if (c.bounds && tile_begin >= c.find_bounds(sequence)[1]) masked = false;
+  const bool is_later = c.causal && tile_end > block.position + 1;
+  if (masked || c.window || tile_begin < visible_begin || is_later) {
+    all_seen = mask_logits(c, s, block, tile_begin, visible_begin, count, masked);
     if (!all_seen && !std::memchr(s.seen, 1, count)) return;
   }
   const int64_t v_offset = c.latent ? 0 : c.v.scales_offset;  // latents were scaled when decoded
@@ -1315,21 +1332,21 @@ void attend_tile(
       if (!s.seen[j]) s.v_scales[j] = 0;
   }
   update_softmax(c, s, rows, count, v_scales);
-  if (c.latent) multiply_weights(c, s, rows, count, all_seen);
-  else multiply_values(c, s, num_parts, sequence, high, head, rows, all_seen);
+  if (c.latent) multiply_latent_values(c, s, rows, count, all_seen);
+  else multiply_values(c, s, num_parts, block, tile_end, all_seen);
 }
 
-// Add the sums of a span, relative to its largest logit, to the sums of earlier spans. `to` holds
+// Add the sums of a span, relative to its largest logit, to the sums of earlier spans: `sums` holds
 // the largest logit, the sum of weights, and the weighted sums of V. Spans are added in a fixed
 // order, so a result does not depend on threads or other queries.
-void add_span(float* to, float largest, float sum, const float* x, int64_t dim) {
-  const float max_logit = largest > to[0] ? largest : to[0];
+void add_span(float* sums, float largest, float weight_sum, const float* x, int64_t dim) {
+  const float max_logit = largest > sums[0] ? largest : sums[0];
   // Without visible positions the sums are zero. If all visible logits are NaN, they are NaN.
-  const float old_factor = to[0] > MASKED ? std::exp(to[0] - max_logit) : 1;
+  const float old_factor = sums[0] > MASKED ? std::exp(sums[0] - max_logit) : 1;
   const float new_factor = largest > MASKED ? std::exp(largest - max_logit) : 1;
-  to[0] = max_logit;
-  to[1] = to[1] * old_factor + sum * new_factor;
-  for (int64_t d = 0; d < dim; d++) to[2 + d] = to[2 + d] * old_factor + x[d] * new_factor;
+  sums[0] = max_logit;
+  sums[1] = sums[1] * old_factor + weight_sum * new_factor;
+  for (int64_t d = 0; d < dim; d++) sums[2 + d] = sums[2 + d] * old_factor + x[d] * new_factor;
 }
 
 void clear_sums(float* sums, int64_t dim) {
@@ -1337,20 +1354,21 @@ void clear_sums(float* sums, int64_t dim) {
   std::memset(sums + 1, 0, 4 * (1 + dim));
 }
 
-void load_queries(
-    const Attend& c, Scratch& s, int64_t sequence, int64_t head, int64_t token, int64_t rows) {
+// Load the queries of a block, scaled for products with codes, and their center logits.
+void load_queries(const Attend& c, Scratch& s, const QueryBlock& block) {
+  const int64_t sequence = block.sequence, head = block.head, token = block.token;
   const int64_t group_size = c.num_q_heads / c.num_heads;
   const float* center = c.k.find_center(sequence * c.num_heads + head);
   std::memset(s.q, 0, 4 * c.num_rows * s.q_stride);
-  for (int64_t row = 0; row < rows; row++) {
+  for (int64_t row = 0; row < block.rows; row++) {
     const char* x =
         c.q.at(sequence, head * group_size + row % group_size, token + row / group_size);
-    float* to = s.q + row * s.q_stride;
-    s.offset[row] = load_query(c, x, c.k, head, center, to);
-    if (s.k_is_int) s.q_factors[row] = round_row(to, c.k.dim, c.k, s.int_q + row * s.int_stride);
+    float* q = s.q + row * s.q_stride;
+    s.center_logits[row] = load_query(c, x, c.k, head, center, q);
+    if (s.k_is_int) s.q_factors[row] = round_row(q, c.k.dim, c.k, s.int_q + row * s.int_stride);
     if (c.latent) {
       x += c.k.dim * get_width(c.q.kind);
-      load_query(c, x, c.rope, head, nullptr, to + pad(c.k.dim));
+      load_query(c, x, c.rope, head, nullptr, q + pad(c.k.dim));
     }
   }
 }
@@ -1359,50 +1377,48 @@ void load_queries(
 // divided among `num_split_units` units. With one split there is one result for all spans.
 void attend_unit(const Attend& c, Scratch& s, int64_t unit) {
   const int64_t per_unit = (c.num_splits + c.num_split_units - 1) / c.num_split_units;
-  const int64_t split = unit % c.num_split_units * per_unit;
-  const int64_t end_split = min(split + per_unit, c.num_splits);
-  const int64_t size = 2 + c.v.dim, stride = pad(c.v.dim), block = unit / c.num_split_units;
-  const int64_t head = block / c.num_blocks % c.num_heads;
-  const int64_t sequence = block / c.num_blocks / c.num_heads;
-  const int64_t token = block % c.num_blocks * c.block_tokens;
+  const int64_t first_split = unit % c.num_split_units * per_unit;
+  const int64_t end_split = min(first_split + per_unit, c.num_splits);
+  const int64_t size = 2 + c.v.dim, stride = pad(c.v.dim), index = unit / c.num_split_units;
+  const int64_t head = index / c.num_blocks % c.num_heads;
+  const int64_t sequence = index / c.num_blocks / c.num_heads;
+  const int64_t token = index % c.num_blocks * c.block_tokens;
   const int64_t tokens = min(c.num_tokens - token, c.block_tokens);
   const int64_t rows = tokens * (c.num_q_heads / c.num_heads), length = c.table.lengths[sequence];
-  float* results = c.sums + block * c.num_splits * c.num_rows * size;
-  for (int64_t i = split * c.num_rows; i < end_split * c.num_rows; i++)
+  const QueryBlock block{sequence, head, token, rows, length - c.num_tokens + token};
+  float* results = c.sums + index * c.num_splits * c.num_rows * size;
+  for (int64_t i = first_split * c.num_rows; i < end_split * c.num_rows; i++)
     clear_sums(results + i * size, c.v.dim);
 
-  int64_t first = c.start, high = c.stop;
-  const int64_t query = length - c.num_tokens + token;  // position of the first row
-  high = min(min(high, length), c.table.page_size * c.table.num_columns);
-  if (c.causal) high = min(high, query + tokens);
-  if (c.bounds) {
-    const int64_t visible = *(const int32_t*)((const char*)c.bounds + sequence * c.bounds_stride);
-    if (visible > first) first = visible;
-  }
-  if (c.window && query - c.window + 1 > first) first = query - c.window + 1;
+  // The visible positions of the splits: from `begin` to before `end`.
+  int64_t begin = c.start, end = c.stop;
+  end = min(min(end, length), c.table.page_size * c.table.num_columns);
+  if (c.causal) end = min(end, block.position + tokens);
+  if (c.bounds) begin = max(begin, c.find_bounds(sequence)[0]);
+  if (c.window) begin = max(begin, block.position - c.window + 1);
   const int64_t first_span = c.start / c.span;
   if (c.num_splits > 1) {
-    const int64_t begin = (first_span + split) * c.span, end = (first_span + end_split) * c.span;
-    if (first < begin) first = begin;
-    if (high > end) high = end;
+    begin = max(begin, (first_span + first_split) * c.span);
+    end = min(end, (first_span + end_split) * c.span);
   }
-  if (first >= high) return;
-  load_queries(c, s, sequence, head, token, rows);
+  if (begin >= end) return;
+  load_queries(c, s, block);
   // Vectors begin at multiples of STEP or 64, and tiles at multiples of their size.
-  for (int64_t low = first & -(s.v_is_int ? 64 : STEP); low < high;) {
+  for (int64_t tile_begin = begin & -(s.v_is_int ? 64 : STEP); tile_begin < end;) {
     std::memset(s.out, 0, 4 * c.num_rows * stride);
     for (int64_t row = 0; row < rows; row++) s.largest[row] = MASKED, s.sums[row] = 0;
-    const int64_t stop = min((low / c.span + 1) * c.span, high);
-    const int64_t position = low > first ? low : first;
-    while (low < stop) {
-      const int64_t tile = c.latent ? LATENT_TILE : TILE, end = min((low / tile + 1) * tile, stop);
-      attend_tile(c, s, sequence, head, token, rows, low, first, end);
-      low = end;
+    const int64_t span_end = min((tile_begin / c.span + 1) * c.span, end);
+    const int64_t position = max(tile_begin, begin);
+    while (tile_begin < span_end) {
+      const int64_t tile = c.latent ? LATENT_TILE : TILE;
+      const int64_t tile_end = min((tile_begin / tile + 1) * tile, span_end);
+      attend_tile(c, s, block, tile_begin, begin, tile_end);
+      tile_begin = tile_end;
     }
-    const int64_t result = c.num_splits > 1 ? position / c.span - first_span : 0;
-    float* to = results + result * c.num_rows * size;
-    for (int64_t row = 0; row < rows; row++, to += size)
-      add_span(to, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
+    const int64_t split = c.num_splits > 1 ? position / c.span - first_span : 0;
+    float* sums = results + split * c.num_rows * size;
+    for (int64_t row = 0; row < rows; row++, sums += size)
+      add_span(sums, s.largest[row], s.sums[row], s.out + row * stride, c.v.dim);
   }
 }
 

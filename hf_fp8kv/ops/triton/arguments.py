@@ -188,10 +188,10 @@ def make_side_sizes(stored: StoredSide) -> SideSizes:
     return _make_unique_sizes(dim, width, find_rotation_block(dim) if stored.rotated else 1)
 
 
-def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, exact: bool) -> Codec:
+def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, fp32: bool) -> Codec:
     stored = _TRITON_DTYPES.get(dtype, tl.float16)
-    exact = exact or dtype == torch.float32
-    codec = choose_codec(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
+    fp32, keep_nan = fp32 or dtype == torch.float32, side.static_scale is not None
+    codec = choose_codec(side.format, target, stored, fp32, keep_nan)
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
@@ -214,9 +214,9 @@ def prepare(
     target = get_target(query.device)
     if query.stride(3) != 1:
         query = query.contiguous()
-    exact = query.dtype == torch.float32
-    k_codec = _choose_side_codec(pages.k, pages.k_dtype, target, exact)
-    v_codec = _choose_side_codec(pages.v, pages.v_dtype, target, exact)
+    fp32 = query.dtype == torch.float32
+    k_codec = _choose_side_codec(pages.k, pages.k_dtype, target, fp32)
+    v_codec = _choose_side_codec(pages.v, pages.v_dtype, target, fp32)
     # The center's part of the logits only matters next to a term that lacks it: a softcap or sinks.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
     k, v = make_pointers(pages, "k"), make_pointers(pages, "v")
@@ -250,13 +250,13 @@ def prepare(
     workload = Workload(
         width=width,
         rows=group_size * query.shape[2],
-        exact=tl.float32 in (k_codec.operand_dtype, v_codec.operand_dtype),
-        wide=any(dtype.itemsize > 1 for dtype in stored_dtypes),
-        biased=bias is not None,
-        complete=mask_kind == COMPLETE.value,
-        rotated=max(k_sizes.rotation_size, v_sizes.rotation_size) > 1,
-        latent=spec.latent,
-        shifted=k_codec.method == SHIFTED.value,
+        has_float32_operands=tl.float32 in (k_codec.operand_dtype, v_codec.operand_dtype),
+        has_16_bit_side=any(dtype.itemsize > 1 for dtype in stored_dtypes),
+        has_bias=bias is not None,
+        has_query_masks=mask_kind == COMPLETE.value,
+        is_rotated=max(k_sizes.rotation_size, v_sizes.rotation_size) > 1,
+        is_latent=spec.latent,
+        has_shifted_keys=k_codec.method == SHIFTED.value,
     )
     tensors = AttentionTensors(
         query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks

@@ -13,11 +13,11 @@ from . import decode, extend
 from . import plan as planning
 from . import write as writing
 from .gather import gather
-from .plan import size_plan
+from .plan import count_plan_rows
 from .replay import SharedTensors, describe_tensors, recordings, run_or_replay
 from .tuning import MAX_DECODE_ROWS, MAX_DECODE_TOKENS
 
-__all__ = ["attend", "gather", "make_plan", "size_plan", "write"]
+__all__ = ["attend", "count_plan_rows", "fill_plan", "gather", "write"]
 
 _NO_SHARED_TENSORS = SharedTensors({}, [])
 
@@ -39,15 +39,15 @@ def write(
     )  # fmt: skip
 
 
-def make_plan(
+def fill_plan(
     plan: Tensor, lengths: Tensor, num_tokens: int, window: int, start: int, num_heads: int
 ) -> None:
-    """Overwrite a work plan like `triton.plan.make_plan`, replaying a launch if one is recorded."""
+    """Overwrite a work plan like `triton.plan.fill_plan`, replaying a launch if one is recorded."""
     if num_tokens > MAX_DECODE_TOKENS:
-        planning.make_plan(plan, lengths, num_tokens, window, start, num_heads)
+        planning.fill_plan(plan, lengths, num_tokens, window, start, num_heads)
         return
     run_or_replay(
-        planning.make_plan, (plan, lengths, num_tokens, window, start, num_heads),
+        planning.fill_plan, (plan, lengths, num_tokens, window, start, num_heads),
         layout=(_shape_and_strides(plan), lengths.shape, num_tokens, window, num_heads),
         tensors=(plan, lengths), shared=_NO_SHARED_TENSORS, start=start,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def attend(
 ) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding.
 
-    `plan` is the result of `make_plan` for these lengths, or None to make a plan here.
+    `plan` is the result of `fill_plan` for these lengths, or None to make a plan here.
     """
     _, num_q_heads, num_tokens, _ = query.shape
     num_rows = num_q_heads // pages.num_heads * num_tokens

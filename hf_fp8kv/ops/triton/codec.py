@@ -58,21 +58,21 @@ class Codec:
 
 
 @functools.cache
-def choose_codec(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
+def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_nan: bool) -> Codec:
     """Return how kernels for `target` decode the format `name`.
 
-    `stored` is the dtype of values in "auto". With `exact` the dot product has float32 operands.
-    With `keep_nan` the NaN of the format survives decoding.
+    `stored` is the dtype of values in "auto". With `fp32` the operands of the dot product are
+    float32. With `keep_nan` the NaN of the format survives decoding.
     """
     if name == AUTO:
-        return Codec(AS_IS.value, tl.float32 if exact else stored)
+        return Codec(AS_IS.value, tl.float32 if fp32 else stored)
     fmt = FORMATS[name]
     is_cast = target.converts(fmt)
     # The hardware converts to float16 on NVIDIA, and to bfloat16 on AMD.
     operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
-    operand = tl.float32 if exact else operand
+    operand = tl.float32 if fp32 else operand
     has_assembly = target.is_nvidia and not target.interpreted
-    constraint = "=r,0" if has_assembly and not exact else ""
+    constraint = "=r,0" if has_assembly and not fp32 else ""
     if is_cast:
         assert fmt.torch_dtype is not None
         return Codec(CAST.value, operand, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint)

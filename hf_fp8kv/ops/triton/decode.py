@@ -1,8 +1,8 @@
 """The attention kernel, and its launch for few query tokens over stored pages.
 
 A program computes a block of query rows of one KV head (its query heads times the query tokens)
-over one sequence, or over one part of it, so that few rows fill the GPU as well. The work plan
-(plan.py) assigns the parts. A second kernel merges the partial sums of a sequence.
+over one sequence, or over one part of it. With parts, a few rows also keep all SMs busy. The work
+plan (plan.py) assigns the parts. A second kernel merges the partial sums of a sequence.
 """
 
 import torch
@@ -12,14 +12,14 @@ import triton.language as tl
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
-from .plan import get_max_parts, make_plan, size_plan
+from .plan import count_plan_rows, fill_plan, get_max_parts
 from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import FEW_ROWS, MAX_DECODE_ROWS, LaunchConfig, choose_decode_config, estimate_programs
 
-# Numbers of values that a program of `_combine` loads at a time, and of its channels. This pair of
-# sizes was the fastest of five on an H100 in three of four decode cases. A program has one warp,
-# because with several warps ptxas may issue the loads one by one.
+# Number of values that a `_combine` program loads at a time, and its maximum number of channels. Of
+# five pairs, this pair was the fastest on an H100 in three of four decode cases. A program has one
+# warp, because with several warps ptxas may issue the loads one by one.
 LOAD_SIZE = tl.constexpr(4096)
 MAX_CHANNELS = tl.constexpr(128)
 
@@ -49,8 +49,9 @@ def _fits_plan(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) ->
     """
     if args.workload.rows > config.rows:
         return False
-    batch, programs = len(args.tensors.lengths), _estimate_call_programs(args, config)
-    return len(plan) <= size_plan(plan.device, batch, args.constants.num_heads, programs=programs)
+    batch, num_heads = len(args.tensors.lengths), args.constants.num_heads
+    per_sm = _estimate_call_programs(args, config)
+    return len(plan) <= count_plan_rows(plan.device, batch, num_heads, programs_per_sm=per_sm)
 
 
 def launch_attention(
@@ -75,15 +76,16 @@ def launch_attention(
     partial_sums, max_parts = None, batch
     grid: tuple[int, ...] = (num_heads * batch * num_blocks,)
     if split and plan is None:
-        programs, plan_heads = _estimate_call_programs(args, config), num_heads * num_blocks
-        num_rows = size_plan(device, batch, plan_heads, programs=programs)
+        num_head_blocks, per_sm = num_heads * num_blocks, _estimate_call_programs(args, config)
+        num_rows = count_plan_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
         plan = allocate((num_rows, 4), torch.int32, device)
-        make_plan(plan, tensors.lengths, num_tokens, args.window, args.start, plan_heads, programs)
+        limits = num_tokens, args.window, args.start
+        fill_plan(plan, tensors.lengths, *limits, num_head_blocks, per_sm)
     out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), query.dtype, device)
     if split and plan is not None:
         max_parts = get_max_parts(plan, batch)
         grid = (num_heads, max_parts, num_blocks)
-        # The sums are followed by m_i and l_i of each part.
+        # The sums are followed by the maximum and the normalizer (m_i, l_i) of each row of a part.
         num_sums = max_parts * num_q_heads * num_tokens if max_parts > batch else 0
         partial_sums = allocate((num_sums * (out_sizes.dim + 2),), torch.float32, device)
     launch(
@@ -97,17 +99,18 @@ def launch_attention(
         grid = (args.workload.rows, num_heads * (out_sizes.width // num_channels), batch)
         launch(
             _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, num_tokens,
-            max_parts, args.factors.out, SHAPE=constants, WIDTH=num_channels, num_warps=1,
+            max_parts, args.factors.out, CALL=constants, WIDTH=num_channels, num_warps=1,
         )  # fmt: skip
     return out
 
 
 def _estimate_call_programs(args: AttentionArgs, config: LaunchConfig) -> int:
-    """Return the number of programs of `_attend` that plans assume to run on an SM at once."""
+    """Return the number of `_attend` programs per SM that a plan assumes."""
     workload = args.workload
-    is_guessed = config.rows > FEW_ROWS or workload.exact or workload.latent or workload.width > 256
-    guessed_config = config if is_guessed else None
-    return estimate_programs(args.target, config.rows, guessed_config, latent=workload.latent)
+    # The number is only known for the launch parameters that `Family.resources` describes.
+    is_other = workload.has_float32_operands or workload.is_latent or workload.width > 256
+    other_config = config if is_other or config.rows > FEW_ROWS else None
+    return estimate_programs(args.target, config.rows, other_config, latent=workload.is_latent)
 
 
 @triton.jit(
@@ -136,8 +139,8 @@ def _attend(
         plan_ptr: Work plan, `[max_parts + B, 4]`, int32, see plan.py. None means that no sequence
             is split, and that `partial_ptr` is None.
         out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
-        partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their m_i
-            and l_i, `[max_parts, Hkv, rows, 2]`, float32.
+        partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their
+            maxima m_i and normalizers l_i, `[max_parts, Hkv, rows, 2]`, float32.
         batch, num_tokens: B and T.
         start, stop, window: As in `ops.attend`.
         factors: See `Factors`.
@@ -182,13 +185,14 @@ def _attend(
         row_index = ((slot * CALL.num_heads + h) * num_rows + rows.row).to(tl.int64)
         sum_ptrs = partial_ptr + per_row(row_index * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=in_head)
-        stats_ptr = _find_stats(partial_ptr, tl.num_programs(1), num_tokens, CALL)
+        stats_ptr = _point_to_stats(partial_ptr, tl.num_programs(1), num_tokens, CALL)
         tl.store(stats_ptr + row_index * 2, m_i, mask=rows.exists)
         tl.store(stats_ptr + row_index * 2 + 1, l_i, mask=rows.exists)
 
 
 @triton.jit
-def _find_stats(partial_ptr, max_parts, num_tokens, CALL: tl.constexpr):
+def _point_to_stats(partial_ptr, max_parts, num_tokens, CALL: tl.constexpr):
+    """Return the pointer to m_i and l_i of the first row of the first part."""
     sums_per_part = CALL.num_heads * CALL.group_size * CALL.out.dim * num_tokens
     return partial_ptr + max_parts.to(tl.int64) * sums_per_part
 
@@ -196,7 +200,7 @@ def _find_stats(partial_ptr, max_parts, num_tokens, CALL: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens", "max_parts"])
 def _combine(
     plan_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, num_tokens, max_parts, out_factor,
-    SHAPE: tl.constexpr, WIDTH: tl.constexpr,
+    CALL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial sums of sequences with several parts, and write the output.
 
@@ -207,44 +211,45 @@ def _combine(
         sinks_ptr: Attention sinks, `[Hq]`, floating, or None.
         static_scale_ptr: Static scale of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.
-        SHAPE: `Constants` without `config`.
+        CALL: `Constants` without `config`.
+        WIDTH: Number of channels of a program, a power of two.
     """
-    b, h, row = tl.program_id(2), tl.program_id(1) % SHAPE.num_heads, tl.program_id(0)
+    b, h, row = tl.program_id(2), tl.program_id(1) % CALL.num_heads, tl.program_id(0)
     first_slot = tl.load(plan_ptr + (max_parts + b) * 4)
-    num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
-    if num_splits == 1:
+    num_parts = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
+    if num_parts == 1:
         return
-    num_rows = SHAPE.group_size * num_tokens
-    stats_ptr = _find_stats(partial_ptr, max_parts, num_tokens, SHAPE)
-    SPLITS_AT_ONCE: tl.constexpr = LOAD_SIZE // (WIDTH if WIDTH > MAX_CHANNELS else MAX_CHANNELS)
-    i = tl.arange(0, SPLITS_AT_ONCE)
-    d = tl.program_id(1) // SHAPE.num_heads * WIDTH + tl.arange(0, WIDTH)
-    in_head = d < SHAPE.out.dim
+    num_rows = CALL.group_size * num_tokens
+    stats_ptr = _point_to_stats(partial_ptr, max_parts, num_tokens, CALL)
+    PARTS_AT_ONCE: tl.constexpr = LOAD_SIZE // (WIDTH if WIDTH > MAX_CHANNELS else MAX_CHANNELS)
+    i = tl.arange(0, PARTS_AT_ONCE)
+    d = tl.program_id(1) // CALL.num_heads * WIDTH + tl.arange(0, WIDTH)
+    in_head = d < CALL.out.dim
     acc = tl.zeros([1, WIDTH], tl.float32)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
-    for begin in range(0, num_splits, SPLITS_AT_ONCE):
-        in_range = begin + i < num_splits
-        row_index = (((first_slot + begin + i) * SHAPE.num_heads + h) * num_rows + row).to(tl.int64)
-        split_m = tl.load(stats_ptr + row_index * 2, mask=in_range, other=float("-inf"))
-        split_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
-        split_acc = tl.load(
-            partial_ptr + (row_index * SHAPE.out.dim)[:, None] + d[None, :],
+    for begin in range(0, num_parts, PARTS_AT_ONCE):
+        in_range = begin + i < num_parts
+        row_index = (((first_slot + begin + i) * CALL.num_heads + h) * num_rows + row).to(tl.int64)
+        part_m = tl.load(stats_ptr + row_index * 2, mask=in_range, other=float("-inf"))
+        part_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
+        part_acc = tl.load(
+            partial_ptr + (row_index * CALL.out.dim)[:, None] + d[None, :],
             mask=in_range[:, None] & in_head[None, :], other=0.0,
         )  # fmt: skip
-        m_new = tl.maximum(m_i, tl.max(split_m, 0))
+        m_new = tl.maximum(m_i, tl.max(part_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_finite)
-        weight = tl.exp2(split_m - m_finite)
-        l_i = l_i * alpha + tl.sum(split_l * weight, 0)
-        acc = acc * alpha + tl.sum(split_acc * weight[:, None], 0)[None, :]
+        weight = tl.exp2(part_m - m_finite)
+        l_i = l_i * alpha + tl.sum(part_l * weight, 0)
+        acc = acc * alpha + tl.sum(part_acc * weight[:, None], 0)[None, :]
         m_i = m_new
-    head = h * SHAPE.group_size + row % SHAPE.group_size
+    head = h * CALL.group_size + row % CALL.group_size
     heads = head + tl.zeros([1], tl.int32)
     out = finish_rows(
-        acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, d, out_factor, SHAPE, SWAPPED=False
+        acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, heads, d, out_factor, CALL, SWAPPED=False
     )
-    token = b * num_tokens + row // SHAPE.group_size
-    offset = (token * (SHAPE.num_heads * SHAPE.group_size) + head).to(tl.int64) * SHAPE.out.dim
+    token = b * num_tokens + row // CALL.group_size
+    offset = (token * (CALL.num_heads * CALL.group_size) + head).to(tl.int64) * CALL.out.dim
     out_ptrs = out_ptr + offset + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_head[None, :])

@@ -81,16 +81,11 @@ def compute_dynamic_scale(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _zero_invalid_rows(x, max_bits):
-    """Replace rows with infinity or NaN by zeros, because their errors have no integer form."""
-    return tl.where((max_bits < INFINITY)[:, None], x, 0.0)
-
-
-@triton.jit
 def search_scale(x, FORMAT: tl.constexpr):
     """Return `formats.codec.search_scale` of each row of `x`, `[N, D]`, as `[N]`, float32."""
     min_scale, max_bits = _find_smallest_scale(x, FORMAT)
-    x = _zero_invalid_rows(x, max_bits)
+    # Rows with infinity or NaN become zeros, because their errors have no integer form.
+    x = tl.where((max_bits < INFINITY)[:, None], x, 0.0)
     best_scale = min_scale
     min_cost = _compute_rounding_cost(x, min_scale, min_scale, FORMAT)
     for j in range(1, SEARCH_STEPS):
@@ -108,7 +103,7 @@ def search_scale_at_once(x, FORMAT: tl.constexpr):
     `x` `[SEARCH_STEPS, D]` has a copy of the vector for each scale.
     """
     min_scale, max_bits = _find_smallest_scale(x, FORMAT)
-    x = _zero_invalid_rows(x, max_bits)
+    x = tl.where((max_bits < INFINITY)[:, None], x, 0.0)  # as in `search_scale`
     scales = _make_candidate_scales(min_scale, tl.arange(0, SEARCH_STEPS))
     cost = _compute_rounding_cost(x, scales, min_scale, FORMAT).to(tl.int32, bitcast=True)
     # One reduction finds the least cost and, among equal costs, the smallest scale.

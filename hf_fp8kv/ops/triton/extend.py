@@ -44,7 +44,7 @@ def attend(
     wide_pages = None if spec.deterministic else _widen_pages(args, pages, num_blocks)
     if wide_pages is not None:
         args = prepare(query, wide_pages, lengths, start, stop, spec)
-        config = choose_extend_config(args.target, args.workload._replace(widened=True))
+        config = choose_extend_config(args.target, args.workload._replace(is_widened=True))
     has_idle_sms = pages.num_heads * len(lengths) * num_blocks < args.target.sm_count
     may_split = has_idle_sms and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
     return launch_attention(args, config, split=may_split)
@@ -58,15 +58,16 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
 
         * few blocks of rows or positions, or a window, which limits the codes that blocks share
         * GPUs whose products do not read K and V from shared memory
-        * latents, float32 products or complete masks, whose sums would spill
+        * latents, float32 products or a mask for each query, whose sums would spill
         * no 8-bit codes
         * copies above `MAX_WIDENED_BYTES`
     """
     workload, stop = args.workload, args.stop
     is_large = num_blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
-    if not is_large or args.start or args.window or get_family(args.target).widened_stages is None:
+    stages = get_family(args.target).widened_stages
+    if not is_large or args.start or args.window or stages is None:
         return None
-    may_spill = workload.exact or workload.latent or workload.complete
+    may_spill = workload.has_float32_operands or workload.is_latent or workload.has_query_masks
     if may_spill or pages.k.format == pages.v.format == AUTO:
         return None
     codecs = args.constants.k_codec, args.constants.v_codec
@@ -106,11 +107,10 @@ def _widen_codes(
     Args:
         k, v, wide_k, wide_v: Pointers to pages and to widened pages, see `SidePointers`.
         scales_ptr, wide_scales_ptr: See `Pages.token_scales`.
-        table_ptr: Block table, `[B, M]`, int32.
+        table_ptr, table_stride: Block table, `[B, M]`, int32, and its batch stride.
         wide_table_ptr: Block table of widened pages, `[B, num_columns]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
         page_bytes: Size of a widened page, in bytes.
-        table_stride: Batch stride of the block table.
     """
     h, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wide_page = b * tl.num_programs(1) + i

@@ -29,7 +29,7 @@ def gather(
     out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
     sizes, target = make_side_sizes(stored), get_target(out.device)
-    codec = choose_codec(stored.format, target, tl.float32, exact=True, keep_nan=True)
+    codec = choose_codec(stored.format, target, tl.float32, fp32=True, keep_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(
@@ -54,8 +54,7 @@ def _gather(
         scales_ptr: See `Pages.token_scales`.
         out_ptr: Output, `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: Number of stored tokens, `[B]`, int32, only read if RAGGED.
-        table_ptr: Block table, `[B, M]`, int32.
-        table_stride: Batch stride of the block table.
+        table_ptr, table_stride: Block table, `[B, M]`, int32, and its batch stride.
         SIDE, CODEC: See `SideSizes` and `Codec`.
     """
     DIM: tl.constexpr = SIDE.dim

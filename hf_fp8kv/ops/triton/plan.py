@@ -10,7 +10,7 @@ sequence is a single part.
 A plan is int32, `[max_parts + B, 4]`:
 
     row i < max_parts    (sequence, first token, last token + 1, slot of its sums). Unused rows have
-                         the sequence -1. The slot of an only part is -1.
+                         the sequence -1. A sequence with a single part has the slot -1.
     row max_parts + b    (first slot of sequence b, number of its parts, 0, 0)
 
 The first part of a sequence begins at 0, and the last part has no end. A plan that was made for
@@ -31,35 +31,35 @@ NO_END = tl.constexpr(2**31 - 1)
 EARLY_BONUS = tl.constexpr(2**30)
 # CUDA's limit for the second axis of a grid.
 MAX_PARTS = 65_535
-# Number of parts that are merged in 1 us.
-PARTS_PER_US = tl.constexpr(32)
+# Number of parts of a sequence that are merged in 1 us. More parts are a reason for longer ranges.
+FAST_MERGE_PARTS = tl.constexpr(32)
 
 
-def size_plan(
+def count_plan_rows(
     device: torch.device,
     batch: int,
-    num_heads: int,
+    num_head_blocks: int,
     length: int | None = None,
     num_query_rows: int = 1,
-    programs: int = 0,
+    programs_per_sm: int = 0,
 ) -> int:
     """Return the number of rows of a plan.
 
     Args:
         device: Device of the plan.
         batch: Number of sequences, B.
-        num_heads: Number of KV heads, H, times the number of blocks of query rows.
+        num_head_blocks: Number of KV heads, H, times the number of blocks of query rows.
         length: Number of tokens to read per sequence, if it is fixed and the same for all. The plan
             then has no room for parts that are not needed. None means that lengths differ or grow.
         num_query_rows: Query rows per KV head.
-        programs: Number of programs that an SM runs at once. 0 means the number for the decode
-            kernel with `num_query_rows` rows.
+        programs_per_sm: Number of programs that an SM runs at once. 0 means the number for the
+            decode kernel with `num_query_rows` rows.
     """
     target = get_target(device)
-    capacity = target.sm_count * (programs or estimate_programs(target, num_query_rows))
-    num_ranges = max(1, min(capacity // num_heads, MAX_PARTS + 1 - batch))
-    config, num_programs = choose_plan_config(target), batch * num_heads
-    if length is not None and not should_split(length, num_programs, capacity, config):
+    capacity = target.sm_count * (programs_per_sm or estimate_programs(target, num_query_rows))
+    num_ranges = max(1, min(capacity // num_head_blocks, MAX_PARTS + 1 - batch))
+    config, grid_size = choose_plan_config(target), batch * num_head_blocks
+    if length is not None and not _should_split_equal(length, grid_size, capacity, config):
         num_ranges = 1
     return 2 * batch + num_ranges - 1
 
@@ -72,93 +72,88 @@ def get_max_parts(plan: torch.Tensor, batch: int) -> int:
     return max_parts
 
 
-def make_plan(
+def fill_plan(
     plan: torch.Tensor,
     lengths: torch.Tensor,
     num_tokens: int,
     window: int,
     start: int,
-    num_heads: int,
-    programs: int = 0,
+    num_head_blocks: int,
+    programs_per_sm: int = 0,
 ) -> None:
-    """Overwrite `plan`, `[size_plan, 4]`, int32. For arguments see `ops.make_plan`, `size_plan`."""
+    """Overwrite a plan with `count_plan_rows` rows for these arguments, like `ops.fill_plan`."""
     batch, target = lengths.shape[0], get_target(lengths.device)
     config = choose_plan_config(target)
     assert plan.is_contiguous()
     max_parts = get_max_parts(plan, batch)
-    capacity = target.sm_count * (programs or estimate_programs(target))
-    num_ranges, max_ranges = max(1, capacity // num_heads), max_parts - batch + 1
+    capacity = target.sm_count * (programs_per_sm or estimate_programs(target))
+    num_ranges, max_ranges = max(1, capacity // num_head_blocks), max_parts - batch + 1
     if 1 < max_ranges < num_ranges:
         # The plan was sized for fewer programs.
-        capacity = max_ranges * num_heads
+        capacity = max_ranges * num_head_blocks
     num_ranges = min(num_ranges, max_ranges)
     launch(
-        _plan, (batch,), plan, lengths, batch, num_tokens, window, start, num_heads, num_ranges,
-        capacity, max_parts, config.split_cost, config.merge_cost,
+        _plan, (batch,), plan, lengths, batch, num_tokens, window, start, num_head_blocks,
+        num_ranges, capacity, max_parts, config.split_cost, config.merge_cost,
         PARTS_WIDTH=next_power_of_2(max_ranges), UNIT=config.unit,
         BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 
-def should_split(length: int, num_programs: int, capacity: int, config: PlanConfig) -> bool:
-    """Return the result of `_should_split` for sequences of equal length."""
-    units = cdiv(length, config.unit)
-    num_tail, half, cost = num_programs % capacity, capacity // 2, config.split_cost
-    if num_programs <= capacity:
-        unsplit_time = units * max(half, num_programs)
-    else:
-        unsplit_time = units * (num_programs - num_tail + (max(num_tail, half) if num_tail else 0))
-        cost //= 2
-    return (unsplit_time - units * num_programs) * config.unit > cost * capacity
+def _should_split_equal(length: int, grid_size: int, capacity: int, config: PlanConfig) -> bool:
+    """Return the result of `_should_split` for sequences of equal length, without a kernel."""
+    num_tail = grid_size % capacity
+    num_idle = max(capacity // 2 - num_tail, 0) if num_tail else 0
+    saved_time = num_idle * cdiv(length, config.unit)
+    split_cost = config.split_cost // (2 if grid_size > capacity else 1)
+    return saved_time * config.unit > split_cost * capacity
 
 
 @triton.jit
-def _should_split(units, total, longest, batch, num_heads, capacity, unit, cost):
+def _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT, split_cost):
     """Return whether splitting into ranges saves more time than it costs.
 
-    The unit of time is the time in which a program reads a unit of tokens while `capacity` programs
-    run, divided by `capacity`. If fewer than half of them run, as often in the tail of a launch,
-    each is up to twice as fast, even on a full SM. (Half of the programs reach 8 TB/s, and two of
-    five reach 4.8 TB/s.)
+    A time is the number of units that a full GPU, with `capacity` programs, reads during that time.
+    If fewer than half of them run, as often in the tail of a launch, each is up to twice as fast,
+    even on a full SM. (Half of the programs reach a bandwidth of 8 TB/s, and two of five reach
+    4.8 TB/s.)
 
     Args:
-        units: Units of tokens of each sequence, `[>= B]`.
+        units: Number of units of UNIT tokens in each sequence, `[>= B]`.
         total, longest: Sum and maximum of `units`.
-        unit: Number of tokens in a unit.
-        cost: Cost of splitting, in tokens: an additional part for each program, and the merging. It
-            is halved if not all programs start at once, because other programs read during that
-            time.
+        split_cost: As in `PlanConfig`. It is halved if not all programs start at once, because
+            other programs read during that time.
     """
-    num_programs = batch * num_heads
-    num_tail = num_programs % capacity
+    grid_size = batch * num_head_blocks
+    num_tail = grid_size % capacity
     half = (capacity // 2).to(tl.int64)
-    split_time = total.to(tl.int64) * num_heads
+    split_time = total.to(tl.int64) * num_head_blocks
     longest = longest.to(tl.int64)
     tail_time = tl.where(num_tail > 0, tl.maximum(num_tail, half), 0)
-    unsplit_time = longest * (num_programs - num_tail + tail_time)
-    if num_programs <= capacity:
+    unsplit_time = longest * (grid_size - num_tail + tail_time)
+    if grid_size <= capacity:
         # All programs start at once and share the bandwidth while more than half of them run. The
         # maximum over several times finds the time from which fewer than half run.
         unsplit_time = tl.maximum(longest * half, split_time)
         for i in tl.static_range(1, 8):
             limit = longest * i // 8
             units_read = tl.sum(tl.minimum(units.to(tl.int64), limit), 0)
-            time = units_read * num_heads + (longest - limit) * half
+            time = units_read * num_head_blocks + (longest - limit) * half
             unsplit_time = tl.maximum(unsplit_time, time)
     else:
-        cost = cost // 2
-    return (unsplit_time - split_time) * unit > cost.to(tl.int64) * capacity
+        split_cost = split_cost // 2
+    return (unsplit_time - split_time) * UNIT > split_cost.to(tl.int64) * capacity
 
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "num_tokens", "window", "start", "num_heads", "num_ranges", "capacity",
-        "max_parts", "cost", "merge_cost",
+        "batch", "num_tokens", "window", "start", "num_head_blocks", "num_ranges", "capacity",
+        "max_parts", "split_cost", "merge_cost",
     ]
 )  # fmt: skip
 def _plan(
-    plan_ptr, lengths_ptr, batch, num_tokens, window, start, num_heads, num_ranges, capacity,
-    max_parts, cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    plan_ptr, lengths_ptr, batch, num_tokens, window, start, num_head_blocks, num_ranges, capacity,
+    max_parts, split_cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr,
     BATCH_WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Write a plan. Each sequence has a program, which computes all parts and writes its own.
@@ -166,35 +161,37 @@ def _plan(
     Args:
         plan_ptr: Work plan, `[max_parts + B, 4]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
-        batch, num_heads: B and H.
-        num_tokens, window, start: As in `ops.make_plan`.
+        batch, num_head_blocks: As in `count_plan_rows`.
+        num_tokens, window, start: As in `ops.fill_plan`.
         num_ranges: Maximum number of ranges. 1 means that no sequence is split.
         capacity: Number of programs that the GPU runs at once.
-        cost: As in `_should_split`.
-        merge_cost: Number of tokens that a program reads in the time in which one part is merged.
+        split_cost, merge_cost, UNIT: As in `PlanConfig`.
     """
     own_b = tl.program_id(0)
     b = tl.arange(0, BATCH_WIDTH)
     exists = b < batch
     ends = tl.load(lengths_ptr + b, mask=exists, other=0)
-    low = tl.zeros([BATCH_WIDTH], tl.int32) + start
+    first_token = tl.zeros([BATCH_WIDTH], tl.int32) + start
     if WINDOWED:
-        low = tl.maximum(low, find_last_before_window(ends - num_tokens, window) + 1)
-    low = tl.maximum(low, 0) // UNIT
+        first_visible = find_last_before_window(ends - num_tokens, window) + 1
+        first_token = tl.maximum(first_token, first_visible)
+    first_unit = tl.maximum(first_token, 0) // UNIT
     # An empty sequence also has a part, because a program must write its output.
-    units = tl.where(exists, tl.maximum(tl.cdiv(ends, UNIT) - low, 1), 0)
+    units = tl.where(exists, tl.maximum(tl.cdiv(ends, UNIT) - first_unit, 1), 0)
 
+    # The place of each sequence in the concatenation, in units.
     stop = tl.cumsum(units, 0)
     begin = stop - units
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
-    # This n minimizes the time to read a range of n tokens and to merge `longest / n` parts.
+    # `min_tokens` minimizes the time to read a range and to merge the longest sequence's parts.
     min_tokens = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
     even_units = tl.cdiv(total, num_ranges)
     range_units = tl.maximum(even_units, (min_tokens / UNIT).to(tl.int32))
-    # With many parts to merge, half of the programs suffice for the bandwidth.
-    range_units = tl.maximum(range_units, tl.minimum(even_units * 2, longest // PARTS_PER_US))
-    split = _should_split(units, total, longest, batch, num_heads, capacity, UNIT, cost)
+    # Ranges are up to twice as long if the longest sequence would have more than FAST_MERGE_PARTS
+    # parts, because half of the programs suffice for the bandwidth.
+    range_units = tl.maximum(range_units, tl.minimum(even_units * 2, longest // FAST_MERGE_PARTS))
+    split = _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT, split_cost)
     range_units = tl.where(split, range_units, total)
 
     first_range = begin // range_units
@@ -208,7 +205,7 @@ def _plan(
     # The sort key of a part is its length, and the longest part comes first. If most programs read
     # whole sequences, possibly of equal length, a bonus puts parts that begin a range first. Their
     # lengths differ, so that programs do not all end, and leave the memory idle, at the same time.
-    is_uniform = (longest <= range_units) | (batch * num_heads >= 2 * capacity)
+    is_uniform = (longest <= range_units) | (batch * num_head_blocks >= 2 * capacity)
     bonus = tl.where(is_uniform, EARLY_BONUS, 0)
     first_key = tl.minimum(stop, (first_range + 1) * range_units) - begin
     first_key += tl.where(begin == first_range * range_units, bonus, 0)
@@ -218,7 +215,7 @@ def _plan(
 
     is_own = b == own_b
     own_begin = _pick_own(begin, is_own)
-    own_low = _pick_own(low, is_own)
+    own_unit = _pick_own(first_unit, is_own)
     own_range = _pick_own(first_range, is_own)
     own_parts = _pick_own(num_parts, is_own)
     own_slot = _pick_own(slot, is_own)
@@ -230,7 +227,7 @@ def _plan(
     i = tl.arange(0, PARTS_WIDTH)
     row = tl.where(i == own_parts - 1, last_row, _pick_own(middle_row, is_own) + i - 1)
     row = tl.where(i == 0, first_row, row)
-    part_begin = ((own_range + i) * range_units - own_begin + own_low) * UNIT
+    part_begin = ((own_range + i) * range_units - own_begin + own_unit) * UNIT
     part_end = part_begin + range_units * UNIT
     row_ptrs = plan_ptr + row * 4
     is_own_part = i < own_parts

@@ -1,12 +1,10 @@
 """Recording and replay of kernel launches with new addresses.
 
-Before a kernel is launched, codecs, launch parameters and about forty arguments are prepared, and
-Triton inspects each argument to find the compiled kernel. While a model decodes, all of this is the
-same in every layer and step, except for the addresses of tensors and a few integers. The first call
-is therefore recorded: the tensors that it allocated, the kernels that it launched, and the
-positions of its addresses and integers among their arguments. A later call that does not differ
-otherwise runs a Python function generated from the recording. It allocates the same tensors and
-launches the same compiled kernels.
+A launch needs codecs, launch parameters and about forty arguments, which Triton inspects to find
+the compiled kernel. While a model decodes, only addresses of tensors and a few integers change. The
+first call is therefore recorded: the tensors that it allocated, the kernels that it launched, and
+the positions of its addresses and integers among their arguments. A later call runs a Python
+function generated from the recording, which allocates the same tensors and launches the kernels.
 
 A recording holds no tensors, so all layers and caches share it. Its key has everything that it
 depends on:

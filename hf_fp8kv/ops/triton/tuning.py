@@ -13,32 +13,29 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from .target import Target
 
-_Row = TypeVar("_Row")
-_Table: TypeAlias = Mapping[int, tuple[int, int, int, int | None]]
-_ExtendTable: TypeAlias = Mapping[int, tuple[int, int, int, int]]
 _Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch parameters of one kernel.
+    """Launch parameters of one kernel. Benchmarks store them under these names.
 
     Attributes:
-        rows: Query rows per program (query heads of one KV head times query tokens).
         tile: Tokens that a program reads at a time.
         warps: Warps per program.
         stages: Number of tiles that are loaded ahead, plus one.
         registers: Maximum number of registers per thread. None leaves it to the compiler.
+        rows: Query rows per program (query heads of one KV head times query tokens).
         masked_tile: Tokens read at a time if some are hidden from some row. Divides `tile`.
-        swapped: Whether codes are the first operand of products, instead of rows.
+        swapped: Whether products are codes times rows, instead of rows times codes.
         chunks: Number of chunks that the channels of latents are split into, see products.py.
     """
 
-    rows: int
     tile: int
     warps: int
     stages: int
     registers: int | None = None
+    rows: int = 16
     masked_tile: int = 16
     swapped: bool = False
     chunks: int = 1
@@ -55,7 +52,7 @@ MAX_DECODE_TOKENS = 8
 MAX_DECODE_ROWS = 64
 # Maximum number of query rows of latents for which a program takes 16 rows. For 16 sequences of 16k
 # tokens and 32 heads, an H200 took 202 us with 16 rows per program and 265 us with 64. With 64
-# heads it took 466 and 269 us.
+# heads: 466 us and 269 us.
 FEW_LATENT_ROWS = 32
 # Maximum number of query rows for which the number of programs per SM is known before compilation.
 FEW_ROWS = 16
@@ -71,8 +68,8 @@ class PlanConfig:
     Attributes:
         unit: Parts are multiples of this number of tokens, which is a multiple of most tiles.
         split_cost: Cost of splitting, in tokens: an additional part for each program and the launch
-            of the merging, about 4 us. In that time a program reads 80 tokens of 260 bytes if the
-            GPU is full.
+            of the merge kernel, about 4 us. In that time a program of a full GPU reads 80 tokens of
+            260 bytes.
         merge_cost: Cost of merging one part, in tokens: at least 33 ns, because its loads wait for
             each other. In 33 ns a program that runs alone reads 2.5 tokens.
     """
@@ -82,47 +79,46 @@ class PlanConfig:
     merge_cost: float = 4.0
 
 
+_Table: TypeAlias = Mapping[int, LaunchConfig]
+
+
 @dataclass(frozen=True)
 class Family:
-    """Launch parameters for similar GPUs. The key of a table is the maximum head size of a row.
+    """Launch parameters for similar GPUs. The key of a table is the maximum head size.
 
     Attributes:
-        resources: Resources of a program in decoding, by the maximum number of query rows:
-            registers per thread, warps, and shared memory in bytes. Plans are made for all layers
-            before a kernel is compiled. `make kernels` checks that the number of programs fits.
-        other_resources: Assumed registers per thread and shared memory of any other program.
+        resources: Resources of a program in decoding (arguments of `count_programs`), by the
+            maximum number of query rows. Plans are made for all layers before a kernel is compiled.
+            `make kernels` checks that the number of programs fits.
+        other_resources: Assumed registers per thread and shared memory for all other programs.
         large_resources: As `other_resources`, for latents and for more than 32 rows per program.
-        decode: (tile, warps, stages, registers) with swapped operands, by number of rows and head
-            size.
+        decode: Parameters with swapped operands, by number of rows and head size. `rows`,
+            `masked_tile` and `swapped` are set for each call.
         decode_rows_first: As `decode`, without swapped operands, by head size.
-        extend: (rows, tile, warps, stages) for extending, by head size.
-        max_wide_dim: Maximum head size for which 16-bit tiles have the same number of stages as
-            8-bit tiles.
+        extend: Parameters for extending, by head size.
+        max_16_bit_dim: Maximum head size for which 16-bit tiles have the `stages` of 8-bit tiles.
         widened_stages: Additional stages for extending if codes were widened. None if products do
             not read K and V from shared memory, so that codes are never widened.
-        limits_registers: Whether extending with a complete mask has a limit of registers.
-        latent_warps, latent_stages: Warps and stages for latents with 16 rows per program.
-        latent_many_rows: (rows, tile, warps, stages) with swapped operands for latents with more
-            than FEW_LATENT_ROWS rows. None means 16 rows per program.
-        masked_latent_warps: Warps for latents with a complete mask or a bias.
+        limits_registers: Whether extending with a mask for each query has a limit of registers.
+        latent: Parameters for latents.
+        latent_many_rows: As `latent`, for more than FEW_LATENT_ROWS rows. None means no difference.
+        masked_latent_warps: Warps for latents with a mask for each query or a bias.
         rotated_latent_warps: Warps for latents with a rotated query, which is then split into
             chunks. None means no special case.
-        splits_shifted_latents: Whether latents whose codes are decoded by shifting bits are split
-            into chunks.
+        splits_shifted_latents: Whether latents with `has_shifted_keys` are split into chunks.
     """
 
-    resources: Mapping[int, tuple[int, int, int]]
+    resources: Mapping[int, Mapping[str, int]]
     other_resources: tuple[int, int]
     large_resources: tuple[int, int]
     decode: Mapping[int, _Table]
     decode_rows_first: _Table
-    extend: _ExtendTable
-    max_wide_dim: int = 0
+    extend: _Table
+    max_16_bit_dim: int = 0
     widened_stages: int | None = None
     limits_registers: bool = False
-    latent_warps: int = 8
-    latent_stages: int = 2
-    latent_many_rows: tuple[int, int, int, int] | None = None
+    latent: LaunchConfig = LaunchConfig(32, 8, 2)
+    latent_many_rows: LaunchConfig | None = None
     masked_latent_warps: int = 8
     rotated_latent_warps: int | None = None
     splits_shifted_latents: bool = False
@@ -131,66 +127,75 @@ class Family:
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
 # per byte. From head size 128 on, the codes of K and V of one tile are 16 KB. With 168 registers,
 # six programs of two warps fit.
-_DECODE_FEW_ROWS: _Table = {
-    64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
-    1024: (16, 4, 2, None),
+_DECODE_FEW_ROWS = {
+    64: LaunchConfig(64, 2, 4, 168), 128: LaunchConfig(64, 2, 3, 168),
+    256: LaunchConfig(32, 2, 3, 168), 512: LaunchConfig(32, 4, 2), 1024: LaunchConfig(16, 4, 2),
 }  # fmt: skip
 # Without instructions for warp groups, each warp reads all of K and V and runs short of registers.
 _CUDA = Family(
-    resources={8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
+    resources={
+        8: {"registers": 168, "num_warps": 2, "shared": 37 << 10},
+        16: {"registers": 240, "num_warps": 2, "shared": 41 << 10},
+    },
     other_resources=(255, 48 << 10),
     large_resources=(255, 72 << 10),
     decode={
         8: _DECODE_FEW_ROWS,
-        16: {width: (*row[:3], row[3] and 240) for width, row in _DECODE_FEW_ROWS.items()},
-        32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
+        16: {n: replace(x, registers=x.registers and 240) for n, x in _DECODE_FEW_ROWS.items()},
+        32: {64: LaunchConfig(64, 2, 4), 128: LaunchConfig(64, 2, 3), 256: LaunchConfig(32, 4, 3)},
     },
     # Swapping saves nothing with equal numbers of rows and tokens.
     decode_rows_first={
-        64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
-        1024: (16, 8, 2, None),
+        64: LaunchConfig(64, 4, 4), 128: LaunchConfig(64, 4, 3), 256: LaunchConfig(32, 4, 3),
+        512: LaunchConfig(32, 8, 2), 1024: LaunchConfig(16, 8, 2),
     },
-    extend={128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)},
+    extend={
+        128: LaunchConfig(64, 8, 2, rows=64), 256: LaunchConfig(32, 4, 2, rows=32),
+        512: LaunchConfig(32, 8, 1, rows=32), 1024: LaunchConfig(16, 8, 1),
+    },
     limits_registers=True,
 )  # fmt: skip
 # Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
-    _CUDA, extend={**_CUDA.extend, 128: (64, 64, 4, 2)}, max_wide_dim=256, widened_stages=1,
-    limits_registers=False, latent_warps=4, latent_stages=3, latent_many_rows=(64, 32, 8, 2),
+    _CUDA, extend={**_CUDA.extend, 128: LaunchConfig(64, 4, 2, rows=64)}, max_16_bit_dim=256,
+    widened_stages=1, limits_registers=False, latent=LaunchConfig(32, 4, 3),
+    latent_many_rows=LaunchConfig(32, 8, 2, rows=64, swapped=True),
 )  # fmt: skip
 _FAMILIES = {
     "sm_80": replace(
-        _CUDA, extend={**_CUDA.extend, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)},
-        rotated_latent_warps=4,
+        _CUDA, rotated_latent_warps=4,
+        extend={**_CUDA.extend, 64: _CUDA.extend[128], 128: LaunchConfig(32, 8, 2, rows=64)},
     ),
     "sm_90": _SM_90,
     # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
-        _SM_90, extend={**_SM_90.extend, 256: (64, 32, 8, 2)}, max_wide_dim=128, widened_stages=0,
-        latent_warps=8, latent_stages=2, latent_many_rows=None,
+        _SM_90, extend={**_SM_90.extend, 256: LaunchConfig(32, 8, 2, rows=64)}, max_16_bit_dim=128,
+        widened_stages=0, latent=_CUDA.latent, latent_many_rows=None,
     ),
     "sm_": _CUDA,
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
     "gfx": Family(
-        resources={16: (256, 1, 16 << 10)},
+        resources={16: {"registers": 256, "num_warps": 1, "shared": 16 << 10}},
         other_resources=(256, 16 << 10),
         large_resources=(512, 16 << 10),
-        decode={16: {128: (32, 1, 2, None), 256: (32, 2, 2, None)}},
+        decode={16: {128: LaunchConfig(32, 1, 2), 256: LaunchConfig(32, 2, 2)}},
         decode_rows_first={
-            128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None),
-            1024: (16, 8, 1, None),
+            128: LaunchConfig(32, 2, 2), 256: LaunchConfig(32, 4, 2), 512: LaunchConfig(32, 8, 1),
+            1024: LaunchConfig(16, 8, 1),
         },
         extend={
-            64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1),
-            1024: (16, 16, 8, 1),
+            64: LaunchConfig(64, 4, 1, rows=128), 128: LaunchConfig(32, 4, 1, rows=128),
+            256: LaunchConfig(32, 4, 1, rows=64), 512: LaunchConfig(32, 8, 1, rows=32),
+            1024: LaunchConfig(16, 8, 1),
         },
-        latent_warps=4, masked_latent_warps=4, splits_shifted_latents=True,
+        latent=LaunchConfig(32, 4, 2), masked_latent_warps=4, splits_shifted_latents=True,
     ),
 }  # fmt: skip
 # For float32 operands, which need many registers.
-_DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
-_EXTEND_FLOAT32: _ExtendTable = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
-_EMPTY_TABLE: _Table = {}
+_DECODE_FLOAT32 = {
+    128: LaunchConfig(32, 4, 2), 256: LaunchConfig(16, 8, 2), 1024: LaunchConfig(16, 8, 1),
+}  # fmt: skip
+_EXTEND_FLOAT32 = {128: LaunchConfig(32, 4, 1), 1024: LaunchConfig(16, 8, 1)}
 
 
 def choose_plan_config(target: Target) -> PlanConfig:
@@ -217,17 +222,18 @@ def estimate_programs(
     """
     family = get_family(target)
     if config is None and rows > FEW_ROWS:
-        config = choose_decode_config(target, Workload(128, rows, False, False, False))
+        config = choose_decode_config(target, Workload(128, rows))
     if config is None:
         resources = family.resources[min(n for n in family.resources if rows <= n)]
     else:
         is_large = latent or config.rows > 32
         registers, shared = family.large_resources if is_large else family.other_resources
-        resources = config.registers or registers, config.warps, shared
-    return int(target.parameters.get("programs") or max(1, target.count_programs(*resources)))
+        registers = config.registers or registers
+        resources = {"registers": registers, "num_warps": config.warps, "shared": shared}
+    return int(target.parameters.get("programs") or max(1, target.count_programs(**resources)))
 
 
-def _look_up(table: Mapping[int, _Row], width: int) -> _Row:
+def _look_up(table: _Table, width: int) -> LaunchConfig:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
@@ -237,89 +243,94 @@ class Workload(NamedTuple):
     Attributes:
         width: The larger head size, padded to a power of two.
         rows: Query rows per KV head. A program may take fewer, so that there are several blocks.
-        exact: Whether products have float32 operands.
-        wide: Whether a side is stored in 16 bits or more.
-        biased: Whether there is a bias.
-        complete: Whether there is a mask for each query, so that all tiles are masked.
-        rotated: Whether the query or the output is rotated.
-        latent: Whether the call reads latents.
-        shifted: Whether K's codes are decoded by shifting bits.
-        widened: Whether codes were decoded before, so that their tiles are operands of products.
+        has_float32_operands: Whether the operands of products are float32.
+        has_16_bit_side: Whether K or V is stored in 16 bits or more.
+        has_bias: Whether there is a bias.
+        has_query_masks: Whether there is a mask for each query, so that all tiles are masked.
+        is_rotated: Whether the query or the output is rotated.
+        is_latent: Whether the call reads latents.
+        has_shifted_keys: Whether K's codes are decoded by shifting bits.
+        is_widened: Whether codes were decoded to 16 bits before, so that tiles are operands.
     """
 
     width: int
     rows: int
-    exact: bool
-    wide: bool
-    biased: bool
-    complete: bool = False
-    rotated: bool = False
-    latent: bool = False
-    shifted: bool = False
-    widened: bool = False
+    has_float32_operands: bool = False
+    has_16_bit_side: bool = False
+    has_bias: bool = False
+    has_query_masks: bool = False
+    is_rotated: bool = False
+    is_latent: bool = False
+    has_shifted_keys: bool = False
+    is_widened: bool = False
 
 
 def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters for decoding."""
     family = get_family(target)
-    if workload.latent:
-        return _latent_config(target, workload)
-    width, rows, exact, wide, biased, complete, *_ = workload
+    if workload.is_latent:
+        return _choose_latent_config(target, workload)
+    width, rows, float32 = workload.width, workload.rows, workload.has_float32_operands
     max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
-    rows = min(max_rows, 16 if exact and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
-    swapped_table = family.decode.get(rows, _EMPTY_TABLE)
-    is_swapped = not exact and width <= max(swapped_table, default=0)
+    rows = min(max_rows, 16 if float32 and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
+    swapped_table = family.decode.get(rows, {})
+    is_swapped = not float32 and width <= max(swapped_table, default=0)
     table = swapped_table if is_swapped else family.decode_rows_first
-    tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
-    if wide and not exact:
+    config = _look_up(_DECODE_FLOAT32 if float32 else table, width)
+    tile, registers = config.tile, config.registers
+    if workload.has_16_bit_side and not float32:
         tile = max(16, tile // 2)  # the same number of bytes
-    if biased:
+    if workload.has_bias:
         registers = None
     elif registers is not None and estimate_programs(target, rows) < 3:
         registers = _MANY_REGISTERS
-    # Half of the unmasked tile. A complete mask or a bias, with values for each query and token,
-    # would spill in a tile of that size.
-    masked_tile = 16 if complete or biased else max(16, tile // 2)
-    config = LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped)
+    # Half of the unmasked tile. Masks or a bias with values for each query and token would spill in
+    # a tile of that size.
+    has_values = workload.has_query_masks or workload.has_bias
+    masked_tile = 16 if has_values else max(16, tile // 2)
+    config = replace(
+        config, tile=tile, registers=registers, rows=rows, masked_tile=masked_tile,
+        swapped=is_swapped,
+    )  # fmt: skip
     return _apply_parameters(config, target)
 
 
 def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters for extending."""
     family = get_family(target)
-    if workload.latent:
-        return _latent_config(target, workload)
-    table = _EXTEND_FLOAT32 if workload.exact else family.extend
-    rows, tile, warps, stages = _look_up(table, workload.width)
-    if workload.wide and not workload.exact and workload.width > family.max_wide_dim:
+    if workload.is_latent:
+        return _choose_latent_config(target, workload)
+    float32 = workload.has_float32_operands
+    config = _look_up(_EXTEND_FLOAT32 if float32 else family.extend, workload.width)
+    stages = config.stages
+    if workload.has_16_bit_side and not float32 and workload.width > family.max_16_bit_dim:
         stages = max(1, stages - 1)
-    if workload.widened:
+    if workload.is_widened:
         stages += family.widened_stages or 0
-    config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
-    if family.limits_registers and workload.complete and not workload.exact:
+    config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
+    if family.limits_registers and workload.has_query_masks and not float32:
         config = replace(config, registers=_MANY_REGISTERS)
     return _apply_parameters(config, target)
 
 
-def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
+def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
     family = get_family(target)
-    rows, tile, warps, stages = 16, 32, family.latent_warps, family.latent_stages
-    in_chunks = family.splits_shifted_latents and workload.shifted
-    is_masked, swapped = workload.complete or workload.biased, False
-    if workload.exact or workload.width > 512:
-        tile, warps, stages = 16, 8, 1
+    config = family.latent
+    in_chunks = family.splits_shifted_latents and workload.has_shifted_keys
+    is_masked = workload.has_query_masks or workload.has_bias
+    if workload.has_float32_operands or workload.width > 512:
+        config = LaunchConfig(tile=16, warps=8, stages=1)
     elif family.latent_many_rows and workload.rows > FEW_LATENT_ROWS and not is_masked:
-        (rows, tile, warps, stages), swapped = family.latent_many_rows, True
+        config = family.latent_many_rows
     else:
         if is_masked:
-            warps = family.masked_latent_warps
-        if workload.rotated and family.rotated_latent_warps:
+            config = replace(config, warps=family.masked_latent_warps)
+        if workload.is_rotated and family.rotated_latent_warps:
             # With the sums of rotation, whole query rows would need too many registers.
-            warps, in_chunks = family.rotated_latent_warps, True
+            config, in_chunks = replace(config, warps=family.rotated_latent_warps), True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
-    config = LaunchConfig(rows, tile, warps, stages, swapped=swapped, chunks=chunks)
-    config = _apply_parameters(config, target)
+    config = _apply_parameters(replace(config, chunks=chunks), target)
     return replace(config, swapped=config.swapped and config.chunks == 1)
 
 

@@ -87,8 +87,7 @@ def _write(
     Args:
         key_ptr, value_ptr: Keys and values, `[B, Hkv, T, D]`, floating, with any strides.
         lengths_ptr: Number of stored tokens, including the new tokens, `[B]`, int32.
-        table_ptr: Block table, `[B, num_columns]`, int32.
-        table_stride: Batch stride of the block table.
+        table_ptr, table_stride: Block table, `[B, num_columns]`, int32, and its batch stride.
         k, v: Pointers, see `SidePointers`.
         scales_ptr: See `Pages.token_scales`.
         num_tokens: Number of new tokens, T.

@@ -9,7 +9,7 @@ import torch
 from .formats import AUTO, FORMATS
 from .ops.page_layout import make_page_layout
 from .ops.pages import AttentionSpec, Pages, StoredSide
-from .ops.triton.backend import attend, gather, make_plan, size_plan, write
+from .ops.triton.backend import attend, count_plan_rows, fill_plan, gather, write
 
 __all__ = [
     "AUTO",
@@ -18,10 +18,10 @@ __all__ = [
     "Pages",
     "StoredSide",
     "attend",
+    "count_plan_rows",
+    "fill_plan",
     "gather",
-    "make_plan",
     "new_pages",
-    "size_plan",
     "write",
 ]
 

@@ -128,7 +128,8 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     assembly = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     programs = target.count_programs(assembly.registers, warps, shared)
-    call = constants.get("CALL")
+    # The constants of `_combine` have no launch parameters.
+    call = constants.get("CALL") if kernel != "_combine" else None
     tile = call.config.tile if call else constants.get("TILE", 0)
     reads_pages = kernel == "_attend" and variant.dtype != torch.float32
     reads_codes = reads_pages or kernel == "_widen_codes"

@@ -1,8 +1,13 @@
-"""Tests that operations use torch's dispatcher only if something in torch observes them."""
+"""Tests of the way from an operation to its backend.
+
+Operations use torch's dispatcher only under a dispatch mode, profiler, trace, transform or
+compiler, for tensor subclasses, or with gradients. The last two tests are of the "triton" backend:
+a plan keeps no memory, and a failing C compiler gives a clear error.
+"""
 
 import subprocess
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,7 +35,7 @@ def make_pages(table: torch.Tensor, num_pages: int, heads: int = 1) -> Pages:
     return pack_pages(side, zeros, side, zeros, None, table)
 
 
-# These pages are made outside of any trace.
+# Made here, because a trace or a compiled graph would also contain the operations that make pages.
 SHARED_PAGES = make_pages(torch.tensor([[1]], dtype=torch.int32), 2)
 
 
@@ -53,7 +58,8 @@ class NameRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.names += [str(function)] if "hf_fp8kv" in str(function) else []
+        if "hf_fp8kv" in str(function):
+            self.names.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
@@ -90,8 +96,12 @@ def observe_by_compiling() -> tuple[Any, list[str]]:
 
 def observe_by_transform() -> tuple[Any, list[str]]:
     results: list[torch.Tensor] = []
-    call = lambda _: (results.append(call_operations()), torch.zeros(()))[1]  # noqa: E731
-    torch.func.vmap(call)(torch.zeros(1))
+
+    def call_once(x: torch.Tensor) -> torch.Tensor:
+        results.append(call_operations())
+        return x
+
+    torch.func.vmap(call_once)(torch.zeros(1))
     return results[0], []
 
 
@@ -107,18 +117,27 @@ OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("observer", OBSERVERS)
-@pytest.mark.parametrize("gradients", [False, True])
-def test_observers_receive_operations(observer: str, gradients: bool) -> None:
+@pytest.mark.parametrize("grad_enabled", [False, True])
+def test_observers_receive_operations(observer: str, grad_enabled: bool) -> None:
     observe, num_operations = OBSERVERS[observer]
-    with torch.set_grad_enabled(gradients):
+    with torch.set_grad_enabled(grad_enabled):
         result, names = observe()
     assert sum("hf_fp8kv" in name for name in names) == num_operations, names
     assert_same(torch.Tensor(result).flatten(), torch.arange(16.0))
 
 
+class WrongCall(NamedTuple):
+    """Arguments of a call, and the argument that its error names."""
+
+    wrong_argument: str
+    query_shape: tuple[int, ...]
+    stop: int
+    mask_shape: tuple[int, ...]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_calls_check_sizes() -> None:
-    """Growing sizes need one additional graph. Wrong sizes are refused when a graph is compiled."""
+    """Other sizes cause a single recompilation. Wrong sizes cause an error during compilation."""
     table = torch.arange(4, dtype=torch.int32)[None]
 
     def attend(query: torch.Tensor, stop: int, mask: torch.Tensor) -> torch.Tensor:
@@ -134,30 +153,37 @@ def test_compiled_calls_check_sizes() -> None:
         arguments = torch.randn(1, 2, 1, 16), stop, torch.zeros(1, 1, 1, stop)
         assert_same(compiled(*arguments), attend(*arguments))
     assert counters["stats"]["unique_graphs"] == 2
-    for argument, query_shape, stop, mask_shape in (
-        ("query", (1, 2, 1, 8), 30, (1, 1, 1, 30)), ("query", (2, 2, 1, 16), 31, (1, 1, 1, 31)),
-        ("mask", (1, 2, 1, 16), 33, (1, 1, 1, 32)), ("mask", (1, 2, 2, 16), 34, (1, 1, 3, 34)),
-        ("positions", (1, 2, 1, 16), 65, (1, 1, 1, 65)),
-    ):  # fmt: skip
-        with pytest.raises(Exception, match=f"{argument}: expected"):
-            compiled(torch.zeros(query_shape), stop, torch.zeros(mask_shape))
-        with torch.device("meta"), pytest.raises(ConfigError, match=f"{argument}: expected"):
-            attend(torch.zeros(query_shape), stop, torch.zeros(mask_shape))
+    for call in (
+        WrongCall("query", query_shape=(1, 2, 1, 8), stop=30, mask_shape=(1, 1, 1, 30)),
+        WrongCall("query", query_shape=(2, 2, 1, 16), stop=31, mask_shape=(1, 1, 1, 31)),
+        WrongCall("mask", query_shape=(1, 2, 1, 16), stop=33, mask_shape=(1, 1, 1, 32)),
+        WrongCall("mask", query_shape=(1, 2, 2, 16), stop=34, mask_shape=(1, 1, 3, 34)),
+        # The four pages have room for 64 tokens.
+        WrongCall("positions", query_shape=(1, 2, 1, 16), stop=65, mask_shape=(1, 1, 1, 65)),
+    ):
+        error = f"{call.wrong_argument}: expected"
+        with pytest.raises(Exception, match=error):
+            compiled(torch.zeros(call.query_shape), call.stop, torch.zeros(call.mask_shape))
+        with torch.device("meta"), pytest.raises(ConfigError, match=error):
+            attend(torch.zeros(call.query_shape), call.stop, torch.zeros(call.mask_shape))
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(
     ops.explain_backends()["triton"] is not None, reason=str(ops.explain_backends()["triton"])
 )
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_plan_keeps_no_memory_of_an_operation(gradients: bool) -> None:
-    """In the CUDA graphs of torch.compile, an operation's memory must not outlive a call."""
+@pytest.mark.parametrize("grad_enabled", [False, True])
+def test_a_plan_keeps_no_memory_of_an_operation(grad_enabled: bool) -> None:
+    """In the CUDA graphs of torch.compile, an operation's memory must not outlive a call.
+
+    A plan lives longer than a call, so no attribute of it may hold the call's partial sums.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
-    plan = ops.new_plan(lengths, 1, 0, 0, 2, "triton")
-    with torch.set_grad_enabled(gradients):
+    plan = ops.create_plan(lengths, 1, 0, 0, 2, "triton")
+    with torch.set_grad_enabled(grad_enabled):
         ops.attend(x, pages, lengths, 0, 1, AttentionSpec(1.0, True), plan=plan, backend="triton")
     assert not vars(plan)
 
