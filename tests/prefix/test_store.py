@@ -1090,7 +1090,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
 REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "prefill='stored'", {"prefill": "exact"}),
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
-    ("gqa", "split", {"tensor_parallel": TensorParallel(0, 2)}),
+    ("gqa", "a tensor-parallel model", {"tensor_parallel": TensorParallel(0, 2)}),
     ("gqa", "first call", {"plan": "fp8 centered"}),
     ("gqa", "layers of other kinds", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
