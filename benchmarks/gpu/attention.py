@@ -38,11 +38,9 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
                 name = fmt.name + PADDED_SUFFIX
                 measure_attention(record, "decode", case.pad_left(), fmt, backend, name)
         baselines.measure_decode(record, "decode", case, with_gqa=case in full_cases)
-        # A step makes one plan for all layers.
-        plan_step = make_plan_step(record.stage, case, backend)
-        if plan_step.plan is not None:
-            measure_row = functools.partial(record.stage.time_steps, [plan_step.make_plan] * 8)
-            record.measure("decode", case, "split plan", measure_row)
+        if backend == "triton":  # the only backend with plans
+            measure_plan = functools.partial(_measure_plan, record.stage, case, backend)
+            record.measure("decode", case, "split plan", measure_plan)
     for case in full_cases:
         for fmt in PAGE_FORMATS:
             if fmt not in FIRST_FORMATS:
@@ -51,6 +49,11 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
                 name = f"{fmt.name} no mask"
                 measure_pages(record, sizes, backend, "decode", case, fmt, name)
     baselines.measure_flex(record, "decode", full_cases[0])
+
+
+def _measure_plan(stage: Stage, case: Case, backend: str) -> dict[str, Any]:
+    """Time the work plan of a case. A step makes one plan for all layers."""
+    return stage.time_steps([make_plan_step(stage, case, backend).make_plan] * 8)
 
 
 def measure_others(record: Record, sizes: RunSizes, backend: str) -> None:
@@ -145,7 +148,7 @@ class PlanStep(NamedTuple):
 
 
 def make_plan_step(stage: Stage, case: Case, backend: str) -> PlanStep:
-    """Return an empty work plan for a case, and the function that fills it."""
+    """Return the work plan of a case, and the function that fills it again."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
     num_heads = case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.

@@ -11,7 +11,7 @@ from safetensors import torch as safetensors
 from ..utils.digests import digest_of
 
 # Name and version of the file format. The version changes with the meaning of the bytes.
-_FORMAT = "hf_fp8kv.prefix.3"
+_FORMAT = "hf_fp8kv.prefix.4"
 
 
 class Page(NamedTuple):

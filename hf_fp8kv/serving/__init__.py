@@ -3,7 +3,7 @@
 from hf_fp8kv import serving
 
 serving.enable(model, scales="kv_cache_scales.json")
-model.generate_batch(prompts)  # or generate(cache_implementation="paged"), or make_manager(model)
+model.generate_batch(prompts)  # or generate(cache_implementation="paged")
 """
 
 import os

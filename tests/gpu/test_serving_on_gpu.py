@@ -182,7 +182,7 @@ def test_prefixes_are_reused(served_model: Any) -> None:
     model, expected = served_model
     with open_manager(model, pages=PAGES) as manager:
         actual = [request_answer(manager, prompt) for prompt in make_prompts()[-2:]]
-        usage = serving.usage(manager)
+        usage = serving.read_usage(manager)
     assert actual == expected[-2:]
     assert usage is not None
     assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LENGTH_FACTOR)

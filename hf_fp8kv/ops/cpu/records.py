@@ -96,7 +96,7 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
     fmt = FORMATS[name]
     factor = 2.0 ** (15 - fmt.bias)
     values = decode(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt) / factor
-    _code_values[name] = values
+    values = _code_values.setdefault(name, values)  # threads may compute it concurrently
     shift = 10 - fmt.mantissa_bits
     if fmt.inf_code is not None:
         nan_mask = nan_code = fmt.inf_code
