@@ -259,7 +259,7 @@ def test_a_long_call_that_a_later_layer_refuses_changes_nothing() -> None:
     cache, expected = make_cache(), make_cache()
     add_random_tokens([cache, expected], 33, 0)
     footprints = [cache.layers[i].store.memory_footprint() for i in (0, 2)]
-    x = torch.ones_like(make_states(50))
+    x = torch.ones(BATCH_SIZE, NUM_HEADS, 50, HEAD_DIM)
     for refused_layer in range(1, NUM_LAYERS):
         for layer in range(refused_layer):
             cache.update(x, x, layer)
@@ -275,7 +275,7 @@ def test_a_long_call_that_a_later_layer_refuses_changes_nothing() -> None:
 def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     cache = make_cache()
     add_random_tokens([cache], 33, 0)
-    x = torch.ones_like(make_states(50))
+    x = torch.ones(BATCH_SIZE, NUM_HEADS, 50, HEAD_DIM)
     cache.update(x, x, 0)  # layer 2, which has the same window, is never called
     for call in (lambda: cache.update(x, x, 0), cache.fork, lambda: cache.crop(-1)):
         with pytest.raises(ConfigError, match=r"tokens 33 to 82.*Reset the cache"):
@@ -294,7 +294,7 @@ def test_a_reset_during_a_long_call_does_not_change_forks() -> None:
     cache, new_cache = make_cache(), make_cache()
     add_random_tokens([cache, new_cache], 33, 0)
     fork = cache.fork()
-    x = torch.ones_like(make_states(50))
+    x = torch.ones(BATCH_SIZE, NUM_HEADS, 50, HEAD_DIM)
     cache.update(x, x, 0)
     cache.reset()
     for num_tokens in (1, 60):
@@ -306,7 +306,7 @@ def test_a_reset_during_a_long_call_does_not_change_forks() -> None:
 def test_a_first_call_without_memory_can_be_reset() -> None:
     for failing_allocation in itertools.count(1):
         cache, new_cache = make_cache(), make_cache()
-        x = torch.ones_like(make_states(100))
+        x = torch.ones(BATCH_SIZE, NUM_HEADS, 100, HEAD_DIM)
         try:
             with OutOfMemory(failing_allocation, PAGE_BYTES):
                 cache.update(x, x, 0)
@@ -417,7 +417,7 @@ def test_selecting_a_sequence_frees_memory() -> None:
     cache = make_cache()
     add_random_tokens([cache], 100, 0)
     cache.batch_repeat_interleave(4)
-    x = torch.ones_like(make_states(80, 4 * BATCH_SIZE))
+    x = torch.ones(4 * BATCH_SIZE, NUM_HEADS, 80, HEAD_DIM)
     for layer in range(NUM_LAYERS):
         cache.update(x, x, layer)
     full_bytes = cache.memory_footprint().pages_bytes

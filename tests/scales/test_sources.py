@@ -245,8 +245,8 @@ def test_a_scalar_of_any_float_dtype_and_shape_is_read(tmp_path, dtype, shape):
 @pytest.mark.parametrize(("kv_scales", "has_warning"), [((9.0,) * 3, True), (LARGER_KV, False)])
 def test_a_pair_takes_precedence_over_kv_scale(tmp_path, caplog, kv_scales, has_warning):
     folder = copy_golden("autofp8", tmp_path)
-    for layer, scale in enumerate(kv_scales):
-        edit_tensors(folder, {ATTENTION.format(layer) + "kv_scale": torch.tensor(scale)})
+    names = [ATTENTION.format(layer) + "kv_scale" for layer in range(len(kv_scales))]
+    edit_tensors(folder, dict(zip(names, map(torch.tensor, kv_scales), strict=True)))
     scales = KVScales.from_pretrained(folder)
     assert list_sides(scales) == [round_values(K), round_values(V)]
     assert ("kv_scale is not the larger scale" in caplog.text) == has_warning

@@ -454,7 +454,9 @@ INVALID_FOLDERS = {
         "dtype 'int8'",
     ),
     "quark-without-a-cache": InvalidFolder(
-        make_llama(**make_quark() | {"export": {"kv_cache_group": []}}), fill(OUTPUT), "no format"
+        make_llama(**make_quark() | {"export": {"kv_cache_group": []}}),
+        fill(OUTPUT),
+        "which no format has",
     ),
     "modelopt-int8": InvalidFolder(
         LLAMA,

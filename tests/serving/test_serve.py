@@ -85,8 +85,8 @@ def get_status(server, path: str, body: object = None, **options: object) -> int
     return status
 
 
-def read_json(server, path: str, body: object = None) -> dict:
-    _, text, _ = server.ask(path, body)
+def read_json(server, path: str) -> dict:
+    _, text, _ = server.ask(path)
     return json.loads(text)
 
 
@@ -206,7 +206,7 @@ def test_other_requests_are_answered_while_a_prompt_is_tokenized(server):
 
 
 def test_without_a_limit_an_answer_fills_the_context(server):
-    answer = server.answer(CHAT, **make_chat(STORY, max_tokens=None))
+    answer = server.answer(CHAT, messages=make_chat(STORY)["messages"])
     assert answer["usage"]["total_tokens"] == CONTEXT_LENGTH
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -448,7 +448,8 @@ def test_template_shows_tools_if_it_renders_them(folder, template, expected):
 
 def test_a_generation_config_with_default_values_is_accepted(server):
     config = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
-    request = make_chat(generation_config=config.to_json_string(), max_tokens=None)
+    request = make_chat(generation_config=config.to_json_string())
+    del request["max_tokens"]
     assert server.answer(CHAT, **request)["usage"]["completion_tokens"] == 3
 
 
@@ -648,7 +649,7 @@ def test_requests_with_the_same_id_get_their_own_answers(server):
         answers = list(pool.map(lambda body: server.ask(CHAT, body, headers=same_id), requests))
     for request, (status, text, headers) in zip(requests, answers, strict=True):
         assert (status, headers["x-request-id"]) == (200, "same")
-        single_answer = read_json(server, CHAT, request)
+        single_answer = server.answer(CHAT, **request)
         assert json.loads(text)["choices"] == single_answer["choices"]
 
 
@@ -774,11 +775,11 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
         assert (status, json.loads(text)["model"]) == (200, "mine")
         assert get_status(server, CHAT, make_chat(model=folder)) == 404
         assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
-        tokenized = read_json(server, "/tokenize", {"messages": [USER_MESSAGE]})
+        tokenized = server.answer("/tokenize", messages=[USER_MESSAGE])
         assert (tokenized["count"], tokenized["max_model_len"]) == (3, 40)
-        detokenized = read_json(server, "/detokenize", {"tokens": tokenized["tokens"]})
+        detokenized = server.answer("/detokenize", tokens=tokenized["tokens"])
         assert detokenized == {"prompt": "<x>"}
-        assert read_json(server, "/tokenize", {"prompt": "abc"})["tokens"] == [65, 66, 67]
+        assert server.answer("/tokenize", prompt="abc")["tokens"] == [65, 66, 67]
         assert read_json(server, "/version")["version"] == version("hf-fp8kv")
         for path, payload in (
             ("/tokenize", {}), ("/tokenize", {"prompt": 5}), ("/tokenize", {"text": "x"}),
