@@ -98,8 +98,8 @@ def enable(
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    roundings = prepare_rounding(base, training, cache_keywords, always_paged=deterministic)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises if a keyword is invalid
+    roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
     warn_if_stale(base, cache.options.scales)
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))

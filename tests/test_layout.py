@@ -30,9 +30,9 @@ FLOORS = (
 # next to the folders count as "__init__" and "errors". An issue may move lines between folders if
 # it says so. The sum must not grow.
 BUDGETS = {
-    "attention": 1892, "bench": 809, "cache": 3076, "calibration": 2294, "card": 1747, "cli": 1661,
-    "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 625, "ops": 6534,
-    "paging": 1617, "prefix": 1129, "scales": 2900, "server": 3770, "serving": 1737, "utils": 513,
+    "attention": 1890, "bench": 809, "cache": 3075, "calibration": 2294, "card": 1747, "cli": 1661,
+    "enabling": 248, "errors": 63, "formats": 415, "__init__": 62, "modeling": 625, "ops": 6535,
+    "paging": 1617, "prefix": 1133, "scales": 2900, "server": 3770, "serving": 1735, "utils": 513,
     "vllm": 998,
 }  # fmt: skip
 

@@ -131,26 +131,24 @@ class StoredRounding:
 
 
 def prepare_rounding(
-    model: PreTrainedModel, training: object, cache_keywords: Mapping[str, Any], *,
-    always_paged: bool,
-) -> dict[torch.nn.Module, StoredRounding]:  # fmt: skip
+    model: PreTrainedModel, training: object, cache: FP8PagedCache, *, always_paged: bool
+) -> dict[torch.nn.Module, StoredRounding]:
     """Return the rounding of K and V for each attention module.
 
     Args:
         model: The model. It is run on three tokens, to find the layer that each module reads.
         training: None or "stored". With None nothing is rounded.
-        cache_keywords: Keywords of `FP8PagedCache`.
+        cache: An empty cache with the options of `enable`.
         always_paged: Whether to attend over pages even if all layers keep the model's dtype.
 
     Raises:
-        ConfigError: The model or a keyword is not supported.
-        ScaleError, BackendError: A keyword is invalid.
+        ConfigError: The model or an option is not supported.
+        ScaleError: The static scales do not fit a layer.
     """
     if training is None:
         return {}
     if training != "stored":
         raise ConfigError(f"training: expected None or 'stored', got {training!r}")
-    cache = FP8PagedCache(model.config, **cache_keywords)
     options = cache.options
     options.check_stored("training='stored'")
     reason = ""

@@ -157,7 +157,7 @@ def unpack(
         num_pages = int(rows.max(initial=-1)) + 1
         first_and_count = int(rows.min(initial=0)), len(np.unique(rows))
         _check_same(f"{table_name}: pages", (0, num_pages), first_and_count)
-        table = _make_table(budget, rows, first_page) if num_pages else None
+        table = _make_table(budget, rows, num_pages, first_page) if num_pages else None
         group = LayerGroup(budget, window, table)
         group.record_past = group_metadata["record_past"]
         paged.add_group(group)
@@ -215,15 +215,14 @@ def _pop_indexer(layer: Metadata, tensors: Tensors, batch_size: int, length: int
     return indexer_tensors
 
 
-def _make_table(budget: PageBudget, rows: Ints, first_page: int) -> BlockTable:
+def _make_table(budget: PageBudget, rows: Ints, num_pages: int, first_page: int) -> BlockTable:
     """Return a table with a new allocator that holds exactly the pages of `rows`, `[B, n]`.
 
-    These are logical pages `first_page` to `first_page + n - 1`. Their numbers are 0, 1, 2, ...
-    Raise OutOfPagesError if the budget would be exceeded.
+    These are logical pages `first_page` to `first_page + n - 1`, with the numbers 0 to
+    `num_pages - 1`. Raise OutOfPagesError if the budget would be exceeded.
     """
     table = BlockTable(PageAllocator(budget))
     table.allocator.allocates_exactly = True
-    num_pages = int(rows.max()) + 1
     budget.check(num_pages)
     table.reserve(0, num_pages * table.page_size, 1)
     table.allocator.allocates_exactly = False

@@ -42,8 +42,8 @@ _HEADROOM_TOKENS = 128
 # Term that is added to the weight of a channel, as a share of the largest weight of the head.
 _MIN_WEIGHT = 1e-6
 # The plans of K or V that are tried for a measured plan. For K they are also tried with a center.
-_ROTATED_PLANS = [SidePlan(name, rotated=True) for name in ("fp8_e2m5", "int8", DEFAULT_DTYPE)]
-_TRIED_PLANS = [SidePlan(DEFAULT_DTYPE), *_ROTATED_PLANS]
+_TRIED_PLANS = [SidePlan(DEFAULT_DTYPE)]
+_TRIED_PLANS += [SidePlan(name, rotated=True) for name in ("fp8_e2m5", "int8", DEFAULT_DTYPE)]
 # Maximum ratio of the cost of a preferred candidate to the cost of the first candidate.
 _MAX_COST_RATIO = 0.95
 

@@ -28,7 +28,7 @@ class BlockExchange:
         self._identity = f"{identity}.blocks.{self._block_rows.shape[1]}"
         # The engine's hash and the store's key of each block that has been full. The key is valid
         # while the engine has the same hash for the block.
-        self._known_hashes, self._known_keys = dict[int, int](), dict[int, str]()
+        self._hashes_and_keys: dict[int, tuple[int, str]] = {}
         self._missed_requests: set[str] = set()  # ids of requests whose miss has been counted
 
     def load(self, request_id: str, tokens: list[int]) -> None:
@@ -60,7 +60,7 @@ class BlockExchange:
                 block_hash, key = missing_blocks[len(blocks)]
                 blocks.append(self._load_block(page))
                 allocator.ledger.register_new_hash(blocks[-1], block_hash)
-                self._known_hashes[blocks[-1]], self._known_keys[blocks[-1]] = block_hash, key
+                self._hashes_and_keys[blocks[-1]] = block_hash, key
                 if not self._has_free_block():
                     break
         is_new_miss = missing_blocks and not num_cached and request_id not in self._missed_requests
@@ -98,13 +98,17 @@ class BlockExchange:
         size, hashes = self._block_size, self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
         blocks = list(takewhile(hashes.__contains__, table))
-        known = takewhile(lambda block: self._known_hashes.get(block) == hashes[block], blocks)
-        keys = [self._known_keys[block] for block in known]
+        keys: list[str] = []
+        for block in blocks:
+            block_hash, key = self._hashes_and_keys.get(block, (None, ""))
+            if block_hash != hashes[block]:
+                break
+            keys.append(key)
         first_new = len(keys)
         if new_tokens := tokens[first_new * size : len(blocks) * size]:
             keys += chain_keys(self._identity, new_tokens, size, keys[-1] if keys else "")
             for block, key in zip(blocks[first_new:], keys[first_new:], strict=False):
-                self._known_hashes[block], self._known_keys[block] = hashes[block], key
+                self._hashes_and_keys[block] = hashes[block], key
         if is_last:
             self._missed_requests.discard(request_id)
             first_new = 0

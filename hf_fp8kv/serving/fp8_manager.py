@@ -90,15 +90,13 @@ def find_factory(model: Any) -> ManagerFactory | None:
     return factory if isinstance(factory, ManagerFactory) else None
 
 
-def require_enabled(model: Any) -> ManagerFactory:
-    """Return the factory that `enable` set on a model. Raise ConfigError if there is no factory."""
-    factory = find_factory(model)
-    if factory is None:
+def require_enabled(model: Any) -> None:
+    """Raise ConfigError unless `enable` was called on the model."""
+    if find_factory(model) is None:
         raise ConfigError(
             "model: expected a model that hf_fp8kv.serving.enable() was called on, got a different "
             f"{type(model).__name__}. Call enable() first"
         )
-    return factory
 
 
 def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:

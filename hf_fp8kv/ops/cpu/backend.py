@@ -181,11 +181,12 @@ def attend(
     bounds = None if mask is None or bounds is None else pack_rows(bounds)
     bias = None if bias is None else _convert_input(bias)
     sinks = None if sinks is None else sinks.float().contiguous()
-    k_fields, v_fields = (
-        (*records.list_side_fields(pages, name, None), *records.list_decoding_fields(side.format))
-        for name, side in (("k", k), ("v", pages.v))
-    )
-    value_fields = k_fields if latent else v_fields
+    v_fields = (
+        *records.list_side_fields(pages, "v", None), *records.list_decoding_fields(pages.v.format)
+    )  # fmt: skip
+    value_fields = v_fields if not latent else (
+        *records.list_side_fields(pages, "k", None), *records.list_decoding_fields(k.format)
+    )  # fmt: skip
     call = records.ATTEND.pack(
         batch, num_q_heads, num_heads, num_tokens, start, stop, causal, window, scaling, softcap,
         *records.list_table_fields(pages, lengths), *records.list_side_fields(pages, "k", center),

@@ -64,7 +64,7 @@ def attend(
 ) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding.
 
-    `plan` is the result of `fill_plan` for these lengths, or None to make a plan here.
+    `plan` is a plan that `fill_plan` wrote for these lengths, or None to make a plan here.
     """
     _, num_q_heads, num_tokens, _ = query.shape
     num_rows = num_q_heads // pages.num_heads * num_tokens
