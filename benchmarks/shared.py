@@ -101,11 +101,13 @@ def _format_cell(value: object) -> str:
 def make_environment() -> dict[str, str]:
     """Return the environment variables of a process that compiles kernels."""
     # Triton's variables (interpreter, debugger, dumps) are for other runs, except its cache.
-    names = {name for name in os.environ if not name.startswith("TRITON_")}
-    names |= {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys()
+    variables = {
+        name: value for name, value in os.environ.items()
+        if not name.startswith("TRITON_") or name in ("TRITON_CACHE_DIR", "TRITON_HOME")
+    }  # fmt: skip
     # The new process must find the package where this process found it.
     path = os.pathsep.join(folder for folder in sys.path if folder)
-    return {**{name: os.environ[name] for name in names}, "PYTHONPATH": path}
+    return {**variables, "PYTHONPATH": path}
 
 
 def exchange_line(process: "subprocess.Popen[str]", line: str = "") -> Any:

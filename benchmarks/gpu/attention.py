@@ -118,8 +118,7 @@ def measure_pages(
     def measure_row() -> dict[str, Any]:
         layer_pages = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         query = make_query(stage, case)
-        make_plan, plan, lengths = make_plan_step(stage, case, backend)
-        make_plan()
+        _, plan, lengths = make_plan_step(stage, case, backend)
         steps = [
             functools.partial(attend, query, pages, lengths, case, plan, backend)
             for pages in layer_pages
@@ -140,15 +139,15 @@ def make_query(stage: Stage, case: Case) -> torch.Tensor:
 
 
 class PlanStep(NamedTuple):
-    """The work plan of a decode step, and the function that fills it."""
+    """The work plan of a case, and the function that fills it again."""
 
-    make_plan: Step
+    make_plan: Step  # must not be called without a plan
     plan: Any  # `[rows, 4]`, int32, or None if the backend needs no plan
     lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
 
 
 def make_plan_step(stage: Stage, case: Case, backend: str) -> PlanStep:
-    """Return the work plan of a case, and the function that fills it again."""
+    """Return the work plan of a case, filled for its lengths."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
     num_heads = case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
@@ -156,8 +155,6 @@ def make_plan_step(stage: Stage, case: Case, backend: str) -> PlanStep:
     num_query_rows = case.heads.query // num_heads * case.new_tokens
     arguments = lengths, case.new_tokens, case.window, 0, num_heads, backend
     plan = ops.create_plan(*arguments, length, num_query_rows)
-    if plan is None:
-        return PlanStep(lambda: None, None, lengths)
     return PlanStep(functools.partial(ops.fill_plan, plan, *arguments), plan, lengths)
 
 

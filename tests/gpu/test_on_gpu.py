@@ -396,7 +396,6 @@ def prepare_attention(fmt: PageFormat, case: Case) -> AttentionCall:
     [pages] = make_layer_pages(STAGE, fmt, case, 1, 16)
     query = make_query(STAGE, case)
     make_plan, plan, lengths = make_plan_step(STAGE, case, "triton")
-    make_plan()
     return AttentionCall(
         make_plan,
         functools.partial(attend, query, pages, lengths, case, plan, "triton"),

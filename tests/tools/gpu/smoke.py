@@ -28,8 +28,7 @@ def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
     """Return the error of attention over scattered pages, whose sequences a plan may split."""
     [pages] = make_layer_pages(stage, fmt, case, 1, 8)
     query = make_query(stage, case)
-    make_plan, plan, lengths = make_plan_step(stage, case, "triton")
-    make_plan()
+    _, plan, lengths = make_plan_step(stage, case, "triton")
     output = attend(query, pages, lengths, case, plan, "triton")
     return compute_output_error(output, query, pages, case)
 

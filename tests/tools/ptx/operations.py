@@ -16,7 +16,7 @@ import torch
 Array = npt.NDArray[Any]
 
 _PRED = np.dtype(bool)
-_F32, _F16, _U64, _U32, _U16 = (np.dtype(x) for x in ("<f4", "<f2", "<u8", "<u4", "<u2"))
+_F32, _F16, _U32, _U16 = (np.dtype(x) for x in ("<f4", "<f2", "<u4", "<u2"))
 # Unsigned integers hold the bits of types that numpy lacks.
 TYPES = {"pred": _PRED, "f16": _F16, "f32": _F32, "f64": np.dtype("<f8"), "bf16": _U16} | {
     f"{kind}{8 * size}": np.dtype(f"{'i' if kind == 's' else 'u'}{size}")
