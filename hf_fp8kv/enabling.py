@@ -13,15 +13,16 @@ from .attention.check_model import find_stock_layers, probe_deterministic
 from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import get_attn_implementations, set_attn_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
-from .cache.cache import FP8PagedCache
+from .cache.cache import NOT_KEPT, FP8PagedCache
 from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
-from .modeling.model_support import ATTENTION, CACHE, find_refusal
+from .modeling.model_support import ATTENTION, CACHE, find_generating_part, find_refusal
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
-from .prefix.generate import InputPreparation, Prefill
+from .prefix.generate import InputPreparation, PositionPreparation, Prefill
+from .prefix.media import EncoderPreparation
 from .prefix.pages import check_store
 from .prefix.store import PrefixStore
 from .scales.kv_scales import StoragePlan, warn_if_stale
@@ -117,9 +118,12 @@ def enable(
         base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
     vars(base)[_SAVED_ATTENTION] = old_attention
-    prefill = Prefill(base, reuse_prefix, prefix_store)
-    for method in (_CachePreparation(base, cache_keywords), prefill, InputPreparation(base)):
-        method.install()
+    _CachePreparation(base, cache_keywords).install()
+    Prefill(base, reuse_prefix, prefix_store).install()
+    InputPreparation(base).install()
+    if reuse_prefix:
+        PositionPreparation(base).install()
+        EncoderPreparation(base).install()
     install_rounding(roundings)
     if deterministic:
         install_deterministic(base, __name__)
@@ -141,10 +145,11 @@ def disable(model: _Model) -> _Model:
 
 
 def _find_base_model(model: Any) -> Any:
-    """Return the model whose `generate` runs, inside PEFT's wrappers."""
+    """Return the model whose `generate` creates the cache, inside wrappers such as PEFT's."""
     while hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    return model
+    part = find_generating_part(model)
+    return model if part is None else _find_base_model(part)
 
 
 class _CachePreparation(ModelMethod):
@@ -167,6 +172,8 @@ class _CachePreparation(ModelMethod):
                 generation_config = copy.copy(generation_config)
                 generation_config.cache_implementation = None
             cache = model_kwargs[CACHE] = _make_cache(model, keywords)
+            if not generation_config.return_dict_in_generate:
+                _get_self_attention_cache(cache).model_sample = NOT_KEPT
             _pass_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()

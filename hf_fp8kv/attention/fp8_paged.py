@@ -14,6 +14,7 @@ from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
+from ..modeling.step import step
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
@@ -132,6 +133,10 @@ def fp8_paged_attention(
         ConfigError: The call trains through stored pages, the mask is too narrow, or an engine's
             cache has no FP8 pages or does not support the model.
     """
+    if step.check_module is not None:
+        check_module, step.check_module = step.check_module(), None
+        if check_module is not None:
+            check_module(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Positional arguments take half the time of keyword arguments.
     spec = AttentionSpec(

@@ -33,6 +33,8 @@ from .tokens import UNKNOWN, Tokens, can_crop
 
 logger = logging.getLogger(__name__)
 
+NOT_KEPT = "not kept"
+
 
 @dataclass(frozen=True)
 class MemoryFootprint:
@@ -134,10 +136,15 @@ class FP8PagedCache(DynamicCache):
     step_tokens = 0
     # Numbers of tokens that `generate` found in the cache, or in a store, over all sequences.
     reused_tokens = restored_tokens = 0
+    # Whether the cache comes from a file or a pickle.
+    is_restored = False
     # Whether some ids in `tokens` are assumed from a later prompt, not read from a call.
     has_assumed_prefix = False
     # Digest of the model and the options that computed the pages, or "".
     identity = ""
+    # The result of `sample_model` for the model that filled the cache. None means that it is not
+    # known, and `NOT_KEPT` that no caller can use the cache again.
+    model_sample: str | None = None
 
     def __init__(
         self,
@@ -439,11 +446,21 @@ class FP8PagedCache(DynamicCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = (*serialization.pack(self._paged), self.options, self.stock_layers)
-        return self._unpack, state
+        return self._unpack, (self._get_history(), *state)
 
     @classmethod
-    def _unpack(cls, *state: Any) -> "FP8PagedCache":
-        return cls._from_layers(serialization.unpack(*state), state[-1])
+    def _unpack(cls, history: serialization.History, *state: Any) -> "FP8PagedCache":
+        cache = cls._from_layers(serialization.unpack(*state), state[-1])
+        cache._set_history(history)
+        return cache
+
+    def _get_history(self) -> serialization.History:
+        tokens = None if self.tokens is UNKNOWN else self.tokens
+        return serialization.History(tokens, self.model_sample)
+
+    def _set_history(self, history: serialization.History) -> None:
+        self.tokens, self.model_sample = history
+        self.is_restored = True
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Atomically write the pages in use to a safetensors file, and return its path.
@@ -451,7 +468,7 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: A layer of transformers has a state other than keys and values.
         """
-        return serialization.save(self._paged, self.stock_layers, path)
+        return serialization.save(self._paged, self.stock_layers, self._get_history(), path)
 
     @classmethod
     def load(
@@ -466,7 +483,10 @@ class FP8PagedCache(DynamicCache):
             OutOfPagesError: The pages exceed the file's `max_pages`.
         """
         with convert_read_errors(path, "a whole file of FP8PagedCache.save", ConfigError):
-            return cls._from_layers(*serialization.load(path, device))
+            paged, stock_layers, history = serialization.load(path, device)
+            cache = cls._from_layers(paged, stock_layers)
+            cache._set_history(history)
+            return cache
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"

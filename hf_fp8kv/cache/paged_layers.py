@@ -18,13 +18,14 @@ from transformers.cache_utils import (
 from ..errors import ConfigError
 from ..modeling.exact_states import patch_kv_wrapper
 from ..modeling.layer_specs import build_stock_layers, find_skipped_layers, reuses_kv
-from ..modeling.step import MaskRequest
+from ..modeling.step import MaskRequest, step
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
 from ..paging.lengths import DeviceLength, HostLength
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
+from ..utils.digests import sample_weights
 from .centers import PaddingObserver
 from .encoding import Encoding
 from .indexers import INDEXED_CLASSES, Indexer
@@ -63,6 +64,8 @@ class PagedLayers:
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
+        # The attention module of the first layer, and a digest of samples of its weights.
+        self._module: weakref.ref[torch.nn.Module] | None = None
         self._uses_flex = False  # whether attention in the current step is flex attention
         patch_kv_wrapper()
 
@@ -189,7 +192,7 @@ class PagedLayers:
     def _make_copy(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
         """Return new layers like these layers, with the same pools if `groups` is not empty."""
         copy = PagedLayers(self.options, self.config, budget)
-        copy.is_open_ended = self.is_open_ended
+        copy.is_open_ended, copy._module = self.is_open_ended, self._module
         for group in groups.values():
             copy.add_group(group)
         for window, group in self.groups.items():
@@ -262,11 +265,35 @@ class PagedLayers:
             self._step_layers.clear()
             self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
         self._step_layers.append((index, num_tokens))
+        if index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
+            step.check_module = weakref.WeakMethod(self.check_module)
         if self.layers and index == self.layers[-1].index:
             self.padding_observer.end_call()
             for group in self.groups.values():
                 group.finish_step()
         return self._uses_flex
+
+    def check_module(self, module: torch.nn.Module) -> None:
+        """Raise ConfigError if the weights of the first attention module differ from before.
+
+        The attention function calls this after the first layer has stored its tokens. The step is
+        then undone, if possible. In an empty cache, `module` is recorded.
+        """
+        last_module = None if self._module is None else self._module()
+        if last_module is None:
+            self._module = weakref.ref(module)
+        if last_module is None or module is last_module:
+            return
+        num_tokens = self._step_layers[-1][1]
+        is_first = self.stores[0].length.count_stored() == num_tokens
+        if is_first or sample_weights(module) == sample_weights(last_module):
+            self._module = weakref.ref(module)
+            return
+        self.undo_step(self.layers[0].index + 1, num_tokens)
+        raise ConfigError(
+            "expected the model that has filled this cache, got a model with different weights. A "
+            "cache belongs to one model. Create a new FP8PagedCache"
+        )
 
     def uses_flex_attention(self) -> bool:
         """Return whether the model's attention is flex attention."""

@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .plans import parse_plan
 from .rope_rotation import RopeRotation
+from .tokens import Tokens
 
-VERSION = 3
+VERSION = 4
 _STOCK_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Positions are int32. A block table may have `_MIN_ENTRY_LIMIT` entries, or one entry for each byte
@@ -40,8 +41,23 @@ _MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
 # Keys in files of the fields of `RopeRotation`, in their order. A file names the rotation "turns".
 _ROPE_KEYS = ("base", "share", "moving", "mla", "neighbors", "positions")
 
+# Fields of `Tokens`, and the number of their dimensions.
+_TOKEN_FIELDS = {"ids": (2,), "mask": (2,), "positions": (2, 3), "features": (2,)}
+
 Tensors = dict[str, torch.Tensor]
 Metadata = dict[str, Any]
+
+
+class History(NamedTuple):
+    """What is known of the calls that filled a cache.
+
+    Attributes:
+        tokens: The cached tokens, or None if they are not known.
+        model_sample: The result of `sample_model` for the model, or None if it is not known.
+    """
+
+    tokens: Tokens | None
+    model_sample: str | None
 
 
 # -- layers as metadata and tensors --------------------------------------------------------------
@@ -265,7 +281,9 @@ def _check_count(subject: str, value: Any, minimum: int = 0, maximum: int = _MAX
 # -- files ---------------------------------------------------------------------------------------
 
 
-def save(paged: PagedLayers, stock_layers: list[Any], path: str | os.PathLike[str]) -> Path:
+def save(
+    paged: PagedLayers, stock_layers: list[Any], history: History, path: str | os.PathLike[str]
+) -> Path:
     """Atomically write paged layers and layers of transformers to a file, and return its path.
 
     Raise ConfigError if a layer of transformers has a state other than keys and values.
@@ -274,6 +292,9 @@ def save(paged: PagedLayers, stock_layers: list[Any], path: str | os.PathLike[st
     metadata, tensors = pack(paged)
     metadata["stock"] = [_pack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(stock_layers)]
     metadata["options"] = _pack_options(paged.options, tensors)
+    metadata["model_sample"] = history.model_sample
+    fields = vars(history.tokens) if history.tokens is not None else {}
+    tensors |= {f"tokens.{name}": x.clone() for name, x in fields.items() if x is not None}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(metadata)}
     header["digest"] = digest_of(header, contiguous)
@@ -313,8 +334,8 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Metadata:
 
 def load(
     path: str | os.PathLike[str], device: str | torch.device | None
-) -> tuple[PagedLayers, list[Any]]:
-    """Read paged layers and layers of transformers from a file to `device`, or to the CPU.
+) -> tuple[PagedLayers, list[Any], History]:
+    """Read paged layers, layers of transformers and their history to `device`, or to the CPU.
 
     Invalid data may raise any type of error.
     """
@@ -330,7 +351,30 @@ def load(
             tensors[name] = tensors[name].to(device)
     stock = [_unpack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(metadata["stock"])]
     options = _unpack_options(metadata["options"], tensors)
-    return unpack(metadata, tensors, options, stock), stock
+    history = History(_pop_tokens(tensors), metadata["model_sample"])
+    _check_same("model_sample", True, isinstance(history.model_sample, str | None))
+    paged = unpack(metadata, tensors, options, stock)
+    if history.tokens is not None and paged.batch:
+        _check_same("tokens: rows", paged.batch, len(history.tokens.ids))
+    return paged, stock, history
+
+
+def _pop_tokens(tensors: Tensors) -> Tokens | None:
+    """Remove the tensors of the cached tokens, and return the tokens."""
+    ids = tensors.get("tokens.ids")
+    if ids is None:
+        return None
+    fields: Tensors = {}
+    for name, dims in _TOKEN_FIELDS.items():
+        x = tensors.pop(f"tokens.{name}", None)
+        if x is None:
+            continue
+        _check_same(f"tokens.{name}: integers", False, x.is_floating_point() or x.is_complex())
+        is_expected = x.ndim in dims and x.shape[-1] <= ids.shape[-1]
+        rows = (1, len(ids)) if name == "positions" else (len(ids),)
+        _check_same(f"tokens.{name}: shape", True, is_expected and x.shape[-2] in rows)
+        fields[name] = x.long()
+    return Tokens(**fields)
 
 
 def _unpack_stock(metadata: Metadata, name: str, tensors: Tensors) -> Any:

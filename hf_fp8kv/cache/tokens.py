@@ -5,7 +5,7 @@ to the cache (prefix/generate.py).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,14 @@ class Tokens:
             not padding. None means no padding.
         positions: Position ids, `[..., B or 1, M]`. Tokens from column M on have the positions
             after the last. None means the model's default positions.
+        features: Digests of the features of images and other inputs, `[B, M]`, int64, 0 for tokens
+            without features and from column M on. None means that no token has features.
     """
 
     ids: Tensor
     mask: Tensor | None = None
     positions: Tensor | None = None
+    features: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -36,8 +39,8 @@ class Tokens:
     def crop(self, num_tokens: int) -> "Tokens":
         """Return the batch without its last `num_tokens` tokens."""
         end = max(self.length - num_tokens, 0)
-        mask, positions = (None if x is None else x[..., :end] for x in (self.mask, self.positions))
-        return Tokens(self.ids[:, :end], mask, positions)
+        fields = self.ids, self.mask, self.positions, self.features
+        return Tokens(*(x if x is None else x[..., :end] for x in fields))  # type: ignore[arg-type]
 
     def select(self, rows: Tensor) -> "Tokens":
         """Return rows `[B']` of the batch."""
@@ -47,40 +50,45 @@ class Tokens:
         positions = self.positions
         if positions is not None and positions.shape[-2] > 1:
             positions = positions.index_select(-2, rows)
-        mask = None if self.mask is None else self.mask[rows]
-        return Tokens(self.ids[rows], mask, positions)
+        mask, features = (x if x is None else x[rows] for x in (self.mask, self.features))
+        return Tokens(self.ids[rows], mask, positions, features)
 
-    def expand(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids and mask, `[B, width]`, and positions, `[X, B, width]`, X = 0 without them."""
+    def expand(self, width: int, device: torch.device) -> "ExpandedTokens":
+        """Return the fields of the first `width` tokens with their full sizes, on `device`."""
         ids = self.ids[:, :width].to(device)
         mask = torch.ones_like(ids, dtype=torch.bool)
         if self.mask is not None:
             given_mask = self.mask[:, :width].to(device)
             mask[:, : given_mask.shape[1]] = given_mask != 0
-        if self.positions is None:
-            return ids, mask, ids.new_empty((0, *ids.shape))
-        positions = self.positions[..., :width].to(device)
-        offsets = torch.arange(1, width - positions.shape[-1] + 1, device=device)
-        positions = torch.cat([positions, positions[..., -1:] + offsets], -1)
-        return ids, mask, positions.reshape(-1, *positions.shape[-2:]).expand(-1, len(ids), -1)
+        features = torch.zeros_like(ids)
+        if self.features is not None:
+            given_features = self.features[:, :width].to(device)
+            features[:, : given_features.shape[1]] = given_features
+        positions = ids.new_empty((0, *ids.shape))
+        if self.positions is not None:
+            given = self.positions[..., :width].to(device)
+            given = extend_positions(given.reshape(-1, *given.shape[-2:]), width)
+            positions = given.expand(-1, len(ids), -1)
+        return ExpandedTokens(ids, mask, positions, features)
 
     def match(self, other: "Tokens") -> tuple[list[int], int]:
         """Return the best row for each row of `other`, and the length of the shortest prefix found.
 
         The best row has the longest prefix in common with the row of `other`. Among several such
         rows, it is the row with the same index, or else the first of them. Tokens are equal if they
-        have the same id and position, or are padding in both batches.
+        have the same id, position and features, or are padding in both batches.
         """
         device, width = self.ids.device, min(self.length, other.length)
         expanded = [batch.expand(width, device) for batch in (self, other) if width]
-        if not width or len(expanded[0][2]) != len(expanded[1][2]):
+        if not width or len(expanded[0].positions) != len(expanded[1].positions):
             return list(range(len(other.ids))), 0
-        (ids, mask, positions), other_expanded = expanded
+        (ids, mask, positions, features), other_expanded = expanded
         prefix_lengths = []
         for row in range(len(other.ids)):
-            other_ids, other_mask, other_positions = (x[..., row, :] for x in other_expanded)
-            is_same_token = (ids == other_ids) & (positions == other_positions[:, None]).all(0)
-            is_equal = torch.where(mask & other_mask, is_same_token, mask == other_mask)
+            other_row = ExpandedTokens(*(x[..., row, :] for x in other_expanded))
+            is_same_token = (ids == other_row.ids) & (features == other_row.features)
+            is_same_token &= (positions == other_row.positions[:, None]).all(0)
+            is_equal = torch.where(mask & other_row.mask, is_same_token, mask == other_row.mask)
             prefix_lengths.append(is_equal.long().cumprod(1).sum(1))
         lengths_by_row = torch.stack(prefix_lengths).tolist()  # [row of `other`][row]
         best_lengths = [max(lengths) for lengths in lengths_by_row]
@@ -89,6 +97,42 @@ class Tokens:
             for row, (lengths, best) in enumerate(zip(lengths_by_row, best_lengths, strict=True))
         ]
         return best_rows, min(best_lengths)
+
+    def find_boundary(self, num_tokens: int) -> int:
+        """Return the largest number of tokens up to `num_tokens` that does not divide an image.
+
+        The features of neighboring tokens depend on each other, and some models let all tokens of
+        an image attend to each other.
+        """
+        if self.features is None:
+            return num_tokens
+        has_features = (self.features[:, : num_tokens + 1] != 0).cpu()
+        is_inside = (has_features[:, :-1] & has_features[:, 1:]).any(0).tolist()
+        while num_tokens and num_tokens <= len(is_inside) and is_inside[num_tokens - 1]:
+            num_tokens -= 1
+        return num_tokens
+
+
+class ExpandedTokens(NamedTuple):
+    """The fields of `Tokens` with their full sizes.
+
+    Attributes:
+        ids: Token ids, `[B, N]`.
+        mask: Whether a token is not padding, `[B, N]`, bool.
+        positions: Position ids, `[X, B, N]`, X = 0 for the model's default positions.
+        features: Digests of features, `[B, N]`, int64.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    positions: Tensor
+    features: Tensor
+
+
+def extend_positions(positions: Tensor, width: int) -> Tensor:
+    """Return positions `[..., width]`, which continue after the last of `positions`."""
+    offsets = torch.arange(1, width - positions.shape[-1] + 1, device=positions.device)
+    return torch.cat([positions, positions[..., -1:] + offsets], -1)
 
 
 # The tokens of a cache while it changes, or after an exception interrupted a change.

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from ..errors import ConfigError
-from ..utils.digests import digest_of, digest_weights
+from ..utils.digests import digest_of, digest_weights, sample_weights
 from .model_support import DETERMINISTIC
 
 # Packages whose hooks and replaced methods are accepted: the digest covers all their effects.
@@ -36,19 +36,34 @@ def identify_model(model: Any) -> str:
     return digest_of(describe_model(model), digest_weights(model))
 
 
+def sample_model(model: Any) -> str:
+    """Return a digest of the config, the adapters and 8 values of each weight.
+
+    Copies of a model have the same digest. Different weights or adapters change it.
+    """
+    return digest_of(_describe_adapters(model), sample_weights(model))
+
+
 def describe_model(model: Any) -> dict[str, object]:
     """Return everything that `identify_model` covers, except the weights."""
     device = model.device.type
     uses_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    # "arguments" has the adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
     return {
-        "config": {n: x for n, x in model.config.to_dict().items() if n not in _NEUTRAL_FIELDS},
         "class": type(model).__qualname__,
         "deterministic": DETERMINISTIC in vars(model),
         "attention": str(model.config._attn_implementation),
         "transformers": transformers.__version__,
         "device": device,
         "autocast": uses_autocast and str(torch.get_autocast_dtype(device)),
+        **_describe_adapters(model),
+    }
+
+
+def _describe_adapters(model: Any) -> dict[str, object]:
+    """Return the config of a model, and the settings of its adapters."""
+    # "arguments" has the adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
+    return {
+        "config": {n: x for n, x in model.config.to_dict().items() if n not in _NEUTRAL_FIELDS},
         "adapters": [
             (name, field, str(value))
             for name, module in model.named_modules()

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import sys
 from typing import Any
 
@@ -95,6 +96,19 @@ def find_cache_argument(cls: type[Any]) -> str:
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     """Return the keyword arguments that pass a cache to a call of the model."""
     return {find_cache_argument(type(model)) or CACHE: cache, "use_cache": True}
+
+
+def find_generating_part(model: Any) -> Any:
+    """Return the part of a model whose `generate()` the model's own `generate()` calls, or None.
+
+    For example, BLIP-2 calls its language model, which creates the cache.
+    """
+    generate = inspect.unwrap(getattr(type(model), "generate", GenerationMixin.generate))
+    if generate is inspect.unwrap(GenerationMixin.generate):
+        return None
+    source = inspect.getsource(generate)
+    match = re.search(r"\bself\.(\w+)\.generate\(", source)
+    return None if match is None or "super().generate(" in source else getattr(model, match[1])
 
 
 def find_refusal(cls: type[Any]) -> str:

@@ -8,7 +8,9 @@ The cache sets a `MaskRequest` when transformers reads the sizes of a mask. The 
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 
 class MaskRequest(NamedTuple):
@@ -36,11 +38,14 @@ class _Step(threading.local):
         is_exact: Whether K and V stay unrounded with any cache.
         is_engine_step: Whether a continuous-batching engine runs this step. It needs no masks.
         request: The last cache's request for a mask, until the mask is made.
+        check_module: Weak reference to a method of the cache whose first layer has just stored its
+            tokens. It gets the attention module of that layer.
     """
 
     is_exact: bool = False
     is_engine_step: bool = False
     request: MaskRequest = MaskRequest()
+    check_module: WeakMethod[Callable[[Any], None]] | None = None
 
     def take_request(self, *sizes: int) -> MaskRequest:
         """Return and clear the request for a mask of these sizes, or return an empty request."""

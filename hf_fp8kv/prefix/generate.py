@@ -5,31 +5,44 @@ of an enabled model receive the tokens of each step, and pass them to the cache.
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
 
-from ..cache.cache import FP8PagedCache
-from ..cache.tokens import UNKNOWN, Tokens, can_crop
+from ..cache.cache import NOT_KEPT, FP8PagedCache
+from ..cache.tokens import UNKNOWN, Tokens, can_crop, extend_positions
 from ..errors import ConfigError, FP8KVError
-from ..modeling.identity import identify_model
+from ..modeling.identity import identify_model, sample_model
 from ..modeling.methods import ModelMethod
 from ..modeling.model_support import CACHE
 from ..utils.warn_once import warn_once
+from .media import PromptMedia
 from .pages import StoredPrompts, check_store, digest_options
 
 logger = logging.getLogger(__name__)
 
-# Arguments of a model that do not change the keys and values of its tokens.
-_NEUTRAL_ARGUMENTS = (
-    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
-    "output_attentions", "output_hidden_states", "output_router_logits",
-)  # fmt: skip
-
 # Before 5.21, transformers assumes an empty cache for a prompt that is computed in chunks.
 CHUNKS_NEED_EMPTY_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
+
+
+class PositionPreparation(ModelMethod):
+    """A model's `_prepare_position_ids_for_generation`.
+
+    With a used cache, models with positions of images (Qwen2-VL) continue those of their last call,
+    which may have had a different prompt. A whole prompt gets the positions of a new prompt.
+    """
+
+    name = "_prepare_position_ids_for_generation"
+
+    def __call__(self, inputs: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        mask = model_kwargs.get("attention_mask")
+        is_whole = inputs.ndim == 2 and (mask is None or mask.shape[1] == inputs.shape[1])
+        if is_whole and isinstance(model_kwargs.get(CACHE), FP8PagedCache):
+            model_kwargs = {**model_kwargs, CACHE: None}
+        return self.original_method(inputs, model_kwargs)
 
 
 class Prefill(ModelMethod):
@@ -49,6 +62,7 @@ class Prefill(ModelMethod):
         if store is not None:
             check_store(store, cache.options, self.model.config, cache)
         batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
+        self._check_model(cache, config, can_empty=batch is not None)
         prompts = StoredPrompts(store, cache)
         old_batch, old_kwargs = cache.tokens, dict(model_kwargs)
 
@@ -59,7 +73,10 @@ class Prefill(ModelMethod):
 
         try:
             if batch is not None:
-                self._prepare(prompts, cache, batch, config)
+                media = PromptMedia(self.model.config, input_ids, model_kwargs, config)
+                batch = self._prepare(prompts, cache, batch, media, config)
+                if batch.positions is not None:
+                    model_kwargs["position_ids"] = batch.positions
             try:
                 outputs = compute_prompt()
             except ConfigError as error:
@@ -71,7 +88,7 @@ class Prefill(ModelMethod):
                 model_kwargs.update(old_kwargs)
                 outputs = compute_prompt()
             if batch is None and old_batch is not UNKNOWN:
-                # Embeddings or images follow the known tokens.
+                # Embeddings follow the known tokens.
                 cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
                 cache.step_tokens = 0
             # A wrapper of the model may add tokens to the prompt, so lengths are compared.
@@ -82,22 +99,52 @@ class Prefill(ModelMethod):
             raise
         return outputs
 
+    def _check_model(self, cache: FP8PagedCache, config: Any, *, can_empty: bool) -> None:
+        """Empty a cache that a different model has filled, or raise ConfigError.
+
+        The sample is not taken if no caller can use the cache again.
+        """
+        if config.is_assistant or cache.model_sample == NOT_KEPT:
+            return
+        sample = sample_model(self.model)
+        if cache.model_sample not in (None, sample) and cache.get_seq_length():
+            if not can_empty:
+                raise ConfigError(
+                    "expected a cache that this model has filled, got a cache of a different "
+                    "model, or of different weights or adapters. Pass the whole prompt, so that it "
+                    "can be computed again, or a new cache"
+                )
+            cache.reset()
+        cache.model_sample = sample
+
     def _prepare(
-        self, prompts: StoredPrompts, cache: FP8PagedCache, batch: Tokens, config: Any
-    ) -> None:
-        """Keep the tokens that a cache shares with a prompt, and restore more if possible."""
+        self, prompts: StoredPrompts, cache: FP8PagedCache, batch: Tokens, media: PromptMedia,
+        config: Any,
+    ) -> Tokens:  # fmt: skip
+        """Keep the tokens that a cache shares with a prompt, and restore more if possible.
+
+        Return the prompt as the cache will hold it, `UNKNOWN` if it can never be compared.
+        """
         needs_empty_cache = CHUNKS_NEED_EMPTY_CACHE and config.prefill_chunk_size
         identity = self._identify(cache)
         # Tokens without an identity also count, after a call with dropout or unhashable weights.
         is_outdated = identity != cache.identity and (cache.identity or cache.tokens is not None)
-        if needs_empty_cache or is_outdated:
+        if needs_empty_cache or is_outdated or not media.is_comparable:
             cache.reset()
-        cache.reused_tokens += len(batch.ids) * _keep_shared_prefix(cache, batch)
+        if not media.is_comparable:
+            return UNKNOWN
+        batch = replace(batch, features=media.features)
+        if media.features is None and cache.tokens is not None:
+            batch = _continue_media(cache.tokens, batch, media.placeholders)
+        num_kept = _keep_shared_prefix(cache, batch)
+        cache.reused_tokens += len(batch.ids) * num_kept
         cache.identity, cache.tokens = identity, UNKNOWN
         if identity and not cache.has_assumed_prefix:
             prompts.compute_keys(identity, batch)
             if not needs_empty_cache:
                 prompts.restore()
+        media.drop(max(num_kept, prompts.num_restored * cache.options.page_size))
+        return batch
 
     def _identify(self, cache: FP8PagedCache) -> str:
         """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
@@ -139,6 +186,13 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
     if cached_batch is None and (prefix := cache.known_prefix) is not None:
         is_prefix = prefix.match(batch) == (list(range(len(batch.ids))), prefix.length)
         cached_batch = None if is_prefix and batch.length > length else prefix
+    if cached_batch is None and length and cache.is_restored:
+        raise ConfigError(
+            "expected a cache with the ids of its tokens, got a file or a pickle of a cache that "
+            "generate() of an enabled model did not fill. Save a cache of an enabled model, or "
+            "call enable(model, reuse_prefix=False), which assumes that the prompt begins with the "
+            "tokens of the cache"
+        )
     if cached_batch is None:
         cache.has_assumed_prefix = length > 0
         if length and batch.length <= length:
@@ -155,6 +209,9 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
         cached_batch = cached_batch.crop(num_undone)
     rows, num_shared = cached_batch.match(batch)
     num_shared = min(num_shared, batch.length - 1)
+    cached_rows = cached_batch.select(torch.tensor(rows, device="cpu"))
+    while num_shared != (start := batch.find_boundary(cached_rows.find_boundary(num_shared))):
+        num_shared = start
     if (
         not num_shared
         or cached_batch.length > length  # layers were changed individually
@@ -200,17 +257,44 @@ def _can_crop_layers(cache: FP8PagedCache, num_tokens: int) -> bool:
 
 
 def _find_tokens(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tokens | None:
-    """Return the tokens of a prompt, or None if it has other inputs or is not complete."""
+    """Return the tokens of a prompt, or None if its ids are not complete."""
     mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
     # As in transformers, the mask covers all tokens, so its width shows whether `ids` is complete.
     width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-    other_inputs = [
-        name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL_ARGUMENTS
-    ]
     is_complete = width == ids.shape[1] and (positions is None or positions.shape[-1] == width)
-    if ids.ndim != 2 or not is_complete or other_inputs or config.is_assistant:
+    if ids.ndim != 2 or not is_complete or config.is_assistant:
         return None
     return Tokens(ids, mask, positions)
+
+
+def _continue_media(cached_batch: Tokens, batch: Tokens, placeholders: torch.Tensor) -> Tokens:
+    """Return a prompt without images that continues a cache with images, with their features.
+
+    Images change the positions of all later tokens in some models, so positions also continue.
+
+    Raises:
+        ConfigError: The prompt has placeholders of images that are neither passed nor in the cache.
+    """
+    if cached_batch.features is None:
+        return batch
+    cached_ids, ids = (Tokens(x.ids, x.mask) for x in (cached_batch, batch))
+    rows, num_shared = cached_ids.match(ids)
+    has_unshared_features = bool(cached_batch.features[:, num_shared:].any())
+    if has_unshared_features and bool(placeholders[:, num_shared:].any()):
+        raise ConfigError(
+            f"expected the images of the prompt, because it differs from the cache at token "
+            f"{num_shared}, before an image, got only its tokens. Pass the images, for example as "
+            "pixel_values"
+        )
+    if not num_shared:
+        return batch
+    cached_batch = cached_batch.select(torch.tensor(rows, device="cpu"))
+    shared = cached_batch.expand(num_shared, batch.ids.device)
+    if not len(shared.positions) or batch.positions is None:
+        return replace(batch, features=shared.features)
+    positions = extend_positions(shared.positions, batch.length)
+    positions = positions.reshape(*batch.positions.shape[:-2], *positions.shape[-2:])
+    return replace(batch, positions=positions, features=shared.features)
 
 
 class InputPreparation(ModelMethod):
@@ -225,5 +309,5 @@ class InputPreparation(ModelMethod):
             # Assisted decoding has no prefill, and its first call may only pass new tokens.
             is_unknown = batch is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
-            cache.tokens = UNKNOWN if is_unknown else Tokens(input_ids, batch.mask, batch.positions)
+            cache.tokens = UNKNOWN if is_unknown else replace(batch, ids=input_ids)
         return self.original_method(input_ids, *args, **kwargs)

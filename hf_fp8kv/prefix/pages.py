@@ -12,7 +12,7 @@ from ..cache import serialization
 from ..cache.layer import FP8PagedLayer
 from ..cache.options import CacheOptions
 from ..cache.paged_layers import PagedLayers
-from ..cache.tokens import Tokens
+from ..cache.tokens import UNKNOWN, Tokens
 from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
 from ..modeling.model_support import find_varying_rope
@@ -68,7 +68,8 @@ class StoredPrompts:
         self._store: Any = store
         self._cache = cache
         self._keys: list[list[str]] = []  # key of each page, by prompt
-        self._length = self.num_restored = 0
+        self._batch = UNKNOWN
+        self.num_restored = 0
 
     def compute_keys(self, identity: str, batch: Tokens) -> None:
         """Compute the keys of all pages. A batch without consecutive positions has no keys.
@@ -76,12 +77,13 @@ class StoredPrompts:
         `identity` is everything that pages depend on, except the tokens. Padding is included in
         `batch`, because it determines the page and slot of each token.
         """
-        ids, mask, positions = batch.expand(batch.length, torch.device("cpu"))
+        ids, mask, positions, features = batch.expand(batch.length, torch.device("cpu"))
         consecutive_positions = (mask.cumsum(1) - 1).clamp(min=0)
         if not bool(((positions != consecutive_positions) & mask).any()):
-            prompts, page_size = ids.masked_fill(~mask, -1), self._cache.options.page_size
+            prompts = torch.where(features != 0, features, ids).masked_fill(~mask, -1)
+            page_size = self._cache.options.page_size
             self._keys = [chain_keys(identity, prompt, page_size) for prompt in prompts]
-        self._length = batch.length
+        self._batch = batch
 
     def restore(self) -> None:
         """Restore, in an empty cache, the first pages that the store has for every prompt.
@@ -90,12 +92,14 @@ class StoredPrompts:
         because they are not known before the first layer has run.
         """
         store, cache, page_size = self._store, self._cache, self._cache.options.page_size
-        num_prompts, max_pages = len(self._keys), (self._length - 1) // page_size
+        num_prompts, max_pages = len(self._keys), (self._batch.length - 1) // page_size
         if not num_prompts or not max_pages or cache.host_length():
             return
         keys_by_page = [*zip(*self._keys, strict=True)][:max_pages]
         pages = self._read_pages(dict.fromkeys(key for keys in keys_by_page for key in keys))
         num_pages = sum(all(key in pages for key in keys) for keys in keys_by_page)
+        while self._batch.find_boundary(num_pages * page_size) != num_pages * page_size:
+            num_pages -= 1
         if not num_pages:
             store.count(misses=num_prompts)
             return
@@ -138,7 +142,7 @@ class StoredPrompts:
         finally:
             for group in windowed_groups:
                 group.record_past = False
-        if {*cache._paged.read_lengths()} == {self._length}:
+        if {*cache._paged.read_lengths()} == {self._batch.length}:
             first_page = max(group.table.first_page for group in cache.groups.values())
             for index, keys in enumerate(self._keys):
                 store.write(keys, partial(_copy_pages, cache.paged_layers, index), first_page)

@@ -35,6 +35,30 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not hasattr(tensor, "placements") and tensor.numel() > 0
 
 
+def _list_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by name. Shared tensors have several names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
+
+
+def _sample_tensors(tensors: dict[str, torch.Tensor]) -> list[bytes]:
+    """Return 8 values of each tensor in this process, together for each device."""
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in filter(is_whole, tensors.values()):
+        flat = tensor.detach().flatten()
+        # An odd step spreads the values over the columns of a matrix.
+        sample = flat[:: -(-len(flat) // 8) | 1].contiguous().view(torch.uint8)
+        samples.setdefault(tensor.device, []).append(sample)
+    return [torch.cat(x).cpu().numpy().tobytes() for x in samples.values()]
+
+
+def sample_weights(model: torch.nn.Module) -> str:
+    """Return a digest of 8 values of each parameter and buffer, of their names and dtypes."""
+    tensors = _list_weights(model)
+    names = [(name, x.shape, str(x.dtype)) for name, x in tensors.items()]
+    return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)])
+
+
 def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
     """Return a digest of every parameter and buffer: names, shapes, dtypes and all bytes.
 
@@ -49,15 +73,8 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     Raises:
         ConfigError: Some weights, or parts of them, are not in this process.
     """
-    parameters = model.named_parameters(remove_duplicate=False)
-    tensors = dict[str, torch.Tensor]([*parameters, *model.named_buffers(remove_duplicate=False)])
-    samples: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in filter(is_whole, tensors.values()):
-        flat = tensor.detach().flatten()
-        # An odd step spreads the values over the columns of a matrix.
-        sample = flat[:: -(-len(flat) // 8) | 1].contiguous().view(torch.uint8)
-        samples.setdefault(tensor.device, []).append(sample)
-    state: list[object] = [dtype, *(torch.cat(x).cpu().numpy().tobytes() for x in samples.values())]
+    tensors = _list_weights(model)
+    state: list[object] = [dtype, *_sample_tensors(tensors)]
     state += [
         (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
         for name, x in tensors.items()

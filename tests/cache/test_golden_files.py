@@ -88,7 +88,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
     """Write a file with a valid digest, as an attacker could, unless `header` contains a digest."""
     tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
-    fields = {"format": "hf_fp8kv.cache", "version": "3", "meta": json.dumps(meta)}
+    fields = {"format": "hf_fp8kv.cache", "version": "4", "meta": json.dumps(meta)}
     save_file(tensors, path, metadata=fields | {"digest": digest_of(fields, tensors)} | header)
     return path
 
@@ -161,6 +161,23 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "entries"),
     "turns": ("dynamic", set_entry(-1.0, *LAYER, "turns", "base"), "turns"),
     "window of a stock layer": ("stock-layers", set_entry(0, "stock", 0, "window"), "window"),
+    "ids of other rows": (
+        "dynamic", edit_tensor("tokens.ids", lambda x: x[:1]), r"tokens\.mask: shape"
+    ),
+    "ids of three rows": (
+        "dynamic",
+        lambda _, tensors: tensors.update(
+            {f"tokens.{x}": tensors[f"tokens.{x}"][[0, 1, 1]] for x in ("ids", "mask", "features")}
+        ),
+        "tokens: rows",
+    ),
+    "ids with three axes": (
+        "dynamic", edit_tensor("tokens.ids", lambda x: x[None]), r"tokens\.ids: shape"
+    ),
+    "ids that are not integers": (
+        "dynamic", edit_tensor("tokens.ids", torch.Tensor.float), r"tokens\.ids: integers"
+    ),
+    "sample of the model": ("dynamic", set_entry(3, "model_sample"), "model_sample"),
     "tokens of a stock layer": ("stock-layers", set_entry(5, "stock", 0, "seen"), "seen"),
 }  # fmt: skip
 
@@ -178,7 +195,7 @@ def test_errors_name_the_invalid_entry(name: str, tmp_path: Path) -> None:
 def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
     meta, tensors = read_file(FOLDER / "dynamic.safetensors")
     for header, message in (
-        ({"version": "2"}, "version: expected .*'2'"),
+        ({"version": "3"}, "version: expected .*'3'"),
         ({"format": "x"}, "format and version: expected .*'x'"),
         ({"digest": 64 * "0"}, "digest: "),
     ):

@@ -381,6 +381,121 @@ def test_copies_of_an_enabled_model_reuse_tokens() -> None:
         assert cache.memory_footprint().reused_tokens == inputs["input_ids"][:, 1:].numel()
 
 
+def save_and_load(cache: FP8PagedCache, path: Path) -> FP8PagedCache:
+    cache.save(path / "cache.safetensors")
+    return FP8PagedCache.load(path / "cache.safetensors")
+
+
+def pickle_and_unpickle(cache: FP8PagedCache, _: Path) -> FP8PagedCache:
+    restored: FP8PagedCache = pickle.loads(pickle.dumps(cache))
+    return restored
+
+
+@pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
+def test_a_restored_cache_is_compared_with_the_prompt(restore: Any, tmp_path: Path) -> None:
+    chat = Chat("gqa")
+    answer, _ = chat.check_answer(chat.make_ids(21, rows=2))
+    filled_cache = chat.cache
+    for rows, num_computed in (
+        (torch.cat([answer, chat.make_ids(7, rows=2)], 1), 8),
+        (torch.cat([answer[:, :12], chat.make_ids(20, rows=2)], 1), 20),
+        (torch.cat([answer, chat.make_ids(7, rows=2)], 1)[[1, 0]], 8),
+        (chat.make_ids(40, rows=2), 40),
+    ):
+        chat.cache = restore(filled_cache, tmp_path)
+        assert chat.check_answer(rows)[1] == num_computed
+
+
+@pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
+def test_a_restored_cache_without_ids_is_refused(restore: Any, tmp_path: Path) -> None:
+    chat = Chat("gqa")
+    ids = chat.make_ids(30)
+    with torch.no_grad():
+        chat.model(input_ids=ids[:, :20], past_key_values=chat.cache)
+    chat.cache = restore(chat.cache, tmp_path)
+    with pytest.raises(ConfigError, match="the ids of its tokens"):
+        chat.check_answer(ids)
+    assert chat.cache.host_length() == 20
+    enable(chat.model, reuse_prefix=False, **STORED)
+    assert chat.check_answer(ids)[1] == 10
+
+
+def change_weights(model: Any) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.data.mul_(1.01)
+
+
+def change_rope(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.9)
+
+
+@pytest.mark.parametrize("restore", [None, save_and_load, pickle_and_unpickle])
+@pytest.mark.parametrize("change", [change_weights, change_rope])
+def test_tokens_of_a_different_model_are_computed_again(
+    change: Any, restore: Any, tmp_path: Path
+) -> None:
+    """The second model has the same shapes, and may be the same object."""
+    chat = Chat("gqa")
+    answer, _ = chat.check_answer(chat.make_ids(21))
+    if restore is not None:
+        chat.cache = restore(chat.cache, tmp_path)
+    change(chat.model)
+    extended = torch.cat([answer, chat.make_ids(7)], 1)
+    assert chat.check_answer(extended)[1] == extended.shape[1]
+    # Now the second model has filled the cache.
+    extended = torch.cat([extended, chat.make_ids(5)], 1)
+    assert chat.check_answer(extended)[1] == 5
+
+
+def test_new_tokens_after_a_different_model_are_refused() -> None:
+    """The tokens of a different model cannot be computed again without their ids."""
+    chat = Chat("gqa")
+    answer, _ = chat.check_answer(chat.make_ids(21))
+    change_weights(chat.model)
+    num_cached = chat.cache.host_length()
+    with pytest.raises(ConfigError, match="a cache that this model has filled"):
+        chat.model.generate(
+            chat.make_ids(3), attention_mask=torch.ones(1, num_cached + 3, dtype=torch.int64),
+            past_key_values=chat.cache, **GREEDY,
+        )  # fmt: skip
+    assert chat.cache.host_length() == num_cached
+    assert chat.check_answer(answer)[1] == answer.shape[1]
+
+
+def test_a_reloaded_model_reuses_tokens(tmp_path: Path) -> None:
+    chat = Chat("gqa")
+    answer, _ = chat.check_answer(chat.make_ids(21))
+    chat.model.save_pretrained(tmp_path)
+    reloaded = enable(type(chat.model).from_pretrained(tmp_path), **STORED)
+    extended = torch.cat([answer, chat.make_ids(7)], 1)
+    reloaded.generate(extended, past_key_values=chat.cache, **GREEDY)
+    assert chat.cache.reused_tokens == answer.shape[1] - 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_new_tokens", [1, 4])
+def test_a_cache_of_a_different_model_is_refused_without_enable(max_new_tokens: int) -> None:
+    """Attention over pages compares the weights of the first layer."""
+    model, inputs = build_variant("gqa", max_position_embeddings=512)
+    model.set_attn_implementation("fp8_paged")
+    cache, ids = FP8PagedCache(model.config), inputs["input_ids"][:1]
+    greedy = {**GREEDY, "max_new_tokens": max_new_tokens}
+    answer = model.generate(ids, past_key_values=cache, **greedy)
+    extended = torch.cat([answer, ids], 1)
+    expected = model.generate(extended, past_key_values=copy.deepcopy(cache), **greedy)
+    different_model = copy.deepcopy(model)
+    change_weights(different_model)
+    num_tokens = [layer.get_seq_length() for layer in cache.layers]
+    with pytest.raises(ConfigError, match="the model that has filled this cache"):
+        different_model.generate(extended, past_key_values=cache, **greedy)
+    assert [layer.get_seq_length() for layer in cache.layers] == num_tokens
+    actual = copy.deepcopy(model).generate(extended, past_key_values=cache, **greedy)
+    assert_same(actual, expected)
+    cache.reset()
+    different_model.generate(extended, past_key_values=cache, **greedy)
+
+
 def test_a_chat_in_a_pipeline_reuses_tokens(tmp_path: Path) -> None:
     folder = save_chat_model(tmp_path)
     model = enable(AutoModelForCausalLM.from_pretrained(folder).eval(), **STORED)

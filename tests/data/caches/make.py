@@ -1,8 +1,8 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case has two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 3 of
-the format, and hold the same keys and values as the files of version 2 before them. Write the files
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 4 of
+the format, and hold the same keys and values as the files of version 2. Write the files
 again only for a new version of the format.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
+from hf_fp8kv.cache.tokens import Tokens
 from hf_fp8kv.formats import LayerPlan
 
 NUM_HEADS, HEAD_DIM, PROMPT_TOKENS = 2, 16, 13
@@ -95,6 +96,10 @@ def make_cache(name: str) -> FP8PagedCache:
     if name != "empty":
         append_tokens(cache, PROMPT_TOKENS, 0)
         cache.reorder_cache(torch.tensor([1, 1]))
+    if name == "dynamic":  # as `generate()` of an enabled model sets them
+        ids = torch.arange(2 * PROMPT_TOKENS).reshape(2, PROMPT_TOKENS)
+        cache.tokens = Tokens(ids, (ids > 0).long(), ids[:1], ids[:, :4] - 1)
+        cache.model_sample = "sample"
     return cache
 
 

@@ -1,0 +1,274 @@
+"""The inputs of a prompt besides its text, such as images, and the tokens that depend on them.
+
+A prompt has a placeholder token for each feature vector of an image. Placeholders get a digest of
+their image, so that a cache can be compared with a prompt that has images. transformers passes all
+images of a prompt in the order of their placeholders.
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..modeling.methods import ModelMethod
+from ..modeling.model_support import CACHE
+from ..utils.digests import digest_of
+
+# Arguments of a model that do not change the keys and values of its tokens.
+_NEUTRAL_ARGUMENTS = (
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits",
+)  # fmt: skip
+# Arguments with a type of each token. 0 is text.
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+# Model types in which a prompt's tokens attend to later tokens of the prompt, given token types.
+_BIDIRECTIONAL_PROMPTS = ("paligemma", "hrm_text")
+_MODALITIES = ("image", "video", "audio", "speech")
+# The argument with the features of each modality that `generate()` computes before the prefill,
+# since transformers 5.24, and the attribute of the call's generation config with their inputs.
+_ENCODED, _ENCODED_INPUTS = "mm_encoder_outputs", "_hf_fp8kv_encoded_inputs"
+
+
+class EncoderPreparation(ModelMethod):
+    """A model's `_maybe_prepare_encoder_kwargs_for_generation`, which replaces images by features.
+
+    The features of an image depend on the other images of a call in their last bits. So the images
+    are kept for the prefill, which compares them.
+    """
+
+    name = "_maybe_prepare_encoder_kwargs_for_generation"
+
+    def __call__(
+        self, inputs: Any, model_kwargs: dict[str, Any], model_input_name: Any, config: Any
+    ) -> dict[str, Any]:
+        arguments = dict(model_kwargs)
+        encoded: dict[str, Any]
+        encoded = self.original_method(inputs, model_kwargs, model_input_name, config)
+        if _ENCODED in encoded:
+            encoder_inputs = {name: x for name, x in arguments.items() if name not in encoded}
+            setattr(config, _ENCODED_INPUTS, encoder_inputs)
+        return encoded
+
+
+class _Image(NamedTuple):
+    """The tokens of an image: columns `start` to `stop - 1` of `rows`."""
+
+    rows: slice
+    start: int
+    stop: int
+
+
+class PromptMedia:
+    """The images and other inputs of a prompt besides its text.
+
+    Args:
+        model_config: The model's config.
+        ids: Token ids of the whole prompt, `[B, N]`.
+        arguments: Keyword arguments of the model. `drop` changes them.
+        generation_config: The generation config of the call.
+
+    Attributes:
+        features: Digests of the image of each token, `[B, N]`, int64, 0 for text. None means that
+            the prompt is only text.
+        placeholders: Whether a token is a placeholder, `[B, N]`.
+        is_comparable: Whether keys and values depend only on earlier tokens and their images.
+    """
+
+    def __init__(
+        self, model_config: PreTrainedConfig, ids: Tensor, arguments: dict[str, Any],
+        generation_config: Any,
+    ) -> None:  # fmt: skip
+        self._arguments = arguments
+        self.placeholders = _find_placeholders(model_config, ids, _MODALITIES)
+        self.features: Tensor | None = None
+        token_types = [x for name in _TOKEN_TYPES if (x := arguments.get(name)) is not None]
+        self.is_comparable = not any(
+            model_config.model_type in _BIDIRECTIONAL_PROMPTS
+            or _differ_in_text(x, self.placeholders)
+            for x in token_types
+        )
+        self._passed = {
+            name: x
+            for name, x in arguments.items()
+            if name not in (*_NEUTRAL_ARGUMENTS, *_TOKEN_TYPES) and not _is_empty(x)
+        }
+        encoded: dict[str, Any] = self._passed.pop(_ENCODED, {})
+        self._encoded = {name: x for name, x in encoded.items() if x is not None}
+        self._encoded_masks = {
+            modality: _find_placeholders(model_config, ids, (modality,))
+            for modality in self._encoded
+        }
+        encoder_inputs = getattr(generation_config, _ENCODED_INPUTS, None)
+        if encoder_inputs is None and self._encoded:
+            encoder_inputs = self._encoded  # the caller has computed the features
+        inputs = {**self._passed, **(encoder_inputs or {})}
+        inputs = {name: x for name, x in inputs.items() if not _is_empty(x)}
+        self._images: list[_Image] = []
+        if inputs and self.placeholders.any():
+            self.features = self._mark_images(ids, inputs)
+        elif inputs:
+            self.is_comparable = False
+        # Embeddings replace the ids of all tokens.
+        self.is_comparable &= "inputs_embeds" not in inputs
+
+    def _mark_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Find the tokens of each image, and return their digests, `[B, N]`."""
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim}
+        others = {name: x for name, x in inputs.items() if name not in tensors}
+        self._sizes = self._find_sizes(list(tensors.values()))
+        parts_by_name = {name: _divide(x, self._sizes) or [x] for name, x in tensors.items()}
+        features = torch.zeros_like(ids)
+        positions = self.placeholders.nonzero().cpu().split(self._sizes)
+        for index, (rows, columns) in enumerate(x.unbind(1) for x in positions):
+            image = _Image(
+                slice(int(rows[0]), int(rows[-1]) + 1), int(columns.min()), int(columns.max()) + 1
+            )
+            self._images.append(image)
+            values = {name: _pack_values(x[index]) for name, x in parts_by_name.items()}
+            digest = digest_of(others, values)
+            # The digest is longer than one number, so neighboring tokens have its parts in turn.
+            words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
+            indices = torch.arange(image.stop - image.start) % len(words)
+            features[image.rows, image.start : image.stop] = words[indices].to(ids.device)
+        return features
+
+    def _find_sizes(self, tensors: list[Tensor]) -> list[int]:
+        """Return the number of placeholders of each image, or of all together.
+
+        The images of a prompt are its runs of placeholders, or have the sizes of their features.
+        """
+        starts = self.placeholders.clone()
+        starts[:, 1:] &= ~self.placeholders[:, :-1]
+        run_of_placeholder = starts.flatten().cumsum(0)[self.placeholders.flatten()]
+        num_placeholders = len(run_of_placeholder)
+        candidates: list[list[int]] = [run_of_placeholder.unique(return_counts=True)[1].tolist()]
+        for output in self._encoded.values():
+            parts = output.get("pooler_output") if isinstance(output, dict) else None
+            if parts is not None and all(isinstance(x, Tensor) for x in parts):
+                candidates.append([len(x.reshape(-1, x.shape[-1])) for x in parts])
+        first_row = torch.zeros(1, dtype=torch.int64)
+        can_divide = all(
+            _select_vectors(output, int(self._encoded_masks[modality].sum()), first_row) is not None
+            for modality, output in self._encoded.items()
+        )
+        for sizes in candidates if can_divide else []:
+            divides_inputs = all(_divide(x, sizes) is not None for x in tensors)
+            # Inputs that the model receives are divided by `drop`.
+            divides_passed = all(
+                isinstance(x, Tensor) and x.ndim and _find_length(x, sizes)
+                for x in self._passed.values()
+            )
+            if sum(sizes) == num_placeholders and divides_inputs and divides_passed:
+                return sizes
+        return [num_placeholders]
+
+    def drop(self, num_tokens: int) -> None:
+        """Remove the images in the first `num_tokens` tokens of each row from the arguments.
+
+        `num_tokens` does not divide an image.
+        """
+        kept = [i for i, image in enumerate(self._images) if image.start >= num_tokens]
+        if len(kept) == len(self._images):
+            return
+        for name, x in self._passed.items():
+            if kept:
+                parts = x.split(_find_length(x, self._sizes))
+                self._arguments[name] = torch.cat([parts[i] for i in kept])
+            else:
+                del self._arguments[name]
+        encoded: dict[str, Any] = {}
+        for modality, mask in self._encoded_masks.items():
+            indices = mask.flatten().cumsum(0).view_as(mask) - 1
+            rows = indices[:, num_tokens:][mask[:, num_tokens:]]
+            if len(rows):
+                output = self._encoded[modality]
+                encoded[modality] = _select_vectors(output, int(mask.sum()), rows)
+        if self._encoded:
+            self._arguments[_ENCODED] = encoded
+
+
+def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) -> Tensor:
+    names = [f"{x}_token_{suffix}" for x in modalities for suffix in ("id", "index")]
+    token_ids = [x for name in names if isinstance(x := getattr(config, name, None), int)]
+    return torch.isin(ids, torch.tensor(token_ids, dtype=ids.dtype, device=ids.device))
+
+
+def _differ_in_text(token_types: Tensor, placeholders: Tensor) -> bool:
+    """Return whether tokens other than placeholders have a type other than 0."""
+    if token_types.shape != placeholders.shape:
+        return bool(token_types.any())
+    return bool(token_types.masked_fill(placeholders.to(token_types.device), 0).any())
+
+
+def _is_empty(argument: Any) -> bool:
+    """Return whether an argument has no effect: None, False, or a container of such values."""
+    if isinstance(argument, Tensor):
+        return argument.numel() == 0
+    if isinstance(argument, dict):
+        return all(map(_is_empty, argument.values()))
+    if isinstance(argument, list | tuple):
+        return all(map(_is_empty, argument))
+    return argument is None or argument is False
+
+
+def _find_length(x: Tensor, sizes: list[int]) -> list[int]:
+    """Return the length of each image along the first axis of `x`, or [] if it is not known."""
+    if len(x) == len(sizes):
+        return [1] * len(sizes)
+    length, rest = divmod(len(x), sum(sizes))  # several patches for each placeholder
+    return [] if rest or x.ndim > 3 else [length * size for size in sizes]
+
+
+def _divide(x: Tensor, sizes: list[int]) -> list[Tensor] | None:
+    """Return the part of `x` for each image, or None if it is not known."""
+    if len(sizes) == 1:
+        return [x]
+    if lengths := _find_length(x, sizes):
+        return [*x.split(lengths)]
+    if x.ndim < 4:
+        return None
+    # `[B, images, ...]`, in which rows with fewer images are padded with zeros.
+    images = x.flatten(0, 1)
+    images = images[images.flatten(1).any(1)]
+    return [*images.split(1)] if len(images) == len(sizes) else None
+
+
+def _pack_values(x: Tensor) -> str:
+    """Return the dtype and a hash of a tensor without zeros at the end, which may be padding."""
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{x.dtype} {hashlib.sha256(flat.numpy().tobytes().rstrip(bytes(1))).hexdigest()}"
+
+
+def _select_vectors(output: Any, num_vectors: int, rows: Tensor) -> Any:
+    """Return the features at `rows` of encoded features, in the same containers.
+
+    Entries that do not have `num_vectors` vectors are not changed. None means that no entry has.
+    """
+
+    def select(features: Any) -> Any:
+        is_tensor = isinstance(features, Tensor)
+        if not is_tensor and not isinstance(features, list | tuple):
+            return None
+        parts = [*features] if not is_tensor or features.ndim else []
+        if not parts or not all(isinstance(x, Tensor) and x.ndim for x in parts):
+            return None
+        vectors = torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])
+        if len(vectors) != num_vectors:
+            return None
+        selected = vectors[rows.to(vectors.device)]
+        return selected[None] if is_tensor else [selected]
+
+    if not isinstance(output, dict):
+        return None
+    changes: dict[str, Any] = {}
+    for name, features in output.items():
+        selected = select(features)
+        if selected is None and isinstance(features, list | tuple):  # of several layers
+            layers = [select(x) for x in features]
+            selected = layers if layers and all(x is not None for x in layers) else None
+        if selected is not None:
+            changes[name] = selected
+    return type(output)(**{**output, **changes}) if changes else None
