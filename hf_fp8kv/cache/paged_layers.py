@@ -17,7 +17,12 @@ from transformers.cache_utils import (
 
 from ..errors import ConfigError
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.layer_specs import build_stock_layers, find_skipped_layers, reuses_kv
+from ..modeling.layer_specs import (
+    build_stock_layers,
+    find_kv_sizes,
+    find_skipped_layers,
+    reuses_kv,
+)
 from ..modeling.step import MaskRequest
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
@@ -25,6 +30,7 @@ from ..paging.layer_group import LayerGroup
 from ..paging.lengths import DeviceLength, HostLength
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
+from ..scales import KVScales
 from .centers import PaddingObserver
 from .encoding import Encoding
 from .indexers import INDEXED_CLASSES, Indexer
@@ -154,6 +160,13 @@ class PagedLayers:
                 layers[index] = StaticLayer(max_tokens)
         _match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
+        scales, num_processes = self.options.scales, self.options.tensor_parallel.size
+        for layer in self.layers if isinstance(scales, KVScales) else ():
+            sizes = find_kv_sizes(config, layer.index)
+            if sizes is not None:
+                num_heads, k_dim, v_dim = sizes
+                heads = num_heads // num_processes
+                self.options.expand_scales(scales, layer.index, heads, k_dim, v_dim)
         return layers
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:

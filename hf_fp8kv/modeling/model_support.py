@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ConfigError
 
@@ -21,6 +21,35 @@ ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.
 _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
+
+
+# Attributes in which pipelines, compiled models and other wrappers keep the model.
+_WRAPPED_MODELS = ("model", "module", "_orig_mod", "pretrained_model")
+
+
+def unwrap_adapters(model: Any) -> Any:
+    """Return the model inside PEFT's wrappers, and any other object unchanged."""
+    while hasattr(model, "get_base_model") and not isinstance(model, type):
+        model = model.get_base_model()
+    return model
+
+
+def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
+    """Return the model inside PEFT's wrappers, whose adapters are part of its layers.
+
+    Raise ConfigError unless it is a model of transformers that has `method`, or `attribute` if it
+    is given.
+    """
+    base = unwrap_adapters(model)
+    if isinstance(base, PreTrainedModel) and hasattr(base, attribute or method or "forward"):
+        return base
+    names = (x for x in _WRAPPED_MODELS if isinstance(getattr(base, x, None), PreTrainedModel))
+    advice = "Load a model with AutoModelForCausalLM.from_pretrained(...)"
+    if not isinstance(base, PreTrainedModel) and (name := next(names, "")):
+        advice = f"Pass the model inside it (its attribute {name})"
+    rule = f"a PreTrainedModel with {method}()" if method else "a PreTrainedModel"
+    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise ConfigError(f"model: expected {rule}, got {got}. {advice}")
 
 
 def find_varying_rope(config: Any) -> str | None:
