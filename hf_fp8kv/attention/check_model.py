@@ -15,12 +15,7 @@ from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import describe_rounding
-from ..modeling.model_support import (
-    caches_latents,
-    find_base_model,
-    find_refusal,
-    with_cache,
-)
+from ..modeling.model_support import caches_latents, find_base_model, find_refusal, with_cache
 from . import latent
 from .deterministic import (
     FunctionWatch,

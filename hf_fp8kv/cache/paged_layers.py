@@ -17,12 +17,7 @@ from transformers.cache_utils import (
 
 from ..errors import ConfigError
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.layer_specs import (
-    build_stock_layers,
-    find_kv_sizes,
-    find_skipped_layers,
-    reuses_kv,
-)
+from ..modeling.layer_specs import build_stock_layers, find_kv_sizes, find_skipped_layers, reuses_kv
 from ..modeling.step import MaskRequest
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages

@@ -63,7 +63,8 @@ def find_skipped_layers(
         for layer in layers
     ]
     indices: set[int] = set()
-    for selector in (skip_layers,) if isinstance(skip_layers, str | int) else skip_layers:
+    is_single = isinstance(skip_layers, str) or not isinstance(skip_layers, Collection)
+    for selector in (skip_layers,) if is_single else skip_layers:
         if type(selector) is int and -len(layers) <= selector < len(layers):
             indices.add(selector % len(layers))
         elif isinstance(selector, str) and selector in layer_types:
