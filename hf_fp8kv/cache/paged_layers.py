@@ -155,13 +155,11 @@ class PagedLayers:
                 layers[index] = StaticLayer(max_tokens)
         _match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
-        scales, num_processes = self.options.scales, self.options.tensor_parallel.size
-        for layer in self.layers if isinstance(scales, KVScales) else ():
-            sizes = find_kv_sizes(config, layer.index)
-            if sizes is not None:
-                num_heads, k_dim, v_dim = sizes
-                heads = num_heads // num_processes
-                self.options.expand_scales(scales, layer.index, heads, k_dim, v_dim)
+        if isinstance(scales := self.options.scales, KVScales):
+            for layer in self.layers:
+                if sizes := find_kv_sizes(config, layer.index):
+                    heads = sizes[0] // self.options.tensor_parallel.size
+                    self.options.expand_scales(scales, layer.index, heads, *sizes[1:])
         return layers
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,6 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from ..errors import ConfigError
 
-
 # Model types whose code changes the number of KV heads in some layers.
 _TYPES_WITH_OTHER_HEADS = ("mimo_v2_flash",)
 

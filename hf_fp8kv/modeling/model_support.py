@@ -23,8 +23,8 @@ _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
 
 
-# Attributes in which pipelines, compiled models and other wrappers keep the model.
-_WRAPPED_MODELS = ("model", "module", "_orig_mod", "pretrained_model")
+# Attributes in which wrappers keep the model. Compiled models also have the model's attributes.
+_WRAPPED_MODELS = ("_orig_mod", "module", "pretrained_model", "model")
 
 
 def unwrap_adapters(model: Any) -> Any:
