@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import logging
 from typing import Any, TypeVar
 
@@ -18,7 +19,13 @@ from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
-from .modeling.model_support import ATTENTION, CACHE, find_generating_part, find_refusal
+from .modeling.model_support import (
+    ATTENTION,
+    CACHE,
+    find_base_model,
+    find_generating_model,
+    find_refusal,
+)
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
 from .prefix.generate import InputPreparation, PositionPreparation, Prefill
@@ -36,6 +43,7 @@ _PREPARE_METHOD = "_prepare_cache_for_generation"
 OFFLOADED = "offloaded"
 # Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
 _PREFIX_TUNING_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
+_CACHE_KEYWORDS = tuple(inspect.signature(FP8PagedCache).parameters)[1:]  # without the config
 _Model = TypeVar("_Model")
 
 
@@ -85,9 +93,12 @@ def enable(
         ScaleError: `scales`, or the scales of `plan`, are invalid or do not fit the model.
         BackendError: `backend` cannot run here.
     """
-    base = _find_base_model(model)
-    if not isinstance(base, PreTrainedModel) or not hasattr(base, _PREPARE_METHOD):
-        raise ConfigError(f"model: expected a model with generate(), got {type(model).__name__}")
+    base = find_generating_model(find_base_model(model, "generate", _PREPARE_METHOD))
+    if unknown := [name for name in cache_keywords if name not in _CACHE_KEYWORDS]:
+        raise ConfigError(
+            f"enable: expected the keywords of FP8PagedCache ({', '.join(_CACHE_KEYWORDS)}), got "
+            f"{', '.join(unknown)}. Correct or leave it out"
+        )
     if reason := find_refusal(type(base)):
         raise ConfigError(
             f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
@@ -124,6 +135,8 @@ def enable(
     if reuse_prefix:
         PositionPreparation(base).install()
         EncoderPreparation(base).install()
+    if _EngineRefusal.name not in vars(base):  # else hf_fp8kv.serving.enable was called
+        _EngineRefusal(base).install()
     install_rounding(roundings)
     if deterministic:
         install_deterministic(base, __name__)
@@ -131,8 +144,12 @@ def enable(
 
 
 def disable(model: _Model) -> _Model:
-    """Undo `enable`, if it was called, and return the model."""
-    base = _find_base_model(model)
+    """Undo `enable`, if it was called, and return the model.
+
+    Raises:
+        ConfigError: The argument is not a model of transformers.
+    """
+    base = find_generating_model(find_base_model(model, "generate"))
     old_attention = vars(base).pop(_SAVED_ATTENTION, None)
     if old_attention is not None:
         remove_methods(base)
@@ -142,14 +159,6 @@ def disable(model: _Model) -> _Model:
         if base._can_set_attn_implementation():
             set_attn_implementations(base, old_attention)
     return model
-
-
-def _find_base_model(model: Any) -> Any:
-    """Return the model whose `generate` creates the cache, inside wrappers such as PEFT's."""
-    while hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    part = find_generating_part(model)
-    return model if part is None else _find_base_model(part)
 
 
 class _CachePreparation(ModelMethod):
@@ -203,6 +212,20 @@ class _CachePreparation(ModelMethod):
             return inputs
 
         vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
+
+
+class _EngineRefusal(ModelMethod):
+    """Replaces the method that makes an engine of transformers, which cannot read FP8 pages."""
+
+    name = "init_continuous_batching"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model.config._attn_implementation == ATTENTION:
+            raise ConfigError(
+                "continuous batching: expected a call of hf_fp8kv.serving.enable(model) first, got "
+                "only hf_fp8kv.enable(model), which is for generate(). Call serving.enable(model)"
+            )
+        return self.original_method(*args, **kwargs)
 
 
 def _get_self_attention_cache(cache: Any) -> Any:

@@ -15,7 +15,7 @@ from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import describe_rounding
-from ..modeling.model_support import caches_latents, find_refusal, with_cache
+from ..modeling.model_support import caches_latents, find_base_model, find_refusal, with_cache
 from . import latent
 from .deterministic import (
     FunctionWatch,
@@ -115,8 +115,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     Raises:
         ConfigError: `model` is not a PreTrainedModel.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
+    model = find_base_model(model)
     name = type(model).__name__
     if reason := find_refusal(type(model)):
         return ModelReport(name, (), reason)

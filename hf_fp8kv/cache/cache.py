@@ -479,9 +479,22 @@ class FP8PagedCache(DynamicCache):
         The first new tokens of a layer move it to the device of the model's layer.
 
         Raises:
-            ConfigError: `save` did not write the file, or the file is damaged.
+            ConfigError: `save` did not write the file, the file is missing or damaged, or the
+                device is not available.
             OutOfPagesError: The pages exceed the file's `max_pages`.
         """
+        if not Path(path).is_file():
+            got = "a folder" if Path(path).is_dir() else "none"
+            raise ConfigError(
+                f"{path}: expected a file of FP8PagedCache.save, got {got}. Check the path"
+            )
+        try:
+            torch.empty(0, device=device)
+        except Exception as error:  # torch raises errors of many types
+            raise ConfigError(
+                f"device: expected a device of this machine, got {device!r}: {error}. Leave it out "
+                "for the CPU"
+            ) from error
         with convert_read_errors(path, "a whole file of FP8PagedCache.save", ConfigError):
             paged, stock_layers, history = serialization.load(path, device)
             cache = cls._from_layers(paged, stock_layers)

@@ -329,13 +329,18 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             "expected keys and values of a floating dtype on one device, got "
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
-    pool, got = layer.store.pool, (num_heads, k_dim, v_shape[3], key.dtype, value.dtype)
-    stored = is_initialized and (pool.num_heads, pool.k_dim, pool.v_dim, pool.k_dtype, pool.v_dtype)
-    if is_initialized and got != stored:
+    pool, sizes = layer.store.pool, (num_heads, k_dim, v_shape[3])
+    if is_initialized and sizes != (pool.num_heads, pool.k_dim, pool.v_dim):
         raise ConfigError(
-            "expected keys and values like the first call's (heads, key size, value size, "
-            f"dtypes) = {stored}, got {got}. A cache belongs to one model. Create a new "
-            "FP8PagedCache for a different model"
+            "expected keys and values like the first call's (heads, key size, value size) = "
+            f"{(pool.num_heads, pool.k_dim, pool.v_dim)}, got {sizes}. A cache belongs to one "
+            "model. Create a new FP8PagedCache for a different model"
+        )
+    if is_initialized and (key.dtype, value.dtype) != (pool.k_dtype, pool.v_dtype):
+        raise ConfigError(
+            f"expected keys in {pool.k_dtype} and values in {pool.v_dtype}, as in the first call, "
+            f"got {key.dtype} and {value.dtype}. Use the same torch.autocast and the same dtype of "
+            "the model in all calls, or a new FP8PagedCache"
         )
     num_sequences = layer.store.group.table.batch
     if num_sequences and batch != num_sequences:

@@ -252,6 +252,15 @@ class CacheOptions:
         memory = OffloadBlocks(budget, index) if isinstance(budget, OffloadBudget) else None
         return PagePool(self.page_size, plan, self.has_dynamic_scales, memory)
 
+    def expand_scales(
+        self, scales: KVScales, index: int, heads: int, k_dim: int, v_dim: int
+    ) -> LayerScales:
+        """Return the scales of a layer with `heads` heads in this process. See `for_layer`."""
+        return scales.for_layer(
+            index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
+            tp_rank=self.tensor_parallel.rank, tp_size=self.tensor_parallel.size,
+        )  # fmt: skip
+
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -263,10 +272,7 @@ class CacheOptions:
             return None, None, None
         plan = self.layer_plan(index)
         if isinstance(self.scales, KVScales):
-            layer: LayerScales = self.scales.for_layer(
-                index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
-                tp_rank=self.tensor_parallel.rank, tp_size=self.tensor_parallel.size,
-            )  # fmt: skip
+            layer = self.expand_scales(self.scales, index, heads, k_dim, v_dim)
             k, v = (
                 None
                 if side.is_auto or scale is None or not scale.numel()

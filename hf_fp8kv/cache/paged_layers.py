@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from ..errors import ConfigError
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.layer_specs import build_stock_layers, find_skipped_layers, reuses_kv
+from ..modeling.layer_specs import build_stock_layers, find_kv_sizes, find_skipped_layers, reuses_kv
 from ..modeling.step import MaskRequest, step
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
@@ -25,6 +25,7 @@ from ..paging.layer_group import LayerGroup
 from ..paging.lengths import DeviceLength, HostLength
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
+from ..scales import KVScales
 from ..utils.digests import sample_weights
 from .centers import PaddingObserver
 from .encoding import Encoding
@@ -157,6 +158,11 @@ class PagedLayers:
                 layers[index] = StaticLayer(max_tokens)
         _match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
+        if isinstance(scales := self.options.scales, KVScales):
+            for layer in self.layers:
+                if sizes := find_kv_sizes(config, layer.index):
+                    heads = sizes[0] // self.options.tensor_parallel.size
+                    self.options.expand_scales(scales, layer.index, heads, *sizes[1:])
         return layers
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:

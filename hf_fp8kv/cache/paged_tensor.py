@@ -80,6 +80,33 @@ class LazyTensor(torch.Tensor):
             )
         return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
 
+    # torch reads the memory of the dense tensor in these methods without calling an operation.
+    # numpy's arrays are read-only, because a write into them would be lost.
+    def numpy(self, *, force: bool = False) -> Any:
+        array = self.dense().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> Any:
+        array = self.numpy() if dtype is None else self.numpy().astype(dtype)
+        return array.copy() if copy else array
+
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.dense().__dlpack__(**kwargs)
+
+    def _refuse_address(self) -> Any:
+        """Raise ConfigError, because a handle has no values in memory. torch returns 0."""
+        raise ConfigError(
+            f"expected an operation that reads {self}, got a call that needs its address. Pass a "
+            "dense copy, which .clone() makes"
+        )
+
+    # `untyped_storage` stays, because torch.compile compares the storages of tensors.
+    data_ptr = share_memory_ = _refuse_address
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.fill_(0)  # raises ConfigError, because a write to a view would be lost
 

@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
 from ..formats.codec import compute_dynamic_errors
 from ..formats.rotation import rotate
-from ..modeling.model_support import accepts_argument, caches_latents
+from ..modeling.model_support import accepts_argument, caches_latents, find_base_model
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
@@ -67,6 +67,7 @@ def choose_plan(
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
+    model = find_base_model(model)
     layers = find_paged_layers(model)
     if texts is None:
         vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)

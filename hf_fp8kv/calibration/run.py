@@ -16,7 +16,7 @@ from ..cache.cache import FP8PagedCache
 from ..cache.plans import Plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, parse_dtype
-from ..modeling.model_support import caches_latents
+from ..modeling.model_support import caches_latents, find_base_model
 from ..scales.kv_scales import KVScales, resolve_scales, warn_if_stale
 from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
@@ -94,6 +94,7 @@ def calibrate(
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
+    model = find_base_model(model)
     layers = find_paged_layers(model)
     options = _make_options(model, granularity, center, dtype, margin, plan)
     check_count("batch_size", batch_size)
@@ -154,6 +155,7 @@ def measure(
         ConfigError: As in `calibrate`.
         ScaleError: The scales belong to a different model.
     """
+    model = find_base_model(model)
     layers = find_paged_layers(model)
     options = _make_options(model, "head", False, dtype, 1.0, None)
     max_position = get_last_position(model, max_length, max_position)

@@ -115,7 +115,10 @@ def parse_dtype(dtype: object, argument: str = "dtype") -> str:
     if isinstance(dtype, torch.dtype) and dtype in names:
         return names[dtype]
     valid_names = ", ".join(map(repr, (*ALIASES, *FORMATS)))
-    raise ConfigError(f"{argument}: expected one of {valid_names}, got {dtype!r}")
+    raise ConfigError(
+        f"{argument}: expected one of {valid_names}, got {dtype!r}. Pass 'model' to store the "
+        "model's dtype without quantization"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from ..errors import ConfigError
 
+# Model types whose code changes the number of KV heads in some layers.
+_TYPES_WITH_OTHER_HEADS = ("mimo_v2_flash",)
+
 
 def build_stock_layers(
     config: PreTrainedConfig, max_cache_len: int | None
@@ -28,6 +31,28 @@ def reuses_kv(config: PreTrainedConfig, index: int) -> bool:
     return modes is not None and modes[index] == "reuse_but_indexer"
 
 
+def find_kv_sizes(config: PreTrainedConfig, index: int) -> tuple[int, int, int] | None:
+    """Return the KV heads, and the sizes of keys and values, of a layer of the whole model.
+
+    None means that only the model's code defines them, as for latents, or if it is not a part of
+    transformers.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[index]
+    fields = vars(config)
+    names = [name for name in fields if name.endswith(("key_value_heads", "kv_lora_rank"))]
+    is_builtin = type(config).__module__.startswith("transformers.")
+    if (
+        not is_builtin
+        or names != ["num_key_value_heads"]
+        or config.model_type in _TYPES_WITH_OTHER_HEADS
+    ):
+        return None
+    num_heads: int = fields["num_key_value_heads"]
+    head_dim = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    return num_heads, head_dim, fields.get("v_head_dim") or head_dim
+
+
 def find_skipped_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
@@ -37,7 +62,8 @@ def find_skipped_layers(
         for layer in layers
     ]
     indices: set[int] = set()
-    for selector in (skip_layers,) if isinstance(skip_layers, str | int) else skip_layers:
+    is_single = isinstance(skip_layers, str) or not isinstance(skip_layers, Collection)
+    for selector in (skip_layers,) if is_single else skip_layers:
         if type(selector) is int and -len(layers) <= selector < len(layers):
             indices.add(selector % len(layers))
         elif isinstance(selector, str) and selector in layer_types:

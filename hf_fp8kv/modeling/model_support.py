@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ConfigError
 
@@ -22,6 +22,35 @@ ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.
 _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
+
+
+# Attributes in which wrappers keep the model. Compiled models also have the model's attributes.
+_WRAPPED_MODELS = ("_orig_mod", "module", "pretrained_model", "model")
+
+
+def unwrap_adapters(model: Any) -> Any:
+    """Return the model inside PEFT's wrappers, and any other object unchanged."""
+    while hasattr(model, "get_base_model") and not isinstance(model, type):
+        model = model.get_base_model()
+    return model
+
+
+def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
+    """Return the model inside PEFT's wrappers, whose adapters are part of its layers.
+
+    Raise ConfigError unless it is a model of transformers that has `method`, or `attribute` if it
+    is given.
+    """
+    base = unwrap_adapters(model)
+    if isinstance(base, PreTrainedModel) and hasattr(base, attribute or method or "forward"):
+        return base
+    names = (x for x in _WRAPPED_MODELS if isinstance(getattr(base, x, None), PreTrainedModel))
+    advice = "Load a model with AutoModelForCausalLM.from_pretrained(...)"
+    if not isinstance(base, PreTrainedModel) and (name := next(names, "")):
+        advice = f"Pass the model inside it (its attribute {name})"
+    rule = f"a PreTrainedModel with {method}()" if method else "a PreTrainedModel"
+    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise ConfigError(f"model: expected {rule}, got {got}. {advice}")
 
 
 def find_varying_rope(config: Any) -> str | None:
@@ -98,17 +127,19 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     return {find_cache_argument(type(model)) or CACHE: cache, "use_cache": True}
 
 
-def find_generating_part(model: Any) -> Any:
-    """Return the part of a model whose `generate()` the model's own `generate()` calls, or None.
+def find_generating_model(model: Any) -> Any:
+    """Return the model whose `generate()` creates the cache: the model itself, or a part of it.
 
-    For example, BLIP-2 calls its language model, which creates the cache.
+    For example, BLIP-2's `generate()` calls the `generate()` of its language model.
     """
-    generate = inspect.unwrap(getattr(type(model), "generate", GenerationMixin.generate))
+    generate = inspect.unwrap(type(model).generate)
     if generate is inspect.unwrap(GenerationMixin.generate):
-        return None
+        return model
     source = inspect.getsource(generate)
     match = re.search(r"\bself\.(\w+)\.generate\(", source)
-    return None if match is None or "super().generate(" in source else getattr(model, match[1])
+    if match is None or "super().generate(" in source:
+        return model
+    return find_generating_model(getattr(model, match[1]))
 
 
 def find_refusal(cls: type[Any]) -> str:

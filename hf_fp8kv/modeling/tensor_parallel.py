@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from .model_support import config_field
+from .model_support import config_field, find_base_model
 
 # Projections that compute keys, possibly fused with other projections, and the style of a plan that
 # splits heads over processes. With any other style, each process gathers and caches all heads.
@@ -49,11 +49,7 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
         ConfigError: The model is not a model of transformers, or its number of KV heads cannot be
             split over its processes.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"model: expected a PreTrainedModel, got {type(model).__name__}. Pass the model inside "
-            "a compiled or wrapped model (model._orig_mod, model.module)"
-        )
+    model = find_base_model(model)
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None or "tp" not in mesh.mesh_dim_names:
         return TensorParallel()

@@ -317,8 +317,9 @@ def _select_heads(num_all: int, num_heads: int, tp_rank: int, tp_size: int, labe
         return slice(tp_rank * num_all // tp_size, tp_rank * num_all // tp_size + 1)
     total = "" if tp_size == 1 else f" (or {num_heads * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
-        f"{label}: expected {num_heads} heads{total}, got {num_all}. Use this model's scales, "
-        "and the rank of this process (hf_fp8kv.tensor_parallel(model) returns it)"
+        f"{label}: expected {num_heads} heads{total}, got {num_all}. Use this model's scales, with "
+        "an entry for each KV head, and the rank of this process (hf_fp8kv.tensor_parallel(model) "
+        "returns it)"
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import ContinuousBatchingConfig
 
 from ..errors import ConfigError
+from ..modeling.model_support import find_base_model
 from ..serving.fp8_manager import require_enabled
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def make_application(
     from .model import ServedModel
 
     require_enabled(model)
+    model = find_base_model(model)
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return Application(
         ServedModel(

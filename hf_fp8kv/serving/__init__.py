@@ -7,6 +7,7 @@ model.generate_batch(prompts)  # or generate(cache_implementation="paged")
 """
 
 import os
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.identity import identify_model
+from ..modeling.model_support import find_base_model
 from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, load_backend
 from ..prefix.pages import check_store
@@ -31,9 +33,11 @@ from .usage import Usage, read_usage
 
 __all__ = ["Usage", "disable", "enable", "read_usage"]
 
+_Model = TypeVar("_Model")
+
 
 def enable(
-    model: PreTrainedModel,
+    model: _Model,
     *,
     scales: KVScales | str | os.PathLike[str] | float | None = None,
     dtype: str | None = None,
@@ -44,7 +48,7 @@ def enable(
     probe: bool = True,
     prefix_store: PrefixStore | None = None,
     deterministic: bool = False,
-) -> PreTrainedModel:
+) -> _Model:
     """Make continuous batching of this model store FP8 pages, and attend to the stored bytes.
 
     This applies to `generate_batch`, `generate(cache_implementation="paged")`,
@@ -56,8 +60,8 @@ def enable(
     Call `enable` again to change the keywords for later managers. `disable` restores the model.
 
     Args:
-        model: A model with `generate_batch`. It uses the attention "fp8_paged" while a manager
-            runs, and its previous attention afterwards.
+        model: A model with `generate_batch`, or a PEFT wrapper of such a model. It uses the
+            attention "fp8_paged" while a manager runs, and its previous attention afterwards.
         scales: As for `FP8PagedCache`, of all heads if tensor parallelism is used. None means one
             scale per token and head, stored in the page.
         dtype: As for `FP8PagedCache`. None means "fp8_e3m4", or "fp8_e4m3" if scales are given.
@@ -86,63 +90,62 @@ def enable(
         ScaleError: The scales are invalid or do not fit the model.
         BackendError: The backend is not available.
     """
-    if not isinstance(model, PreTrainedModel) or not hasattr(model, "init_continuous_batching"):
-        raise ConfigError(
-            f"model: expected a model with generate_batch(), got {type(model).__name__}"
-        )
+    base: PreTrainedModel = find_base_model(model, "generate_batch", "init_continuous_batching")
     reason = ""
-    if model.config.is_encoder_decoder:
+    if base.config.is_encoder_decoder:
         reason = "it has an encoder, which continuous batching does not run"
-    elif not model._can_set_attn_implementation():
+    elif not base._can_set_attn_implementation():
         reason = "its attention code does not look up an attention function"
+    elif getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        reason = "its adapter adds trained tokens, which continuous batching does not read"
     if reason:
         raise ConfigError(
-            "expected a model whose attention can read pages, got "
-            f"{type(model).__name__}: {reason}. Use it without hf_fp8kv.serving"
+            "expected a model that continuous batching can run over pages, got "
+            f"{type(base).__name__}: {reason}. Use generate() with hf_fp8kv.enable()"
         )
-    if any(type(manager) is StockManager for manager in find_managers(model)):
+    if any(type(manager) is StockManager for manager in find_managers(base)):
         raise ConfigError(
             "expected a model without a running engine of transformers, got one with a running "
             "ContinuousBatchingManager, whose attention would change in the middle of a step. "
             "Call its stop() first"
         )
-    dtype, plan = resolve_plan(model, dtype, plan)
+    dtype, plan = resolve_plan(base, dtype, plan)
     config = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         plan=plan, backend=backend, prefix_store=prefix_store,
-        tensor_parallel=tensor_parallel(model),
+        tensor_parallel=tensor_parallel(base),
     )  # fmt: skip
     make_cache_class(config)  # raises an error if this version of transformers is not supported
-    text_config = model.config.get_text_config()
+    text_config = base.config.get_text_config()
     has_windows = any(read_layer_windows(text_config))
     for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
         if value and has_windows:
             raise ConfigError(
                 f"{name}: expected a model whose layers all attend to all tokens, because an "
-                f"engine overwrites the pages of windows, got {type(model).__name__}. Omit {name}, "
+                f"engine overwrites the pages of windows, got {type(base).__name__}. Omit {name}, "
                 "or use generate() with enable()"
             )
-    EngineCache().prepare(config, text_config, 64, model.dtype, model.device)
+    EngineCache().prepare(config, text_config, 64, base.dtype, base.device)
     if prefix_store is not None:
-        check_store(prefix_store, config.options, model.config)
+        check_store(prefix_store, config.options, base.config)
     if deterministic:
-        probe_deterministic(model, config.options)
+        probe_deterministic(base, config.options)
     if probe:
-        check_packing(model, config)
-    warn_of_rounding(model)
-    warn_if_stale(model, config.options.scales)
+        check_packing(base, config)
+    warn_of_rounding(base)
+    warn_if_stale(base, config.options.scales)
     if prefix_store is not None:
         # Both calls take time, so they run here instead of during the first request.
-        identify_model(model)
-        load_backend(choose_backend(config.options.backend, model.device))
-    disable(model)
-    ManagerFactory.install(model, config)
+        identify_model(base)
+        load_backend(choose_backend(config.options.backend, base.device))
+    disable(base)
+    ManagerFactory.install(base, config)
     if deterministic:
-        install_deterministic(model, __name__)
+        install_deterministic(base, __name__)
     return model
 
 
-def disable(model: PreTrainedModel) -> PreTrainedModel:
+def disable(model: _Model) -> _Model:
     """Undo `enable`, if it was called. Return the model.
 
     A running manager keeps its pages until it is stopped.
@@ -150,10 +153,9 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ConfigError: The argument is not a model of transformers.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
-    factory = find_factory(model)
+    base = find_base_model(model)
+    factory = find_factory(base)
     if factory is not None:
-        factory.remove(model)
-    remove_deterministic(model, __name__)
+        factory.remove(base)
+    remove_deterministic(base, __name__)
     return model

@@ -34,7 +34,7 @@ def convert_read_errors(
             raise
         raise error_class(
             f"{path}: expected {expected}, got {type(error).__name__}: {error}. "
-            "The file may be truncated. Fetch or write it again"
+            "The file may be damaged, or a different file. Fetch or write it again"
         ) from error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
@@ -190,6 +191,26 @@ def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
         cache.layers[0].keys.mul_(2)
     with pytest.raises(ConfigError, match="Write into a dense copy"):
         keys[torch.tensor([0]), torch.tensor([0]), torch.tensor([3])] = states[:, 0, 0]
+
+
+def test_handles_convert_like_dense_tensors() -> None:
+    """These methods read the memory of a tensor without an operation."""
+    cache = FP8PagedCache(build_variant("gqa")[0].config, dtype="model")
+    states = torch.randn(1, 2, 9, 16)
+    cache.update(states, states, 0)
+    keys = cache.layers[0].keys
+    arrays = (
+        keys.numpy(), keys.cpu().detach().numpy(), np.asarray(keys), np.array(keys),
+        np.array(keys, dtype=np.float64), np.from_dlpack(keys), torch.from_dlpack(keys).numpy(),
+        np.array(keys.tolist(), dtype=np.float32),
+    )  # fmt: skip
+    for array in arrays:
+        assert np.array_equal(array, states.numpy())
+    with pytest.raises(ValueError, match="read-only"):
+        keys.numpy()[0] = 0
+    for name in ("data_ptr", "share_memory_"):
+        with pytest.raises(ConfigError, match="Pass a dense copy"):
+            getattr(keys, name)()
 
 
 # -- PEFT ----------------------------------------------------------------------------------------

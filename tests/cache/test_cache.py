@@ -20,6 +20,7 @@ from hf_fp8kv import (
     LayerScales,
     OutOfPagesError,
     ScaleError,
+    enable,
 )
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
@@ -339,6 +340,9 @@ def test_skipped_layers_are_not_paged() -> None:
         ({"plan": "auto centered"}, "neither rotation nor a center"),
         ({"skip_layers": [7]}, "skip_layers"),
         ({"skip_layers": ["slding_attention"]}, "skip_layers"),
+        ({"skip_layers": None}, "skip_layers: .*None"),
+        ({"skip_layers": 0.5}, r"skip_layers: .*0\.5"),
+        ({"dtype": torch.bfloat16}, "dtype: .*Pass 'model'"),
         ({"backend": "cuda"}, "backend"),
         ({"backend": None}, r"backend: expected a name.*\. Leave it out"),
         ({"scales": 0.0}, "scale"),
@@ -375,15 +379,44 @@ def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scales_of_a_different_model_are_refused() -> None:
-    three_heads = LayerScales(torch.full((3, 1), 0.1), torch.full((3, 1), 0.1))
-    cache = FP8PagedCache(make_config(), scales=KVScales({0: three_heads, 1: three_heads}))
-    with pytest.raises(ScaleError, match="heads"):
+    """The config defines the heads and their sizes, so no call of the model is needed."""
+    one, config = torch.tensor(0.1), make_config()
+    invalid_layers = {
+        "expected 2 heads, got 4": LayerScales(torch.full((4, 1), 0.1), one),  # per query head
+        "V scale .* expected 2 heads, got 3": LayerScales(one, torch.full((3, 1), 0.1)),
+        f"expected a head size of {HEAD_DIM}": LayerScales(torch.full((2, 8), 0.1), one),
+        "V scale .* expected a head size": LayerScales(one, torch.full((2, 8), 0.1)),
+        "center of K .* expected 2 heads": LayerScales(one, one, torch.zeros(4, HEAD_DIM)),
+        "center of K .* expected a head size": LayerScales(one, one, torch.zeros(2, 8)),
+    }
+    for message, layer in invalid_layers.items():
+        for layers in ({0: layer, 1: layer}, {0: LayerScales(one, one), 1: layer}):
+            with pytest.raises(ScaleError, match=message):
+                FP8PagedCache(config, scales=KVScales(layers))
+    per_query_head = KVScales(dict.fromkeys(range(2), LayerScales(torch.full((4, 1), 0.1), one)))
+    with pytest.raises(ScaleError, match=r"expected 1 heads \(or 2 of all 2 ranks\), got 4"):
+        FP8PagedCache(config, scales=per_query_head, tensor_parallel=TensorParallel(0, 2))
+    cache = FP8PagedCache(scales=per_query_head)  # without a config, the first call defines them
+    with pytest.raises(ScaleError, match="expected 2 heads, got 4"):
         cache.update(make_keys(3), make_keys(3), 0)
     assert cache.get_seq_length() == 0
-    wide_heads = LayerScales(torch.full((2, 8), 0.1), torch.tensor(0.1))
-    cache = FP8PagedCache(make_config(), scales=KVScales({0: wide_heads, 1: wide_heads}))
-    with pytest.raises(ScaleError, match="head size"):
-        cache.update(make_keys(3), make_keys(3), 0)
+
+
+@pytest.mark.parametrize("name", ["mimo_v2_flash", "deepseek_v3", "falcon", "gemma4_text"])
+def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str) -> None:
+    """The code of these models changes the heads, or their config has a size for each layer."""
+    model, inputs = build_variant(name, attn_implementation="eager")
+    ids = inputs["input_ids"][:, :9]
+    layers = enable(model).generate(ids, max_new_tokens=1, return_dict_in_generate=True)
+    pools = {layer.index: layer.store.pool for layer in layers.past_key_values.paged_layers}
+    scales = KVScales({
+        i: LayerScales(torch.full((x.num_heads, x.k_dim), 0.1), torch.full((x.num_heads, 1), 0.1))
+        for i, x in pools.items()
+    })  # fmt: skip
+    with torch.no_grad():
+        cache = FP8PagedCache(model.config, scales=scales)
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 9
 
 
 @pytest.mark.parametrize("is_preallocated", [False, True])
@@ -411,10 +444,23 @@ def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
         assert_same(read_checked_keys(cache), k, case)
 
 
+@pytest.mark.parametrize("is_preallocated", [False, True])
+def test_a_different_dtype_is_named(is_preallocated: bool) -> None:
+    """Autocast in one turn changes the dtype, not the model."""
+    cache = FP8PagedCache(make_config(), max_cache_len=32 if is_preallocated else None, **EXACT)
+    add_tokens(cache, 9)
+    token = make_keys(1)
+    for key, value in ((token, token.bfloat16()), (token.half(), token.half())):
+        with pytest.raises(ConfigError, match=r"torch\.float32.*torch\.autocast") as caught:
+            cache.update(key, value, 0)
+        assert "different model" not in str(caught.value)
+        assert str(value.dtype) in str(caught.value)
+
+
 def test_a_failure_in_a_later_layer_changes_nothing() -> None:
     valid_scales = LayerScales(torch.tensor(0.1), torch.tensor(0.1))
     three_heads = LayerScales(torch.full((3, 1), 0.1), torch.tensor(0.1))
-    cache = FP8PagedCache(make_config(), scales=KVScales({0: valid_scales, 1: three_heads}))
+    cache = FP8PagedCache(scales=KVScales({0: valid_scales, 1: three_heads}))
     with pytest.raises(ScaleError, match="heads"):
         add_tokens(cache, 5)
     assert cache.get_seq_length() == cache.memory_footprint().used_bytes == 0
@@ -639,6 +685,22 @@ def test_a_preallocated_cache_beyond_its_budget_allocates_nothing() -> None:
     with pytest.raises(OutOfPagesError, match="20 more with 0 in use"):
         add_tokens(cache, 3, batch=2)
     add_tokens(cache, 3, batch=1)
+
+
+def test_a_file_is_not_blamed_for_a_path_or_a_device(tmp_path: Path) -> None:
+    cache = FP8PagedCache(make_config())
+    add_tokens(cache, 5)
+    path = cache.save(tmp_path / "cache.safetensors")
+    invalid_calls: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"path": tmp_path / "missing"}, "got none. Check the path"),
+        ({"path": tmp_path}, "got a folder. Check the path"),
+        ({"path": path, "device": "nowhere"}, "device: expected .*nowhere"),
+    )
+    for arguments, message in invalid_calls:
+        with pytest.raises(ConfigError, match=message) as caught:
+            FP8PagedCache.load(**arguments)
+        assert "Fetch" not in str(caught.value)
+    assert FP8PagedCache.load(path, device="cpu").get_seq_length() == 5
 
 
 def test_sequences_may_be_selected_in_inference_mode() -> None:

@@ -7,13 +7,23 @@ import itertools
 import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache, calibrate, check_model, disable, enable
+from hf_fp8kv import (
+    ConfigError,
+    FP8PagedCache,
+    calibrate,
+    check_model,
+    choose_plan,
+    disable,
+    enable,
+    tensor_parallel,
+)
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import share_variant
 from tests.helpers.assertions import assert_same
@@ -354,6 +364,43 @@ def test_enable_and_disable_switch_the_cache() -> None:
     assert type(model.generate(**inputs, **options).past_key_values) is DynamicCache
     with pytest.raises(ConfigError, match="dtype"):
         enable(model, dtype="int4")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's imports warn
+@pytest.mark.parametrize("function", [enable, disable, check_model, choose_plan, tensor_parallel])
+def test_the_model_inside_a_wrapper_is_named(function: Any) -> None:
+    model, _ = build_variant("gqa")
+    for wrapper, attribute in (
+        (SimpleNamespace(model=model), "model"),  # like a pipeline
+        (torch.compile(model), "_orig_mod"),
+        (torch.nn.DataParallel(model), "module"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^model: .*\(its attribute {attribute}\)"):
+            function(wrapper)
+    for value, name in (
+        (type(model), "the class LlamaForCausalLM"), ("some/model", "str"), (None, "NoneType"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^model: .*got {name}. Load"):
+            function(value)
+
+
+def test_errors_name_the_function_that_was_called() -> None:
+    model, inputs = build_variant("gqa")
+    for name in ("page_sise", "config"):
+        with pytest.raises(ConfigError, match=f"^enable: .*page_size.*got {name}"):
+            enable(model, **{name: 8})
+    assert not vars(model).keys() & {"_prepare_cache_for_generation", "init_continuous_batching"}
+    enable(model)
+    prompts, model_copy = inputs["input_ids"][1:].tolist(), copy.deepcopy(model)
+    for call in (
+        lambda: model.generate_batch(prompts, progress_bar=False),
+        lambda: model.generate(inputs["input_ids"][1:], cache_implementation="paged"),
+        lambda: model_copy.init_continuous_batching(),
+    ):
+        with pytest.raises(ConfigError, match=r"Call serving.enable\(model\)"):
+            call()
+    disable(model)
+    assert "init_continuous_batching" not in vars(model)
 
 
 def test_enable_supports_long_speech() -> None:

@@ -596,6 +596,48 @@ class TestErrors:
             generate_batch(llama, prompts()[:1])
 
 
+class AdapterWrapper:
+    """A stand-in for PEFT's wrapper, which passes unknown attributes on to the model."""
+
+    def __init__(self, model: Any, is_prompt_learning: bool = False) -> None:
+        self._model = model
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=is_prompt_learning)
+
+    def get_base_model(self) -> Any:
+        return self._model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class TestAdapters:
+    def test_a_wrapped_model_can_be_enabled(self, llama: Any) -> None:
+        wrapper = AdapterWrapper(AdapterWrapper(llama))
+        expected = generate_batch(serving.enable(llama), prompts()[:2])
+        serving.disable(llama)
+        assert serving.enable(wrapper) is wrapper
+        for enabled_model in (wrapper, llama):
+            manager = enabled_model.init_continuous_batching(greedy(), batching())
+            assert type(manager) is FP8Manager
+        assert generate_batch(wrapper, prompts()[:2]) == expected
+        assert serving.read_usage(wrapper) == serving.read_usage(llama)
+        assert serving.disable(wrapper) is wrapper
+        assert type(llama.init_continuous_batching(greedy(), batching())) is not FP8Manager
+
+    def test_trained_tokens_are_refused(self, llama: Any) -> None:
+        """An engine would answer without the tokens that such an adapter puts before a prompt."""
+        with pytest.raises(ConfigError, match=r"adds trained tokens.*Use generate\(\)"):
+            serving.enable(AdapterWrapper(llama, is_prompt_learning=True))
+        assert "init_continuous_batching" not in vars(llama)
+
+    def test_the_model_inside_a_wrapper_is_named(self, llama: Any) -> None:
+        for function in (serving.enable, serving.disable):
+            with pytest.raises(ConfigError, match="Pass the model inside it"):
+                function(SimpleNamespace(model=llama))  # like a pipeline
+            with pytest.raises(ConfigError, match="got the class"):
+                function(type(llama))
+
+
 class TestRequestLimit:
     @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
     def test_the_limit_is_the_longest_request_that_fits(self, name: str) -> None:
