@@ -1,5 +1,6 @@
 """`enable` and `disable`: an FP8 cache for every `generate()` of a model."""
 
+import contextvars
 import copy
 import functools
 import logging
@@ -7,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from .attention import latent
 from .attention.check_model import find_stock_layers, probe_deterministic
@@ -18,7 +20,7 @@ from .calibration.plan_choice import resolve_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
-from .modeling.model_support import ATTENTION, CACHE, find_refusal
+from .modeling.model_support import ATTENTION, CACHE, find_refusal, is_for_enabled_model
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
 from .prefix.generate import InputPreparation, Prefill
@@ -98,7 +100,7 @@ def enable(
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    cache = FP8PagedCache(base.config, **cache_keywords)  # raises if a keyword is invalid
+    cache = _build_cache(base.config, cache_keywords)  # raises if a keyword is invalid
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
     warn_if_stale(base, cache.options.scales)
     if deterministic:
@@ -118,7 +120,9 @@ def enable(
         latent.install_all(base)
     vars(base)[_SAVED_ATTENTION] = old_attention
     prefill = Prefill(base, reuse_prefix, prefix_store)
-    for method in (_CachePreparation(base, cache_keywords), prefill, InputPreparation(base)):
+    num_layers = getattr(base.config, "num_hidden_layers", None)
+    preparation = _CachePreparation(base, cache_keywords, num_layers)
+    for method in (preparation, prefill, InputPreparation(base), _CandidateGeneration(base)):
         method.install()
     install_rounding(roundings)
     if deterministic:
@@ -147,8 +151,31 @@ def _find_base_model(model: Any) -> Any:
     return model
 
 
+class _CandidateGeneration(ModelMethod):
+    """Restores the number of layers after a draft by early exit, also if the draft fails."""
+
+    name = "_get_candidate_generator"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        generator = self.original_method(*args, **kwargs)
+        if isinstance(generator, EarlyExitCandidateGenerator):
+            config, get_candidates = self.model.base_model.config, generator.get_candidates
+            num_layers = config.num_hidden_layers
+
+            def get_candidates_and_restore(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return get_candidates(*args, **kwargs)
+                finally:
+                    config.num_hidden_layers = num_layers
+
+            vars(generator)["get_candidates"] = get_candidates_and_restore
+        return generator
+
+
 class _CachePreparation(ModelMethod):
     """Replaces the method that prepares the cache of a `generate()`, and creates an FP8 cache.
+
+    `arguments` holds the keywords of the cache, and the model's number of layers or None.
 
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
@@ -166,9 +193,11 @@ class _CachePreparation(ModelMethod):
                 # transformers rejects this option if a cache is passed.
                 generation_config = copy.copy(generation_config)
                 generation_config.cache_implementation = None
-            cache = model_kwargs[CACHE] = _make_cache(model, keywords)
+            is_draft = getattr(generation_config, "is_assistant", False)
+            num_layers = self.arguments[1] if is_draft else None
+            cache = model_kwargs[CACHE] = _make_cache(model, keywords, num_layers)
             _pass_padding(cache, model_kwargs.get("attention_mask"))
-            if getattr(generation_config, "is_assistant", False):
+            if is_draft:
                 cache.activate_past_recording()
             self._install_prefix_conversion(model, keywords)
         return self.original_method(generation_config, model_kwargs, *args, **kwargs)
@@ -226,15 +255,36 @@ def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return generation_config.use_cache is not False
 
 
-def _make_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
-    cache = FP8PagedCache(model.config, **keywords)
+def _build_cache(config: Any, keywords: dict[str, Any]) -> FP8PagedCache:
+    context = contextvars.copy_context()
+    context.run(is_for_enabled_model.set, True)
+    return context.run(FP8PagedCache, config, **keywords)
+
+
+def _make_cache(
+    model: PreTrainedModel, keywords: dict[str, Any], num_layers: int | None = None
+) -> Any:
+    """Return a cache for `generate()`. For a draft, `num_layers` is the model's number of layers.
+
+    While a draft exits early, the config has fewer layers. The keywords are for the whole model.
+    """
+    config = model.config
+    if num_layers and not config.is_encoder_decoder and config.num_hidden_layers < num_layers:
+        whole_config = copy.copy(config)
+        whole_config.num_hidden_layers = num_layers
+        whole_cache = _build_cache(whole_config, keywords)
+        first_layers = range(len(DynamicCache(config=config).layers))
+        skip_layers = set(find_stock_layers(whole_cache)).intersection(first_layers)
+        options = whole_cache.options.select_layers(first_layers)
+        return FP8PagedCache.from_options(config, options, skip_layers)
+    cache = _build_cache(model.config, keywords)
     if not model.config.is_encoder_decoder:
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
     plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
-    return EncoderDecoderCache(cache, FP8PagedCache(model.config, **keywords))
+    return EncoderDecoderCache(cache, _build_cache(model.config, keywords))
 
 
 def _pass_padding(cache: Any, mask: torch.Tensor | None) -> None:

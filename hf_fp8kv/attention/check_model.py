@@ -15,7 +15,7 @@ from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import describe_rounding
-from ..modeling.model_support import caches_latents, find_refusal, with_cache
+from ..modeling.model_support import caches_latents, find_refusal, find_replacement, with_cache
 from . import latent
 from .deterministic import (
     FunctionWatch,
@@ -132,7 +132,8 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    return ModelReport(name, layers, probed=paths is not None, note=describe_rounding(model))
+    notes = describe_rounding(model), find_replacement(type(model))
+    return ModelReport(name, layers, probed=paths is not None, note=". ".join(filter(None, notes)))
 
 
 def _report_layer(

@@ -17,7 +17,13 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
 from ..modeling.layer_specs import read_config
-from ..modeling.model_support import caches_latents, check_config
+from ..modeling.model_support import (
+    caches_latents,
+    check_config,
+    find_model_class,
+    find_replacement,
+    is_for_enabled_model,
+)
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
 from ..scales import KVScales, describe_kv_scales
@@ -159,6 +165,9 @@ class FP8PagedCache(DynamicCache):
     ) -> None:
         if config is not None:
             check_config(config)
+            note = find_replacement(find_model_class(type(config)))
+            if note and not is_for_enabled_model.get():
+                warn_once(logger, f"{note}. Call hf_fp8kv.enable(model)")
         decoder = None if config is None else config.get_text_config(decoder=True)
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
@@ -222,6 +231,17 @@ class FP8PagedCache(DynamicCache):
         if config is None:
             config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub_options)
         return cls(config, scales=scales, **cache_keywords)
+
+    @classmethod
+    def from_options(
+        cls, config: PreTrainedConfig, options: CacheOptions, skip_layers: Collection[int]
+    ) -> Self:
+        """Create a cache with checked options."""
+        cache = cls.__new__(cls)
+        decoder = config.get_text_config(decoder=True)
+        cache._initialize(PagedLayers(options, decoder, options.make_budget()))
+        cache.layers = cache._paged.build_layers(skip_layers)
+        return cache
 
     def _initialize(self, paged: PagedLayers) -> None:
         super().__init__()

@@ -2,7 +2,10 @@
 
 import functools
 import inspect
+import re
 import sys
+from collections.abc import Collection
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.
 _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
+# Whether the cache that is being made belongs to an enabled model.
+is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
 
 
 def find_varying_rope(config: Any) -> str | None:
@@ -32,6 +37,19 @@ def find_varying_rope(config: Any) -> str | None:
     fields = ("rope_parameters", "rope_scaling")
     text = str([getattr(owner, field, None) for owner in configs for field in fields])
     return next((name for name in ("dynamic", "longrope") if repr(name) in text), None)
+
+
+def changes_rope(config: Any, lengths: Collection[int]) -> bool:
+    """Return whether the frequencies of RoPE differ between texts of these lengths."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    # Phi-3 computes all tokens again past this length, whatever its type of RoPE.
+    borders = [getattr(config, "original_max_position_embeddings", None)]
+    for fields in (rope, *rope.values()):  # of all layers, or of each type of layer
+        rope_type = fields.get("rope_type") if isinstance(fields, dict) else None
+        if rope_type == "dynamic" and max(lengths) > config.max_position_embeddings:
+            return True
+        borders += [fields["original_max_position_embeddings"]] if rope_type == "longrope" else []
+    return any(min(lengths) <= border < max(lengths) for border in borders if border is not None)
 
 
 def config_field(config: Any, name: str) -> Any:
@@ -104,6 +122,21 @@ def find_refusal(cls: type[Any]) -> str:
     if not find_cache_argument(cls):
         return f"its forward has no argument {CACHE}"
     return ""
+
+
+@functools.cache
+def find_replacement(cls: type[Any] | None) -> str:
+    """Return a note if `generate()` of a model class replaces its cache between two steps."""
+    try:
+        source = inspect.getsource(getattr(cls, "prepare_inputs_for_generation", None))
+    except (OSError, TypeError):  # the code is not in a file, or there is no such method
+        return ""
+    if not re.search(r"^\s+(past_key_values|cache) = None$", source, re.MULTILINE):
+        return ""
+    return (
+        f"without enable(model), generate() of {getattr(cls, '__name__', '')} replaces its cache "
+        "by a DynamicCache, in the model's dtype, past a length that its config names"
+    )
 
 
 def check_config(config: Any) -> None:

@@ -85,6 +85,32 @@ def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
     assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
 
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_tokens_with_other_frequencies_of_rope_are_not_reused(rope_type: str) -> None:
+    """The frequencies change at 40 tokens. "dynamic" has other ones for each greater length."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(2 + i) for i in range(8)]}
+    fields: dict[str, Any] = {"max_position_embeddings": 40, "rope_parameters": {
+        "rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}}  # fmt: skip
+    if rope_type == "longrope":
+        fields["rope_parameters"] |= {**factors, "original_max_position_embeddings": 40}
+        fields["max_position_embeddings"] = 160
+    model, _ = build_variant("gqa", **fields)
+    enable(model, dtype="model", page_size=8)
+    ids = torch.randint(2, 98, (1, 80), generator=torch.Generator().manual_seed(5))
+    options = {**GREEDY, "return_dict_in_generate": True}
+    is_long_reused = rope_type == "longrope"
+    for first, second, is_reused in (
+        (20, 34, True), (20, 60, False), (60, 20, False), (60, 52, is_long_reused),
+        (50, 70, is_long_reused),
+    ):  # fmt: skip
+        cache = model.generate(ids[:, :first], **options).past_key_values
+        out = model.generate(ids[:, :second], past_key_values=cache, **options)
+        expected = model.generate(ids[:, :second], **options)
+        assert_same(out.sequences, expected.sequences, (first, second))
+        num_reused = min(first, second - 1) if is_reused else 0
+        assert cache.memory_footprint().reused_tokens == num_reused, (first, second)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None:
     chat = Chat(name)
