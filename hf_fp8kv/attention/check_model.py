@@ -117,8 +117,9 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
-    name = type(model).__name__
-    if reason := find_refusal(type(model)):
+    model_class: type = type(model)
+    name = model_class.__name__
+    if reason := find_refusal(model_class):
         return ModelReport(name, (), reason)
     try:
         cache = FP8PagedCache(model.config, backend="torch")
@@ -132,7 +133,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    notes = describe_rounding(model), find_replacement(type(model))
+    notes = describe_rounding(model), find_replacement(model_class)
     return ModelReport(name, layers, probed=paths is not None, note=". ".join(filter(None, notes)))
 
 

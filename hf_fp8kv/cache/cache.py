@@ -17,13 +17,7 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
 from ..modeling.layer_specs import read_config
-from ..modeling.model_support import (
-    caches_latents,
-    check_config,
-    find_model_class,
-    find_replacement,
-    is_for_enabled_model,
-)
+from ..modeling.model_support import caches_latents, check_config
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
 from ..scales import KVScales, describe_kv_scales
@@ -165,9 +159,6 @@ class FP8PagedCache(DynamicCache):
     ) -> None:
         if config is not None:
             check_config(config)
-            note = find_replacement(find_model_class(type(config)))
-            if note and not is_for_enabled_model.get():
-                warn_once(logger, f"{note}. Call hf_fp8kv.enable(model)")
         decoder = None if config is None else config.get_text_config(decoder=True)
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,

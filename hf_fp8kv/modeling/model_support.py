@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Collection
@@ -12,6 +13,9 @@ import torch
 from transformers import GenerationMixin, PreTrainedConfig
 
 from ..errors import ConfigError
+from ..utils.warn_once import warn_once
+
+logger = logging.getLogger(__name__)
 
 # Name of the attention function that reads stored pages.
 ATTENTION = "fp8_paged"
@@ -125,10 +129,11 @@ def find_refusal(cls: type[Any]) -> str:
 
 
 @functools.cache
-def find_replacement(cls: type[Any] | None) -> str:
+def find_replacement(cls: type | None) -> str:
     """Return a note if `generate()` of a model class replaces its cache between two steps."""
     try:
-        source = inspect.getsource(getattr(cls, "prepare_inputs_for_generation", None))
+        method: Any = getattr(cls, "prepare_inputs_for_generation", None)
+        source = inspect.getsource(method)
     except (OSError, TypeError):  # the code is not in a file, or there is no such method
         return ""
     if not re.search(r"^\s+(past_key_values|cache) = None$", source, re.MULTILINE):
@@ -140,14 +145,18 @@ def find_replacement(cls: type[Any] | None) -> str:
 
 
 def check_config(config: Any) -> None:
-    """Raise ConfigError unless this is the config of a model that can use the cache."""
+    """Raise ConfigError unless this is the config of a model that can use the cache.
+
+    Log a warning if only an enabled model keeps its cache.
+    """
     config_class: type = type(config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
             f"config: expected a model's config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model.config)"
         )
-    reason = find_refusal(cls) if (cls := find_model_class(config_class)) else ""
+    model_class: type | None = find_model_class(config_class)
+    reason = find_refusal(model_class) if model_class else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
         reason = "it has no attention layers"
     elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:
@@ -157,3 +166,6 @@ def check_config(config: Any) -> None:
             f"expected the config of a model that can use this cache, got {config_class.__name__}: "
             f"{reason}"
         )
+    note = find_replacement(model_class)
+    if note and not is_for_enabled_model.get():
+        warn_once(logger, f"{note}. Call hf_fp8kv.enable(model)")

@@ -493,9 +493,7 @@ def test_a_model_that_replaces_its_cache_is_reported(
         ("gqa", {"dtype": "adaptive"}),
         ("gqa", {"plan": "one for each layer", "skip_layers": (1,)}),
         ("gqa", {"plan": "one for each layer", "max_cache_len": 64}),
-        pytest.param(
-            "gqa", {"scales": "calibrated", "skip_layers": (3,)}, marks=pytest.mark.full
-        ),
+        pytest.param("gqa", {"scales": "calibrated", "skip_layers": (3,)}, marks=pytest.mark.full),
         ("latent", {"plan": "one for each layer"}),
         ("softcap", {"skip_layers": (0, -1)}),
         ("softcap", {"skip_layers": "full_attention", "dtype": "adaptive"}),

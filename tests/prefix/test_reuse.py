@@ -87,7 +87,7 @@ def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
 def test_tokens_with_other_frequencies_of_rope_are_not_reused(rope_type: str) -> None:
-    """The frequencies change at 40 tokens. "dynamic" has other ones for each greater length."""
+    """The frequencies change past 40 tokens, and of the type "dynamic" again at each length."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [float(2 + i) for i in range(8)]}
     fields: dict[str, Any] = {"max_position_embeddings": 40, "rope_parameters": {
         "rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}}  # fmt: skip
