@@ -4,6 +4,7 @@ import contextvars
 import copy
 import functools
 import logging
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -272,19 +273,19 @@ def _make_cache(
     if num_layers and not config.is_encoder_decoder and config.num_hidden_layers < num_layers:
         whole_config = copy.copy(config)
         whole_config.num_hidden_layers = num_layers
-        whole_cache = _build_cache(whole_config, keywords)
+        cache = _build_cache(whole_config, keywords)
         first_layers = range(len(DynamicCache(config=config).layers))
-        skip_layers = set(find_stock_layers(whole_cache)).intersection(first_layers)
-        options = whole_cache.options.select_layers(first_layers)
-        return FP8PagedCache.from_options(config, options, skip_layers)
-    cache = _build_cache(model.config, keywords)
-    if not model.config.is_encoder_decoder:
+        plans = {index: plan for index, plan in cache.plan.items() if index in first_layers}
+        stock_layers = [i for i in find_stock_layers(cache) if i in first_layers]
+        return FP8PagedCache.from_options(config, replace(cache.options, plan=plans), stock_layers)
+    cache = _build_cache(config, keywords)
+    if not config.is_encoder_decoder:
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
     plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
-    return EncoderDecoderCache(cache, _build_cache(model.config, keywords))
+    return EncoderDecoderCache(cache, _build_cache(config, keywords))
 
 
 def _pass_padding(cache: Any, mask: torch.Tensor | None) -> None:

@@ -235,12 +235,6 @@ class CacheOptions:
             expected = f"only layers of the model, 0 to {num_layers - 1}, but also got {extra}"
             raise self._mismatch(expected, "Leave them out")
 
-    def select_layers(self, indices: Collection[int]) -> "CacheOptions":
-        """Return the options of a cache that only has these layers."""
-        if isinstance(self.plan, LayerPlan):
-            return self
-        return replace(self, plan={i: plan for i, plan in self.plan.items() if i in indices})
-
     def make_budget(self) -> PageBudget:
         """Return a page budget for a cache and its forks."""
         if self.offloading:

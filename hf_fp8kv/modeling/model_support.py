@@ -44,16 +44,16 @@ def find_varying_rope(config: Any) -> str | None:
 
 
 def changes_rope(config: Any, lengths: Collection[int]) -> bool:
-    """Return whether the frequencies of RoPE differ between texts of these lengths."""
+    """Return whether RoPE may have had different frequencies for texts of these lengths."""
+    border = getattr(config, "original_max_position_embeddings", None)
+    if border is not None:  # Phi-3 computes all tokens again when a text grows past this length
+        return min(lengths) <= border < max(lengths)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    # Phi-3 computes all tokens again past this length, whatever its type of RoPE.
-    borders = [getattr(config, "original_max_position_embeddings", None)]
     for fields in (rope, *rope.values()):  # of all layers, or of each type of layer
-        rope_type = fields.get("rope_type") if isinstance(fields, dict) else None
-        if rope_type == "dynamic" and max(lengths) > config.max_position_embeddings:
-            return True
-        borders += [fields["original_max_position_embeddings"]] if rope_type == "longrope" else []
-    return any(min(lengths) <= border < max(lengths) for border in borders if border is not None)
+        if isinstance(fields, dict) and fields.get("rope_type") in ("dynamic", "longrope"):
+            border = fields.get("original_max_position_embeddings", config.max_position_embeddings)
+            return max(lengths) > border
+    return False
 
 
 def config_field(config: Any, name: str) -> Any:
