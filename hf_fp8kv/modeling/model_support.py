@@ -45,14 +45,14 @@ def find_varying_rope(config: Any) -> str | None:
 
 def changes_rope(config: Any, lengths: Collection[int]) -> bool:
     """Return whether RoPE may have had different frequencies for texts of these lengths."""
-    border = getattr(config, "original_max_position_embeddings", None)
+    border: int | None = getattr(config, "original_max_position_embeddings", None)
     if border is not None:  # Phi-3 computes all tokens again when a text grows past this length
         return min(lengths) <= border < max(lengths)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for fields in (rope, *rope.values()):  # of all layers, or of each type of layer
         if isinstance(fields, dict) and fields.get("rope_type") in ("dynamic", "longrope"):
-            border = fields.get("original_max_position_embeddings", config.max_position_embeddings)
-            return max(lengths) > border
+            border = config.max_position_embeddings
+            return max(lengths) > int(fields.get("original_max_position_embeddings", border))
     return False
 
 

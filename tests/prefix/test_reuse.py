@@ -86,8 +86,12 @@ def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rope_type"), [("gqa", "longrope"), ("gqa", "dynamic"), ("phi3", "longrope")]
-)
+    ("name", "rope_type"),
+    [
+        ("phi3", "longrope"), ("gqa", "dynamic"),
+        pytest.param("gqa", "longrope", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_tokens_with_other_frequencies_of_rope_are_not_reused(name: str, rope_type: str) -> None:
     """The frequencies change past 40 tokens. Only Phi-3 then computes all tokens again."""
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
