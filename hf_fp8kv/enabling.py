@@ -1,13 +1,16 @@
 """`enable` and `disable`: an FP8 cache for every `generate()` of a model."""
 
+import contextvars
 import copy
 import functools
 import inspect
 import logging
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from .attention import latent
 from .attention.check_model import find_stock_layers, probe_deterministic
@@ -25,6 +28,7 @@ from .modeling.model_support import (
     find_base_model,
     find_generating_model,
     find_refusal,
+    is_for_enabled_model,
 )
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
@@ -110,7 +114,7 @@ def enable(
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    cache = FP8PagedCache(base.config, **cache_keywords)  # raises if a keyword is invalid
+    cache = _build_cache(base.config, cache_keywords)  # raises if a keyword is invalid
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
     warn_if_stale(base, cache.options.scales)
     if deterministic:
@@ -129,7 +133,9 @@ def enable(
         base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
     vars(base)[_SAVED_ATTENTION] = old_attention
-    _CachePreparation(base, cache_keywords).install()
+    num_layers = getattr(base.config, "num_hidden_layers", None)
+    _CachePreparation(base, cache_keywords, num_layers).install()
+    _CandidateGeneration(base).install()
     Prefill(base, reuse_prefix, prefix_store).install()
     InputPreparation(base).install()
     if reuse_prefix:
@@ -161,8 +167,31 @@ def disable(model: _Model) -> _Model:
     return model
 
 
+class _CandidateGeneration(ModelMethod):
+    """Restores the number of layers after a draft by early exit, also if the draft fails."""
+
+    name = "_get_candidate_generator"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        generator = self.original_method(*args, **kwargs)
+        if isinstance(generator, EarlyExitCandidateGenerator):
+            config, get_candidates = self.model.base_model.config, generator.get_candidates
+            num_layers = config.num_hidden_layers
+
+            def get_candidates_and_restore(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return get_candidates(*args, **kwargs)
+                finally:
+                    config.num_hidden_layers = num_layers
+
+            vars(generator)["get_candidates"] = get_candidates_and_restore
+        return generator
+
+
 class _CachePreparation(ModelMethod):
     """Replaces the method that prepares the cache of a `generate()`, and creates an FP8 cache.
+
+    `arguments` holds the keywords of the cache, and the model's number of layers or None.
 
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
@@ -180,11 +209,13 @@ class _CachePreparation(ModelMethod):
                 # transformers rejects this option if a cache is passed.
                 generation_config = copy.copy(generation_config)
                 generation_config.cache_implementation = None
-            cache = model_kwargs[CACHE] = _make_cache(model, keywords)
+            is_draft = getattr(generation_config, "is_assistant", False)
+            num_layers = self.arguments[1] if is_draft else None
+            cache = model_kwargs[CACHE] = _make_cache(model, keywords, num_layers)
             if not generation_config.return_dict_in_generate:
                 _get_self_attention_cache(cache).model_sample = NOT_KEPT
             _pass_padding(cache, model_kwargs.get("attention_mask"))
-            if getattr(generation_config, "is_assistant", False):
+            if is_draft:
                 cache.activate_past_recording()
             self._install_prefix_conversion(model, keywords)
         return self.original_method(generation_config, model_kwargs, *args, **kwargs)
@@ -256,15 +287,36 @@ def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return generation_config.use_cache is not False
 
 
-def _make_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
-    cache = FP8PagedCache(model.config, **keywords)
-    if not model.config.is_encoder_decoder:
+def _build_cache(config: Any, keywords: dict[str, Any]) -> FP8PagedCache:
+    context = contextvars.copy_context()
+    context.run(is_for_enabled_model.set, True)
+    return context.run(FP8PagedCache, config, **keywords)
+
+
+def _make_cache(
+    model: PreTrainedModel, keywords: dict[str, Any], num_layers: int | None = None
+) -> Any:
+    """Return a cache for `generate()`. For a draft, `num_layers` is the model's number of layers.
+
+    While a draft exits early, the config has fewer layers. The keywords are for the whole model.
+    """
+    config = model.config
+    if num_layers and not config.is_encoder_decoder and config.num_hidden_layers < num_layers:
+        whole_config = copy.copy(config)
+        whole_config.num_hidden_layers = num_layers
+        cache = _build_cache(whole_config, keywords)
+        first_layers = range(len(DynamicCache(config=config).layers))
+        plans = {index: plan for index, plan in cache.plan.items() if index in first_layers}
+        stock_layers = [i for i in find_stock_layers(cache) if i in first_layers]
+        return FP8PagedCache.from_options(config, replace(cache.options, plan=plans), stock_layers)
+    cache = _build_cache(config, keywords)
+    if not config.is_encoder_decoder:
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
     plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
-    return EncoderDecoderCache(cache, FP8PagedCache(model.config, **keywords))
+    return EncoderDecoderCache(cache, _build_cache(config, keywords))
 
 
 def _pass_padding(cache: Any, mask: torch.Tensor | None) -> None:

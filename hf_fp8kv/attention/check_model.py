@@ -15,7 +15,13 @@ from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import describe_rounding
-from ..modeling.model_support import caches_latents, find_base_model, find_refusal, with_cache
+from ..modeling.model_support import (
+    caches_latents,
+    find_base_model,
+    find_refusal,
+    find_replacement,
+    with_cache,
+)
 from . import latent
 from .deterministic import (
     FunctionWatch,
@@ -116,8 +122,9 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         ConfigError: `model` is not a PreTrainedModel.
     """
     model = find_base_model(model)
-    name = type(model).__name__
-    if reason := find_refusal(type(model)):
+    model_class: type = type(model)
+    name = model_class.__name__
+    if reason := find_refusal(model_class):
         return ModelReport(name, (), reason)
     try:
         cache = FP8PagedCache(model.config, backend="torch")
@@ -131,7 +138,8 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    return ModelReport(name, layers, probed=paths is not None, note=describe_rounding(model))
+    notes = describe_rounding(model), find_replacement(model_class)
+    return ModelReport(name, layers, probed=paths is not None, note=". ".join(filter(None, notes)))
 
 
 def _report_layer(

@@ -230,6 +230,17 @@ class FP8PagedCache(DynamicCache):
             config = read_config(repo_or_dir, trust_remote_code=trust_remote_code, **hub_options)
         return cls(config, scales=scales, **cache_keywords)
 
+    @classmethod
+    def from_options(
+        cls, config: PreTrainedConfig, options: CacheOptions, skip_layers: Collection[int]
+    ) -> Self:
+        """Create a cache with checked options."""
+        cache = cls.__new__(cls)
+        decoder = config.get_text_config(decoder=True)
+        cache._initialize(PagedLayers(options, decoder, options.make_budget()))
+        cache.layers = cache._paged.build_layers(skip_layers)
+        return cache
+
     def _initialize(self, paged: PagedLayers) -> None:
         super().__init__()
         self.layer_class_to_replicate = None

@@ -2,14 +2,20 @@
 
 import functools
 import inspect
+import logging
 import re
 import sys
+from collections.abc import Collection
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ConfigError
+from ..utils.warn_once import warn_once
+
+logger = logging.getLogger(__name__)
 
 # Name of the attention function that reads stored pages.
 ATTENTION = "fp8_paged"
@@ -22,6 +28,8 @@ ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.
 _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
+# Whether the cache that is being made belongs to an enabled model.
+is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
 
 
 # Attributes in which wrappers keep the model. Compiled models also have the model's attributes.
@@ -62,6 +70,19 @@ def find_varying_rope(config: Any) -> str | None:
     fields = ("rope_parameters", "rope_scaling")
     text = str([getattr(owner, field, None) for owner in configs for field in fields])
     return next((name for name in ("dynamic", "longrope") if repr(name) in text), None)
+
+
+def changes_rope(config: Any, lengths: Collection[int]) -> bool:
+    """Return whether RoPE may have had different frequencies for texts of these lengths."""
+    border: int | None = getattr(config, "original_max_position_embeddings", None)
+    if border is not None:  # Phi-3 computes all tokens again when a text grows past this length
+        return min(lengths) <= border < max(lengths)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for fields in (rope, *rope.values()):  # of all layers, or of each type of layer
+        if isinstance(fields, dict) and fields.get("rope_type") in ("dynamic", "longrope"):
+            border = config.max_position_embeddings
+            return max(lengths) > int(fields.get("original_max_position_embeddings", border))
+    return False
 
 
 def config_field(config: Any, name: str) -> Any:
@@ -151,15 +172,35 @@ def find_refusal(cls: type[Any]) -> str:
     return ""
 
 
+@functools.cache
+def find_replacement(cls: type | None) -> str:
+    """Return a note if `generate()` of a model class replaces its cache between two steps."""
+    try:
+        method: Any = getattr(cls, "prepare_inputs_for_generation", None)
+        source = inspect.getsource(method)
+    except (OSError, TypeError):  # the code is not in a file, or there is no such method
+        return ""
+    if not re.search(r"^\s+(past_key_values|cache) = None$", source, re.MULTILINE):
+        return ""
+    return (
+        f"without enable(model), generate() of {getattr(cls, '__name__', '')} replaces its cache "
+        "by a DynamicCache, in the model's dtype, past a length that its config names"
+    )
+
+
 def check_config(config: Any) -> None:
-    """Raise ConfigError unless this is the config of a model that can use the cache."""
+    """Raise ConfigError unless this is the config of a model that can use the cache.
+
+    Log a warning if only an enabled model keeps its cache.
+    """
     config_class: type = type(config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
             f"config: expected a model's config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model.config)"
         )
-    reason = find_refusal(cls) if (cls := find_model_class(config_class)) else ""
+    model_class: type | None = find_model_class(config_class)
+    reason = find_refusal(model_class) if model_class else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
         reason = "it has no attention layers"
     elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:
@@ -169,3 +210,6 @@ def check_config(config: Any) -> None:
             f"expected the config of a model that can use this cache, got {config_class.__name__}: "
             f"{reason}"
         )
+    note = find_replacement(model_class)
+    if note and not is_for_enabled_model.get():
+        warn_once(logger, f"{note}. Call hf_fp8kv.enable(model)")

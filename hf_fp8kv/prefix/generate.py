@@ -17,7 +17,7 @@ from ..cache.tokens import UNKNOWN, Tokens, can_crop, extend_positions
 from ..errors import ConfigError, FP8KVError
 from ..modeling.identity import identify_model, sample_model
 from ..modeling.methods import ModelMethod
-from ..modeling.model_support import CACHE
+from ..modeling.model_support import CACHE, changes_rope, find_cache_argument
 from ..utils.warn_once import warn_once
 from .media import PromptMedia
 from .pages import StoredPrompts, check_store, digest_options
@@ -214,6 +214,7 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
         num_shared = start
     if (
         not num_shared
+        or changes_rope(cache.config, (cached_batch.length, batch.length, num_shared))
         or cached_batch.length > length  # layers were changed individually
         or (num_undone and cache.stock_layers)  # a recurrent state may include the last step
         or not _can_crop_layers(cache, length - num_shared)
@@ -310,4 +311,16 @@ class InputPreparation(ModelMethod):
             is_unknown = batch is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
             cache.tokens = UNKNOWN if is_unknown else replace(batch, ids=input_ids)
-        return self.original_method(input_ids, *args, **kwargs)
+        inputs: dict[str, Any] = self.original_method(input_ids, *args, **kwargs)
+        is_dropped = inputs.get(CACHE, inputs.get("past_key_values")) is None
+        if isinstance(cache, FP8PagedCache) and is_dropped:
+            # Phi-3 drops its cache when the frequencies of RoPE change, to compute all tokens again
+            # in a new one. Here, they are computed again in the same cache.
+            old_tokens = cache.tokens, cache.known_prefix
+            cache.reset()
+            cache.tokens, cache.known_prefix = old_tokens
+            cache.step_tokens = input_ids.shape[1]
+            kwargs |= {"next_sequence_length": None, "is_first_iteration": True}
+            inputs = self.original_method(input_ids, *args, **kwargs)
+            inputs[find_cache_argument(type(self.model))] = cache
+        return inputs

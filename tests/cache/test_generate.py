@@ -24,6 +24,7 @@ from hf_fp8kv import (
     enable,
     tensor_parallel,
 )
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import share_variant
 from tests.helpers.assertions import assert_same
@@ -450,6 +451,155 @@ def test_autocast_gives_the_same_tokens(dtype: str, attention: str) -> None:
     if dtype == "auto" and attention == "stock":
         assert_same(actual, expected)
     assert actual.shape == expected.shape
+
+
+# Phi-3 has other frequencies of RoPE past 24 tokens, and then computes all tokens again.
+LONG_ROPE: dict[str, Any] = {
+    "max_position_embeddings": 96,
+    "original_max_position_embeddings": 24,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)], "short_mscale": 1.1,
+        "long_factor": [3.0 + 2.0 * i for i in range(8)], "long_mscale": 1.2,
+    },
+}  # fmt: skip
+
+
+def build_long_rope(name: str) -> tuple[Any, Any, torch.Tensor]:
+    """Return a model with a stock cache, a model with exact FP8 caches, and a prompt's ids."""
+    stock_model, _ = build_variant(name, **LONG_ROPE)
+    model, _ = build_variant(name, **LONG_ROPE)
+    enable(model, dtype="model", page_size=8)
+    ids = torch.randint(4, 90, (2, 60), generator=torch.Generator().manual_seed(3))
+    return model, stock_model, ids
+
+
+@pytest.mark.parametrize("name", ["phi3", "phimoe", "phi4_multimodal"])
+def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) -> None:
+    model, stock_model, ids = build_long_rope(name)
+    options = {**GREEDY, "return_dict_in_generate": True}
+    repeated_ids = ids[:1, :5].repeat(1, 4)
+    lookup = {"prompt_lookup_num_tokens": 3}
+    preallocated = FP8PagedCache(model.config, dtype="model", max_cache_len=64)
+    cases: tuple[tuple[torch.Tensor, dict[str, Any], dict[str, Any]], ...] = (
+        (ids[:, :16], {}, {}),  # the last of 11 new tokens crosses the border
+        (ids[:, :24], {}, {"past_key_values": make_cache(model, dtype="model")}),
+        (ids[:, :40], {}, {}),
+        (ids[:, :20], {"num_beams": 3}, {}),
+        (repeated_ids, {}, lookup),
+        (ids[:, :20], {}, {"past_key_values": preallocated, "disable_compile": True}),
+    )
+    for prompt, keywords, fp8_keywords in cases:
+        call_lengths: list[int] = []
+        hook = model.register_forward_pre_hook(
+            lambda _module, _args, kwargs, x=call_lengths: x.append(kwargs["input_ids"].shape[1]),
+            with_kwargs=True,
+        )
+        out = model.generate(prompt, **options, **keywords, **fp8_keywords)
+        hook.remove()
+        # Phi-4 only passes its last token after it has dropped a cache, so none is used.
+        expected = stock_model.generate(prompt, use_cache=False, **GREEDY, **keywords)
+        case = (prompt.shape, keywords, list(fp8_keywords))
+        assert_same(out.sequences, expected, case)
+        assert isinstance(out.past_key_values, FP8PagedCache), case
+        assert out.past_key_values is fp8_keywords.get("past_key_values", out.past_key_values)
+        if fp8_keywords is not lookup:
+            # Nothing is computed twice, except once at the border.
+            assert sum(length > 1 for length in call_lengths) == 1 + (prompt.shape[1] <= 24), case
+
+
+def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change() -> None:
+    model, stock_model, ids = build_long_rope("phi3")
+    for length, chunk_size in ((20, 7), (40, 7), (40, 30)):
+        options = {**GREEDY, "prefill_chunk_size": chunk_size, "return_dict_in_generate": True}
+        expected = stock_model.generate(ids[:, :length], **options)
+        out = model.generate(ids[:, :length], **options)
+        assert_same(out.sequences, expected.sequences, (length, chunk_size))
+        assert isinstance(out.past_key_values, FP8PagedCache)
+
+
+def test_a_model_that_replaces_its_cache_is_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stock_model, ids = build_long_rope("phimoe")
+    monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
+    with caplog.at_level("WARNING"):
+        model.generate(ids[:, :24], **GREEDY)
+        assert "DynamicCache" not in caplog.text
+        FP8PagedCache(stock_model.config)
+        assert "generate() of PhimoeForCausalLM replaces its cache" in caplog.text
+        assert "enable(model)" in caplog.text
+    assert "replaces its cache" in str(check_model(stock_model))
+    assert not check_model(build_variant("gqa")[0]).note
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [
+        ("gqa", {"dtype": "adaptive"}),
+        ("gqa", {"plan": "one for each layer", "skip_layers": (1,)}),
+        ("gqa", {"plan": "one for each layer", "max_cache_len": 64}),
+        pytest.param("gqa", {"scales": "calibrated", "skip_layers": (3,)}, marks=pytest.mark.full),
+        ("latent", {"plan": "one for each layer"}),
+        ("softcap", {"skip_layers": (0, -1)}),
+        ("softcap", {"skip_layers": "full_attention", "dtype": "adaptive"}),
+    ],
+)
+def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any]) -> None:
+    """A draft uses the first layers of a plan, of scales and of `skip_layers`."""
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    fields = {"layer_types": layer_types} if name == "softcap" else {}
+    model, inputs = build_variant(name, num_hidden_layers=4, **fields)
+    prompt = select_unpadded(inputs)
+    keywords = {"prefill": "stored", **keywords}
+    if "plan" in keywords:
+        formats = ("fp8_e3m4", "int8 rotated", "fp8_e4m3", "fp8_e5m2")
+        plans = enumerate(LayerPlan.parse(x, "fp8_e3m4") for x in formats)
+        keywords["plan"] = {i: x for i, x in plans if i not in keywords.get("skip_layers", ())}
+    if "scales" in keywords:
+        texts = torch.randint(4, 90, (4, 24)).tolist()
+        keywords["scales"] = calibrate(model, texts, max_length=24, held_out=24, progress=False)
+    enable(model, **keywords)
+    draft_plans = []
+    hook = model.register_forward_hook(
+        lambda module, _args, out: draft_plans.append(
+            (module.config.num_hidden_layers, out.past_key_values.plan)
+        )
+    )
+    expected = model.generate(**prompt, **GREEDY, disable_compile=True)
+    whole_plan = draft_plans[0][1]
+    tokens = model.generate(**prompt, **GREEDY, assistant_early_exit=2, disable_compile=True)
+    hook.remove()
+    assert_same(tokens, expected)
+    assert model.config.num_hidden_layers == 4
+    assert {2: {i: x for i, x in whole_plan.items() if i < 2}, 4: whole_plan} == dict(draft_plans)
+
+
+def test_a_failed_draft_restores_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build_variant("gqa", num_hidden_layers=4)
+    prompt = select_unpadded(inputs)
+    enable(model)
+    expected = model.generate(**prompt, **GREEDY)
+    layer_call = model.model.layers[1].forward
+    for error in (RuntimeError, KeyboardInterrupt):
+        for number in (1, 3):
+            calls = itertools.count(1)
+
+            def fail(
+                *args: Any, _calls: Any = calls, _number: int = number, _error: Any = error,
+                **kwargs: Any,
+            ) -> Any:  # fmt: skip
+                if next(_calls) == _number:
+                    raise _error
+                return layer_call(*args, **kwargs)
+
+            monkeypatch.setattr(model.model.layers[1], "forward", fail)
+            with pytest.raises(error):
+                model.generate(**prompt, **GREEDY, assistant_early_exit=2)
+            monkeypatch.undo()
+            assert model.config.num_hidden_layers == 4, number
+    assert_same(model.generate(**prompt, **GREEDY), expected)
 
 
 @pytest.mark.parametrize(

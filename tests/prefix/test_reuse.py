@@ -85,6 +85,44 @@ def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
     assert chat.cache.memory_footprint().reused_tokens == sum(29 + 16 * turn for turn in range(3))
 
 
+@pytest.mark.parametrize(
+    ("name", "rope_type"),
+    [
+        ("phi3", "longrope"), ("gqa", "dynamic"),
+        pytest.param("gqa", "longrope", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_tokens_with_other_frequencies_of_rope_are_not_reused(name: str, rope_type: str) -> None:
+    """The frequencies change past 40 tokens. Only Phi-3 then computes all tokens again."""
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    fields: dict[str, Any] = {"max_position_embeddings": 40, "rope_parameters": rope}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [float(2 + i) for i in range(8)]}
+        rope["original_max_position_embeddings"] = 40
+        fields["max_position_embeddings"] = 160
+    if is_phi := name == "phi3":
+        fields |= {"original_max_position_embeddings": 40, "sliding_window": None}
+    model, _ = build_variant(name, **fields)
+    enable(model, dtype="model", page_size=8)
+    ids = torch.randint(2, 98, (1, 80), generator=torch.Generator().manual_seed(5))
+    options = {**GREEDY, "return_dict_in_generate": True}
+    for length, next_length, num_reused in (
+        (20, 30, 20), (36, 60, 0), (50, 20, 0), (60, 52, 51 * is_phi)
+    ):  # fmt: skip
+        for is_continued in (False, True):
+            first = model.generate(ids[:, :length], **options)
+            next_ids = ids[:, :next_length]
+            if is_continued:
+                next_ids = torch.cat([first.sequences, next_ids[:, :7]], 1)
+                # The cache holds the prompt and 8 tokens of the answer.
+                num_reused = (length + 8) * (length + 16 <= 40 or (is_phi and length + 8 > 40))
+            cache = first.past_key_values
+            out = model.generate(next_ids, past_key_values=cache, **options)
+            case = (length, next_ids.shape[1], is_continued)
+            assert_same(out.sequences, model.generate(next_ids, **options).sequences, case)
+            assert cache.memory_footprint().reused_tokens == num_reused, case
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None:
     chat = Chat(name)
