@@ -442,6 +442,21 @@ class TestManagers:
                 with pytest.raises(ConfigError, match="cache_salt: expected a string"):
                     manager.add_request(prompt, cache_salt=salt)
 
+    def test_salts_of_requests_in_one_step_are_kept_apart(self, llama: Any) -> None:
+        serving.enable(llama)
+        first, second = prompts()[5], prompts()[5][::-1]
+        with open_manager(llama) as manager:
+            manager.add_request(first, cache_salt="a", max_new_tokens=2)
+            manager.add_request(second, cache_salt="b", max_new_tokens=2)
+            wait_for_results(manager, 2)
+            for prompt, salt, num_shared in (
+                (first, "b", 0), (second, "a", 0), (first, "a", 48), (second, "b", 48),
+            ):  # fmt: skip
+                old = serving.read_usage(manager)
+                request_answer(manager, prompt, 2, cache_salt=salt)
+                new = serving.read_usage(manager)
+                assert new.prefix_tokens - old.prefix_tokens == num_shared
+
     def test_forked_requests_keep_the_salt(self, llama: Any) -> None:
         serving.enable(llama)
         prompt = prompts()[5]
