@@ -18,10 +18,10 @@ from .store import PrefixStore
 
 
 class BlockHasher:
-    """Names an engine's full blocks: a keyed hash of the salt and all earlier tokens, and the tokens.
+    """Computes the hashes of an engine's full blocks, instead of transformers' 64-bit hash.
 
-    Blocks with equal names have equal tokens, because a name contains the block's tokens. The hash
-    has 128 bits of BLAKE2b. Without the key nobody can search for prompts with equal hashes.
+    A hash ends with the tokens of the block, so blocks with equal hashes have equal tokens. Before
+    them is a keyed hash of the salt and all earlier tokens, 128 bits of BLAKE2b. Prompts with equal hashes cannot be searched for without the key.
 
     Attributes:
         salt: Salt of the request whose blocks are hashed next. Requests with different salts share
@@ -33,7 +33,7 @@ class BlockHasher:
         self.salt = ""
 
     def __call__(self, previous_hash: bytes | None, tokens: list[int]) -> bytes:
-        """Return the name of a block. `previous_hash` is the name of the block before it, if any."""
+        """Return the hash of a block, after the block with `previous_hash`, if any."""
         if previous_hash is None:
             previous_hash = digest_of(self.salt).encode()
         prefix = hashlib.blake2b(previous_hash, digest_size=16, key=self._key)

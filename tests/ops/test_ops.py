@@ -777,7 +777,7 @@ def test_every_code_is_decoded_exactly(name, backend):
 @pytest.mark.parametrize("num_tokens", [1, 3, 70])
 @pytest.mark.parametrize("window", [0, 40])
 def test_attention_begins_at_start_and_ends_at_stop(window, num_tokens, dtype, backend):
-    """Positions outside hold NaN. One sequence is shorter than most starts, and than the queries."""
+    """Positions outside hold NaN. One sequence is shorter than most starts."""
     case = Case("", lengths=(199, 33), num_tokens=num_tokens, window=window, dtype=dtype,
                 page_size=16)  # fmt: skip
     starts = [start for page in (0, 32, 128, 192) for start in (page - 1, page, page + 1)]

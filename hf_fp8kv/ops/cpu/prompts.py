@@ -29,9 +29,7 @@ _MAX_DENSE_BYTES = 64 * 2**20
 _HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported()
 
 
-def is_faster(
-    query: Tensor, pages: Pages, lengths: Tensor, stop: int, spec: AttentionSpec
-) -> bool:
+def is_faster(query: Tensor, pages: Pages, lengths: Tensor, stop: int, spec: AttentionSpec) -> bool:
     """Return whether `attend` supports the call and is faster than the C++ kernel."""
     rows = query.shape[2] * query.shape[1] // pages.num_heads
     is_supported = (

@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching import cache, continuous_api
 
 from ...errors import ConfigError
 
+_cache_module: Any = cache
 StockCache: Any = cache.PagedAttentionCache
 StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
@@ -55,9 +56,7 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
     return copy
 
 
-def make_cache_class(
-    serving_config: Any, identity: str = "", hash_key: bytes = PROCESS_KEY
-) -> Any:
+def make_cache_class(serving_config: Any, identity: str = "", hash_key: bytes = PROCESS_KEY) -> Any:
     """Return a subclass of the engine's cache, with this ServingConfig and this `identity`.
 
     The identity is a digest of everything that the stored bytes depend on, except the tokens.
@@ -72,7 +71,7 @@ def make_cache_class(
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
         for name in HASHING_METHODS:
-            method = getattr(cache.FullAttentionCacheAllocator, name)
+            method = getattr(_cache_module.FullAttentionCacheAllocator, name)
             rebind_globals(method, compute_block_hash=None)
         base_class = importlib.import_module(".flat_tensor", __name__).Cache
     except (ImportError, AttributeError) as error:
