@@ -18,7 +18,7 @@ _PACKAGES_BY_METHOD: dict[str, tuple[str, ...]] = {
     "forward": _ACCEPTED_PACKAGES, "_old_forward": _ACCEPTED_PACKAGES,
     "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
 }  # fmt: skip
-# Attributes of PEFT's adapters that affect outputs and are not weights.
+# Attributes of PEFT's adapters that change while a model is used, and are not weights.
 ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
                   "lora_variant")  # fmt: skip
 # Fields of a config that do not affect outputs.
@@ -65,10 +65,9 @@ def _describe_adapters(model: Any) -> dict[str, object]:
     return {
         "config": {n: x for n, x in model.config.to_dict().items() if n not in _NEUTRAL_FIELDS},
         "adapters": [
-            (name, field, str(value))
+            (name, fields)
             for name, module in model.named_modules()
-            for field in ADAPTER_FIELDS
-            if (value := getattr(module, field, None)) is not None
+            if (fields := _describe_adapter(module))
         ],
         "arguments": [
             (name, getattr(hook.func, "__qualname__", ""), hook.args, hook.keywords)
@@ -76,6 +75,20 @@ def _describe_adapters(model: Any) -> dict[str, object]:
             for hook in module._forward_pre_hooks.values()
             if isinstance(hook, partial)
         ],
+    }
+
+
+def _describe_adapter(module: Any) -> dict[str, object]:
+    """Return the attributes of a module that affect an adapter of PEFT and are not weights."""
+    fields = {name: getattr(module, name, None) for name in ADAPTER_FIELDS}
+    # For example the indices of FourierFT and SHiRA, and the order of the rotations of HRA.
+    # Wrappers of whole models have a `peft_config`, and repeat it in each layer.
+    if type(module).__module__.startswith("peft.tuners.") and not hasattr(module, "peft_config"):
+        fields |= {name: value for name, value in vars(module).items() if name[0] != "_"}
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in ("training", "kwargs")
     }
 
 

@@ -4,31 +4,60 @@ The engine keeps unused full blocks under a hash of their tokens, until it needs
 `load` adds the stored blocks of a prompt to these blocks, so that the engine finds them.
 """
 
+import hashlib
+from array import array
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
+from ..utils.digests import digest_of
 from .file import Page, chain_keys
 from .store import PrefixStore
+
+
+class BlockHasher:
+    """Computes the hashes of an engine's full blocks, instead of transformers' 64-bit hash.
+
+    A hash ends with the tokens of the block, so blocks with equal hashes have equal tokens. Before
+    them is a keyed hash of the salt and all earlier tokens, 128 bits of BLAKE2b. Equal hashes
+    cannot be searched for without the key.
+
+    Attributes:
+        salt: Salt of the request whose blocks are hashed next. Requests with different salts share
+            no block.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.salt = ""
+
+    def __call__(self, previous_hash: bytes | None, tokens: list[int]) -> bytes:
+        """Return the hash of a block, after the block with `previous_hash`, if any."""
+        if previous_hash is None:
+            previous_hash = digest_of(self.salt).encode()
+        prefix = hashlib.blake2b(previous_hash, digest_size=16, key=self._key)
+        return prefix.digest() + array("i", tokens).tobytes()
 
 
 class BlockExchange:
     """Exchange of the blocks of one allocator with a store, in the engine's thread only.
 
-    `identity` identifies everything that the bytes depend on, except the tokens.
+    `identity` identifies everything that the bytes depend on, except the tokens. `hasher` is the
+    hasher of the allocator.
     """
 
-    def __init__(self, store: PrefixStore, identity: str, allocator: Any) -> None:
-        self._store, self._allocator = store, allocator
+    def __init__(
+        self, store: PrefixStore, identity: str, allocator: Any, hasher: BlockHasher
+    ) -> None:
+        self._store, self._allocator, self._hasher = store, allocator, hasher
         self._block_size, self._block_rows = int(allocator.tokens_per_page), allocator._copy_view
         self._pool, self._group_index = allocator.pool, allocator.index
         self._identity = f"{identity}.blocks.{self._block_rows.shape[1]}"
         # The engine's hash and the store's key of each block that has been full. The key is valid
         # while the engine has the same hash for the block.
-        self._hashes_and_keys: dict[int, tuple[int, str]] = {}
+        self._hashes_and_keys: dict[int, tuple[bytes, str]] = {}
         self._missed_requests: set[str] = set()  # ids of requests whose miss has been counted
 
     def load(self, request_id: str, tokens: list[int]) -> None:
@@ -40,14 +69,14 @@ class BlockExchange:
         num_cached = len(allocator.match_prefix_blocks(tokens))
         max_blocks = (len(tokens) - 1) // size
         blocks: list[int] = []
-        missing_blocks: list[tuple[int, str]] = []  # hash and key
+        missing_blocks: list[tuple[bytes, str]] = []  # hash and key
 
         def find_missing_keys() -> Iterator[str]:
             key, block_hash = "", None
             for index in range(max_blocks if num_cached < max_blocks else 0):
                 block_tokens = tokens[index * size : (index + 1) * size]
-                (key,) = chain_keys(self._identity, block_tokens, size, key)
-                block_hash = cache_allocator.compute_block_hash(block_hash, block_tokens)
+                (key,) = self._chain_keys(block_tokens, key)
+                block_hash = self._hasher(block_hash, block_tokens)
                 if block_hash not in allocator.ledger.hash_to_block:
                     missing_blocks.append((block_hash, key))
                     yield key
@@ -73,6 +102,13 @@ class BlockExchange:
             for block in reversed(blocks):
                 allocator.ledger.release(block)
             self._store.count(hits=1, tokens_found=len(blocks) * size)
+
+    def _chain_keys(self, tokens: list[int], previous_key: str) -> list[str]:
+        """Return the store's keys of the full blocks of `tokens`. See `chain_keys`."""
+        salt, identity = self._hasher.salt, self._identity
+        if salt:
+            identity += f".{digest_of(salt)}"
+        return chain_keys(identity, tokens, self._block_size, previous_key)
 
     def _check_page(self, page: Page) -> None:
         if page.metadata is not None or [len(x) for x in page.rows] != [self._block_rows.shape[1]]:
@@ -106,7 +142,7 @@ class BlockExchange:
             keys.append(key)
         first_new = len(keys)
         if new_tokens := tokens[first_new * size : len(blocks) * size]:
-            keys += chain_keys(self._identity, new_tokens, size, keys[-1] if keys else "")
+            keys += self._chain_keys(new_tokens, keys[-1] if keys else "")
             for block, key in zip(blocks[first_new:], keys[first_new:], strict=False):
                 self._hashes_and_keys[block] = hashes[block], key
         if is_last:

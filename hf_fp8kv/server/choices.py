@@ -94,6 +94,7 @@ class ChoiceMaker:
                     guide=None if guide is None else guide.fork(),
                     num_top_tokens=num_top_tokens,
                     num_prompt_top_tokens=num_prompt_top_tokens,
+                    cache_salt=request.cache_salt,
                     **self._read_sampling(request, index),
                 )
                 decoder = AnswerDecoder(

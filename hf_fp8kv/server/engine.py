@@ -160,6 +160,7 @@ class Engine:
                 streaming=per_step,
                 # The engine would replace an empty list by the model's end tokens. No token is -1.
                 eos_token_id=sorted(sequence.end_tokens) or [-1],
+                cache_salt=sequence.cache_salt,
                 **{SEQUENCE_KEY: sequence},
             )
             if accepted_id is None:

@@ -112,6 +112,7 @@ class Sequence:
     guide: Guide | None = None
     num_top_tokens: int | None = None  # length of each `top_tokens`. None means no logprobs
     num_prompt_top_tokens: int | None = None  # as `num_top_tokens`, for the tokens of the prompt
+    cache_salt: str | None = None  # only requests with the same salt share pages
     answer: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, from 1

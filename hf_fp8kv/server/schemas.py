@@ -429,6 +429,7 @@ class Request(PromptFields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     # Fields that do not change answers.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     user: _ShortText | None = None
     safety_identifier: _ShortText | None = None
     service_tier: _ShortText | None = None

@@ -16,7 +16,15 @@ from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_adapters
 from ..ops import choose_backend
 from .config import ServingConfig
-from .engines import StockCache, StockManager, StockMixin, make_cache_class, rebind_globals
+from .engines import (
+    PROCESS_KEY,
+    SALT_KEY,
+    StockCache,
+    StockManager,
+    StockMixin,
+    make_cache_class,
+    rebind_globals,
+)
 from .engines.common import EngineCache
 from .engines.sampling import NoiseLogitsWarper
 from .probe import read_layer_windows
@@ -118,6 +126,10 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         self.on_processor: Callable[[Any], None] = lambda _: None
         with use_engine_attention(model):
             super().__init__(model=model, **kwargs)
+            # Every rank of a tensor-parallel group hashes blocks with the key of the first rank.
+            broadcast = self.distributed_helper.tp_broadcast_object_from_rank_0
+            self._hash_key: bytes = broadcast(PROCESS_KEY)
+            self.logit_processor.supported_keys[SALT_KEY] = str
             self._check_compilation()
             self._choose_graphs(kwargs["continuous_batching_config"], kwargs["workload_hints"])
             self._noise_warper: NoiseLogitsWarper | None = None
@@ -164,6 +176,24 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
         """Do nothing, because the engine's steps already run in `use_engine_attention`."""
 
+    def add_request(self, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
+        """Add a request, like the stock method.
+
+        Requests share blocks of tokens only if they have the same `cache_salt`, or if both have
+        none.
+
+        Raises:
+            ConfigError: The salt is not a string, or is empty.
+        """
+        if cache_salt is not None:
+            if not isinstance(cache_salt, str) or not cache_salt:
+                raise ConfigError(
+                    f"cache_salt: expected a string that is not empty, got {cache_salt!r}. Omit "
+                    "cache_salt if requests may share pages with all other requests"
+                )
+            kwargs[SALT_KEY] = cache_salt
+        return super().add_request(*args, **kwargs)
+
     def start(self) -> None:
         """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
         if not self.is_running():
@@ -187,7 +217,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if config.prefix_store is not None:
             page_size = self.continuous_batching_config.page_size
             identity = config.identify(self.model, page_size)
-        names = {"PagedAttentionCache": make_cache_class(config, identity)}
+        names = {"PagedAttentionCache": make_cache_class(config, identity, self._hash_key)}
         processor = rebind_globals(StockManager._create_batch_processor, **names)(self)
         if self._noise_warper is not None:
             self._noise_warper.install(processor.model_runner)

@@ -23,9 +23,9 @@ def digest_of(*facts: object) -> str:
 
 
 def _describe_value(value: object) -> str:
-    """Return the dtype, shape and digest of a tensor, or `str(value)` for any other value."""
+    """Return the dtype, shape and digest of a tensor, or `str(value)` without an address."""
     if not isinstance(value, torch.Tensor):
-        return str(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", str(value))
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{value.dtype}{list(value.shape)}{hashlib.sha256(flat.numpy().data).hexdigest()}"
 
@@ -63,7 +63,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     """Return a digest of every parameter and buffer: names, shapes, dtypes and all bytes.
 
     With `dtype`, float16, float32 and float64 are first rounded to it, so the original dtype has no
-    effect. Adapters of PEFT that are still zero are ignored.
+    effect. LoRA adapters of PEFT that are still zero are ignored.
 
     The digest is cached until weights change. Later calls compare torch's version counters,
     addresses and shapes. The counters do not include writes through `.data` or in inference mode,
@@ -87,9 +87,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
             f"prefix_store: expected all weights in this process, got {missing_names[0]!r} on no "
             "device, or as a part. Leave prefix_store out if weights are offloaded or split"
         )
-    # The names of an adapter's tensors differ only in a suffix, such as lora_B.
-    lora_b = {x: tensors.get(re.sub(r"\.lora_\w+", ".lora_B", x)) for x in tensors if ".lora_" in x}
-    zero_names = {name for name, x in lora_b.items() if x is not None and not x.any()}
+    zero_names = _find_zero_adapters(tensors)
     digest = digest_of(
         [
             (name.replace(".base_layer.", "."), x.shape, *_compute_checksums(x, dtype))
@@ -99,6 +97,27 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     )
     _known_digests[model] = (state, digest)
     return digest
+
+
+def _find_zero_adapters(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Return the names of all lora_A and lora_B whose product is zero, because lora_B is zero.
+
+    An adapter of a layer with further tensors, such as a magnitude of DoRA, changes the layer even
+    if lora_B is zero.
+    """
+    adapters: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name in tensors:
+        layer, _, rest = name.partition(".lora_")
+        kind, _, adapter = rest.partition(".")
+        if kind:
+            adapters.setdefault((layer, adapter.partition(".")[0]), []).append((kind, name))
+    return {
+        name
+        for names in adapters.values()
+        if {kind for kind, _ in names} in ({"A", "B"}, {"embedding_A", "embedding_B"})
+        and not any(tensors[name].any() for kind, name in names if kind.endswith("B"))
+        for _, name in names
+    }
 
 
 def _compute_checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, list[int]]:

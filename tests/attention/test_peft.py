@@ -26,6 +26,19 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix tuning": ("PrefixTuningConfig", VIRTUAL_TOKENS),
 }
 
+# Settings that change outputs and no tensor: the class of the config, its fields, and two settings.
+SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("FourierFTConfig", {"n_frequency": 50}, {"random_loc_seed": 1}, {"random_loc_seed": 2}),
+    ("WaveFTConfig", {"n_frequency": 50}, {"wavelet_family": "db1"}, {"wavelet_family": "sym2"}),
+    ("ShiraConfig", {"r": 4}, {"random_seed": 1}, {"random_seed": 2}),
+    ("HRAConfig", {"r": 4}, {"apply_GS": False}, {"apply_GS": True}),
+    ("OFTConfig", {"oft_block_size": 8}, {"use_cayley_neumann": False},
+     {"use_cayley_neumann": True}),
+    ("VBLoRAConfig", {"r": 4, "num_vectors": 16, "vector_length": 16}, {"topk": 2}, {"topk": 3}),
+    ("RoadConfig", {}, {"group_size": 16}, {"group_size": 32}),
+    ("LoraConfig", {"r": 4}, {"use_dora": False}, {"use_dora": True}),
+]  # fmt: skip
+
 
 def test_three_processes_share_a_folder(tmp_path: Path) -> None:
     """A store changes no answer of two adapters and of the model without an adapter."""
@@ -47,6 +60,37 @@ def test_three_processes_share_a_folder(tmp_path: Path) -> None:
     assert all(len(texts) == 3 for texts in answers.values()), "an adapter has no effect"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's own
+@pytest.mark.parametrize(
+    ("name", "fields", "first", "second"), [pytest.param(*x, id=x[0]) for x in SETTINGS]
+)
+def test_settings_of_adapters_keep_pages_apart(
+    name: str, fields: dict[str, Any], first: Any, second: Any, tmp_path: Path
+) -> None:
+    """Only the same adapter with the same settings finds the pages, in any process."""
+    peft = pytest.importorskip("peft")
+    ids = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(1))
+    store = PrefixStore(tmp_path)
+    for settings, num_hits in ((first, 0), (second, 0), (first, 1), (second, 2)):
+        base, _ = build_variant("gqa", max_position_embeddings=512)
+        config = {"target_modules": ["q_proj", "o_proj"], **fields, **settings}
+        model = randomize(peft.get_peft_model(base, getattr(peft, name)(**config)).eval(), seed=1)
+        enable(model, prefix_store=store, page_size=PAGE_SIZE)
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY)
+        store.flush()
+        assert store.usage().hits == num_hits
+
+
+def randomize(model: Any, seed: int) -> Any:
+    """Draw all trainable weights of a model, and return the model."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    return model
+
+
 def make_model(method: str, seed: int) -> Any:
     """Return a model with an adapter whose weights depend on the seed. Seed 0 adds no adapter."""
     import peft
@@ -55,13 +99,7 @@ def make_model(method: str, seed: int) -> Any:
     if not seed:
         return model
     name, fields = METHODS[method]
-    wrapped = peft.get_peft_model(model, getattr(peft, name)(**fields)).eval()
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in wrapped.parameters():
-            if parameter.requires_grad:
-                parameter.normal_()
-    return wrapped
+    return randomize(peft.get_peft_model(model, getattr(peft, name)(**fields)).eval(), seed)
 
 
 def answer_twice(folder: Path, method: str, seed: int) -> dict[str, Any]:

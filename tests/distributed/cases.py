@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
-from tests.helpers.serving_tools import generate_batch, prompts
+from hf_fp8kv.serving import fp8_manager
+from tests.helpers.serving_tools import generate_batch, open_manager, prompts
 from tests.helpers.tiny_models import build_variant, make_prompt
 
 NUM_LAYERS, HEAD_SIZE = 2, 16
@@ -230,6 +232,20 @@ def get_rank(model: Any, ranks: RankOptions, folder: Path) -> Any:
     return hf_fp8kv.tensor_parallel(model)
 
 
+def get_hash_key(model: Any, ranks: RankOptions, folder: Path) -> Any:
+    """Return the key with which an engine identifies blocks, if each process has another key."""
+    serving.enable(model)
+    try:
+        with (
+            patch.object(fp8_manager, "PROCESS_KEY", os.urandom(16)),
+            open_manager(model) as manager,
+        ):
+            manager.warmup()
+            return manager.batch_processor.cache.hash_key.hex()
+    finally:
+        serving.disable(model)
+
+
 def describe_attention(model: Any, ranks: RankOptions, folder: Path) -> Any:
     return check_model(model).to_dict()
 
@@ -317,6 +333,7 @@ CASES: dict[str, tuple[str, Case]] = {
     **EQUAL_CASES,
     "other rank's scales": ("8q-4kv", generate_with_wrong_scales),
     "ranks": ("8q-4kv", get_rank),
+    "hash key": ("8q-4kv", get_hash_key),
     "ranks, gathered heads": ("gathered", get_rank),
     "report": ("8q-4kv", describe_attention),
     "scales of all heads, no ranks": ("8q-4kv", make_refused_case()),

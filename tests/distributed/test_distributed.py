@@ -178,6 +178,12 @@ def test_a_model_has_a_rank_if_its_heads_are_split(results):
         tensor_parallel([])
 
 
+def test_an_engine_has_one_hash_key_in_all_processes(results):
+    key, other_key = (rank_results["hash key"] for rank_results in results)
+    assert key == other_key
+    assert len(key) == 32
+
+
 def test_a_split_model_can_be_checked(folder, results):
     expected = run_alone(folder, "report")
     assert expected["path"] == "fused"

@@ -162,9 +162,11 @@ def wait_for_results(manager: Any, num_requests: int) -> dict[str, list[int]]:
     return tokens
 
 
-def request_answer(manager: Any, prompt: list[int], num_tokens: int | None = None) -> list[int]:
+def request_answer(
+    manager: Any, prompt: list[int], num_tokens: int | None = None, **options: Any
+) -> list[int]:
     """Return the tokens of a new request to a manager that has no other requests."""
-    request_id = manager.add_request(prompt, max_new_tokens=num_tokens or NEW_TOKENS)
+    request_id = manager.add_request(prompt, max_new_tokens=num_tokens or NEW_TOKENS, **options)
     return wait_for_results(manager, 1)[request_id]
 
 

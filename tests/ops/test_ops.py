@@ -773,6 +773,30 @@ def test_every_code_is_decoded_exactly(name, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_begins_at_start_and_ends_at_stop(window, num_tokens, dtype, backend):
+    """Positions outside hold NaN. One sequence is shorter than most starts."""
+    case = Case("", lengths=(199, 33), num_tokens=num_tokens, window=window, dtype=dtype,
+                page_size=16)  # fmt: skip
+    starts = [start for page in (0, 32, 128, 192) for start in (page - 1, page, page + 1)]
+    for start, stop in [*((x, 199) for x in starts[1:]), (199, 199), (31, 192), (48, 150), (3, 3)]:
+        pages, query, fields = prepare(case)
+        for row, length in enumerate(case.lengths):
+            poison(pages, row, [*range(min(start, length)), *range(stop, length)])
+        arguments = pages, torch.tensor(case.lengths, dtype=torch.int32), start, stop
+        spec = AttentionSpec(**fields)
+        expected = ops.attend(query.float(), *arguments, spec, backend="reference")
+        actual = ops.attend(query, *arguments, spec, backend=backend)
+        assert actual.isfinite().all()
+        is_zero = (expected == 0).flatten(1).all(1)
+        assert (actual[is_zero] == 0).all()
+        errors = compute_errors(actual, expected)[~is_zero]
+        assert (errors <= bound_error(case, backend)).all(), (start, stop, errors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sequence_without_visible_tokens_gives_zeros(backend):
     """The padding covers the whole sequence, and ends inside a tile or inside the next tile."""
     for length in (9, 130):

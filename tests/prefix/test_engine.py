@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.prefix import engine as engine_module
@@ -38,7 +39,7 @@ class EngineRun(NamedTuple):
 
 def run_prompts(
     folder: Path | None, prompts: list[list[int]], *, seed: int = 0, num_pages: int = 64,
-    num_new: int = 9, **keywords: Any,
+    num_new: int = 9, salt: str | None = None, **keywords: Any,
 ) -> EngineRun:  # fmt: skip
     """Run a new engine, with a store in `folder` unless it is None."""
     model, _ = build_variant("gqa", seed, max_position_embeddings=512)
@@ -46,7 +47,7 @@ def run_prompts(
     serving.enable(model, prefix_store=store, **keywords)
     with open_manager(model, pages=num_pages) as manager:
         # Each prompt is answered before the next, which can then reuse the pages.
-        answers = [request_answer(manager, prompt, num_new) for prompt in prompts]
+        answers = [request_answer(manager, x, num_new, cache_salt=salt) for x in prompts]
         usage = serving.read_usage(manager)
     serving.disable(model)
     return EngineRun(answers, usage, None if store is None else store.usage())
@@ -88,6 +89,28 @@ def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Pat
     actual, _, store_usage = run_prompts(tmp_path, [prompt], **options)
     assert actual == expected
     assert (store_usage.hits, store_usage.misses) == (0, 1)
+
+
+def test_a_store_keeps_the_pages_of_salts_apart(tmp_path: Path) -> None:
+    prompt = make_prompt(4 * PAGE_SIZE)
+    expected, _, _ = run_prompts(None, [prompt])
+    for num_hits in (0, 1):
+        for salt in (None, "a", "b"):
+            actual, _, store_usage = run_prompts(tmp_path, [prompt], salt=salt)
+            assert actual == expected
+            assert store_usage.tokens_found == num_hits * 3 * PAGE_SIZE
+
+
+def test_prompts_with_equal_hashes_are_read_from_their_own_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        cache_allocator, "compute_block_hash", lambda parent, tokens: (parent or 0) + 1
+    )
+    prompts = [make_prompt(3 * PAGE_SIZE, seed=number) for number in range(3)]
+    expected = [run_prompts(None, [prompt]).answers[0] for prompt in prompts]
+    for _ in range(2):
+        assert run_prompts(tmp_path, prompts).answers == expected
 
 
 def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
@@ -237,7 +260,7 @@ def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
         assert store.usage().hits == 1
         for searches_prefix in (True, False):
             # Evict the third block of the prompt, as the engine does with old blocks.
-            blocks = [ledger.hash_to_block[x] for x in compute_hashes(prompt)]
+            blocks = allocator.match_prefix_blocks(prompt)
             del ledger.cached_blocks[blocks[2]]
             del ledger.hash_to_block[ledger.block_to_hash.pop(blocks[2])]
             pool.free_blocks(allocator.index, [blocks[2]])
@@ -247,25 +270,12 @@ def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
             assert generate(prompt) == expected[0]
             assert store.usage().hits == num_hits + searches_prefix
             assert count_used_blocks(allocator) == num_used + 1 == len(ledger.cached_blocks)
-            assert list(ledger.cached_blocks)[-6:][::-1] == [
-                ledger.hash_to_block[x] for x in compute_hashes(prompt)
-            ]
+            assert list(ledger.cached_blocks)[-6:][::-1] == allocator.match_prefix_blocks(prompt)
 
 
 def get_allocator(manager: Any) -> Any:
     (allocator,) = manager.batch_processor.cache.cache_allocators.values()
     return allocator
-
-
-def compute_hashes(prompt: list[int]) -> list[int]:
-    """Return the hashes that the engine computes for the full blocks of a prompt."""
-    from transformers.generation.continuous_batching.cache_allocators import cache_allocator
-
-    hashes: list[int] = []
-    for start in range(0, len(prompt) - PAGE_SIZE + 1, PAGE_SIZE):
-        previous_hash, block_tokens = hashes[-1] if hashes else None, prompt[start:][:PAGE_SIZE]
-        hashes.append(cache_allocator.compute_block_hash(previous_hash, block_tokens))
-    return hashes
 
 
 def count_used_blocks(allocator: Any) -> int:

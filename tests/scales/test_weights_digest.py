@@ -107,6 +107,26 @@ def test_an_adapter_changes_the_digest_if_it_has_an_effect(model_scales: KVScale
         assert model_scales.made_for(model) is False
 
 
+@pytest.mark.parametrize("name", ["magnitude_vector", "E"])
+def test_a_zero_adapter_with_further_tensors_affects_the_digest(
+    model_scales: KVScales, name: str
+) -> None:
+    """The magnitude of DoRA scales the whole weight, even if lora_B is zero."""
+    model = make_model()
+    adapter = model.model.layers[0].self_attn.k_proj
+    for kind, values in (("A", torch.ones(4, 64)), ("B", torch.zeros(32, 4))):
+        parameter = torch.nn.Parameter(values)
+        adapter.add_module(f"lora_{kind}", torch.nn.ParameterDict({"default": parameter}))
+    assert model_scales.made_for(model) is True
+    magnitude = torch.nn.Parameter(torch.ones(32))
+    adapter.add_module(f"lora_{name}", torch.nn.ParameterDict({"default": magnitude}))
+    digest = digest_decoder(model)
+    assert digest != model_scales.weights_digest
+    with torch.no_grad():
+        magnitude[3] = 2
+    assert digest_decoder(model) not in (digest, model_scales.weights_digest)
+
+
 def test_weights_on_the_meta_device_have_no_digest(model_scales: KVScales) -> None:
     model = make_model()
     model.model.layers[1].to("meta")

@@ -242,7 +242,13 @@ def test_usage_counts_cached_tokens(server):
             usage = event.get("response", event)["usage"]
             prompt_details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
             prompt_tokens = usage.get("prompt_tokens") or usage["input_tokens"]
-            assert prompt_details["cached_tokens"] == (prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+            num_full = (prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+            assert prompt_details["cached_tokens"] == num_full
+        for num_cached in (0, num_full):
+            for salt in ("a", "b"):
+                usage = server.answer(path, **request, cache_salt=salt)["usage"]
+                details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+                assert details["cached_tokens"] == num_cached
 
 
 HUGE_MULTIPLE = {"type": "integer", "multipleOf": 10**400}
@@ -339,6 +345,8 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         (CHAT, "repetition_penalty", {"repetition_penalty": 0}),
         (CHAT, "best_of", {"best_of": 3, "n": 2}),
         (CHAT, "user", "x" * 513),
+        (CHAT, "cache_salt", ""),
+        (RESPONSES, "cache_salt", 1),
         (COMPLETIONS, "user", [""] * 9000),
         (CHAT, "metadata", {"metadata": {"x": [0] * 9000}}),
         (RESPONSES, "metadata", {"metadata": {str(n): "x" for n in range(17)}}),
@@ -388,6 +396,7 @@ def test_an_error_names_the_rejected_field(server, path, field, payload):
 @pytest.mark.parametrize(
     "payload",
     [
+        {"cache_salt": "x" * 512},
         {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [], "parallel_tool_calls": False},
         {"parallel_tool_calls": True, "suffix": None},

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
+from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
 from hf_fp8kv.attention.masks import fp8_paged_mask
@@ -42,6 +43,7 @@ from tests.helpers.serving_tools import (
     request_answer,
     request_answers,
     run_manager,
+    wait_for_results,
 )
 from tests.helpers.tiny_models import build_variant
 
@@ -403,6 +405,71 @@ class TestManagers:
             _, num_cached = count_hits(prompt_ids[1])
             assert 0 < num_cached < 6 * PAGE  # only its beginning is kept
             assert serving.read_usage(manager).tokens_held >= 24 * PAGE
+
+    @pytest.mark.parametrize("at_once", [False, True], ids=["search", "deduplication"])
+    def test_prompts_with_equal_hashes_share_no_pages(
+        self, llama: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The engine's hash has 64 bits and no key, so equal hashes can be computed offline."""
+        first, second = prompts()[5:7]
+        prompt_ids = [first, second[::-1], [first[0] + 1, *first[1:]]]
+        expected = enable(llama, prompt_ids, scales=head_scales(llama))
+        monkeypatch.setattr(
+            cache_allocator, "compute_block_hash", lambda parent, tokens: (parent or 0) + 1
+        )
+        with open_manager(llama) as manager:
+            if at_once:
+                tokens = request_answers(manager, prompt_ids)
+            else:
+                tokens = [request_answer(manager, ids) for ids in prompt_ids]
+            assert serving.read_usage(manager).prefix_tokens == 0
+        assert tokens == expected
+
+    def test_only_requests_with_the_same_salt_share_pages(self, llama: Any) -> None:
+        prompt = prompts()[5]
+        expected = enable(llama, [prompt])
+        with open_manager(llama) as manager:
+
+            def count_shared_tokens(**options: Any) -> int:
+                old = serving.read_usage(manager)
+                assert [request_answer(manager, prompt, **options)] == expected
+                return int(serving.read_usage(manager).prefix_tokens - old.prefix_tokens)
+
+            options = [{}, *({"cache_salt": salt} for salt in ("a", "b", "a\0", "\ud800"))]
+            assert [count_shared_tokens(**x) for x in options] == [0] * 5
+            assert [count_shared_tokens(**x) for x in options] == [48] * 5
+            for salt in ("", b"a", 1):
+                with pytest.raises(ConfigError, match="cache_salt: expected a string"):
+                    manager.add_request(prompt, cache_salt=salt)
+
+    def test_salts_of_requests_in_one_step_are_kept_apart(self, llama: Any) -> None:
+        serving.enable(llama)
+        first, second = prompts()[5], prompts()[5][::-1]
+        with open_manager(llama) as manager:
+            manager.add_request(first, cache_salt="a", max_new_tokens=2)
+            manager.add_request(second, cache_salt="b", max_new_tokens=2)
+            wait_for_results(manager, 2)
+            for prompt, salt, num_shared in (
+                (first, "b", 0), (second, "a", 0), (first, "a", 48), (second, "b", 48),
+            ):  # fmt: skip
+                old = serving.read_usage(manager)
+                request_answer(manager, prompt, 2, cache_salt=salt)
+                new = serving.read_usage(manager)
+                assert new.prefix_tokens - old.prefix_tokens == num_shared
+
+    def test_forked_requests_keep_the_salt(self, llama: Any) -> None:
+        serving.enable(llama)
+        prompt = prompts()[5]
+        with open_manager(llama, greedy(num_return_sequences=3)) as manager:
+            manager.add_request(prompt, cache_salt="a")
+            answers = [*wait_for_results(manager, 3).values()]
+            assert answers[0] == answers[1] == answers[2]
+            manager.num_return_sequences = 1
+            for salt, num_shared in ((None, 0), ("a", 80), ("b", 0)):
+                old = serving.read_usage(manager)
+                request_answer(manager, prompt + answers[0], cache_salt=salt)
+                new = serving.read_usage(manager)
+                assert new.prefix_tokens - old.prefix_tokens == num_shared
 
     def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
         serving.enable(llama)

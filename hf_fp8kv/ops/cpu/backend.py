@@ -154,8 +154,8 @@ def attend(
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     if not KINDS.keys() >= {query.dtype, pages.k_dtype, pages.v_dtype}:
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
-    if prompts.is_faster(query, pages, start, spec):
-        return prompts.attend(query, pages, lengths, spec, gather)
+    if prompts.is_faster(query, pages, lengths, stop, spec):
+        return prompts.attend(query, pages, lengths, start, spec, gather)
     pages, query, lengths = _pack_tensors(pages), pack_rows(query), pack_rows(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
     k, v = pages.k, pages.k if latent else pages.v

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..pages import AttentionSpec, Pages
+from ..visibility import find_first_visible
 
 _Gather = Callable[[Pages, Tensor, str, int, int, torch.dtype, bool, slice], Tensor]
 
@@ -28,21 +29,24 @@ _MAX_DENSE_BYTES = 64 * 2**20
 _HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported()
 
 
-def is_faster(query: Tensor, pages: Pages, start: int, spec: AttentionSpec) -> bool:
+def is_faster(query: Tensor, pages: Pages, lengths: Tensor, stop: int, spec: AttentionSpec) -> bool:
     """Return whether `attend` supports the call and is faster than the C++ kernel."""
     rows = query.shape[2] * query.shape[1] // pages.num_heads
     is_supported = (
         spec.sinks is None and spec.mask is None and spec.bias is None
-        and not spec.softcap and not spec.latent and spec.causal and (spec.window or not start)
+        and not spec.softcap and not spec.latent and spec.causal
         and not spec.deterministic and query.dtype in (torch.bfloat16, torch.float16)
     )  # fmt: skip
-    return bool(is_supported) and rows >= MIN_QUERY_ROWS
+    return is_supported and rows >= MIN_QUERY_ROWS and int(lengths.max()) <= stop
 
 
 def attend(
-    query: Tensor, pages: Pages, lengths: Tensor, spec: AttentionSpec, gather: _Gather
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, spec: AttentionSpec, gather: _Gather
 ) -> Tensor:
-    """Compute softmax attention, `[B, T, Hq, Dv]`. `gather` is the "cpu" backend's operation."""
+    """Compute softmax attention over positions from `start` on, `[B, T, Hq, Dv]`.
+
+    `gather` is the "cpu" backend's operation.
+    """
     batch, num_q_heads, num_tokens, _ = query.shape
     num_heads, v_dim, dtype = pages.num_heads, pages.v.head_dim, query.dtype
     if dtype != torch.bfloat16 or not _HAS_BF16_PRODUCTS:
@@ -50,14 +54,16 @@ def attend(
     out = query.new_zeros((batch, num_tokens, num_q_heads, v_dim))
     for b in range(batch):
         length = int(lengths[b])
-        # Queries before the start of their sequence attend to nothing.
-        num_queries = min(num_tokens, length)
-        start = max(length - num_queries - spec.window + 1, 0) if spec.window else 0
-        if not num_queries:
+        # Queries before `start`, or before the start of their sequence, attend to nothing.
+        num_queries = min(num_tokens, length - start)
+        if num_queries <= 0:
             continue
-        head_bytes = (length - start) * (pages.k.head_dim + v_dim) * dtype.itemsize
+        first_key = start
+        if spec.window:
+            first_key = max(start, find_first_visible(length - num_queries, spec.window))
+        head_bytes = (length - first_key) * (pages.k.head_dim + v_dim) * dtype.itemsize
         heads_at_once = max(1, min(num_heads, _MAX_DENSE_BYTES // head_bytes))
-        mask = _make_mask(num_queries, length - start, spec.window)
+        mask = _make_mask(num_queries, length - first_key, spec.window)
         group_size = num_q_heads // num_heads
         # A center adds the same value to all logits of a query, which cancels in the softmax.
         # Without it K has smaller rounding errors.
@@ -66,7 +72,9 @@ def attend(
         for first in range(0, num_heads, heads_at_once):
             heads = slice(first, min(first + heads_at_once, num_heads))
             key, value = (
-                gather(sequence_pages, lengths[b : b + 1], side, start, length, dtype, False, heads)
+                gather(
+                    sequence_pages, lengths[b : b + 1], side, first_key, length, dtype, False, heads
+                )
                 for side in "kv"
             )
             query_heads = slice(group_size * heads.start, group_size * heads.stop)

@@ -59,7 +59,8 @@ def attend(
     has_long_chunks = spec.latent and num_rows <= MAX_LATENT_ROWS
     chunk_tokens = LATENT_CHUNK_TOKENS if has_long_chunks else CHUNK_TOKENS
     step = max(chunk_tokens // pages.page_size, 1) * pages.page_size
-    for page_start in range(low // step * step, high, step):
+    # Without a position from `start` on, there is nothing to attend to.
+    for page_start in range(low // step * step, high, step) if low < high else ():
         begin, end = max(page_start, low), min(page_start + step, high)
         columns = slice(begin - start, end - start)
         keys, values = (read_dense(stored, side, begin, end).float() for side in "kv")

@@ -7,6 +7,7 @@ rebound globals (`rebind_globals`). All other callers, in any thread, run the or
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -16,9 +17,15 @@ from transformers.generation.continuous_batching import cache, continuous_api
 
 from ...errors import ConfigError
 
+_cache_module: Any = cache
 StockCache: Any = cache.PagedAttentionCache
 StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
+# Methods of the engine's allocators that hash blocks, and the key of the hash by default.
+HASHING_METHODS = ("match_prefix_blocks", "mark_complete_blocks")
+PROCESS_KEY = os.urandom(16)
+# Keyword of `add_request`, and name of the salt in a request's `logit_processor_kwargs`.
+SALT_KEY = "cache_salt"
 
 
 def make_engine_error(reason: str) -> ConfigError:
@@ -49,10 +56,11 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
     return copy
 
 
-def make_cache_class(serving_config: Any, identity: str = "") -> Any:
+def make_cache_class(serving_config: Any, identity: str = "", hash_key: bytes = PROCESS_KEY) -> Any:
     """Return a subclass of the engine's cache, with this ServingConfig and this `identity`.
 
     The identity is a digest of everything that the stored bytes depend on, except the tokens.
+    `hash_key` is the key of the hash that identifies blocks.
 
     Raises:
         ConfigError: The engine of this version of transformers is not supported.
@@ -62,7 +70,11 @@ def make_cache_class(serving_config: Any, identity: str = "") -> Any:
     rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
     rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
+        for name in HASHING_METHODS:
+            method = getattr(_cache_module.FullAttentionCacheAllocator, name)
+            rebind_globals(method, compute_block_hash=None)
         base_class = importlib.import_module(".flat_tensor", __name__).Cache
     except (ImportError, AttributeError) as error:
         raise make_engine_error(f"lacks a required name: {error}") from error
-    return type("Cache", (base_class,), {"serving_config": serving_config, "identity": identity})
+    members = {"serving_config": serving_config, "identity": identity, "hash_key": hash_key}
+    return type("Cache", (base_class,), members)

@@ -58,6 +58,7 @@ class EngineCache:
 
     serving_config: ServingConfig
     identity: str  # digest of the model and the options, for a prefix store
+    hash_key: bytes  # key of the hash that identifies blocks
     page_layout: EngineLayout
     windows: list[int | None]  # window of each kind of layers, in the engine's order
     layers: dict[int, StoredLayer]  # by layer index

@@ -14,9 +14,9 @@ from transformers.generation.continuous_batching import cache
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 from ...ops import Pages
-from ...prefix.engine import BlockExchange
+from ...prefix.engine import BlockExchange, BlockHasher
 from ..layout import EngineLayout, skip_pages
-from . import make_engine_error, rebind_globals
+from . import HASHING_METHODS, SALT_KEY, make_engine_error, rebind_globals
 from .common import EngineCache, count_extra_values, read_kv_sizes
 
 # The names in this module depend on the version of transformers, so mypy does not check them.
@@ -33,8 +33,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self.prefix_hits = self.prefix_tokens = 0
         self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's scheduler, if any
         self.prepare(self.serving_config, config, page_size, dtype, device)
+        self._hasher = BlockHasher(self.hash_key)
         allocator_types = {
-            kind: type(f"Paged{base.__name__}", (_FP8Allocator, base), {"layout": self.page_layout})
+            kind: _make_allocator_type(base, self.page_layout, self._hasher)
             for kind, base in stock.ATTN_TYPE_TO_ALLOCATOR.items()
         }
         stock_init = rebind_globals(
@@ -59,10 +60,13 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         prefix_store = self.serving_config.prefix_store
         if prefix_store is not None and self.use_prefix_sharing:
             (allocator,) = self.cache_allocators.values()
-            self._exchange = BlockExchange(prefix_store, self.identity, allocator)
+            self._exchange = BlockExchange(prefix_store, self.identity, allocator, self._hasher)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Return how many tokens of a prompt are in the cache, like the engine. Count the hits."""
+        scheduler = self.scheduler()
+        state = None if scheduler is None else scheduler.waiting_requests.get(request_id)
+        self._hasher.salt = _read_salt(state)
         if self._exchange is not None:
             self._exchange.load(request_id, prompt_ids)
         num_tokens = int(super().search_prefix_match(request_id, prompt_ids))
@@ -72,6 +76,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Register a request's full blocks, like the engine, and write them to the prefix store."""
+        self._hasher.salt = _read_salt(state)
         super().mark_complete_blocks(state, complete_blocks)
         if self._exchange is not None and complete_blocks:
             self._exchange.save(state.request_id, state.initial_tokens + state.generated_tokens)
@@ -173,6 +178,23 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
                 block_tokens[block] = max(block_tokens.get(block, 0), min(remaining, page_size))
                 remaining = max(remaining - page_size, 0)
         return total_bytes, total_bytes - free_bytes, page_bytes, sum(block_tokens.values())
+
+
+def _read_salt(state: Any) -> str:
+    """Return the `cache_salt` of a request's state, or "" without a salt or a state."""
+    return "" if state is None else str(state.logit_processor_kwargs.get(SALT_KEY, ""))
+
+
+def _make_allocator_type(base: Any, layout: EngineLayout, hasher: BlockHasher) -> type:
+    """Return a subclass of one of the engine's allocators, with our pages and our hash of blocks.
+
+    The engine's hash has 64 bits and no key, so prompts with equal hashes can be computed.
+    """
+    members = {
+        name: rebind_globals(getattr(base, name), compute_block_hash=hasher)
+        for name in HASHING_METHODS
+    }
+    return type(f"Paged{base.__name__}", (_FP8Allocator, base), {**members, "layout": layout})
 
 
 class _FP8Allocator:
