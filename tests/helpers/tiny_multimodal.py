@@ -1,0 +1,374 @@
+"""Tiny random models that read images or audio, and the arguments that their processors make.
+
+`build_model(name)` makes a model of one of `NAMES` in fp32, without files. A prompt consists of
+rows, and a row of parts: a list of text tokens, or a `Medium`, an image or a sound with given
+values. `make_inputs(name, rows)` pads the rows on the left and returns the arguments of `generate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+Fields = dict[str, Any]
+
+VOCAB = 200
+FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS = 4, 180  # ids of text, from the first to before the last
+START_TOKEN, END_TOKEN, VIDEO_TOKEN, PLACEHOLDER = 190, 191, 192, 193
+SPECIAL_TOKENS = (0, 1, 2, 3, *range(END_OF_TEXT_TOKENS, VOCAB))
+HIDDEN = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Medium:
+    """An image or a sound of random values. `offset` is added to one of the values."""
+
+    seed: int
+    offset: float = 0.0
+
+
+Part = list[int] | Medium
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a model type is built and called.
+
+    Attributes:
+        make_config: Returns the config.
+        shape: Shape of the values of one medium.
+        num_tokens: Number of placeholder tokens of one medium.
+        collate: Makes the arguments of `generate` from a batch of values, `[media, *shape]`, and the
+            number of media of each row.
+        brackets: Tokens before and after the placeholders.
+        token_types: Name of the argument that is 1 for placeholders, or "".
+        continues: Whether the states of a prompt's tokens do not depend on later tokens.
+        mixes_batch: Whether rows may have different numbers of media.
+    """
+
+    make_config: Callable[[], PreTrainedConfig]
+    shape: tuple[int, ...]
+    num_tokens: int
+    collate: Callable[[Tensor, list[int]], dict[str, Any]]
+    brackets: tuple[tuple[int, ...], tuple[int, ...]] = ((START_TOKEN,), (END_TOKEN,))
+    token_types: str = ""
+    continues: bool = True
+    mixes_batch: bool = True
+
+
+def build_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """Return a model in eval mode, without an end token, whose answers depend on all inputs."""
+    torch.manual_seed(seed)
+    config = KINDS[name].make_config()
+    try:
+        model = AutoModelForImageTextToText.from_config(config)
+    except ValueError:  # audio
+        model = AutoModelForMultimodalLM.from_config(config)
+    model = model.eval().float()
+    _rescale(model, seed)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.generation_config.suppress_tokens = list(SPECIAL_TOKENS)
+    return model
+
+
+def make_text(seed: int, num_tokens: int) -> list[int]:
+    """Return random text tokens."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    size = (num_tokens,)
+    return torch.randint(
+        FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS, size, generator=generator
+    ).tolist()
+
+
+def make_ids(name: str, row: Iterable[Part]) -> list[int]:
+    """Return the token ids of a row, without padding."""
+    kind = KINDS[name]
+    before, after = kind.brackets
+    placeholders = [*before, *[PLACEHOLDER] * kind.num_tokens, *after]
+    return [x for part in row for x in (placeholders if isinstance(part, Medium) else part)]
+
+
+def make_values(name: str, medium: Medium) -> Tensor:
+    """Return the values of a medium."""
+    shape = KINDS[name].shape
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(medium.seed))
+    values.view(-1)[values.numel() // 2] += medium.offset
+    return values
+
+
+def make_inputs(name: str, rows: list[list[Part]]) -> dict[str, Any]:
+    """Return the arguments of `generate` that the type's processor gives for a prompt."""
+    kind = KINDS[name]
+    ids_by_row = [make_ids(name, row) for row in rows]
+    width = max(map(len, ids_by_row))
+    ids = torch.tensor([[0] * (width - len(x)) + x for x in ids_by_row])
+    mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in ids_by_row])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    if kind.token_types:
+        inputs[kind.token_types] = (ids == PLACEHOLDER).long()
+    media = [[part for part in row if isinstance(part, Medium)] for row in rows]
+    if any(media):
+        values = torch.stack([make_values(name, x) for row in media for x in row])
+        inputs |= kind.collate(values, [len(row) for row in media])
+    return inputs
+
+
+def count_common_tokens(name: str, first: list[Part], second: list[Part]) -> int:
+    """Return the number of tokens at the start of two rows that have the same values."""
+    def list_tokens(row: list[Part]) -> list[tuple[int, Medium | None]]:
+        tokens: list[tuple[int, Medium | None]] = []
+        for part in row:
+            medium = part if isinstance(part, Medium) else None
+            tokens += [(x, medium if x == PLACEHOLDER else None) for x in make_ids(name, [part])]
+        return tokens
+
+    pairs = zip(list_tokens(first), list_tokens(second), strict=False)
+    equal = [x == y for x, y in pairs]
+    return equal.index(False) if False in equal else len(equal)
+
+
+def _rescale(model: PreTrainedModel, seed: int) -> None:
+    """Give each matrix unit gain, and embeddings and media values of about unit size."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if not weight.is_floating_point():
+                continue
+            if weight.ndim == 1:
+                if name.endswith("bias"):
+                    weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+            elif "embed_tokens" in name or "word_embeddings" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+            elif weight.ndim == 2:
+                std = (2.0 if "lm_head" in name else 1.0) * weight.shape[1] ** -0.5
+                weight.copy_(std * torch.randn(weight.shape, generator=generator))
+            else:
+                std = weight[0].numel() ** -0.5
+                weight.copy_(std * torch.randn(weight.shape, generator=generator))
+
+
+_TEXT: Fields = {
+    "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "tie_word_embeddings": False, "sliding_window": 256,
+}  # fmt: skip
+_VISION: Fields = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8, "num_channels": 3,
+}  # fmt: skip
+_MROPE: Fields = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+_PLACEHOLDERS: Fields = {
+    "image_token_index": PLACEHOLDER, "image_token_id": PLACEHOLDER,
+    "audio_token_index": PLACEHOLDER, "audio_token_id": PLACEHOLDER,
+}  # fmt: skip
+
+
+def _configure(
+    name: str, text: Fields | None = None, vision: Fields | None = None, *,
+    text_type: str = "", vision_type: str = "", **fields: Any,
+) -> Callable[[], PreTrainedConfig]:  # fmt: skip
+    def make_config() -> PreTrainedConfig:
+        base = AutoConfig.for_model(name)
+        sub_configs: Fields = {}
+        for key, given, common in (
+            ("text_config", text, _TEXT), ("vision_config", vision, _VISION),
+        ):  # fmt: skip
+            if key in base.sub_configs:
+                given_type = text_type if key == "text_config" else vision_type
+                model_type = given_type or getattr(base, key).model_type
+                sub_configs[key] = {"model_type": model_type, **common, **(given or {})}
+        known = {k: v for k, v in _PLACEHOLDERS.items() if k in base.to_dict()}
+        return type(base)(**{"tie_word_embeddings": False, **known, **sub_configs, **fields})
+
+    return make_config
+
+
+def _stack(values: Tensor, counts: list[int]) -> dict[str, Any]:
+    return {"pixel_values": values}
+
+
+def _add_sizes(values: Tensor, counts: list[int]) -> dict[str, Any]:
+    return {"pixel_values": values, "image_sizes": torch.tensor([[16, 16]] * len(values))}
+
+
+def _flatten_patches(grid: tuple[int, int, int]) -> Callable[[Tensor, list[int]], dict[str, Any]]:
+    def collate(values: Tensor, counts: list[int]) -> dict[str, Any]:
+        grids = torch.tensor([grid] * len(values))
+        return {"pixel_values": values.flatten(0, 1), "image_grid_thw": grids}
+
+    return collate
+
+
+def _group_by_row(values: Tensor, counts: list[int]) -> dict[str, Any]:
+    """Return images as `[rows, images, ...]`, with images of zeros for the missing."""
+    grouped = values.new_zeros(len(counts), max(counts), *values.shape[1:])
+    images = iter(values)
+    for row, count in enumerate(counts):
+        for column in range(count):
+            grouped[row, column] = next(images)
+    return {"pixel_values": grouped}
+
+
+def _add_audio_mask(values: Tensor, counts: list[int]) -> dict[str, Any]:
+    mask = torch.ones(len(values), values.shape[-1], dtype=torch.long)
+    return {"input_features": values, "feature_attention_mask": mask}
+
+
+_QWEN_TOKENS: Fields = {
+    "video_token_id": VIDEO_TOKEN, "vision_start_token_id": START_TOKEN,
+    "vision_end_token_id": END_TOKEN,
+}  # fmt: skip
+_PIXELS = (3, 16, 16)
+# A grid of 2 x 4 patches of 8 x 8, of which 2 x 2 are merged into a token.
+_QWEN_GRID = (1, 2, 4)
+_QWEN_SHAPE = (8, 3 * 2 * 8 * 8)
+
+KINDS: dict[str, Kind] = {
+    "llava": Kind(_configure("llava"), _PIXELS, 4, _stack),
+    "vipllava": Kind(
+        _configure("vipllava", vision_feature_layers=[-1, -2], vision_feature_layer=[-1, -2]),
+        _PIXELS, 4, _stack,
+    ),
+    "llava_next": Kind(
+        _configure("llava_next", image_grid_pinpoints=[[16, 16]], vision_feature_layer=-1),
+        (2, *_PIXELS), 4 + 4 + 2, _add_sizes,
+    ),
+    "llava_onevision": Kind(
+        _configure("llava_onevision", image_grid_pinpoints=[[16, 16]]),
+        (2, *_PIXELS), 4 + 4 + 2, _add_sizes,
+    ),
+    "qwen2_vl": Kind(
+        _configure(
+            "qwen2_vl", {"rope_parameters": _MROPE},
+            {"embed_dim": 32, "depth": 2, "num_heads": 2, "hidden_size": HIDDEN, "mlp_ratio": 2},
+            **_QWEN_TOKENS,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
+    ),
+    "qwen2_5_vl": Kind(
+        _configure(
+            "qwen2_5_vl", {"rope_parameters": _MROPE},
+            {
+                "depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN, "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            **_QWEN_TOKENS,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
+    ),
+    "qwen3_vl": Kind(
+        _configure(
+            "qwen3_vl", {"rope_parameters": _MROPE},
+            {
+                "depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN,
+                "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+            },
+            **_QWEN_TOKENS,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
+    ),
+    "glm4v": Kind(
+        _configure(
+            "glm4v", {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+            {"depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN},
+            image_start_token_id=START_TOKEN, image_end_token_id=END_TOKEN,
+            video_token_id=VIDEO_TOKEN, video_start_token_id=188, video_end_token_id=189,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
+    ),
+    "gemma3": Kind(
+        _configure(
+            "gemma3", {"layer_types": ["sliding_attention", "full_attention"]},
+            mm_tokens_per_image=4, boi_token_index=START_TOKEN, eoi_token_index=END_TOKEN,
+        ),
+        _PIXELS, 4, _stack, token_types="token_type_ids",
+    ),
+    "paligemma": Kind(
+        _configure(
+            "paligemma", {"sliding_window": None}, {"projection_dim": HIDDEN}, projection_dim=HIDDEN
+        ),
+        _PIXELS, 4, _stack, brackets=((), ()), token_types="token_type_ids", continues=False,
+    ),
+    "internvl": Kind(
+        _configure(
+            "internvl", text_type="qwen2", vision={"image_size": [16, 16], "patch_size": [4, 4]},
+            downsample_ratio=0.5,
+        ),
+        _PIXELS, 4, _stack,
+    ),
+    "idefics3": Kind(
+        _configure("idefics3", vision={"patch_size": 4}, scale_factor=2), _PIXELS, 4, _group_by_row
+    ),
+    "smolvlm": Kind(
+        _configure("smolvlm", vision={"patch_size": 4}, scale_factor=2), _PIXELS, 4, _group_by_row
+    ),
+    "aya_vision": Kind(
+        _configure(
+            "aya_vision", {"layer_types": ["sliding_attention", "full_attention"]},
+            {"patch_size": 4}, downsample_factor=2,
+        ),
+        _PIXELS, 4, _stack,
+    ),
+    "mistral3": Kind(
+        _configure("mistral3", vision={"patch_size": 4, "head_dim": 16}, spatial_merge_size=2),
+        _PIXELS, 4, _add_sizes,
+    ),
+    "got_ocr2": Kind(
+        _configure(
+            "got_ocr2",
+            vision={
+                "image_size": 32, "patch_size": 4, "output_channels": 16, "window_size": 2,
+                "global_attn_indexes": [1], "mlp_dim": 32,
+            },
+        ),
+        (3, 32, 32), 4, _stack,
+    ),
+    "fuyu": Kind(
+        _configure("fuyu", {"num_key_value_heads": 2}, patch_size=8, image_size=16),
+        (4, 3 * 8 * 8), 4, _stack,
+    ),
+    "qwen2_audio": Kind(
+        _configure(
+            "qwen2_audio",
+            audio_config={
+                "model_type": "qwen2_audio_encoder", "num_mel_bins": 8, "d_model": 32,
+                "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
+                "max_source_positions": 8,
+            },
+        ),
+        (8, 16), 4, _add_audio_mask,
+    ),
+    "voxtral": Kind(
+        _configure(
+            "voxtral", {"hidden_size": HIDDEN},
+            audio_config={
+                "model_type": "voxtral_encoder", "num_mel_bins": 8, "hidden_size": 32,
+                "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "max_source_positions": 8,
+            },
+            hidden_size=HIDDEN,
+        ),
+        (8, 16), 2, lambda values, counts: {"input_features": values},
+    ),
+}  # fmt: skip
+NAMES = tuple(KINDS)
+
+
+@functools.cache
+def share_model(name: str) -> PreTrainedModel:
+    """Return a model that tests share and must not change."""
+    return build_model(name)
