@@ -1,11 +1,12 @@
 """Models that read images or audio, with a cache that is kept between calls of `generate()`.
 
-Each answer must equal the answer of the same prompt without a cache. Tokens whose values changed
-are computed again, and all tokens that a prompt shares with the cache are reused.
+Each answer must equal the answer to the same prompt without a cache. Placeholders whose values
+changed are computed again, and all other tokens that a prompt shares with the cache are reused.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import functools
+import json
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.helpers.tiny_multimodal import (
     Medium,
     Part,
     build_model,
-    count_common_tokens,
+    list_tokens,
     make_inputs,
     make_text,
     share_model,
@@ -30,65 +31,181 @@ PAGE_SIZE = 8
 pytestmark = pytest.mark.usefixtures("no_gradients")
 each_type = pytest.mark.parametrize("name", NAMES)
 
-
-class Turn(NamedTuple):
-    """The rows of a prompt with the answers, and how many tokens of each row were reused."""
-
-    rows: list[list[Part]]
-    answers: list[list[int]]
-    num_reused: int
+# The numbers of these texts are seeds. They are longer than a page, so that pages can be reused.
+QUESTION, SECOND_QUESTION, THIRD_QUESTION = (make_text(seed, 11) for seed in (1, 2, 3))
+INTRODUCTION, OTHER_INTRODUCTION = make_text(4, 10), make_text(5, 10)
+IMAGE, OTHER_IMAGE, THIRD_IMAGE = Medium(1), Medium(2), Medium(3)
 
 
-def answer(model: Any, inputs: dict[str, Any], cache: Any = None) -> tuple[list[list[int]], Any]:
+def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> tuple[list[list[int]], Any]:
     """Return the greedy tokens of each row, and the cache that was used."""
-    inputs = {key: x.clone() for key, x in inputs.items()}
-    arguments = {} if cache is None else {"past_key_values": cache}
+    arguments = {key: x.clone() for key, x in inputs.items()}
+    if cache is not None:
+        arguments["past_key_values"] = cache
     output = model.generate(
-        **inputs, **arguments, max_new_tokens=NEW_TOKENS, do_sample=False,
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    width = inputs["input_ids"].shape[1]
-    return output.sequences[:, width:].tolist(), output.past_key_values
+        **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True
+    )
+    return output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), output.past_key_values
+
+
+@functools.cache
+def _generate_without_cache(name: str, rows: str) -> list[list[int]]:
+    prompt = [[Medium(**x) if isinstance(x, dict) else x for x in row] for row in json.loads(rows)]
+    return generate(share_model(name), make_inputs(name, prompt))[0]
+
+
+def generate_without_cache(name: str, rows: list[list[Part]]) -> list[list[int]]:
+    """Return the answers of a model that has no kept cache and is not enabled."""
+    return _generate_without_cache(name, json.dumps(rows, default=vars))
 
 
 class Chat:
-    """An enabled model with its kept cache. Each prompt is compared with a model without cache."""
+    """A kept cache of an enabled model."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, model: Any = None) -> None:
         self.name = name
-        self.model = hf_fp8kv.enable(build_model(name), dtype="model", page_size=PAGE_SIZE)
+        self.model = model or hf_fp8kv.enable(
+            build_model(name), dtype="model", page_size=PAGE_SIZE
+        )
         self.cache: Any = None
         self.old_rows: list[list[Part]] = []
 
-    def ask(self, *rows: list[Part], passes_media: bool = True, num_reused: int = -1) -> list[Any]:
-        """Check the answers of a prompt and the number of reused tokens, and return the answers.
+    def ask(self, *rows: list[Part], passes_media: bool = True) -> list[list[Part]]:
+        """Check the answers to a prompt and the number of reused tokens.
 
         Args:
             rows: The prompt.
-            passes_media: Whether the enabled model gets the values of images or audio, too.
-            num_reused: Number of tokens of each row that the cache has, at least. -1 means the
-                tokens that the prompt has in common with the previous prompt and its answer.
+            passes_media: Whether the enabled model gets all arguments, or only ids and mask.
+
+        Returns:
+            The rows with their answers.
         """
-        inputs = make_inputs(self.name, list(rows))
-        expected, _ = answer(share_model(self.name), inputs)
+        prompt = list(rows)
+        inputs = make_inputs(self.name, prompt)
+        expected = generate_without_cache(self.name, prompt)
         if not passes_media:
             inputs = {key: inputs[key] for key in ("input_ids", "attention_mask")}
         old_reused = 0 if self.cache is None else self.cache.reused_tokens
-        actual, self.cache = answer(self.model, inputs, self.cache)
+        actual, self.cache = generate(self.model, inputs, self.cache)
         assert isinstance(self.cache, FP8PagedCache)
         assert actual == expected
-        self._check_reuse(list(rows), (self.cache.reused_tokens - old_reused) // len(rows))
-        self.old_rows = [[*row, tokens] for row, tokens in zip(rows, actual, strict=True)]
-        return actual
+        num_reused = self.cache.reused_tokens - old_reused
+        num_common = self.count_common_tokens(prompt)
+        # No token whose id or values changed is reused.
+        assert num_reused <= num_common * len(rows)
+        if KINDS[self.name].continues:
+            assert num_reused >= (num_common - PAGE_SIZE) * len(rows)
+        answers: list[list[Part]] = [
+            [*row, tokens] for row, tokens in zip(rows, expected, strict=True)
+        ]
+        self.old_rows = answers
+        return answers
 
-    def _check_reuse(self, rows: list[list[Part]], num_reused: int) -> None:
-        pairs = list(zip(self.old_rows, rows, strict=False))
-        widths = {make_inputs(self.name, x)["input_ids"].shape[1] for x in (self.old_rows, rows)}
-        # The last token of an answer is not in the cache, and the prompt's last token is computed.
-        num_common = min(
-            [
-                min(count_common_tokens(self.name, old, new), self._count(old) - 1) 
-                for old, new in pairs
-            ],
-            default=0,
-        )
+    def count_common_tokens(self, rows: list[list[Part]]) -> int:
+        """Return how many tokens of every row of a prompt are in the cache.
+
+        The last token of an answer is not in the cache, and the last token of a prompt is always
+        computed.
+        """
+        if not self.old_rows:
+            return 0
+        old_tokens = [tokens[:-1] for tokens in list_tokens(self.name, self.old_rows)]
+        new_tokens = [tokens[:-1] for tokens in list_tokens(self.name, rows)]
+        return min(max(_count_equal(old, new) for old in old_tokens) for new in new_tokens)
+
+
+def _count_equal(first: list[Any], second: list[Any]) -> int:
+    equal = [x == y for x, y in zip(first, second, strict=False)]
+    return equal.index(False) if False in equal else len(equal)
+
+
+@each_type
+def test_a_continued_text_reuses_the_cache(name):
+    chat = Chat(name)
+    [history] = chat.ask([QUESTION])
+    [history] = chat.ask([*history, SECOND_QUESTION])
+    chat.ask([*history, THIRD_QUESTION])
+
+
+@each_type
+def test_text_that_differs_from_the_cache_is_computed(name):
+    chat = Chat(name)
+    [[_, reply]] = chat.ask([QUESTION])
+    chat.ask([QUESTION, reply, SECOND_QUESTION])
+    edited_reply = [*reply[:4], *make_text(6, 4)]
+    chat.ask([QUESTION, edited_reply, SECOND_QUESTION])
+    chat.ask([make_text(7, 45)])
+    chat.ask([make_text(8, 16)])
+    chat.ask([make_text(8, 16)])
+
+
+@each_type
+def test_turns_after_an_image_reuse_it(name):
+    chat = Chat(name)
+    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    [history] = chat.ask([*history, SECOND_QUESTION])
+    [history] = chat.ask([*history, THIRD_QUESTION])
+    chat.ask([*history[:-1], make_text(6, 3), QUESTION])  # another answer
+    chat.ask([INTRODUCTION, IMAGE, QUESTION])
+
+
+@each_type
+def test_turns_without_the_values_of_an_image_reuse_it(name):
+    if not KINDS[name].continues:
+        pytest.skip("later turns need the token types of the prompt")
+    chat = Chat(name)
+    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    [history] = chat.ask([*history, SECOND_QUESTION], passes_media=False)
+    [history] = chat.ask([*history, THIRD_QUESTION], passes_media=False)
+    chat.ask([*history[:-1], make_text(6, 3), QUESTION], passes_media=False)
+    chat.ask([*history, QUESTION])
+
+
+@each_type
+def test_an_exchanged_image_is_computed(name):
+    chat = Chat(name)
+    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    [other_history] = chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
+    assert history != other_history
+    chat.ask([INTRODUCTION, IMAGE, *history[2:], SECOND_QUESTION])
+    chat.ask([INTRODUCTION, OTHER_IMAGE, *history[2:], SECOND_QUESTION])
+    chat.ask([INTRODUCTION, Medium(OTHER_IMAGE.seed, 0.125), *history[2:], SECOND_QUESTION])
+    chat.ask([INTRODUCTION, QUESTION])
+    chat.ask([INTRODUCTION, IMAGE, QUESTION])
+
+
+@each_type
+def test_the_second_of_two_images_is_exchanged_or_added(name):
+    chat = Chat(name)
+    chat.ask([INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION])
+    chat.ask([INTRODUCTION, IMAGE, QUESTION, THIRD_IMAGE, SECOND_QUESTION])
+    chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION, IMAGE, SECOND_QUESTION])
+    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    [history] = chat.ask([*history, OTHER_IMAGE, SECOND_QUESTION])
+    [history] = chat.ask([*history, THIRD_QUESTION])
+    chat.ask([INTRODUCTION, IMAGE, *history[2:], QUESTION])
+
+
+@each_type
+def test_a_batch_of_different_images(name):
+    chat = Chat(name)
+    first_row: list[Part] = [INTRODUCTION, IMAGE, QUESTION]
+    second_row: list[Part] = [INTRODUCTION[:6], OTHER_IMAGE, QUESTION]  # padded on the left
+    first, second = chat.ask(first_row, second_row)
+    first, second = chat.ask([*first, SECOND_QUESTION], [*second, SECOND_QUESTION])
+    chat.ask([*second, THIRD_QUESTION], [*first, THIRD_QUESTION])
+    # Each row gets the image of the other row.
+    chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION], [INTRODUCTION[:6], IMAGE, QUESTION])
+    chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
+
+
+@each_type
+def test_chats_that_take_turns_do_not_mix(name):
+    chat = Chat(name)
+    other_chat = Chat(name, chat.model)
+    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    [other_history] = other_chat.ask([QUESTION])
+    [history] = chat.ask([*history, SECOND_QUESTION])
+    [other_history] = other_chat.ask([*other_history, IMAGE, SECOND_QUESTION])
+    chat.ask([*history, THIRD_QUESTION])
+    other_chat.ask([*other_history, THIRD_QUESTION])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ Fields = dict[str, Any]
 VOCAB = 200
 FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS = 4, 180  # ids of text, from the first to before the last
 START_TOKEN, END_TOKEN, VIDEO_TOKEN, PLACEHOLDER = 190, 191, 192, 193
-SPECIAL_TOKENS = (0, 1, 2, 3, *range(END_OF_TEXT_TOKENS, VOCAB))
+PAD_TOKEN = 0
+SPECIAL_TOKENS = (PAD_TOKEN, 1, 2, 3, *range(END_OF_TEXT_TOKENS, VOCAB))
 HIDDEN = 32
 
 
@@ -40,6 +41,7 @@ class Medium:
 
 
 Part = list[int] | Medium
+Token = tuple[int, Medium | None]  # an id, and the medium of a placeholder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +55,9 @@ class Kind:
         collate: Makes the arguments of `generate` from a batch of values, `[media, *shape]`, and the
             number of media of each row.
         brackets: Tokens before and after the placeholders.
-        token_types: Name of the argument that is 1 for placeholders, or "".
+        token_types: Name of the argument with the types of the tokens, or "".
+        marks_placeholders: Whether the type of placeholders is 1. All other types are 0.
         continues: Whether the states of a prompt's tokens do not depend on later tokens.
-        mixes_batch: Whether rows may have different numbers of media.
     """
 
     make_config: Callable[[], PreTrainedConfig]
@@ -64,8 +66,8 @@ class Kind:
     collate: Callable[[Tensor, list[int]], dict[str, Any]]
     brackets: tuple[tuple[int, ...], tuple[int, ...]] = ((START_TOKEN,), (END_TOKEN,))
     token_types: str = ""
+    marks_placeholders: bool = True
     continues: bool = True
-    mixes_batch: bool = True
 
 
 def build_model(name: str, seed: int = 0) -> PreTrainedModel:
@@ -93,14 +95,6 @@ def make_text(seed: int, num_tokens: int) -> list[int]:
     ).tolist()
 
 
-def make_ids(name: str, row: Iterable[Part]) -> list[int]:
-    """Return the token ids of a row, without padding."""
-    kind = KINDS[name]
-    before, after = kind.brackets
-    placeholders = [*before, *[PLACEHOLDER] * kind.num_tokens, *after]
-    return [x for part in row for x in (placeholders if isinstance(part, Medium) else part)]
-
-
 def make_values(name: str, medium: Medium) -> Tensor:
     """Return the values of a medium."""
     shape = KINDS[name].shape
@@ -112,13 +106,13 @@ def make_values(name: str, medium: Medium) -> Tensor:
 def make_inputs(name: str, rows: list[list[Part]]) -> dict[str, Any]:
     """Return the arguments of `generate` that the type's processor gives for a prompt."""
     kind = KINDS[name]
-    ids_by_row = [make_ids(name, row) for row in rows]
-    width = max(map(len, ids_by_row))
-    ids = torch.tensor([[0] * (width - len(x)) + x for x in ids_by_row])
-    mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in ids_by_row])
+    tokens_by_row = list_tokens(name, rows)
+    ids = torch.tensor([[token for token, _ in row] for row in tokens_by_row])
+    mask = (ids != PAD_TOKEN).long()
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     if kind.token_types:
-        inputs[kind.token_types] = (ids == PLACEHOLDER).long()
+        is_marked = (ids == PLACEHOLDER) & kind.marks_placeholders
+        inputs[kind.token_types] = is_marked.long()
     media = [[part for part in row if isinstance(part, Medium)] for row in rows]
     if any(media):
         values = torch.stack([make_values(name, x) for row in media for x in row])
@@ -126,18 +120,24 @@ def make_inputs(name: str, rows: list[list[Part]]) -> dict[str, Any]:
     return inputs
 
 
-def count_common_tokens(name: str, first: list[Part], second: list[Part]) -> int:
-    """Return the number of tokens at the start of two rows that have the same values."""
-    def list_tokens(row: list[Part]) -> list[tuple[int, Medium | None]]:
-        tokens: list[tuple[int, Medium | None]] = []
+def list_tokens(name: str, rows: list[list[Part]]) -> list[list[Token]]:
+    """Return the tokens of each row, padded on the left to the same length."""
+    kind = KINDS[name]
+    before, after = kind.brackets
+    tokens_by_row = []
+    for row in rows:
+        tokens: list[Token] = []
         for part in row:
-            medium = part if isinstance(part, Medium) else None
-            tokens += [(x, medium if x == PLACEHOLDER else None) for x in make_ids(name, [part])]
-        return tokens
-
-    pairs = zip(list_tokens(first), list_tokens(second), strict=False)
-    equal = [x == y for x, y in pairs]
-    return equal.index(False) if False in equal else len(equal)
+            if isinstance(part, Medium):
+                tokens += [(x, None) for x in before]
+                tokens += [(PLACEHOLDER, part)] * kind.num_tokens
+                tokens += [(x, None) for x in after]
+            else:
+                tokens += [(x, None) for x in part]
+        tokens_by_row.append(tokens)
+    width = max(map(len, tokens_by_row))
+    padding: list[Token] = [(PAD_TOKEN, None)]
+    return [padding * (width - len(tokens)) + tokens for tokens in tokens_by_row]
 
 
 def _rescale(model: PreTrainedModel, seed: int) -> None:
@@ -301,7 +301,8 @@ KINDS: dict[str, Kind] = {
         _configure(
             "paligemma", {"sliding_window": None}, {"projection_dim": HIDDEN}, projection_dim=HIDDEN
         ),
-        _PIXELS, 4, _stack, brackets=((), ()), token_types="token_type_ids", continues=False,
+        _PIXELS, 4, _stack, brackets=((), ()), token_types="token_type_ids",
+        marks_placeholders=False, continues=False,
     ),
     "internvl": Kind(
         _configure(
