@@ -6,10 +6,11 @@ changed are computed again, and all other tokens that a prompt shares with the c
 
 import functools
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache
@@ -30,6 +31,13 @@ PAGE_SIZE = 8
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 each_type = pytest.mark.parametrize("name", NAMES)
+# The types of the fast tier differ in their arguments, masks, positions and encoders. One test of
+# the fast tier runs every type.
+FAST_NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3", "qwen2_audio")
+each_kind_of_type = pytest.mark.parametrize(
+    "name",
+    [x if x in FAST_NAMES else pytest.param(x, marks=pytest.mark.full) for x in NAMES],
+)
 
 # The numbers of these texts are seeds. They are longer than a page, so that pages can be reused.
 QUESTION, SECOND_QUESTION, THIRD_QUESTION = (make_text(seed, 11) for seed in (1, 2, 3))
@@ -37,24 +45,34 @@ INTRODUCTION, OTHER_INTRODUCTION = make_text(4, 10), make_text(5, 10)
 IMAGE, OTHER_IMAGE, THIRD_IMAGE = Medium(1), Medium(2), Medium(3)
 
 
-def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> tuple[list[list[int]], Any]:
-    """Return the greedy tokens of each row, and the cache that was used."""
+class Answer(NamedTuple):
+    """The greedy tokens of each row, their logits `[B, NEW_TOKENS, vocabulary]`, and the cache."""
+
+    tokens: list[list[int]]
+    logits: torch.Tensor
+    cache: Any
+
+
+def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> Answer:
+    """Return the answers to a prompt."""
     arguments = {key: x.clone() for key, x in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
     output = model.generate(
-        **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True
-    )
-    return output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), output.past_key_values
+        **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    tokens = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return Answer(tokens, torch.stack(output.logits, dim=1), output.past_key_values)
 
 
 @functools.cache
-def _generate_without_cache(name: str, rows: str) -> list[list[int]]:
+def _generate_without_cache(name: str, rows: str) -> Answer:
     prompt = [[Medium(**x) if isinstance(x, dict) else x for x in row] for row in json.loads(rows)]
-    return generate(share_model(name), make_inputs(name, prompt))[0]
+    return generate(share_model(name), make_inputs(name, prompt))
 
 
-def generate_without_cache(name: str, rows: list[list[Part]]) -> list[list[int]]:
+def generate_without_cache(name: str, rows: list[list[Part]]) -> Answer:
     """Return the answers of a model that has no kept cache and is not enabled."""
     return _generate_without_cache(name, json.dumps(rows, default=vars))
 
@@ -86,9 +104,12 @@ class Chat:
         if not passes_media:
             inputs = {key: inputs[key] for key in ("input_ids", "attention_mask")}
         old_reused = 0 if self.cache is None else self.cache.reused_tokens
-        actual, self.cache = generate(self.model, inputs, self.cache)
+        actual = generate(self.model, inputs, self.cache)
+        self.cache = actual.cache
         assert isinstance(self.cache, FP8PagedCache)
-        assert actual == expected
+        assert actual.tokens == expected.tokens
+        # Equal tokens may hide a small change of an image.
+        assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)
         num_reused = self.cache.reused_tokens - old_reused
         num_common = self.count_common_tokens(prompt)
         # No token whose id or values changed is reused.
@@ -96,7 +117,7 @@ class Chat:
         if KINDS[self.name].continues:
             assert num_reused >= (num_common - PAGE_SIZE) * len(rows)
         answers: list[list[Part]] = [
-            [*row, tokens] for row, tokens in zip(rows, expected, strict=True)
+            [*row, tokens] for row, tokens in zip(rows, expected.tokens, strict=True)
         ]
         self.old_rows = answers
         return answers
@@ -119,7 +140,7 @@ def _count_equal(first: list[Any], second: list[Any]) -> int:
     return equal.index(False) if False in equal else len(equal)
 
 
-@each_type
+@each_kind_of_type
 def test_a_continued_text_reuses_the_cache(name):
     chat = Chat(name)
     [history] = chat.ask([QUESTION])
@@ -127,7 +148,7 @@ def test_a_continued_text_reuses_the_cache(name):
     chat.ask([*history, THIRD_QUESTION])
 
 
-@each_type
+@each_kind_of_type
 def test_text_that_differs_from_the_cache_is_computed(name):
     chat = Chat(name)
     [[_, reply]] = chat.ask([QUESTION])
@@ -149,7 +170,7 @@ def test_turns_after_an_image_reuse_it(name):
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
-@each_type
+@each_kind_of_type
 def test_turns_without_the_values_of_an_image_reuse_it(name):
     if not KINDS[name].continues:
         pytest.skip("later turns need the token types of the prompt")
@@ -161,12 +182,12 @@ def test_turns_without_the_values_of_an_image_reuse_it(name):
     chat.ask([*history, QUESTION])
 
 
-@each_type
+@each_kind_of_type
 def test_an_exchanged_image_is_computed(name):
     chat = Chat(name)
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     [other_history] = chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
-    assert history != other_history
+    assert history[-1] != other_history[-1]
     chat.ask([INTRODUCTION, IMAGE, *history[2:], SECOND_QUESTION])
     chat.ask([INTRODUCTION, OTHER_IMAGE, *history[2:], SECOND_QUESTION])
     chat.ask([INTRODUCTION, Medium(OTHER_IMAGE.seed, 0.125), *history[2:], SECOND_QUESTION])
@@ -174,7 +195,7 @@ def test_an_exchanged_image_is_computed(name):
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
-@each_type
+@each_kind_of_type
 def test_the_second_of_two_images_is_exchanged_or_added(name):
     chat = Chat(name)
     chat.ask([INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION])
@@ -186,7 +207,7 @@ def test_the_second_of_two_images_is_exchanged_or_added(name):
     chat.ask([INTRODUCTION, IMAGE, *history[2:], QUESTION])
 
 
-@each_type
+@each_kind_of_type
 def test_a_batch_of_different_images(name):
     chat = Chat(name)
     first_row: list[Part] = [INTRODUCTION, IMAGE, QUESTION]
@@ -199,7 +220,7 @@ def test_a_batch_of_different_images(name):
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
 
 
-@each_type
+@each_kind_of_type
 def test_chats_that_take_turns_do_not_mix(name):
     chat = Chat(name)
     other_chat = Chat(name, chat.model)

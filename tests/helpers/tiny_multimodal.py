@@ -141,23 +141,25 @@ def list_tokens(name: str, rows: list[list[Part]]) -> list[list[Token]]:
 
 
 def _rescale(model: PreTrainedModel, seed: int) -> None:
-    """Give each matrix unit gain, and embeddings and media values of about unit size."""
+    """Give each matrix unit gain, and attention a larger one, so that answers depend on images."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if not weight.is_floating_point():
-                continue
-            if weight.ndim == 1:
-                if name.endswith("bias"):
-                    weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
-            elif "embed_tokens" in name or "word_embeddings" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator))
-            elif weight.ndim == 2:
-                std = (2.0 if "lm_head" in name else 1.0) * weight.shape[1] ** -0.5
-                weight.copy_(std * torch.randn(weight.shape, generator=generator))
-            else:
-                std = weight[0].numel() ** -0.5
-                weight.copy_(std * torch.randn(weight.shape, generator=generator))
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1 and ("embed_tokens" in name or "word_embeddings" in name):
+                weight.copy_(noise)
+            elif weight.ndim > 1:
+                gains = [gain for part, gain in _GAINS.items() if part in name]
+                std = max(gains, default=1.0) * weight[0].numel() ** -0.5
+                weight.copy_(std * noise)
+            elif name.endswith("bias"):
+                weight.copy_(0.1 * noise)
+
+
+_GAINS = {
+    "lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 4.0, "out_proj": 4.0,
+    "self_attn.dense": 4.0,
+}  # fmt: skip
 
 
 _TEXT: Fields = {
