@@ -52,12 +52,14 @@ class Kind:
         make_config: Returns the config.
         shape: Shape of the values of one medium.
         num_tokens: Number of placeholder tokens of one medium.
-        collate: Makes the arguments of `generate` from a batch of values, `[media, *shape]`, and the
-            number of media of each row.
+        collate: Makes the arguments of `generate` from values `[media, *shape]`, and the number of
+            media of each row.
         brackets: Tokens before and after the placeholders.
         token_types: Name of the argument with the types of the tokens, or "".
         marks_placeholders: Whether the type of placeholders is 1. All other types are 0.
         continues: Whether the states of a prompt's tokens do not depend on later tokens.
+        crops: Whether the cache can remove tokens. A recurrent state cannot.
+        small_change: Difference of one value that changes the embeddings of a medium.
     """
 
     make_config: Callable[[], PreTrainedConfig]
@@ -68,6 +70,8 @@ class Kind:
     token_types: str = ""
     marks_placeholders: bool = True
     continues: bool = True
+    crops: bool = True
+    small_change: float = 0.125
 
 
 def build_model(name: str, seed: int = 0) -> PreTrainedModel:
@@ -82,7 +86,6 @@ def build_model(name: str, seed: int = 0) -> PreTrainedModel:
     _rescale(model, seed)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    model.generation_config.suppress_tokens = list(SPECIAL_TOKENS)
     return model
 
 
@@ -90,9 +93,7 @@ def make_text(seed: int, num_tokens: int) -> list[int]:
     """Return random text tokens."""
     generator = torch.Generator().manual_seed(1000 + seed)
     size = (num_tokens,)
-    return torch.randint(
-        FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS, size, generator=generator
-    ).tolist()
+    return torch.randint(FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS, size, generator=generator).tolist()
 
 
 def make_values(name: str, medium: Medium) -> Tensor:
@@ -225,6 +226,12 @@ def _group_by_row(values: Tensor, counts: list[int]) -> dict[str, Any]:
     return {"pixel_values": grouped}
 
 
+def _add_patch_masks(values: Tensor, counts: list[int]) -> dict[str, Any]:
+    mask = torch.ones(values.shape[:2], dtype=torch.long)
+    shapes = torch.tensor([[4, 4]] * len(values))
+    return {"pixel_values": values, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
 def _add_audio_mask(values: Tensor, counts: list[int]) -> dict[str, Any]:
     mask = torch.ones(len(values), values.shape[-1], dtype=torch.long)
     return {"input_features": values, "feature_attention_mask": mask}
@@ -238,6 +245,12 @@ _PIXELS = (3, 16, 16)
 # A grid of 2 x 4 patches of 8 x 8, of which 2 x 2 are merged into a token.
 _QWEN_GRID = (1, 2, 4)
 _QWEN_SHAPE = (8, 3 * 2 * 8 * 8)
+
+# Chameleon's images consist of tokens, whose names contain a number with letters for digits.
+_IMAGE_TOKEN_NAMES = [
+    str(x).translate(str.maketrans("0123456789", "ABCDEFGHIJ")) for x in range(32)
+]
+_CHAMELEON_TOKENS = {f"IMGIMG{name}Z": 10 + i for i, name in enumerate(_IMAGE_TOKEN_NAMES)}
 
 KINDS: dict[str, Kind] = {
     "llava": Kind(_configure("llava"), _PIXELS, 4, _stack),
@@ -366,6 +379,88 @@ KINDS: dict[str, Kind] = {
             hidden_size=HIDDEN,
         ),
         (8, 16), 2, lambda values, counts: {"input_features": values},
+    ),
+    "chameleon": Kind(
+        _configure(
+            "chameleon", **{key: x for key, x in _TEXT.items() if key != "head_dim"},
+            vocabulary_map={"<image>": PLACEHOLDER, **_CHAMELEON_TOKENS},
+            vq_config={
+                "embed_dim": 8, "num_embeddings": 32, "latent_channels": 8, "resolution": 16,
+                "base_channels": 32, "channel_multiplier": (1, 1, 2), "num_res_blocks": 1,
+            },
+        ),
+        _PIXELS, 16, _stack, small_change=64.0,
+    ),
+    "cohere2_vision": Kind(
+        _configure(
+            "cohere2_vision", {"layer_types": ["sliding_attention", "full_attention"]},
+            {"patch_size": 4}, downsample_factor=2, alignment_intermediate_size=32,
+        ),
+        _PIXELS, 4, _stack,
+    ),
+    "ovis2": Kind(
+        _configure(
+            "ovis2", text_type="qwen2",
+            vision={
+                "patch_size": 4, "hidden_stride": 2, "vocab_size": 32,
+                "num_visual_indicator_tokens": 5,
+            },
+            visual_indicator_token_ids=[185, 186, 187, 188, 189], vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+        ),
+        _PIXELS, 4, _stack,
+    ),
+    "idefics2": Kind(
+        _configure(
+            "idefics2", vision={"patch_size": 4},
+            perceiver_config={
+                "model_type": "idefics2_perceiver", "hidden_size": HIDDEN,
+                "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
+                "resampler_head_dim": 16, "num_key_value_heads": 1,
+            },
+        ),
+        _PIXELS, 4, _group_by_row,
+    ),
+    "lfm2_vl": Kind(
+        _configure(
+            "lfm2_vl", {"layer_types": ["conv", "full_attention"]},
+            {"patch_size": 4, "num_patches": 16}, downsample_factor=2, projector_hidden_size=32,
+        ),
+        (16, 48), 4, _add_patch_masks, crops=False,
+    ),
+    "qwen3_5": Kind(
+        _configure(
+            "qwen3_5",
+            {
+                "layer_types": ["linear_attention", "full_attention"],
+                "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0},
+                "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+            },
+            {
+                "depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN,
+                "num_position_embeddings": 16,
+            },
+            **_QWEN_TOKENS,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids", crops=False,
+    ),
+    "kosmos-2": Kind(
+        _configure(
+            "kosmos-2",
+            {"embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 2, "dropout": 0.0},
+            latent_query_num=4,
+        ),
+        _PIXELS, 4, _stack, token_types="image_embeds_position_mask",
+    ),
+    "glm_ocr": Kind(
+        _configure(
+            "glm_ocr", {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+            {"depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN},
+            image_start_token_id=START_TOKEN, image_end_token_id=END_TOKEN,
+            video_token_id=VIDEO_TOKEN, video_start_token_id=188, video_end_token_id=189,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
     ),
 }  # fmt: skip
 NAMES = tuple(KINDS)
