@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from .attention import latent
 from .attention.check_model import find_stock_layers, probe_deterministic
@@ -32,7 +31,7 @@ from .modeling.model_support import (
 )
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
-from .prefix.generate import InputPreparation, PositionPreparation, Prefill
+from .prefix.generate import CandidateGeneration, InputPreparation, PositionPreparation, Prefill
 from .prefix.media import EncoderPreparation
 from .prefix.pages import check_store
 from .prefix.store import PrefixStore
@@ -135,7 +134,7 @@ def enable(
     vars(base)[_SAVED_ATTENTION] = old_attention
     num_layers = getattr(base.config, "num_hidden_layers", None)
     _CachePreparation(base, cache_keywords, num_layers).install()
-    _CandidateGeneration(base).install()
+    CandidateGeneration(base, reuse_prefix).install()
     Prefill(base, reuse_prefix, prefix_store).install()
     InputPreparation(base).install()
     if reuse_prefix:
@@ -165,27 +164,6 @@ def disable(model: _Model) -> _Model:
         if base._can_set_attn_implementation():
             set_attn_implementations(base, old_attention)
     return model
-
-
-class _CandidateGeneration(ModelMethod):
-    """Restores the number of layers after a draft by early exit, also if the draft fails."""
-
-    name = "_get_candidate_generator"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        generator = self.original_method(*args, **kwargs)
-        if isinstance(generator, EarlyExitCandidateGenerator):
-            config, get_candidates = self.model.base_model.config, generator.get_candidates
-            num_layers = config.num_hidden_layers
-
-            def get_candidates_and_restore(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return get_candidates(*args, **kwargs)
-                finally:
-                    config.num_hidden_layers = num_layers
-
-            vars(generator)["get_candidates"] = get_candidates_and_restore
-        return generator
 
 
 class _CachePreparation(ModelMethod):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from ..cache.cache import NOT_KEPT, FP8PagedCache
 from ..cache.tokens import UNKNOWN, Tokens, can_crop, extend_positions
@@ -298,6 +299,45 @@ def _continue_media(cached_batch: Tokens, batch: Tokens, placeholders: torch.Ten
     return replace(batch, positions=positions, features=shared.features)
 
 
+class CandidateGeneration(ModelMethod):
+    """A model's `_get_candidate_generator`, which begins assisted decoding.
+
+    Assisted decoding has no prefill. It computes the whole prompt, also on a used cache, so the
+    cache is emptied. `arguments` holds `reuse_prefix`, as in `enable`.
+    """
+
+    name = "_get_candidate_generator"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model_kwargs, generation_config = kwargs["model_kwargs"], kwargs["generation_config"]
+        cache = model_kwargs.get(CACHE)
+        if isinstance(cache, FP8PagedCache) and self.arguments[0]:
+            ids = kwargs["input_ids"]
+            batch = _find_tokens(ids, generation_config, model_kwargs)
+            if batch is None:
+                cache.tokens = cache.tokens and UNKNOWN
+            else:
+                media = PromptMedia(self.model.config, ids, model_kwargs, generation_config)
+                batch = replace(batch, features=media.features)
+                cache.reset()
+                cache.tokens = batch if media.is_comparable else UNKNOWN
+                cache.model_sample = sample_model(self.model)
+        generator = self.original_method(*args, **kwargs)
+        if isinstance(generator, EarlyExitCandidateGenerator):
+            config, get_candidates = self.model.base_model.config, generator.get_candidates
+            num_layers = config.num_hidden_layers
+
+            def get_candidates_and_restore(*args: Any, **kwargs: Any) -> Any:
+                # transformers does not restore the number of layers after an error.
+                try:
+                    return get_candidates(*args, **kwargs)
+                finally:
+                    config.num_hidden_layers = num_layers
+
+            vars(generator)["get_candidates"] = get_candidates_and_restore
+        return generator
+
+
 class InputPreparation(ModelMethod):
     """A model's `prepare_inputs_for_generation`, which receives all tokens in each step."""
 
@@ -307,8 +347,8 @@ class InputPreparation(ModelMethod):
         cache = kwargs.get(CACHE)
         # During a prefill, `tokens` is None or `UNKNOWN`, and does not change.
         if isinstance(cache, FP8PagedCache) and (batch := cache.tokens) is not None:
-            # Assisted decoding has no prefill, and its first call may only pass new tokens.
-            is_unknown = batch is UNKNOWN or kwargs.get("is_first_iteration", False)
+            # The first call of assisted decoding may only pass new tokens.
+            is_unknown = batch is UNKNOWN or input_ids.shape[1] < batch.length
             cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
             cache.tokens = UNKNOWN if is_unknown else replace(batch, ids=input_ids)
         inputs: dict[str, Any] = self.original_method(input_ids, *args, **kwargs)

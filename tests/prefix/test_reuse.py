@@ -401,6 +401,28 @@ def test_rejected_drafts_are_not_in_the_cached_tokens() -> None:
     chat.check_answer(torch.cat([answer, chat.make_ids(5)], 1))
 
 
+@pytest.mark.parametrize("is_filled_by_drafts", [False, True])
+def test_assisted_decoding_compares_the_prompt(is_filled_by_drafts: bool) -> None:
+    """Prompts that continue, edit, shorten or repeat a chat, before or after assisted decoding."""
+    chat = Chat("gqa")
+    ids = chat.make_ids(6).repeat(1, 5)
+    drafts = {**GREEDY, "prompt_lookup_num_tokens": 4}
+    answer = chat.model.generate(
+        ids, past_key_values=chat.cache, **(drafts if is_filled_by_drafts else GREEDY)
+    )
+    filled_cache = chat.cache
+    continued = torch.cat([answer, chat.make_ids(5)], 1)
+    edited = continued.clone()
+    edited[:, 20] = edited[:, 20] % 90 + 2
+    for prompt in (continued, edited, chat.make_ids(70), chat.make_ids(9), ids):
+        chat.cache = copy.deepcopy(filled_cache)
+        if is_filled_by_drafts:
+            chat.check_answer(prompt)
+        expected = chat.model.generate(prompt, past_key_values=chat.make_cache(), **GREEDY)
+        actual = chat.model.generate(prompt, past_key_values=chat.cache, **drafts)
+        assert_same(actual, expected)
+
+
 def test_copies_of_an_enabled_model_reuse_tokens() -> None:
     model, inputs = build_variant("gqa")
     attributes = set(vars(model))
