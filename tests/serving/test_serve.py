@@ -14,7 +14,6 @@ import types
 import typing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
@@ -531,9 +530,7 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
     options = ("--cb-num-blocks", "6300")
     with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
         server.ask(COMPLETIONS, {"prompt": "first", "max_tokens": 1})
-        futures = [
-            pool.submit(get_status, server, "/tokenize", {"prompt": x}) for x in long_prompts
-        ]
+        futures = [pool.submit(complete, prompt) for prompt in long_prompts]
         deadline = time.monotonic() + 60
         while len(started) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -562,26 +559,15 @@ def test_a_rebound_host_name_is_rejected(server, host, status):
 
 
 def test_no_answer_contains_the_path_of_the_model(server, folder):
-    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
+    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/docs")]
     requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, make_chat(model="no"))]
-    requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1)), ("/load_model", {})]
+    requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1))]
     requests += [(COMPLETIONS, {"prompt": "x", "max_tokens": 2})]
     requests += [(RESPONSES, {"input": "x", "max_output_tokens": 2})]
-    requests += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
     for path, payload in requests:
         status, text, headers = server.ask(path, payload)
         assert status in (200, 400, 404)
         assert folder not in text + str(headers), path
-    _, event, _ = server.ask("/load_model", {})
-    name = read_json(server, "/v1/models")["data"][0]["id"]
-    expected = {"status": "ready", "model": name, "cached": True}
-    assert json.loads(event.removeprefix("data:")) == expected
-
-
-def test_detokenize_accepts_as_many_tokens_as_the_context(server):
-    for count, status in ((CONTEXT_LENGTH, 200), (CONTEXT_LENGTH + 1, 400)):
-        actual_status, text, _ = server.ask("/detokenize", {"tokens": [1] * count})
-        assert actual_status == status, text
 
 
 @contextlib.contextmanager
@@ -639,7 +625,6 @@ def test_unsupported_paths_return_404(server, path):
 def test_other_content_types_are_rejected(server):
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert get_status(server, CHAT, raw=b"a=b", headers=form) == 415
-    assert get_status(server, "/load_model", {"model": "no/such"}) == 404
 
 
 def test_requests_with_the_same_id_get_their_own_answers(server):
@@ -775,20 +760,9 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
         assert (status, json.loads(text)["model"]) == (200, "mine")
         assert get_status(server, CHAT, make_chat(model=folder)) == 404
         assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
-        tokenized = server.answer("/tokenize", messages=[USER_MESSAGE])
-        assert (tokenized["count"], tokenized["max_model_len"]) == (3, 40)
-        detokenized = server.answer("/detokenize", tokens=tokenized["tokens"])
-        assert detokenized == {"prompt": "<x>"}
-        assert server.answer("/tokenize", prompt="abc")["tokens"] == [65, 66, 67]
-        assert read_json(server, "/version")["version"] == version("hf-fp8kv")
-        for path, payload in (
-            ("/tokenize", {}), ("/tokenize", {"prompt": 5}), ("/tokenize", {"text": "x"}),
-            ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"messages": [5]}),
-            ("/detokenize", {"tokens": [95]}), ("/detokenize", {"tokens": "x"}),
-            ("/detokenize", {"tokens": [True]}),
-        ):  # fmt: skip
-            status, text, _ = server.ask(path, payload)
-            assert (status, bool(json.loads(text)["error"]["message"])) == (400, True), payload
+        prompt_entries = server.answer(CHAT, **make_chat("x", prompt_logprobs=0))["prompt_logprobs"]
+        tokens = [entry["decoded_token"] for x in prompt_entries[1:] for entry in x.values()]
+        assert tokens == ["x", ">"]
 
 
 def test_processes_of_torchrun_are_rejected(run_command, tmp_path, monkeypatch):
