@@ -70,6 +70,7 @@ class Application:
         self.served_model, self.config, self._batching = served_model, config, batching
         self.engine: Engine | None = None  # set between `start` and `stop`
         self.is_stopping = False
+        self.is_busy = False  # whether work of ended requests still ran after `stop`
         self._key_digest = None if config.api_key is None else _hash_key(config.api_key.encode())
         self._lock = threading.Lock()
         self._counted_bytes = 0  # of all bodies, see `_MAX_BODIES`
@@ -108,10 +109,12 @@ class Application:
         with self._lock:
             if self.engine is not None:
                 self.is_stopping = True
-                self.engine.stop()
+                has_ended = self.engine.stop()
                 self.engine = None
                 grammar_pool = self._choice_maker.grammars.pool
-                for pool in (grammar_pool, self._parse_pool, self._prompt_pool, self._short_pool):
+                pools = (grammar_pool, self._parse_pool, self._prompt_pool, self._short_pool)
+                self.is_busy = not has_ended or any(pool.num_running for pool in pools)
+                for pool in pools:
                     pool.close()
 
     @property

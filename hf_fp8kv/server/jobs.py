@@ -28,6 +28,7 @@ class JobPool:
         # A job waits here and not in the executor's queue, which would keep dropped jobs.
         self._free_threads = asyncio.Semaphore(num_threads)
         self._num_waiting, self._max_waiting = 0, max_waiting
+        self.num_running = 0  # includes jobs whose requests have ended
 
     async def run(self, function: Callable[..., _T], *args: object) -> _T:
         """Return the result of a function that runs in a thread.
@@ -42,9 +43,14 @@ class JobPool:
             await self._free_threads.acquire()
         finally:
             self._num_waiting -= 1
+        self.num_running += 1
         job = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-        job.add_done_callback(lambda _: self._free_threads.release())
+        job.add_done_callback(self._finish)
         return await asyncio.shield(job)
+
+    def _finish(self, _: object) -> None:
+        self.num_running -= 1
+        self._free_threads.release()
 
     def close(self) -> None:
         """Let the threads end after their running jobs. Do not wait for these jobs."""

@@ -24,7 +24,6 @@ from .connections import compute_backlog_size, compute_max_connections, make_con
 logger = logging.getLogger(__name__)
 
 _SEND_SECONDS = 3  # time to send the errors of requests that were ended
-_EXIT_SECONDS = 1.0  # time for threads to end after the server
 # Exceptions that transformers and PyTorch raise for an invalid model folder or option.
 _LOADING_ERRORS = (
     OSError, ValueError, TypeError, LookupError, ImportError, RuntimeError, AssertionError
@@ -51,7 +50,7 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
         access_log = logging.getLogger("uvicorn.access")
         access_log.addFilter(_is_logged)
         stack.callback(access_log.removeFilter, _is_logged)
-        stack.push(_limit_exit)
+        stack.push(lambda _type, error, _traceback: _end_process(app, error))
         stack.callback(app.stop)
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
         engine = app.engine
@@ -66,21 +65,16 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
             )
 
 
-def _limit_exit(error_type: type[BaseException] | None, *_: object) -> None:
-    """Write the pages of prefix stores. Then jobs that still run do not delay the process's exit.
+def _end_process(app: Application, error: BaseException | None) -> None:
+    """Write the pages of prefix stores, and end the process if work of ended requests still runs.
 
-    Python would wait at its exit for each thread of a pool: for minutes if a prompt is very long.
+    Python would wait for this work at its exit: for minutes if a prompt is very long.
     """
     flush_stores()
-    main_thread, exit_code = threading.main_thread(), int(error_type is not None)
-
-    def end_process() -> None:
-        main_thread.join()
-        time.sleep(_EXIT_SECONDS)
-        os._exit(exit_code)
-
-    if threading.current_thread() is main_thread:
-        threading.Thread(target=end_process, daemon=True).start()
+    if app.is_busy and threading.current_thread() is threading.main_thread():
+        if error is not None:
+            logger.error("%s", error)
+        os._exit(0 if error is None else 1)
 
 
 def load_model(name: str, **options: Any) -> tuple[Any, Any]:

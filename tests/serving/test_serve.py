@@ -47,6 +47,7 @@ def import_required(name: str) -> types.ModuleType:
 
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
 listen = import_required("hf_fp8kv.server.config").listen
+schemas = import_required("hf_fp8kv.server.schemas")
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
 template_shows_tools = import_required("hf_fp8kv.server.model").template_shows_tools
@@ -511,7 +512,7 @@ def test_too_long_texts_are_rejected_before_tokenization(server):
         assert message in error["message"]
 
 
-def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path, monkeypatch):
+def test_long_prompts_wait_for_two_threads_and_short_prompts_pass(tmp_path, monkeypatch):
     started: list[str] = []
     may_continue = threading.Event()
     stock_make_prompts = ServedModel.make_prompts
@@ -521,23 +522,52 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
         assert len(request.prompt) < 100_000 or may_continue.wait(60)
         return stock_make_prompts(self, request)
 
-    def complete(prompt: str) -> int:
-        return get_status(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+    def make_long_prompt(name: str) -> dict:
+        # The new tokens do not fit, so the request fails after its prompt is tokenized.
+        return {"prompt": f"{name:6}" + "x" * 100_000, "max_tokens": 10**6}
 
-    long_prompts = [f"long {n}" + "x" * 100_000 for n in range(4)]
-    folder = save_chat_model(tmp_path, context=100_100)
+    def get_error(name: str) -> tuple[int, str]:
+        status, text, _ = server.ask(COMPLETIONS, make_long_prompt(name))
+        return status, json.loads(text)["error"]["code"]
+
+    folder = save_chat_model(tmp_path, context=1000)
     monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make_prompts)
-    options = ("--cb-num-blocks", "6300")
-    with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
-        server.ask(COMPLETIONS, {"prompt": "first", "max_tokens": 1})
-        futures = [pool.submit(complete, prompt) for prompt in long_prompts]
-        deadline = time.monotonic() + 60
-        while len(started) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert complete("short") == 200
-        assert (started[0], started[-1], len(started)) == ("first", "short", 4)  # two are long
+    with (
+        hosting(folder, "--cb-num-blocks", "80") as server, ThreadPoolExecutor(4) as pool,
+        contextlib.ExitStack() as clients,
+    ):  # fmt: skip
+        futures = [pool.submit(get_error, f"long {n}") for n in range(4)]
+        server.wait_until(requests_waiting=4)
+        for _ in range(14):  # 2 and these wait, and 2 run
+            request = server.abandon_request(COMPLETIONS, **make_long_prompt("left"))
+            clients.enter_context(request)
+        server.wait_until(requests_waiting=18)
+        assert get_error("excess") == (429, "too_many_requests")
+        assert get_status(server, COMPLETIONS, {"prompt": "short", "max_tokens": 1}) == 200
+        clients.close()
+        server.wait_until(**{'requests_total{status="499"}': 14, "requests_waiting": 4})
+        assert len(started) == 3  # two are long
         may_continue.set()
-        assert [future.result() for future in futures] == [200] * 4
+        assert {future.result() for future in futures} == {(400, "context_length_exceeded")}
+        assert sorted(started) == ["long 0", "long 1", "long 2", "long 3", "short"]
+
+
+def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, monkeypatch):
+    may_continue = threading.Event()
+    parse_body = schemas.parse_body
+
+    def wait_and_parse(content: bytes) -> dict:
+        assert len(content) < 100_000 or may_continue.wait(60)
+        return parse_body(content)
+
+    monkeypatch.setattr(schemas, "parse_body", wait_and_parse)
+    with hosting(folder) as server:
+        try:
+            with server.abandon_request(COMPLETIONS, prompt="x" * 100_000):
+                server.wait_until(requests_waiting=1)
+            server.wait_until(**{'requests_total{status="499"}': 1, "requests_waiting": 0})
+        finally:
+            may_continue.set()
 
 
 @pytest.mark.parametrize(
@@ -616,7 +646,10 @@ def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
         assert future.result() == 200
 
 
-@pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
+@pytest.mark.parametrize(
+    "path",
+    ["/reset", "/v1/audio/transcriptions", "/tokenize", "/detokenize", "/load_model", "/version"],
+)
 def test_unsupported_paths_return_404(server, path):
     assert get_status(server, path, {}) == 404
     assert get_status(server, CHAT, make_chat()) == 200
@@ -837,3 +870,35 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
     else:
         assert last_event["choices"][0]["finish_reason"] == "length"
         assert last_event["usage"]["completion_tokens"] == 270
+
+
+@pytest.mark.full
+def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
+    """The template takes hours for the role "snail". Its client gets 503, or has left."""
+    loops = "".join(f"{{% for {name} in range(90000) %}}" for name in "ijk")
+    template = tmp_path / "template"
+    template.write_text(
+        "{% if messages[0].role == 'snail' %}" + loops + "{% endfor %}" * 3 + "{% endif %}:"
+    )
+    store, text = tmp_path / "store", "x" * 100_000
+    options = ("--chat-template", str(template), "--cb-num-blocks", "80", "--grace", "1")
+    options += ("--prefix-store", str(store))
+    with (
+        Server(save_chat_model(tmp_path, context=1000), *options) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert get_status(server, COMPLETIONS, {"prompt": STORY, "max_tokens": 9}) == 200
+        with contextlib.ExitStack() as clients:
+            for _ in range(3):  # two run, and one waits
+                clients.enter_context(server.abandon_request(CHAT, **make_chat(text, "snail")))
+            server.wait_until(requests_waiting=3)
+        server.wait_until(**{'requests_total{status="499"}': 3})
+        future = pool.submit(server.ask, CHAT, make_chat(text, "snail"))
+        server.wait_until(requests_waiting=1)
+        assert server.stop() == 0
+        status, answer, _ = future.result()
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "stopping")
+        assert "stopping: ending 1 requests" in server.log
+        assert "Finished server process" in server.log
+        assert "Traceback" not in server.log
+    assert len(list(store.glob("*.safetensors"))) == len(STORY) // PAGE_SIZE
