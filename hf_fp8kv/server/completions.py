@@ -13,7 +13,7 @@ from .jobs import JobPool
 from .sampling import TokenLogprob
 from .schemas import ChatRequest, CompletionRequest
 from .text import AnswerPart
-from .token_texts import TextPlace, TokenTexts
+from .token_texts import TextPlace, TokenTexts, is_complete
 
 # Parts of answers, each with its choice. None is the end of an answer.
 ChoiceParts = Sequence[tuple[Choice, AnswerPart | None]]
@@ -214,9 +214,12 @@ class _LogprobWriter:
         place, index = self._place, self._num_sent
         old_end, end = self._decoder.text_ends[index : index + 2]
         is_first, self._num_sent = place.is_first, index + 1
-        offset = place.advance(self._get_bytes(entry.token, is_first))
-        if end > old_end:  # the token completes the text of all tokens up to it
+        data = self._get_bytes(entry.token, is_first)
+        offset = place.advance(data)
+        if data is not None and end > old_end:  # the text of all tokens up to this one is complete
             place.set_offset(self._start + end)
+            if is_complete(data):
+                offset = place.offset - len(data.decode())
         return entry, is_first, offset
 
     def _get_bytes(self, token: int, is_first: bool) -> bytes | None:

@@ -45,7 +45,7 @@ class TokenTexts:
         """Return the text of a token. For a part of a character it is like `bytes:\\xf0\\x9f`."""
         data = self.get_bytes(token, is_first)
         text = data.decode(errors="backslashreplace")
-        return text if text.encode() == data else f"bytes:{text}"
+        return text if is_complete(data) else f"bytes:{text}"
 
     def _compute_bytes(self, token: int, is_first: bool) -> bytes:
         prefix = [] if is_first else self._prefix_ids
@@ -59,6 +59,11 @@ class TokenTexts:
         if "ByteLevel" in self._decoder_types and alphabet.keys() >= set(spelling):
             return bytes(alphabet[character] for character in spelling)
         return text.encode()
+
+
+def is_complete(data: bytes) -> bool:
+    """Return whether bytes consist of complete characters."""
+    return data.decode(errors="ignore").encode() == data
 
 
 def _find_types(decoder_state: dict[str, Any]) -> Iterator[str]:
