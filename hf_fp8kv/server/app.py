@@ -270,7 +270,7 @@ class Application:
 
     def _parse_body(
         self, request_type: type[schemas.Request], content: bytearray
-    ) -> tuple[schemas.Request, str]:
+    ) -> tuple[Any, str]:
         """Return a body as a request, and the model's name for the response."""
         body = schemas.validate(request_type, schemas.parse_body(content))
         name = self.served_model.check_name(body.model)

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .choices import Choice
 from .errors import APIError
@@ -19,12 +19,20 @@ from .token_texts import TextPlace, TokenTexts, is_complete
 ChoiceParts = Sequence[tuple[Choice, AnswerPart | None]]
 # A token, whether it is the first token of its text, and the index of its first character.
 _PlacedEntry = tuple[TokenLogprob, bool, int]
+_Span = tuple[int, int]
 DONE_EVENT = "data: [DONE]\n\n"
 
 
 def format_event(event: dict[str, Any]) -> str:
     """Return the text of an event in a stream (server-sent events)."""
     return f"data: {json.dumps(event)}\n\n"
+
+
+class Echo(NamedTuple):
+    """A prompt before its answer. `spans` are the tokens' spans in a text that was tokenized."""
+
+    text: str
+    spans: list[_Span] | None = None
 
 
 class CompletionWriter:
@@ -111,7 +119,7 @@ class CompletionWriter:
         if self._is_chat:
             fields[self._content_key] = self._format_message(choice, part)
         else:
-            fields[self._content_key] = (echo or "") + (part.text if part else "")
+            fields[self._content_key] = (echo.text if echo else "") + (part.text if part else "")
         self._num_calls[choice.index] += part is not None and part.call is not None
         return fields
 
@@ -127,12 +135,16 @@ class CompletionWriter:
         function = {"name": name, "arguments": arguments}
         return {"tool_calls": [{**index_field, **call, "function": function}]}
 
-    def _get_echo(self, choice: Choice) -> str | None:
+    def _get_echo(self, choice: Choice) -> Echo | None:
         if not self._request.echo:
             return None
         assert isinstance(self._request, CompletionRequest)
         prompt = self._request.prompts[choice.index // self._request.n]
-        return prompt if isinstance(prompt, str) else self._texts.decode(prompt)
+        if not isinstance(prompt, str):
+            return Echo(self._texts.decode(prompt))
+        if not self._has_logprobs:
+            return Echo(prompt)
+        return Echo(prompt, self._texts.find_spans(prompt, self._request.add_special_tokens))
 
     def format_error(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
@@ -173,10 +185,10 @@ class _LogprobWriter:
         self._start = 0  # number of characters before the answer
         self._place = TextPlace()
 
-    def take_logprobs(self, num_tokens: int, echo: str | None, *, is_chat: bool) -> dict[str, Any]:
+    def take_logprobs(self, num_tokens: int, echo: Echo | None, *, is_chat: bool) -> dict[str, Any]:
         """Return the log-probabilities of the answer's first `num_tokens` tokens, each only once.
 
-        `echo` is the text of the prompt, whose log-probabilities come first. None omits them.
+        The log-probabilities of the prompt `echo` come first. None omits them.
         """
         entries = [] if echo is None else self._find_prompt(echo)
         new_entries = self._sequence.logprobs[self._num_sent : num_tokens]
@@ -195,18 +207,21 @@ class _LogprobWriter:
             "text_offset": [offset for _, _, offset in entries],
         }
 
-    def _find_prompt(self, text: str) -> list[_PlacedEntry]:
+    def _find_prompt(self, echo: Echo) -> list[_PlacedEntry]:
         """Return the entries of the prompt with their places in its text."""
         entries, place = list[_PlacedEntry](), TextPlace()
-        for entry in self._get_prompt_entries():
-            is_first, token = place.is_first, entry.token
-            # A token that the tokenizer adds is not in the text of the prompt.
-            is_in_text = token not in self._texts.special_tokens or text.startswith(
-                self._texts.get_text(token, is_first), place.offset
-            )
-            data = self._texts.get_bytes(token, is_first) if is_in_text else None
-            entries.append((entry, is_first, place.advance(data)))
-        self._start = self._place.offset = len(text)
+        spans: Sequence[_Span | None] = echo.spans or [None] * len(self._sequence.prompt)
+        for entry, span in zip(self._get_prompt_entries(), spans, strict=True):
+            is_first, old_offset = place.is_first, place.offset
+            # A token that the tokenizer adds has an empty span, and is not in the text.
+            is_in_text = span is None or span[0] < span[1]
+            data = self._texts.get_bytes(entry.token, is_first) if is_in_text else None
+            offset = place.advance(data)
+            if span is not None and is_in_text:  # the span may begin after a space
+                offset = min(span[0], old_offset)
+                place.set_offset(span[1])
+            entries.append((entry, is_first, offset))
+        self._start = self._place.offset = len(echo.text)
         return entries
 
     def _find_next(self, entry: TokenLogprob) -> _PlacedEntry:

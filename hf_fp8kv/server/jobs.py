@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .errors import make_busy_error
 
@@ -48,9 +48,11 @@ class JobPool:
         job.add_done_callback(self._finish)
         return await asyncio.shield(job)
 
-    def _finish(self, _: object) -> None:
+    def _finish(self, job: asyncio.Future[Any]) -> None:
         self.num_running -= 1
         self._free_threads.release()
+        if not job.cancelled():
+            job.exception()  # otherwise asyncio would log the error of a request that has ended
 
     def close(self) -> None:
         """Let the threads end after their running jobs. Do not wait for these jobs."""

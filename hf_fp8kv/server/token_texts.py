@@ -6,12 +6,11 @@ knows only texts (WordPiece, Unigram).
 """
 
 import codecs
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
 class TokenTexts:
@@ -21,19 +20,23 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer.backend_tokenizer
+        self._tokenize, self._tokenizer = tokenizer, tokenizer.backend_tokenizer
         self._prefix_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
         added_tokens = self._tokenizer.get_added_tokens_decoder().items()
         self.special_tokens = frozenset(token_id for token_id, x in added_tokens if x.special)
         decoder = self._tokenizer.decoder
-        state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-        self._decoder_types = frozenset(_find_types(state))
-        self._byte_alphabet = _make_byte_alphabet()
+        self._decoder_state = b"" if decoder is None else decoder.__getstate__()  # JSON
+        self._byte_alphabet = {spelled: byte for byte, spelled in bytes_to_unicode().items()}
         self._bytes: dict[tuple[int, bool], bytes] = {}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def find_spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Return the span of each token in a text: its first character, and the next one."""
+        options = {"return_offsets_mapping": True, "add_special_tokens": add_special_tokens}
+        return list(self._tokenize(text, **options)["offset_mapping"])
 
     def get_bytes(self, token: int, is_first: bool) -> bytes:
         """Return the bytes of a token. A part of a character is not valid UTF-8."""
@@ -54,9 +57,9 @@ class TokenTexts:
             return text.encode()
         spelling, alphabet = self._tokenizer.id_to_token(token), self._byte_alphabet
         match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", spelling)
-        if match and "ByteFallback" in self._decoder_types:
+        if match and b'"ByteFallback"' in self._decoder_state:
             return bytes.fromhex(match[1])
-        if "ByteLevel" in self._decoder_types and alphabet.keys() >= set(spelling):
+        if b'"ByteLevel"' in self._decoder_state and alphabet.keys() >= set(spelling):
             return bytes(alphabet[character] for character in spelling)
         return text.encode()
 
@@ -64,24 +67,6 @@ class TokenTexts:
 def is_complete(data: bytes) -> bool:
     """Return whether bytes consist of complete characters."""
     return data.decode(errors="ignore").encode() == data
-
-
-def _find_types(decoder_state: dict[str, Any]) -> Iterator[str]:
-    """Yield the types of a decoder of the package tokenizers, and of the decoders in it."""
-    yield decoder_state.get("type", "")
-    for state in decoder_state.get("decoders", ()):
-        yield from _find_types(state)
-
-
-def _make_byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character in the spellings of byte-level tokens.
-
-    Printable characters of Latin-1 are their own bytes. The characters from 256 on are the
-    remaining bytes.
-    """
-    codes = sorted(map(ord, ByteLevel.alphabet()))
-    remaining_bytes = sorted(set(range(256)).difference(codes))
-    return {chr(code): code if code < 256 else remaining_bytes[code - 256] for code in codes}
 
 
 class TextPlace:

@@ -228,6 +228,14 @@ def test_offsets_index_the_text_and_no_alternative_is_lost(byte_server, prompt, 
     assert (num_partial_tokens > 0) is (decoder in ("ByteLevel", "ByteFallback"))
 
 
+def test_an_unknown_character_of_a_prompt_does_not_shift_offsets(server):
+    prompt = "a \U0001f30d\u00e9b"
+    (choice,) = get_choices(server, prompt=prompt, max_tokens=3, logprobs=0, echo=True)
+    assert choice["text"].startswith(prompt)
+    assert choice["logprobs"]["tokens"][:5] == ["a", " ", "?", "?", "b"]
+    assert choice["logprobs"]["text_offset"] == list(range(8))
+
+
 def test_the_bytes_of_tokens_are_the_text(byte_server):
     server, decoder = byte_server
     fields = {"messages": MESSAGES, "max_tokens": 60, "logprobs": True, "top_logprobs": 3}

@@ -6,7 +6,8 @@ The program starts `hf-fp8kv serve` on this machine with a tiny model, or with t
 (`--demo`). For some minutes, good clients request chats, completions, responses, streams, several
 answers, penalties, structured output and forced tools. Bad clients send incomplete bodies, bad
 chunks and floods of connections, read slowly, abandon long prompts, or close connections. Some
-requests make the logits of the tiny model NaN. The program prints a table of all requests, and all violations:
+requests make the logits of the tiny model NaN. The program prints a table of all requests, and all
+violations:
 
 * a response with status 5xx (except for logits that are NaN), a different response to a repeated
   request, or a request without a response at its deadline
@@ -18,9 +19,10 @@ requests make the logits of the tiny model NaN. The program prints a table of al
   requests and jobs of clients that have left run
 
 With `--hostile`, all clients except one send requests that must not harm a server: many prompts
-with a large field, long prompts that are abandoned, pipelined requests whose responses are never read, endless headers, bodies
-without the last byte, and names of foreign hosts. There are two further violations: the 99th
-percentile of /health exceeds 0.5 s, or memory grows by more than 200 MiB.
+with a large field, long prompts that are abandoned, pipelined requests whose responses are never
+read, endless headers, bodies without the last byte, and names of foreign hosts. There are two
+further violations: the 99th percentile of /health exceeds 0.5 s, or memory grows by more than
+200 MiB.
 """
 
 import argparse
