@@ -2,7 +2,7 @@
 
 A character may have several tokens, whose own texts would be U+FFFD. Their bytes come from the
 tokenizer's decoder, which is byte-level (GPT-2), has tokens of single bytes (SentencePiece), or
-knows only texts (WordPiece, Unigram).
+has only tokens of complete characters (WordPiece, Unigram).
 """
 
 import codecs
