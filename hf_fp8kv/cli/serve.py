@@ -145,8 +145,7 @@ def serve(
 ) -> None:
     """Serve a model from FP8 pages, with OpenAI's interface and options of `transformers serve`.
 
-    POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize.
-    GET /v1/models, /health, /metrics, /version.
+    POST /v1/chat/completions, /v1/completions, /v1/responses. GET /v1/models, /health, /metrics.
     """
     from ..server import make_batching_config, require_server
 

@@ -304,6 +304,14 @@ def _submit(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
 
 
 _STORES: WeakSet[PrefixStore] = WeakSet()
+
+
+def flush_stores() -> None:
+    """Wait until all pending pages of this process's stores are in their folders."""
+    for store in list(_STORES):
+        store.flush()
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows
     # A forked process does not inherit the thread. Pending writes stay with the parent.
     os.register_at_fork(after_in_child=lambda: list(map(PrefixStore._reset_writer, _STORES)))

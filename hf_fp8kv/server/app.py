@@ -10,7 +10,6 @@ import threading
 import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,13 +22,15 @@ from starlette.types import Message, Receive, Scope, Send
 from ..errors import FP8KVError
 from . import schemas
 from .choices import Choice, ChoiceMaker, RunningRequest
-from .completions import ChoiceParts, CompletionWriter, TokenTexts, format_event
+from .completions import ChoiceParts, CompletionWriter
 from .config import KEY_VARIABLE, ServerConfig
 from .engine import Engine
-from .errors import INTERNAL_MESSAGE, STOPPING_MESSAGE, APIError
+from .errors import INTERNAL_MESSAGE, APIError, make_busy_error, make_stopping_error
+from .jobs import MAX_WAITING_JOBS, JobPool
 from .metrics import Metrics
 from .model import ServedModel
 from .responses import ResponseWriter
+from .token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +39,16 @@ _REQUEST_TYPES: dict[str, type[schemas.Request]] = {
     "/v1/completions": schemas.CompletionRequest,
     "/v1/responses": schemas.ResponseRequest,
 }
-_REPORTED_PACKAGES = ("hf-fp8kv", "transformers", "torch")
 _NOT_STARTED_MESSAGE = (
     "the engine was not started: the application that mounts this one must start it, with "
     "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
 )
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
 _LONG_INPUT_LENGTH = 100_000  # bytes of a body, or characters of a prompt
+_NUM_SHORT_JOBS = 8  # number of threads for short prompts, and for responses
 # The bytes of all bodies are limited to `_MAX_BODIES` times the largest body. The first bytes of a
 # body are not counted, because a connection buffers them anyway. So short requests always fit.
 _MAX_BODIES, _UNCOUNTED_BYTES = 16, 65_536
-_RETRY_HEADER = {"retry-after": "5"}
 # Keys of a request's scope: an ExitStack, which is closed after the response, and a timeout, which
 # ends the request when the client leaves.
 _EXIT_STACK_KEY, _TIMEOUT_KEY = "hf_fp8kv.exit_stack", "hf_fp8kv.timeout"
@@ -70,14 +70,11 @@ class Application:
         self.served_model, self.config, self._batching = served_model, config, batching
         self.engine: Engine | None = None  # set between `start` and `stop`
         self.is_stopping = False
+        self.is_busy = False  # whether work of ended requests still ran after `stop`
         self._key_digest = None if config.api_key is None else _hash_key(config.api_key.encode())
         self._lock = threading.Lock()
         self._counted_bytes = 0  # of all bodies, see `_MAX_BODIES`
         self._token_texts = TokenTexts(served_model.tokenizer)
-        # The pools limit the memory for long requests of many clients: parsing takes many times the
-        # memory of a body, and tokenizing takes gigabytes.
-        self._parse_pool = ThreadPoolExecutor(1, "hf_fp8kv bodies")
-        self._prompt_pool = ThreadPoolExecutor(2, "hf_fp8kv prompts")
         self._router = self._build_api()
         self._asgi: Any = self._handle_http
         if config.enable_cors:
@@ -99,6 +96,12 @@ class Application:
             engine = Engine(served_model.model, self._batching, metrics, max_tokens)
             metrics.engine, self.metrics = engine, metrics
             self._choice_maker = ChoiceMaker(served_model, engine, self.config.seed)
+            # The first two pools limit the memory for long requests of many clients: parsing takes
+            # many times the memory of a body, and tokenizing takes gigabytes. The third pool needs
+            # no limit, because each accepted request has at most one job there.
+            self._parse_pool = JobPool("bodies", 1, MAX_WAITING_JOBS)
+            self._prompt_pool = JobPool("prompts", 2, MAX_WAITING_JOBS)
+            self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
             self.is_stopping, self.engine = False, engine
 
     def stop(self) -> None:
@@ -106,8 +109,13 @@ class Application:
         with self._lock:
             if self.engine is not None:
                 self.is_stopping = True
-                self.engine.stop()
+                has_ended = self.engine.stop()
                 self.engine = None
+                grammar_pool = self._choice_maker.grammars.pool
+                pools = (grammar_pool, self._parse_pool, self._prompt_pool, self._short_pool)
+                self.is_busy = not has_ended or any(pool.num_running for pool in pools)
+                for pool in pools:
+                    pool.close()
 
     @property
     def failure(self) -> str | None:
@@ -119,7 +127,7 @@ class Application:
     def fail_requests(self) -> None:
         """End all unfinished requests with an error."""
         for running_request in list(self.metrics.unfinished_answers):
-            running_request.fail(APIError(503, STOPPING_MESSAGE, code="stopping"))
+            running_request.fail(make_stopping_error())
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _parent: Any = None) -> AsyncIterator[None]:
@@ -159,12 +167,13 @@ class Application:
     async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request if the client has access, and count the status of the response."""
         headers = {name.lower(): value for name, value in scope["headers"]}
-        status, request_id = 500, headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
+        has_started, status = False, 500
+        request_id = headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
 
         async def send_and_record(message: Message) -> None:
-            nonlocal status
+            nonlocal has_started, status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                has_started, status = True, message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
@@ -178,6 +187,11 @@ class Application:
             await error.to_response()(scope, receive, send_and_record)
         except ClientDisconnect:
             status = _CLIENT_LEFT_STATUS
+        except asyncio.CancelledError:
+            if not self.is_stopping:
+                raise
+            if not has_started:
+                await make_stopping_error().to_response()(scope, receive, send_and_record)
         except Exception:  # `_make_error_response` has logged the error
             if scope[_TIMEOUT_KEY].expired():
                 status = _CLIENT_LEFT_STATUS
@@ -210,8 +224,7 @@ class Application:
         """Return the engine. Raise APIError if it does not accept requests."""
         engine = self.engine
         if self.is_stopping or engine is None:
-            headers = {**_RETRY_HEADER, "connection": "close"}
-            raise APIError(503, STOPPING_MESSAGE, code="stopping", headers=headers)
+            raise make_stopping_error()
         if not engine.is_alive():
             message = f"the engine is not running: {self.failure}"
             raise APIError(503, message, code="engine_dead")
@@ -220,19 +233,11 @@ class Application:
     def _require_capacity(self) -> Engine:
         engine, limit = self._require_engine(), self.config.max_waiting
         if (num_waiting := self.metrics.count_waiting()) >= limit:
-            raise APIError(
-                429,
-                f"expected fewer than {limit} waiting requests, got {num_waiting}. Try again later",
-                code="too_many_requests",
-                headers=_RETRY_HEADER,
-            )
+            raise make_busy_error(f"fewer than {limit} waiting requests, got {num_waiting}")
         return engine
 
-    async def _read_body(self, request: Request, body_type: type[schemas.Body]) -> tuple[Any, str]:
-        """Return a request's body as an object, and the model's name for the response.
-
-        The bytes of the body are counted until the response is sent.
-        """
+    async def _read_body(self, request: Request) -> bytearray:
+        """Return a request's body. Its bytes are counted until the request ends."""
         limit, length = self.config.max_body_bytes, request.headers.get("content-length", "0")
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if media_type != "application/json":
@@ -257,23 +262,20 @@ class Application:
                     num_counted = excess
                     if excess and self._counted_bytes > _MAX_BODIES * limit:
                         expected = f"at most {_MAX_BODIES * limit} bytes of all requests"
-                        message = f"expected {expected}. Try again later"
-                        raise APIError(429, message, code="too_many_bytes", headers=_RETRY_HEADER)
+                        raise make_busy_error(expected, "too_many_bytes")
         except TimeoutError:
             message = f"expected a body within {seconds:g} s"
             raise APIError(408, message, headers={"connection": "close"}) from None
-        if len(content) > _LONG_INPUT_LENGTH:
-            validate, pool = self._validate_body, self._parse_pool
-            validated: tuple[Any, str] = await _run_in_pool(pool, validate, body_type, content)
-            return validated
-        return self._validate_body(body_type, content)
+        return content
 
-    def _validate_body(self, body_type: type[schemas.Body], content: bytearray) -> tuple[Any, str]:
-        body = schemas.validate(body_type, schemas.parse_body(content))
+    def _parse_body(
+        self, request_type: type[schemas.Request], content: bytearray
+    ) -> tuple[Any, str]:
+        """Return a body as a request, and the model's name for the response."""
+        body = schemas.validate(request_type, schemas.parse_body(content))
         name = self.served_model.check_name(body.model)
-        if isinstance(body, schemas.Request):
-            self.served_model.check_template_fields(body)
-            self._choice_maker.check_length(body)
+        self.served_model.check_template_fields(body)
+        self._choice_maker.check_length(body)
         return body, name
 
     def _build_api(self) -> FastAPI:
@@ -294,12 +296,8 @@ class Application:
             add_route(path, self._generate, "POST")
         add_route("/v1/models", self._list_models, "GET")
         add_route("/v1/models/{name:path}", self._describe_model, "GET")
-        add_route("/tokenize", self._tokenize, "POST")
-        add_route("/detokenize", self._detokenize, "POST")
-        add_route("/load_model", self._load_model, "POST")
         add_route("/health", self._show_health, "GET", "HEAD")
         add_route("/metrics", self._show_metrics, "GET", "HEAD")
-        add_route("/version", self._show_version, "GET")
         return api
 
     async def _list_models(self) -> dict[str, Any]:
@@ -308,15 +306,6 @@ class Application:
     async def _describe_model(self, name: str) -> dict[str, Any]:
         entry = self.served_model.make_model_entry(self.served_model.check_name(name))
         return {**entry, "max_model_len": self._require_engine().max_tokens}
-
-    async def _load_model(self, request: Request) -> Response:
-        _, name = await self._read_body(request, schemas.Body)
-        event = format_event({"status": "ready", "model": name, "cached": True})
-        return Response(event, media_type="text/event-stream")
-
-    async def _show_version(self) -> dict[str, str]:
-        versions = {name: importlib.metadata.version(name) for name in _REPORTED_PACKAGES}
-        return {"version": versions["hf-fp8kv"], **versions}
 
     async def _show_metrics(self) -> Response:
         media_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -332,44 +321,36 @@ class Application:
         num_active, num_waiting = engine.count_active(), self.metrics.count_waiting()
         return {"status": "ok", "requests_active": num_active, "requests_waiting": num_waiting}
 
-    async def _tokenize(self, request: Request) -> Response:
-        body, _ = await self._read_body(request, schemas.TokenizeRequest)
-        (tokens,) = await _run_in_pool(self._prompt_pool, self.served_model.make_prompts, body)
-        max_tokens = self._require_engine().max_tokens
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": max_tokens})
-
-    async def _detokenize(self, request: Request) -> Response:
-        body, _ = await self._read_body(request, schemas.DetokenizeRequest)
-        max_tokens, vocab_size = (engine := self._require_engine()).max_tokens, engine.vocab_size
-        if len(body.tokens) > max_tokens or max(body.tokens, default=0) >= vocab_size:
-            expected = f"a list of at most {max_tokens} integers from 0 to {vocab_size - 1}"
-            raise schemas.make_value_error("tokens", expected, body.tokens)
-        return JSONResponse({"prompt": self.served_model.tokenizer.decode(body.tokens)})
-
     async def _generate(self, request: Request) -> Response:
         self._require_capacity()
-        body, name = await self._read_body(request, _REQUEST_TYPES[_get_path(request.scope)])
+        content = await self._read_body(request)
         running_request = RunningRequest(self._require_capacity(), self.metrics)
         unfinished, exit_stack = self.metrics.unfinished_answers, request.scope[_EXIT_STACK_KEY]
         unfinished[running_request], choices = 1, list[Choice]()
         exit_stack.callback(unfinished.pop, running_request, None)
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
+        parse, request_type = self._parse_body, _REQUEST_TYPES[_get_path(request.scope)]
+        if len(content) > _LONG_INPUT_LENGTH:
+            body, name = await self._parse_pool.run(parse, request_type, content)
+        else:
+            body, name = parse(request_type, content)
         guide = await self._choice_maker.grammars.compile(body)
-        pool = self._prompt_pool if sum(body.prompt_lengths) > _LONG_INPUT_LENGTH else None
-        choices += await _run_in_pool(pool, self._choice_maker.make_choices, body, guide)
+        is_long = sum(body.prompt_lengths) > _LONG_INPUT_LENGTH
+        pool = self._prompt_pool if is_long else self._short_pool
+        choices += await pool.run(self._choice_maker.make_choices, body, guide)
         writer: CompletionWriter | ResponseWriter
         if isinstance(body, schemas.ResponseRequest):
             writer = ResponseWriter(body, name, choices[0])
         else:
-            writer = CompletionWriter(body, name, choices, self._token_texts)
+            writer = CompletionWriter(body, name, choices, self._token_texts, self._short_pool)
         part_groups = running_request.run(choices, streaming=body.stream)
         if body.stream:
             events = _stream_events(part_groups, writer)
             return _StreamedResponse(events, media_type="text/event-stream")
         parts = [part async for group in part_groups for part in group]
         # A thread formats the response, because megabytes of logprobs would delay other clients.
-        return JSONResponse(await asyncio.to_thread(writer.collect, parts))
+        return await self._short_pool.run(lambda: JSONResponse(writer.collect(parts)))
 
 
 async def _stream_events(
@@ -420,10 +401,6 @@ async def _make_error_response(request: Request, error: Exception) -> Response:
 
 def _make_size_error(limit: int) -> APIError:
     return APIError(413, f"expected a body of at most {limit} bytes", code="too_large")
-
-
-async def _run_in_pool(pool: Executor | None, function: Callable[..., Any], *args: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
 
 def _get_path(scope: Scope) -> str:

@@ -191,16 +191,20 @@ class ChoiceMaker:
 
 
 class RunningRequest:
-    """A request that is being answered, from its validation to the end of all its answers."""
+    """A request from the end of its body to its response. Its task creates it."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         # Tuples of a choice and a part of its answer, and exceptions.
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._task, self._has_answers = asyncio.current_task(), False
 
     def fail(self, error: APIError) -> None:
-        """End all unfinished answers with an error."""
-        self._queue.put_nowait(error)
+        """End all unfinished answers with an error, or cancel the task if no answer runs."""
+        if self._has_answers:
+            self._queue.put_nowait(error)
+        elif self._task is not None:
+            self._task.cancel()
 
     async def run(
         self, choices: list[Choice], *, streaming: bool
@@ -214,7 +218,7 @@ class RunningRequest:
             APIError: An answer failed. This ends all answers of the request.
         """
         running_limit = asyncio.Semaphore(_MAX_RUNNING_ANSWERS)
-        self._metrics.unfinished_answers[self] = 0
+        self._metrics.unfinished_answers[self], self._has_answers = 0, True
         per_step = streaming or not all(choice.is_first for choice in choices)
         started_events: list[asyncio.Event] = []  # one event for each prompt
         tasks = []
@@ -236,6 +240,7 @@ class RunningRequest:
                 if len(parts) < len(entries):
                     raise entries[len(parts)]
         finally:
+            self._has_answers = False
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,22 +1,25 @@
 """Responses to chats and completions, as one object or streamed, with a choice for each answer."""
 
-import asyncio
-import itertools
 import json
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .choices import Choice
 from .errors import APIError
+from .jobs import JobPool
 from .sampling import TokenLogprob
 from .schemas import ChatRequest, CompletionRequest
 from .text import AnswerPart
+from .token_texts import TextPlace, TokenTexts, is_complete
 
 # Parts of answers, each with its choice. None is the end of an answer.
 ChoiceParts = Sequence[tuple[Choice, AnswerPart | None]]
+# A token, whether it is the first token of its text, and the index of its first character.
+_PlacedEntry = tuple[TokenLogprob, bool, int]
+_Span = tuple[int, int]
 DONE_EVENT = "data: [DONE]\n\n"
 
 
@@ -25,24 +28,11 @@ def format_event(event: dict[str, Any]) -> str:
     return f"data: {json.dumps(event)}\n\n"
 
 
-class TokenTexts:
-    """The texts of single tokens in the middle of an answer. They may differ at its start."""
+class Echo(NamedTuple):
+    """A prompt before its answer. `spans` are the tokens' spans in a text that was tokenized."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._prefix_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
-        self._prefix_length = len(self.decode(self._prefix_ids))
-        self._texts: dict[int, str] = {}
-
-    def __call__(self, token: int) -> str:
-        """Return the text of a token. It contains U+FFFD if a character is incomplete."""
-        if token not in self._texts:
-            self._texts[token] = self.decode([*self._prefix_ids, token])[self._prefix_length :]
-        return self._texts[token]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, including special tokens."""
-        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    text: str
+    spans: list[_Span] | None = None
 
 
 class CompletionWriter:
@@ -54,8 +44,9 @@ class CompletionWriter:
         name: str,
         choices: list[Choice],
         texts: TokenTexts,
+        pool: JobPool,
     ) -> None:
-        self._request, self._choices, self._texts = request, choices, texts
+        self._request, self._choices, self._texts, self._pool = request, choices, texts, pool
         self._is_chat = isinstance(request, ChatRequest)
         id_prefix, object_type, self._content_key = "cmpl", "text_completion", "text"
         if self._is_chat:
@@ -70,7 +61,7 @@ class CompletionWriter:
         self._call_prefix = f"call_{uuid.uuid4().hex}"
         num_top_tokens, _ = request.num_logprobs
         self._has_logprobs = num_top_tokens is not None
-        self._logprob_writers = [_LogprobWriter(x, texts, echo=request.echo) for x in choices]
+        self._logprob_writers = [_LogprobWriter(x, texts) for x in choices]
         self._num_calls = Counter[int]()  # number of written calls, by index of the choice
 
     def collect(self, parts: ChoiceParts) -> dict[str, Any]:
@@ -93,7 +84,7 @@ class CompletionWriter:
             if self._has_logprobs and self._request.echo:
                 # The first part has the prompt's log-probabilities. Formatting them here would
                 # delay other clients.
-                yield await asyncio.to_thread(self._format_parts, parts)
+                yield await self._pool.run(self._format_parts, parts)
             else:
                 yield self._format_parts(parts)
         if self._sends_usage_last:
@@ -121,14 +112,14 @@ class CompletionWriter:
         """Return the fields of a choice for a part of its answer. None is the end of the answer."""
         finish_reason = choice.finish_reason if part is None else None
         fields: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason}
+        echo = None if choice.index in self._num_calls else self._get_echo(choice)
         if self._has_logprobs:
             num_tokens, writer = (part or choice).num_tokens, self._logprob_writers[choice.index]
-            fields["logprobs"] = writer.take_logprobs(num_tokens, is_chat=self._is_chat)
+            fields["logprobs"] = writer.take_logprobs(num_tokens, echo, is_chat=self._is_chat)
         if self._is_chat:
             fields[self._content_key] = self._format_message(choice, part)
         else:
-            echo = "" if choice.index in self._num_calls else self._get_echo(choice)
-            fields[self._content_key] = echo + (part.text if part else "")
+            fields[self._content_key] = (echo.text if echo else "") + (part.text if part else "")
         self._num_calls[choice.index] += part is not None and part.call is not None
         return fields
 
@@ -144,12 +135,16 @@ class CompletionWriter:
         function = {"name": name, "arguments": arguments}
         return {"tool_calls": [{**index_field, **call, "function": function}]}
 
-    def _get_echo(self, choice: Choice) -> str:
+    def _get_echo(self, choice: Choice) -> Echo | None:
         if not self._request.echo:
-            return ""
+            return None
         assert isinstance(self._request, CompletionRequest)
         prompt = self._request.prompts[choice.index // self._request.n]
-        return prompt if isinstance(prompt, str) else self._texts.decode(prompt)
+        if not isinstance(prompt, str):
+            return Echo(self._texts.decode(prompt))
+        if not self._has_logprobs:
+            return Echo(prompt)
+        return Echo(prompt, self._texts.find_spans(prompt, self._request.add_special_tokens))
 
     def format_error(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
@@ -184,32 +179,68 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 class _LogprobWriter:
     """Writes log-probabilities of an answer in OpenAI's formats, and of its prompt in vLLM's."""
 
-    def __init__(self, choice: Choice, texts: TokenTexts, *, echo: bool = False) -> None:
-        self._sequence, self._texts, self._echoes_prompt = choice.sequence, texts, echo
+    def __init__(self, choice: Choice, texts: TokenTexts) -> None:
+        self._sequence, self._decoder, self._texts = choice.sequence, choice.decoder, texts
         self._num_sent = 0  # number of the answer's tokens whose log-probabilities were returned
-        self._offset = 0  # number of characters before the next token
+        self._start = 0  # number of characters before the answer
+        self._place = TextPlace()
 
-    def take_logprobs(self, num_tokens: int, *, is_chat: bool) -> dict[str, Any]:
+    def take_logprobs(self, num_tokens: int, echo: Echo | None, *, is_chat: bool) -> dict[str, Any]:
         """Return the log-probabilities of the answer's first `num_tokens` tokens, each only once.
 
-        With `echo`, the first call returns the log-probabilities of the prompt before them.
+        The log-probabilities of the prompt `echo` come first. None omits them.
         """
-        entries = self._get_prompt_entries() if self._echoes_prompt else []
-        self._echoes_prompt = False
-        entries += self._sequence.logprobs[self._num_sent : num_tokens]
-        self._num_sent = max(self._num_sent, min(len(self._sequence.logprobs), num_tokens))
+        entries = [] if echo is None else self._find_prompt(echo)
+        new_entries = self._sequence.logprobs[self._num_sent : num_tokens]
+        entries += [self._find_next(entry) for entry in new_entries]
         if is_chat:
-            return {"content": [self._format_entry(entry) for entry in entries], "refusal": None}
-        texts = [self._texts(entry.token) for entry in entries]
-        *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
+            content = [self._format_entry(entry, is_first) for entry, is_first, _ in entries]
+            return {"content": content, "refusal": None}
+        get_text = self._texts.get_text
         return {
-            "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in entries],
+            "tokens": [get_text(entry.token, is_first) for entry, is_first, _ in entries],
+            "token_logprobs": [entry.logprob for entry, _, _ in entries],
             "top_logprobs": [
-                None if entry.logprob is None else self._map_top_tokens(entry) for entry in entries
+                None if entry.logprob is None else self._map_top_tokens(entry, is_first)
+                for entry, is_first, _ in entries
             ],
-            "text_offset": offsets,
+            "text_offset": [offset for _, _, offset in entries],
         }
+
+    def _find_prompt(self, echo: Echo) -> list[_PlacedEntry]:
+        """Return the entries of the prompt with their places in its text."""
+        entries, place = list[_PlacedEntry](), TextPlace()
+        spans: Sequence[_Span | None] = echo.spans or [None] * len(self._sequence.prompt)
+        for entry, span in zip(self._get_prompt_entries(), spans, strict=True):
+            is_first, old_offset = place.is_first, place.offset
+            # A token that the tokenizer adds has an empty span, and is not in the text.
+            is_in_text = span is None or span[0] < span[1]
+            data = self._texts.get_bytes(entry.token, is_first) if is_in_text else None
+            offset = place.advance(data)
+            if span is not None and is_in_text:  # the span may begin after a space
+                offset = min(span[0], old_offset)
+                place.set_offset(span[1])
+            entries.append((entry, is_first, offset))
+        self._start = self._place.offset = len(echo.text)
+        return entries
+
+    def _find_next(self, entry: TokenLogprob) -> _PlacedEntry:
+        """Return the next entry of the answer with its place in the text."""
+        place, index = self._place, self._num_sent
+        old_end, end = self._decoder.text_ends[index : index + 2]
+        is_first, self._num_sent = place.is_first, index + 1
+        data = self._get_bytes(entry.token, is_first)
+        offset = place.advance(data)
+        if data is not None and end > old_end:  # the text of all tokens up to this one is complete
+            place.set_offset(self._start + end)
+            if is_complete(data):
+                offset = place.offset - len(data.decode())
+        return entry, is_first, offset
+
+    def _get_bytes(self, token: int, is_first: bool) -> bytes | None:
+        """Return the bytes of a token of the answer, or None if the text omits the token."""
+        omits = token in self._decoder.hidden_tokens or token in self._texts.special_tokens
+        return None if omits else self._texts.get_bytes(token, is_first)
 
     def format_prompt(self) -> list[Any]:
         """Return the most likely tokens at each position of the prompt. The first entry is None."""
@@ -221,7 +252,7 @@ class _LogprobWriter:
             str(token): {
                 "logprob": logprob,
                 "rank": entry.rank if token == entry.token else rank,
-                "decoded_token": self._texts(token),
+                "decoded_token": self._texts.get_text(token, is_first=False),
             }
             for rank, (token, logprob) in enumerate([*entry.top_tokens, *missing], 1)
         }
@@ -232,19 +263,20 @@ class _LogprobWriter:
         first_entry = TokenLogprob(prompt[0], None, 0, ())
         return [first_entry, *(logprobs[position] for position in range(1, len(prompt)))]
 
-    def _map_top_tokens(self, entry: TokenLogprob) -> dict[str, float | None]:
-        logprobs: dict[str, float | None] = {}
-        for token, logprob in (*entry.top_tokens, (entry.token, entry.logprob)):
-            # Two tokens may have the same text. The more likely token comes first.
-            logprobs.setdefault(self._texts(token), logprob)
+    def _map_top_tokens(self, entry: TokenLogprob, is_first: bool) -> dict[str, float | None]:
+        """Return log-probabilities by text. Tokens with a text of another token have their id."""
+        own_text, logprobs = self._texts.get_text(entry.token, is_first), {}
+        for token, logprob in {**dict(entry.top_tokens), entry.token: entry.logprob}.items():
+            text = self._texts.get_text(token, is_first)
+            is_taken = token != entry.token and (text == own_text or text in logprobs)
+            logprobs[f"token_id:{token}" if is_taken else text] = logprob
         return logprobs
 
-    def _format_entry(self, entry: TokenLogprob) -> dict[str, Any]:
-        top_logprobs = [self._format_token(token, logprob) for token, logprob in entry.top_tokens]
-        return {**self._format_token(entry.token, entry.logprob), "top_logprobs": top_logprobs}
+    def _format_entry(self, entry: TokenLogprob, is_first: bool) -> dict[str, Any]:
+        top_logprobs = [self._format_token(*pair, is_first) for pair in entry.top_tokens]
+        token = self._format_token(entry.token, entry.logprob, is_first)
+        return {**token, "top_logprobs": top_logprobs}
 
-    def _format_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._texts(token)
-        is_complete = "\N{REPLACEMENT CHARACTER}" not in text
-        utf8_bytes = list(text.encode()) if is_complete else None
-        return {"token": text, "logprob": logprob, "bytes": utf8_bytes}
+    def _format_token(self, token: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
+        text, data = self._texts.get_text(token, is_first), self._get_bytes(token, is_first)
+        return {"token": text, "logprob": logprob, "bytes": list(data or b"")}

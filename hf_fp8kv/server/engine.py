@@ -98,16 +98,18 @@ class Engine:
                 "--cb-num-blocks or --cb-max-batch-tokens"
             ) from error
 
-    def stop(self) -> None:
-        """Stop the engine's thread, if it runs. Unfinished requests fail."""
+    def stop(self) -> bool:
+        """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended."""
         manager, self._manager = self._manager, None
         if manager is None:
-            return
+            return True
         manager.stop(block=True, timeout=_STOP_TIMEOUT_SECONDS, hard_stop=True)
         for hook in self._hooks:
             hook.remove()
-        if manager.is_running():
+        is_running: bool = manager.is_running()
+        if is_running:
             logger.error("the engine's thread did not end within %g s", _STOP_TIMEOUT_SECONDS)
+        return not is_running
 
     @property
     def max_tokens(self) -> int:

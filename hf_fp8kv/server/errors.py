@@ -8,6 +8,7 @@ from starlette.responses import Response
 STOPPING_MESSAGE = "the server is stopping"
 INTERNAL_MESSAGE = "internal error. See the log of the server"
 UNSUPPORTED_CODE = "unsupported_parameter"
+RETRY_HEADER = {"retry-after": "5"}
 
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -52,3 +53,15 @@ class APIError(Exception):
 def make_field_error(field: str, message: str, code: str | None = None) -> APIError:
     """Return the error (status 400) for an invalid field of a request."""
     return APIError(400, f"{field}: {message}", param=field, code=code)
+
+
+def make_busy_error(expected: str, code: str = "too_many_requests") -> APIError:
+    """Return the error (status 429) for a request that exceeds what the server handles at once."""
+    message = f"expected {expected}. Try again later"
+    return APIError(429, message, code=code, headers=RETRY_HEADER)
+
+
+def make_stopping_error() -> APIError:
+    """Return the error (status 503) for a request that comes too late, or takes too long."""
+    headers = {**RETRY_HEADER, "connection": "close"}
+    return APIError(503, STOPPING_MESSAGE, code="stopping", headers=headers)

@@ -9,7 +9,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError
 from .errors import UNSUPPORTED_CODE, APIError, make_field_error
-from .schemas import Request, TokenizeRequest
+from .schemas import Request
 
 # A token for an unknown word or dropped spaces may stand for more characters than its text has.
 _MIN_LENGTH_BOUND = 128  # characters
@@ -102,7 +102,7 @@ class ServedModel:
             message = "the server sets this field. Omit it"
             raise make_field_error(f"chat_template_kwargs.{name}", message)
 
-    def make_prompts(self, request: Request | TokenizeRequest) -> list[list[int]]:
+    def make_prompts(self, request: Request) -> list[list[int]]:
         """Return the tokens of each prompt of a request.
 
         Raises:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -16,13 +17,13 @@ import uvicorn
 from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError, EngineError
+from ..prefix.store import flush_stores
 from .app import Application
 from .connections import compute_backlog_size, compute_max_connections, make_connection_class
 
 logger = logging.getLogger(__name__)
 
-# Time to send the errors of requests that were ended.
-_SEND_SECONDS = 5.0
+_SEND_SECONDS = 3  # time to send the errors of requests that were ended
 # Exceptions that transformers and PyTorch raise for an invalid model folder or option.
 _LOADING_ERRORS = (
     OSError, ValueError, TypeError, LookupError, ImportError, RuntimeError, AssertionError
@@ -49,6 +50,7 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
         access_log = logging.getLogger("uvicorn.access")
         access_log.addFilter(_is_logged)
         stack.callback(access_log.removeFilter, _is_logged)
+        stack.push(lambda _type, error, _traceback: _end_process(app, error))
         stack.callback(app.stop)
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
         engine = app.engine
@@ -61,6 +63,18 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
                 f"the engine ended: {failure}. Start the server again, and report its log if it "
                 "ends again"
             )
+
+
+def _end_process(app: Application, error: BaseException | None) -> None:
+    """Write the pages of prefix stores, and end the process if work of ended requests still runs.
+
+    Python would wait for this work at its exit: for minutes if a prompt is very long.
+    """
+    flush_stores()
+    if app.is_busy and threading.current_thread() is threading.main_thread():
+        if error is not None:
+            logger.error("%s", error)
+        os._exit(0 if error is None else 1)
 
 
 def load_model(name: str, **options: Any) -> tuple[Any, Any]:
@@ -118,13 +132,12 @@ class _Server(uvicorn.Server):
                 log_level="info",
                 lifespan="on",
                 ws="none",
-                timeout_graceful_shutdown=int(_SEND_SECONDS),
+                timeout_graceful_shutdown=_SEND_SECONDS,
             )
         )
         self._app, self._on_ready = app, on_ready
         self._num_signals = 0
         self._deadline = math.inf  # monotonic time at which running requests end after a signal
-        self._has_failed_requests = False  # whether `Application.fail_requests` was called
         self.failure: str | None = None  # why the engine ended, unless the server stopped it
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -155,11 +168,10 @@ class _Server(uvicorn.Server):
             self._deadline = now + grace_seconds
             logger.info("stopping: %d requests get %g s", len(unfinished), grace_seconds)
         is_overdue = now >= self._deadline or self._num_signals > 1
-        if unfinished and is_overdue and not self._has_failed_requests:
+        if unfinished and is_overdue:
             logger.warning("stopping: ending %d requests", len(unfinished))
             self._app.fail_requests()
-            self._has_failed_requests, self._deadline = True, now + _SEND_SECONDS
-        return not unfinished or (self._has_failed_requests and now >= self._deadline)
+        return is_overdue or not unfinished
 
     async def _log_metrics(self) -> None:
         """Log a line in each interval in which requests run or finish."""

@@ -350,38 +350,16 @@ class _StreamOptions(_StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class Body(_StrictModel):
-    """The fields of all request bodies."""
-
-    model: str | None = None
-
-
-class PromptFields(Body):
-    """The fields of requests that have prompts or the messages of a chat."""
-
-    prompt: _AnyPrompt | None = None
-    messages: _Messages = []
-    add_special_tokens: bool = True
-
-    @property
-    def prompts(self) -> list[Any]:
-        """The prompts, each a text or a list of tokens. The list is empty for a chat."""
-        prompt: Any = self.prompt
-        is_single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
-        return [prompt] if is_single else prompt or []
-
-    @property
-    def chat_messages(self) -> list[dict[str, Any]]:
-        """The messages for a chat template."""
-        return [message.template_message for message in self.messages]
-
-
-class Request(PromptFields):
+class Request(_StrictModel):
     """A request to generate. Validation ignores fields that are null."""
 
     _characters: int = 0  # characters in all texts of the request
 
     # The prompt, and the length of the answer.
+    model: str | None = None
+    prompt: _AnyPrompt | None = None
+    messages: _Messages = []
+    add_special_tokens: bool = True
     input: _Input = []
     instructions: str | None = None
     chat_template_kwargs: Annotated[
@@ -466,9 +444,21 @@ class Request(PromptFields):
         return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
 
     @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or a list of tokens. The list is empty for a chat."""
+        prompt: Any = self.prompt
+        is_single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
+        return [prompt] if is_single else prompt or []
+
+    @property
     def prompt_lengths(self) -> list[int]:
         """The number of characters of each prompt."""
         return [self._characters]
+
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """The messages for a chat template."""
+        return [message.template_message for message in self.messages]
 
     @property
     def forced_tool(self) -> str | None:
@@ -581,27 +571,6 @@ class ResponseRequest(Request):
         return messages
 
 
-class TokenizeRequest(PromptFields):
-    """POST /tokenize."""
-
-    prompt: str | None = None
-    add_generation_prompt: bool = True
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        return {"add_generation_prompt": self.add_generation_prompt}
-
-    def check(self) -> None:
-        if (self.prompt is None) == (not self.messages):
-            raise APIError(400, "prompt, messages: expected exactly one of these fields")
-
-
-class DetokenizeRequest(Body):
-    """POST /detokenize."""
-
-    tokens: Annotated[list[_Token], Field(fail_fast=True)]
-
-
 def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body, without fields that are null.
 
@@ -629,7 +598,7 @@ def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> M
         field = prefix + name
         # `value` itself is the first of these values, and is not counted.
         excess = itertools.islice(walk_values(value), _MAX_FIELD_VALUES + 1, None)
-        if name not in ("prompt", "tokens") and any(True for _ in excess):
+        if name != "prompt" and any(True for _ in excess):
             raise make_value_error(field, f"at most {_MAX_FIELD_VALUES} values in total", value)
         if name in model.allowed_values:
             if not any(_equals_json(value, allowed) for allowed in model.allowed_values[name]):

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .errors import UNSUPPORTED_CODE, APIError, make_field_error
+from .jobs import MAX_WAITING_JOBS, JobPool
 from .schemas import MAX_REGEX_LENGTH, Request, walk_values
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, unavailable_reason: str | None) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._unavailable_reason = unavailable_reason
-        self._pool = ThreadPoolExecutor(_NUM_COMPILE_THREADS, "hf_fp8kv grammars")
+        self.pool = JobPool("grammars", _NUM_COMPILE_THREADS, MAX_WAITING_JOBS)
 
     async def compile(self, request: Request) -> Guide | None:
         """Return the guide of a request, or None if the request has no grammar.
@@ -238,10 +238,9 @@ class Grammars:
         if self._unavailable_reason is not None:
             message = f"{_REFUSAL_PREFIX}{self._unavailable_reason}. Omit the field"
             raise make_field_error(field, message, UNSUPPORTED_CODE)
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._pool, self._compile_grammar, field, source)
         try:
-            return await asyncio.wait_for(future, _MAX_COMPILE_SECONDS)
+            async with asyncio.timeout(_MAX_COMPILE_SECONDS):
+                return await self.pool.run(self._compile_grammar, field, source)
         except TimeoutError:
             expected = f"a grammar that is compiled within {_MAX_COMPILE_SECONDS:g} s"
             message = f"expected {expected}. Simplify it, or try again later"

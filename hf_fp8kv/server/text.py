@@ -49,13 +49,14 @@ class AnswerDecoder:
         forced_tool: str | None = None,
     ) -> None:
         self.stop_strings, self._min_tokens = stop_strings, min_tokens
-        self._hidden_tokens, self._forced_tool = hidden_tokens, forced_tool
+        self.hidden_tokens, self._forced_tool = hidden_tokens, forced_tool
         self._parser = parser = None if forced_tool is not None else parser
         self._tokenizer, self._skip_special = tokenizer, parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._skip_special)
         self._undecoded: list[int] = []  # tokens whose text has not been returned
         self._held_text, self.is_stopped = "", False
         self.num_tokens = self.num_calls = 0
+        self.text_ends = [0]  # lengths of the text after the first 0, 1, 2, ... tokens
         self._initial_parts = [] if parser is None else self._make_parts(parser.initial_events)
 
     def add_tokens(self, tokens: Iterable[int]) -> list[AnswerPart]:
@@ -65,8 +66,9 @@ class AnswerDecoder:
             if self.is_stopped:
                 break
             self.num_tokens += 1
-            if token not in self._hidden_tokens:
-                parts += self._add_text(self._decode(token))
+            text = "" if token in self.hidden_tokens else self._decode(token)
+            self.text_ends.append(self.text_ends[-1] + len(text))
+            parts += self._add_text(text)
         return parts
 
     def finish(self) -> list[AnswerPart]:

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
@@ -144,6 +147,117 @@ def test_logprobs_of_a_chat_and_its_prompt_match_the_model(server, model):
     streamed_tokens = [entry["token"] for entry in chain.from_iterable(parts)]
     assert streamed_tokens == [entry["token"] for entry in content]
     assert max(map(len, parts)) == 1
+
+
+def make_tokenizer(decoder: str) -> Tokenizer:
+    """Return a tokenizer with this type of decoder. Some of its tokens are parts of characters."""
+    if decoder == "ByteLevel":
+        vocabulary = {x: index for index, x in enumerate(sorted(ByteLevel.alphabet()))}
+        merges = [("\u00f0", "\u0141"), ("R", "o"), ("Ro", "m"), ("\u0120", "Rom")]
+        vocabulary |= {"".join(pair): 256 + index for index, pair in enumerate(merges)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    elif decoder == "ByteFallback":
+        words = ["\u2581", "\u2581a", "a", "b", "\u00e9", "\u2581Rome", "\u2581b"]
+        words += [f"<0x{byte:02X}>" for byte in range(256)]
+        vocabulary = {word: index for index, word in enumerate(words)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        tokenizer.decoder = decoders.Sequence([
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ])  # fmt: skip
+    elif decoder == "WordPiece":
+        words = ["[UNK]", "a", "##a", "b", "##b", "\u00e9", "Rome", "##s", "\U0001f30d", "."]
+        vocabulary = {word: index for index, word in enumerate(words)}
+        tokenizer = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.decoder = decoders.WordPiece()
+    else:
+        words = ["\u2581", "\u2581a", "a", "b", "\u00e9", "\u2581Rome", "\U0001f30d", "Rome"]
+        tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["ByteLevel", "ByteFallback", "WordPiece", "Metaspace"])
+def byte_server(request, tmp_path_factory):
+    """A server whose model has a tokenizer of this type."""
+    folder, backend = tmp_path_factory.mktemp("bytes"), make_tokenizer(request.param)
+    save_chat_model(folder, vocab_size=backend.get_vocab_size())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    with hosting(str(folder), "--kv-cache-dtype", "auto") as server:
+        yield server, request.param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [None, "a b \U0001f30d Rome", [0, 3, 2, 5, 8]])
+def test_offsets_index_the_text_and_no_alternative_is_lost(byte_server, prompt, stream):
+    server, decoder = byte_server
+    echo = {"prompt": "a b"} if prompt is None else {"prompt": prompt, "echo": True}
+    num_partial_tokens = 0
+    for seed in range(2):
+        (choice,) = get_choices(
+            server, **echo, max_tokens=40, logprobs=6, temperature=1.9, seed=seed, stream=stream
+        )
+        parts = choice["logprobs"] if stream else [choice["logprobs"]]
+        logprobs = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
+        text, offsets = choice["text"], logprobs["text_offset"]
+        assert offsets == sorted(offsets)
+        rows = zip(*logprobs.values(), strict=True)
+        for index, (token, logprob, top, offset) in enumerate(rows):
+            if token.startswith("bytes:"):
+                num_partial_tokens += 1
+                assert ord(text[offset]) > 127
+            elif token.strip() != "<s>" and (decoder != "ByteFallback" or len(token) > 1):
+                # A decoder with bytes may write U+FFFD for valid bytes next to invalid bytes.
+                assert text[offset:].startswith(token), (index, token)
+            if logprob is not None:
+                assert top[token] == logprob
+                assert len(top) in (6, 7)
+    assert (num_partial_tokens > 0) is (decoder in ("ByteLevel", "ByteFallback"))
+
+
+def test_an_unknown_character_of_a_prompt_does_not_shift_offsets(server):
+    prompt = "a \U0001f30d\u00e9b"
+    (choice,) = get_choices(server, prompt=prompt, max_tokens=3, logprobs=0, echo=True)
+    assert choice["text"].startswith(prompt)
+    assert choice["logprobs"]["tokens"][:5] == ["a", " ", "?", "?", "b"]
+    assert choice["logprobs"]["text_offset"] == list(range(8))
+
+
+def test_the_bytes_of_tokens_are_the_text(byte_server):
+    server, decoder = byte_server
+    fields = {"messages": MESSAGES, "max_tokens": 60, "logprobs": True, "top_logprobs": 3}
+    requests: list[dict] = [{"temperature": 1.9, "seed": seed} for seed in range(2)]
+    if decoder in ("ByteLevel", "ByteFallback"):
+        choice = "Rome \U0001f30d\U0001f534 \u00e9 \U0001f9d1\u200d\U0001f680"
+        requests = [{"structured_outputs": {"choice": [choice]}}]
+    for request in requests:
+        for stream in (False, True):
+            (answer,) = get_choices(server, CHAT, **fields, **request, stream=stream)
+            parts = answer["logprobs"] if stream else [answer["logprobs"]]
+            entries = [*chain.from_iterable(part["content"] for part in parts if part)]
+            text = answer["text"] if stream else answer["message"]["content"]
+            assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == text
+            assert "structured_outputs" not in request or text == choice
+            for entry in entries:
+                for token in (entry, *entry["top_logprobs"]):
+                    data = bytes(token["bytes"])
+                    spelling = data.decode(errors="backslashreplace")
+                    is_partial = "\ufffd" in data.decode(errors="replace")
+                    expected = f"bytes:{spelling}" if is_partial else spelling
+                    assert token["token"] == expected or token["token"].strip() == "<s>"
 
 
 def test_an_empty_suffix_does_not_change_a_stream(server):
@@ -462,8 +576,6 @@ def test_a_message_without_calls_keeps_its_content(server, calls):
     (plain_choice,) = get_choices(server, CHAT, messages=[message], max_tokens=8)
     (choice,) = get_choices(server, CHAT, messages=[message | {"tool_calls": calls}], max_tokens=8)
     assert choice == plain_choice
-    fields = {"messages": [message | {"tool_calls": calls}]}
-    assert server.answer("/tokenize", **fields)["tokens"] == encode(PROMPT)
 
 
 def test_a_response_calls_a_named_tool(server):

@@ -1,6 +1,7 @@
 """Tests of `hf-fp8kv serve` over HTTP: answers, errors and shutdown."""
 
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -14,7 +15,6 @@ import types
 import typing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
@@ -48,6 +48,7 @@ def import_required(name: str) -> types.ModuleType:
 
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
 listen = import_required("hf_fp8kv.server.config").listen
+schemas = import_required("hf_fp8kv.server.schemas")
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
 template_shows_tools = import_required("hf_fp8kv.server.model").template_shows_tools
@@ -521,7 +522,7 @@ def test_too_long_texts_are_rejected_before_tokenization(server):
         assert message in error["message"]
 
 
-def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path, monkeypatch):
+def test_long_prompts_wait_for_two_threads_and_short_prompts_pass(tmp_path, monkeypatch, caplog):
     started: list[str] = []
     may_continue = threading.Event()
     stock_make_prompts = ServedModel.make_prompts
@@ -531,25 +532,57 @@ def test_at_most_two_long_prompts_are_tokenized_and_short_prompts_pass(tmp_path,
         assert len(request.prompt) < 100_000 or may_continue.wait(60)
         return stock_make_prompts(self, request)
 
-    def complete(prompt: str) -> int:
-        return get_status(server, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+    def make_long_prompt(name: str) -> dict:
+        # The new tokens do not fit, so the request fails after its prompt is tokenized.
+        return {"prompt": f"{name:6}" + "x" * 100_000, "max_tokens": 10**6}
 
-    long_prompts = [f"long {n}" + "x" * 100_000 for n in range(4)]
-    folder = save_chat_model(tmp_path, context=100_100)
+    def get_error(name: str) -> tuple[int, str]:
+        status, text, _ = server.ask(COMPLETIONS, make_long_prompt(name))
+        return status, json.loads(text)["error"]["code"]
+
+    folder = save_chat_model(tmp_path, context=1000)
     monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make_prompts)
-    options = ("--cb-num-blocks", "6300")
-    with hosting(folder, *options) as server, ThreadPoolExecutor(4) as pool:
-        server.ask(COMPLETIONS, {"prompt": "first", "max_tokens": 1})
-        futures = [
-            pool.submit(get_status, server, "/tokenize", {"prompt": x}) for x in long_prompts
-        ]
-        deadline = time.monotonic() + 60
-        while len(started) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert complete("short") == 200
-        assert (started[0], started[-1], len(started)) == ("first", "short", 4)  # two are long
+    with (
+        hosting(folder, "--cb-num-blocks", "80") as server, ThreadPoolExecutor(4) as pool,
+        contextlib.ExitStack() as clients,
+    ):  # fmt: skip
+        with server.abandon_request(COMPLETIONS, **make_long_prompt("gone")):
+            server.wait_until(requests_waiting=1)
+        futures = [pool.submit(get_error, f"long {n}") for n in range(4)]
+        server.wait_until(requests_waiting=4)
+        for _ in range(13):  # 3 and these wait, and 2 run
+            request = server.abandon_request(COMPLETIONS, **make_long_prompt("left"))
+            clients.enter_context(request)
+        server.wait_until(requests_waiting=17)
+        assert get_error("excess") == (429, "too_many_requests")
+        assert get_status(server, COMPLETIONS, {"prompt": "short", "max_tokens": 1}) == 200
+        clients.close()
+        server.wait_until(**{'requests_total{status="499"}': 14, "requests_waiting": 4})
+        assert len(started) == 3  # two are long
         may_continue.set()
-        assert [future.result() for future in futures] == [200] * 4
+        assert {future.result() for future in futures} == {(400, "context_length_exceeded")}
+        expected = ["gone  ", "long 0", "long 1", "long 2", "long 3", "short"]
+        assert sorted(started) == expected
+        gc.collect()  # asyncio logs errors that are not retrieved
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, monkeypatch):
+    may_continue = threading.Event()
+    parse_body = schemas.parse_body
+
+    def wait_and_parse(content: bytes) -> dict:
+        assert len(content) < 100_000 or may_continue.wait(60)
+        return parse_body(content)
+
+    monkeypatch.setattr(schemas, "parse_body", wait_and_parse)
+    with hosting(folder) as server:
+        try:
+            with server.abandon_request(COMPLETIONS, prompt="x" * 100_000):
+                server.wait_until(requests_waiting=1)
+            server.wait_until(**{'requests_total{status="499"}': 1, "requests_waiting": 0})
+        finally:
+            may_continue.set()
 
 
 @pytest.mark.parametrize(
@@ -571,26 +604,15 @@ def test_a_rebound_host_name_is_rejected(server, host, status):
 
 
 def test_no_answer_contains_the_path_of_the_model(server, folder):
-    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
+    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/docs")]
     requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, make_chat(model="no"))]
-    requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1)), ("/load_model", {})]
+    requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1))]
     requests += [(COMPLETIONS, {"prompt": "x", "max_tokens": 2})]
     requests += [(RESPONSES, {"input": "x", "max_output_tokens": 2})]
-    requests += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
     for path, payload in requests:
         status, text, headers = server.ask(path, payload)
         assert status in (200, 400, 404)
         assert folder not in text + str(headers), path
-    _, event, _ = server.ask("/load_model", {})
-    name = read_json(server, "/v1/models")["data"][0]["id"]
-    expected = {"status": "ready", "model": name, "cached": True}
-    assert json.loads(event.removeprefix("data:")) == expected
-
-
-def test_detokenize_accepts_as_many_tokens_as_the_context(server):
-    for count, status in ((CONTEXT_LENGTH, 200), (CONTEXT_LENGTH + 1, 400)):
-        actual_status, text, _ = server.ask("/detokenize", {"tokens": [1] * count})
-        assert actual_status == status, text
 
 
 @contextlib.contextmanager
@@ -639,7 +661,10 @@ def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
         assert future.result() == 200
 
 
-@pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
+@pytest.mark.parametrize(
+    "path",
+    ["/reset", "/v1/audio/transcriptions", "/tokenize", "/detokenize", "/load_model", "/version"],
+)
 def test_unsupported_paths_return_404(server, path):
     assert get_status(server, path, {}) == 404
     assert get_status(server, CHAT, make_chat()) == 200
@@ -648,7 +673,6 @@ def test_unsupported_paths_return_404(server, path):
 def test_other_content_types_are_rejected(server):
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert get_status(server, CHAT, raw=b"a=b", headers=form) == 415
-    assert get_status(server, "/load_model", {"model": "no/such"}) == 404
 
 
 def test_requests_with_the_same_id_get_their_own_answers(server):
@@ -784,20 +808,9 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
         assert (status, json.loads(text)["model"]) == (200, "mine")
         assert get_status(server, CHAT, make_chat(model=folder)) == 404
         assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
-        tokenized = server.answer("/tokenize", messages=[USER_MESSAGE])
-        assert (tokenized["count"], tokenized["max_model_len"]) == (3, 40)
-        detokenized = server.answer("/detokenize", tokens=tokenized["tokens"])
-        assert detokenized == {"prompt": "<x>"}
-        assert server.answer("/tokenize", prompt="abc")["tokens"] == [65, 66, 67]
-        assert read_json(server, "/version")["version"] == version("hf-fp8kv")
-        for path, payload in (
-            ("/tokenize", {}), ("/tokenize", {"prompt": 5}), ("/tokenize", {"text": "x"}),
-            ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"messages": [5]}),
-            ("/detokenize", {"tokens": [95]}), ("/detokenize", {"tokens": "x"}),
-            ("/detokenize", {"tokens": [True]}),
-        ):  # fmt: skip
-            status, text, _ = server.ask(path, payload)
-            assert (status, bool(json.loads(text)["error"]["message"])) == (400, True), payload
+        prompt_entries = server.answer(CHAT, **make_chat("x", prompt_logprobs=0))["prompt_logprobs"]
+        tokens = [entry["decoded_token"] for x in prompt_entries[1:] for entry in x.values()]
+        assert tokens == ["x", ">"]
 
 
 def test_processes_of_torchrun_are_rejected(run_command, tmp_path, monkeypatch):
@@ -872,3 +885,35 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
     else:
         assert last_event["choices"][0]["finish_reason"] == "length"
         assert last_event["usage"]["completion_tokens"] == 270
+
+
+@pytest.mark.full
+def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
+    """The template takes hours for the role "snail". Its client gets 503, or has left."""
+    loops = "".join(f"{{% for {name} in range(90000) %}}" for name in "ijk")
+    template = tmp_path / "template"
+    template.write_text(
+        "{% if messages[0].role == 'snail' %}" + loops + "{% endfor %}" * 3 + "{% endif %}:"
+    )
+    store, text = tmp_path / "store", "x" * 100_000
+    options = ("--chat-template", str(template), "--cb-num-blocks", "80", "--grace", "1")
+    options += ("--prefix-store", str(store))
+    with (
+        Server(save_chat_model(tmp_path, context=1000), *options) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert get_status(server, COMPLETIONS, {"prompt": STORY, "max_tokens": 9}) == 200
+        with contextlib.ExitStack() as clients:
+            for _ in range(3):  # two run, and one waits
+                clients.enter_context(server.abandon_request(CHAT, **make_chat(text, "snail")))
+            server.wait_until(requests_waiting=3)
+        server.wait_until(**{'requests_total{status="499"}': 3})
+        future = pool.submit(server.ask, CHAT, make_chat(text, "snail"))
+        server.wait_until(requests_waiting=1)
+        assert server.stop() == 0
+        status, answer, _ = future.result()
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "stopping")
+        assert "stopping: ending 1 requests" in server.log
+        assert "Finished server process" in server.log
+        assert "Traceback" not in server.log
+    assert len(list(store.glob("*.safetensors"))) == len(STORY) // PAGE_SIZE

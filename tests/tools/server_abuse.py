@@ -5,19 +5,24 @@
 The program starts `hf-fp8kv serve` on this machine with a tiny model, or with the demo model
 (`--demo`). For some minutes, good clients request chats, completions, responses, streams, several
 answers, penalties, structured output and forced tools. Bad clients send incomplete bodies, bad
-chunks and floods of connections, read slowly, or close connections. Some requests make the logits
-of the tiny model NaN. The program prints a table of all requests, and all violations:
+chunks and floods of connections, read slowly, abandon long prompts, or close connections. Some
+requests make the logits of the tiny model NaN. The program prints a table of all requests, and all
+violations:
 
 * a response with status 5xx (except for logits that are NaN), a different response to a repeated
   request, or a request without a response at its deadline
 * memory that still grows in the second half of the time
 * pages that are not freed, so the last request, which needs all pages, fails
-* a traceback in the log, or a nonzero exit code after SIGTERM while requests run
+* log-probabilities whose bytes are not the text, or whose offsets do not index it. With `--demo`,
+  the text has characters of several tokens
+* a traceback in the log, a nonzero exit code or an exit after more than 35 s, after SIGTERM while
+  requests and jobs of clients that have left run
 
 With `--hostile`, all clients except one send requests that must not harm a server: many prompts
-with a large field, pipelined requests whose responses are never read, endless headers, bodies
-without the last byte, and names of foreign hosts. There are two further violations: the 99th
-percentile of /health exceeds 0.5 s, or memory grows by more than 200 MiB.
+with a large field, long prompts that are abandoned, pipelined requests whose responses are never
+read, endless headers, bodies without the last byte, and names of foreign hosts. There are two
+further violations: the 99th percentile of /health exceeds 0.5 s, or memory grows by more than
+200 MiB.
 """
 
 import argparse
@@ -64,7 +69,18 @@ LARGE_REQUESTS = [
         {"user": [""] * 9 * 10**5}, {"metadata": {"x": [0] * 10**6}}, {"user": "x" * 3 * 10**6}
     )
 ]  # fmt: skip
-HOSTILE_ACTIONS = ("do_many_prompts", "do_pipeline", "do_headers", "do_stall", "do_foreign_host")
+# Actions of hostile clients. The first action is also an action of bad clients.
+HOSTILE_ACTIONS = (
+    "do_long_prompts", "do_many_prompts", "do_pipeline", "do_headers", "do_stall",
+    "do_foreign_host",
+)  # fmt: skip
+REMOVED_PATHS = ("/tokenize", "/detokenize", "/load_model", "/version")
+LONG_PROMPT = "x" * 150_000  # too long for the model, and not too long to be tokenized
+EMOJI_TEXT = " is Rome \U0001f30d.\n\nThe capital \U0001f534"
+# The template takes hours for the role "snail".
+SNAIL_LOOPS = "".join(f"{{% for {name} in range(90000) %}}" for name in "ijk") + "{% endfor %}" * 3
+SNAIL_TEMPLATE = f"{{% if messages[0].role == 'snail' %}}{SNAIL_LOOPS}{{% endif %}}"
+MAX_EXIT_SECONDS = 35.0
 REPEATED_BODY = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
@@ -113,7 +129,7 @@ class AbuseRun:
     def run_client(self, index: int) -> None:
         """Run client `index` until the deadline of the run."""
         rng = random.Random(self.seed * 1000 + index)
-        other_names = {x for x in dir(self) if x.startswith("do_")}.difference(HOSTILE_ACTIONS)
+        other_names = {x for x in dir(self) if x.startswith("do_")}.difference(HOSTILE_ACTIONS[1:])
         names = HOSTILE_ACTIONS if self.is_hostile else sorted(other_names)
         actions = [getattr(self, name) for name in names]
         while time.monotonic() < self.deadline:
@@ -207,6 +223,42 @@ class AbuseRun:
             self.add_violation(f"logits of NaN: {status} {json.dumps(response):.300}")
         return f"{status} NaN"
 
+    def do_logprobs(self, rng: random.Random) -> object:
+        """Request log-probabilities, and compare their bytes or offsets with the text."""
+        body: dict[str, Any] = {"max_tokens": 24, "temperature": 1, "seed": rng.randrange(9)}
+        body["logit_bias"] = {str(ord(NAN_CHARACTER) - 32): -100}
+        if not self.can_overflow:  # the demo model
+            body["structured_outputs"] = {"choice": [EMOJI_TEXT]}
+        if is_chat := rng.random() < 0.5:
+            body |= {"messages": [{"role": "user", "content": "why"}], "logprobs": True}
+        else:
+            body |= {"prompt": "why \U0001f30d not", "logprobs": 4, "echo": True}
+        status, response = self.send(CHAT if is_chat else COMPLETIONS, body)
+        if status != 200:
+            if status != 429:
+                self.add_violation(f"logprobs: {status} {json.dumps(response):.300}")
+            return status
+        (choice,) = response["choices"]
+        if is_chat:
+            chunks = [bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]]
+            is_right = b"".join(chunks).decode() == choice["message"]["content"]
+        else:
+            text, logprobs = choice["text"], choice["logprobs"]
+            is_right = all(
+                text.startswith(token, offset) or token.startswith(("bytes:", "<|", "?"))
+                for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+            )
+        if not is_right:
+            self.add_violation(f"logprobs are not of the text: {json.dumps(choice):.2000}")
+        return status
+
+    def do_removed_path(self, rng: random.Random) -> object:
+        path = rng.choice(REMOVED_PATHS)
+        status = self.server.ask(path, rng.choice((None, {"prompt": "x"})))[0]
+        if status != 404:
+            self.add_violation(f"{path}: expected 404, got {status}")
+        return status
+
     # -- bad clients ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -272,6 +324,22 @@ class AbuseRun:
         return "left"
 
     # -- hostile clients --------------------------------------------------------------------------
+
+    def do_long_prompts(self, rng: random.Random) -> object:
+        """Send many long prompts at once, and leave before the responses to all except the last."""
+        content = json.dumps({"prompt": LONG_PROMPT, "max_tokens": 1}).encode()
+        with contextlib.ExitStack() as clients:
+            for _ in range(rng.randrange(8)):
+                client = clients.enter_context(self._connect())
+                with contextlib.suppress(ConnectionError):  # refused before it is read
+                    self._send_post(client, COMPLETIONS, content)
+            time.sleep(rng.choice((0, 0.1, 1)))
+        with self._connect() as connection:
+            self._send_post(connection, COMPLETIONS, content)
+            status = _read_status(connection)
+        if status not in (400, 429):
+            self.add_violation(f"a long prompt: expected 400, got {status}")
+        return status
 
     def do_many_prompts(self, rng: random.Random) -> object:
         """Send many prompts in a body of several MB, whose shared fields must be read only once."""
@@ -423,14 +491,24 @@ def check_shutdown(abuse: AbuseRun) -> dict[str, float]:
         status, response = abuse.send(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
         if status != 200 or response["usage"]["completion_tokens"] != 9:
             abuse.add_violation(f"the last request: {status} {json.dumps(response):.200}")
+    with contextlib.ExitStack() as clients:
+        for _ in range(4):  # two run for hours, and two wait
+            body = {"messages": [{"role": "snail", "content": LONG_PROMPT}]}
+            clients.enter_context(server.abandon_request(CHAT, **body))
+        server.wait_until(MAX_SECONDS, requests_waiting=4)
+    server.wait_until(MAX_SECONDS, requests_waiting=0)
     with ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(abuse.send, COMPLETIONS, REPEATED_BODY | {"n": 4}) for _ in range(8)]
         with contextlib.suppress(AssertionError):
             server.wait_until(10, requests_active=8)
+        start = time.monotonic()
         exit_code = server.stop()
+        exit_seconds = time.monotonic() - start
     statuses = {future.result()[0] for future in futures}
     if exit_code != 0 or not statuses <= {200, 503}:
         abuse.add_violation(f"after SIGTERM: exit code {exit_code}, statuses {statuses}")
+    if exit_seconds > MAX_EXIT_SECONDS:
+        abuse.add_violation(f"the process ended {exit_seconds:.1f} s after SIGTERM")
     if num_tracebacks := server.log.count("Traceback"):
         start = server.log.index("Traceback")
         first_traceback = server.log[start : start + 3000]
@@ -449,7 +527,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "template").write_text(TOOLS_TEMPLATE)
+        (folder / "template").write_text(SNAIL_TEMPLATE + TOOLS_TEMPLATE)
         if options.demo:
             model = str(demo_model_path())
         else:

@@ -1,0 +1,97 @@
+"""The texts and bytes of single tokens, and their places in a text.
+
+A character may have several tokens, whose own texts would be U+FFFD. Their bytes come from the
+tokenizer's decoder, which is byte-level (GPT-2), has tokens of single bytes (SentencePiece), or
+has only tokens of complete characters (WordPiece, Unigram).
+"""
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+class TokenTexts:
+    """The texts and bytes of single tokens, as the tokenizer decodes them.
+
+    `is_first` means that no token of the same text precedes the token, which may remove a space.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenize, self._tokenizer = tokenizer, tokenizer.backend_tokenizer
+        self._prefix_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+        added_tokens = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = frozenset(token_id for token_id, x in added_tokens if x.special)
+        decoder = self._tokenizer.decoder
+        self._decoder_state = b"" if decoder is None else decoder.__getstate__()  # JSON
+        self._byte_alphabet = {spelled: byte for byte, spelled in bytes_to_unicode().items()}
+        self._bytes: dict[tuple[int, bool], bytes] = {}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, including special tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def find_spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Return the span of each token in a text: its first character, and the next one."""
+        options = {"return_offsets_mapping": True, "add_special_tokens": add_special_tokens}
+        return list(self._tokenize(text, **options)["offset_mapping"])
+
+    def get_bytes(self, token: int, is_first: bool) -> bytes:
+        """Return the bytes of a token. A part of a character is not valid UTF-8."""
+        if (token, is_first) not in self._bytes:
+            self._bytes[token, is_first] = self._compute_bytes(token, is_first)
+        return self._bytes[token, is_first]
+
+    def get_text(self, token: int, is_first: bool) -> str:
+        """Return the text of a token. For a part of a character it is like `bytes:\\xf0\\x9f`."""
+        data = self.get_bytes(token, is_first)
+        text = data.decode(errors="backslashreplace")
+        return text if is_complete(data) else f"bytes:{text}"
+
+    def _compute_bytes(self, token: int, is_first: bool) -> bytes:
+        prefix = [] if is_first else self._prefix_ids
+        text = self.decode([*prefix, token])[len(self.decode(prefix)) :]
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        spelling, alphabet = self._tokenizer.id_to_token(token), self._byte_alphabet
+        match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", spelling)
+        if match and b'"ByteFallback"' in self._decoder_state:
+            return bytes.fromhex(match[1])
+        if b'"ByteLevel"' in self._decoder_state and alphabet.keys() >= set(spelling):
+            return bytes(alphabet[character] for character in spelling)
+        return text.encode()
+
+
+def is_complete(data: bytes) -> bool:
+    """Return whether bytes consist of complete characters."""
+    return data.decode(errors="ignore").encode() == data
+
+
+class TextPlace:
+    """The place of the next token in a text, which is decoded from the bytes of its tokens."""
+
+    def __init__(self) -> None:
+        self.is_first = True  # whether no token of the text precedes the next token
+        self.offset = 0  # number of complete characters before the next token
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def advance(self, data: bytes | None) -> int:
+        """Add a token, and return the index of the character that its first byte belongs to.
+
+        None means that the token is not in the text.
+        """
+        self.is_first = self.is_first and data is None
+        if not data:
+            return self.offset
+        new_text = self._decoder.decode(data[:1])
+        incomplete_bytes, _ = self._decoder.getstate()
+        index = self.offset + len(new_text) - (0 if incomplete_bytes else 1)
+        self.offset += len(new_text + self._decoder.decode(data[1:]))
+        return index
+
+    def set_offset(self, offset: int) -> None:
+        """Continue at the beginning of a character."""
+        self.offset = offset
+        self._decoder.reset()
