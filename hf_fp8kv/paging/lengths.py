@@ -241,18 +241,13 @@ class DeviceLength:
     def check_capacity(self, num_tokens: int) -> None:
         """Raise OutOfPagesError before a step that exceeds `max_tokens`.
 
-        On a CPU the write itself raises the error. On other devices it cannot, and reading the
-        length synchronizes. The length is therefore only read if an upper bound on it on the host
+        Reading the length synchronizes, so it is only read if an upper bound on it on the host
         exceeds `max_tokens`.
         """
         if torch.compiler.is_compiling():
             return
-        if self.is_empty:
-            self._upper_bound = num_tokens  # the first call may be compiled
-            return
-        if self.lengths.is_cpu:
-            return
-        self._upper_bound += num_tokens
+        # The first call may be compiled, so its tokens are counted here.
+        self._upper_bound = num_tokens + (0 if self.is_empty else self._upper_bound)
         if self._upper_bound > self.max_tokens:
             length = self.count_stored()
             if length + num_tokens > self.max_tokens:
