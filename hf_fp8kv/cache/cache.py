@@ -349,10 +349,9 @@ class FP8PagedCache(DynamicCache):
         self._paged.check_crop(num_tokens)
         # `can_crop` is False for convolution layers, which can be cropped if they record the past.
         can_crop_layers = (
-            getattr(x, "is_croppable", False)
-            if getattr(x, "record_past", True)
-            else can_crop(x, num_tokens)
-            for x in stock_layers
+            can_crop(layer, num_tokens)
+            or (getattr(layer, "record_past", False) and layer.is_croppable)
+            for layer in stock_layers
         )
         if num_tokens and not all(can_crop_layers):
             raise ConfigError(
