@@ -275,8 +275,8 @@ class FP8PagedCache(DynamicCache):
             layer = self.layers[layer_idx]
             self._fit_batch(key_states)
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        except FP8KVError:
-            self._undo_step(layer_idx, key_states.shape[-2])
+        except BaseException as error:
+            self._undo_step(layer_idx, key_states.shape[-2], error)
             raise
         if torch.compiler.is_compiling():
             uses_flex = self._paged.uses_flex_attention()
@@ -437,9 +437,15 @@ class FP8PagedCache(DynamicCache):
         leaves = tree_leaves([vars(layer) for layer in self.stock_layers])
         return [x for x in leaves if isinstance(x, torch.Tensor)]
 
-    def _undo_step(self, index: int, num_tokens: int) -> None:
-        """Remove the tokens that layers before `index` stored in a failed step, if possible."""
+    def _undo_step(self, index: int, num_tokens: int, error: BaseException) -> None:
+        """Remove the tokens that layers before `index` stored in a failed step, if possible.
+
+        Errors of this package are raised before a preallocated layer changes.
+        """
         self._paged.undo_step(index, num_tokens)
+        can_undo = not self.options.is_preallocated and not self.stock_layers
+        if not isinstance(error, FP8KVError) and not can_undo:
+            self._paged.mark_incomplete()
         if not self.options.is_preallocated:
             length = self.host_length() + num_tokens
             for layer in self.stock_layers:
@@ -451,13 +457,17 @@ class FP8PagedCache(DynamicCache):
         """Apply `change` to `tokens` after the `with` block has changed the pages.
 
         An exception in the block makes `tokens` `UNKNOWN`, except a ConfigError, which is raised
-        before any page changes.
+        before any page changes. After errors of other libraries the pages are incomplete.
         """
         old_tokens, self.tokens = self.tokens, UNKNOWN
         try:
             yield
         except ConfigError:
             self.tokens = old_tokens
+            raise
+        except BaseException as error:
+            if not isinstance(error, FP8KVError):
+                self._paged.mark_incomplete()
             raise
         self.tokens = UNKNOWN if self.known_prefix else old_tokens and change(old_tokens)
         self.known_prefix = None

@@ -175,6 +175,7 @@ class PagedLayers:
 
         If no layer has tokens, the fork gets new pages.
         """
+        self._check_complete()
         lengths = self.read_lengths()
         has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
@@ -236,6 +237,7 @@ class PagedLayers:
 
         Raise OutOfPagesError if the step exceeds `max_cache_len`, which static layers do not check.
         """
+        self._check_complete()
         if self._has_static_layers and self.stores:
             self.stores[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
         options, observer = self.options, self.padding_observer
@@ -252,6 +254,7 @@ class PagedLayers:
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
+        self._check_complete()
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
         if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
             for store, length in zip(self.stores, self.read_lengths(), strict=True):
@@ -305,11 +308,25 @@ class PagedLayers:
             if is_current and (store.encoding.index, num_tokens) in step_layers:
                 store.group.lengths[store.length.member] -= num_tokens
         for group in self.groups.values():
+            group.table.allocator.recount()
             group.drop_unused_pages()
         self._free_empty_pools()
 
+    def mark_incomplete(self) -> None:
+        """Refuse new tokens until the next reset."""
+        for group in self.groups.values():
+            group.is_incomplete = True
+
+    def _check_complete(self) -> None:
+        for group in self.groups.values():
+            group.check_complete()
+
     def reset(self) -> None:
         """Remove all tokens. A preallocated cache keeps its addresses."""
+        was_incomplete = any(group.is_incomplete for group in self.groups.values())
+        for group in self.groups.values():
+            group.is_incomplete = False
+            group.table.allocator.recount()
         self.padding_observer.last_tokens = None
         for layer in self.layers:
             layer.assigned.clear()
@@ -322,9 +339,10 @@ class PagedLayers:
             store.crop_to(0)
         num_pages = sum(x.pages_per_sequence for x in self.fixed_groups) * self.batch
         exceeds_budget = self.budget.max_pages is not None and num_pages > self.budget.max_pages
-        if exceeds_budget or len({group.table.batch for group in self.groups.values()}) > 1:
+        batches = {group.table.batch for group in self.groups.values()}
+        if was_incomplete or exceeds_budget or len(batches) > 1:
             # Sequences share pages and the budget has no room for separate pages, or an interrupted
-            # call changed some of the groups.
+            # call changed some of the layers.
             self.release()
             return
         # Sequences that were copied from one beam get separate pages again.
@@ -349,6 +367,7 @@ class PagedLayers:
             ConfigError: An index is out of range. Nothing was changed.
             OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
         """
+        self._check_complete()
         batch = self.batch
         if not batch:
             return

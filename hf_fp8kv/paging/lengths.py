@@ -185,6 +185,7 @@ class DeviceLength:
 
     def reserve(self, num_tokens: int, batch: int) -> None:
         """Raise OutOfPagesError if the first call of a layer has more than `max_tokens` tokens."""
+        self.group.check_complete()
         if self.is_empty and num_tokens > self.max_tokens:
             raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
 

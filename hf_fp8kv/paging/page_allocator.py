@@ -4,11 +4,14 @@ All allocators of a cache share a `PageBudget`.
 """
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import OutOfPagesError
+
+if TYPE_CHECKING:
+    from .block_table import BlockTable
 
 NO_PAGE = -1
 # A pool grows by at least this number of tokens, and by at least its size divided by
@@ -62,6 +65,7 @@ class PageAllocator:
         self.reference_counts: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._orphans: list[Ints] = []
+        self.tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         # Whether only the requested pages are created, because the table will soon stop growing.
         self.allocates_exactly = False
 
@@ -128,6 +132,15 @@ class PageAllocator:
         np.subtract.at(self.reference_counts, numbers, 1)
         freed_pages = set(numbers[self.reference_counts[numbers] == 0].tolist())
         self._free.extend(sorted(freed_pages, reverse=True))
+
+    def recount(self) -> None:
+        """Count all references again, because an interrupted call may have lost some."""
+        self.free_orphans()
+        counts = np.zeros_like(self.reference_counts)
+        for table in self.tables:
+            pages = table.used_rows()
+            np.add.at(counts, pages[pages != NO_PAGE], 1)
+        self.reference_counts, self._free = counts, np.flatnonzero(counts == 0)[::-1].tolist()
 
     def abandon(self, pages: Ints) -> None:
         """Let `free_orphans` free the pages of a table that was garbage-collected.
