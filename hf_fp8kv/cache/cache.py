@@ -261,7 +261,8 @@ class FP8PagedCache(DynamicCache):
 
         Keys are `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`. The result is as in
         `FP8PagedLayer.update`, but dense under flex attention. After an error, a growing cache is
-        as it was before the step.
+        as it was before the step. After errors of other libraries, a cache that is preallocated or
+        has layers of transformers refuses tokens until `reset`.
         """
         if self.is_open_ended:
             while len(self.layers) <= layer_idx:

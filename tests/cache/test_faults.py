@@ -169,8 +169,13 @@ def check_places(cases: list[tuple[str, str]], stride: int) -> set[Place]:
 
 
 def test_some_failed_allocations() -> None:
-    cases = [("growing", "step"), ("preallocated", "select"), ("offloaded", "steps")]
-    assert len(check_places(cases, 40)) > 10
+    cases = [
+        ("growing", "first step"),
+        ("growing", "step"),
+        ("preallocated", "select"),
+        ("offloaded", "steps"),
+    ]
+    assert len(check_places(cases, 60)) > 10
 
 
 @pytest.mark.full

@@ -34,7 +34,7 @@ Place = tuple[str, int, int]
 class Faults:
     """Runs functions, counts their calls to the functions `names`, and lets one call fail.
 
-    A profile function sees each call before it happens, and an exception there is the call's.
+    A profile function runs before each call, and the call raises its exception.
 
     Attributes:
         places: All calls in the order of their first occurrence.
