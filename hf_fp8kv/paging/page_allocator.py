@@ -4,14 +4,11 @@ All allocators of a cache share a `PageBudget`.
 """
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import OutOfPagesError
-
-if TYPE_CHECKING:
-    from .block_table import BlockTable
 
 NO_PAGE = -1
 # A pool grows by at least this number of tokens, and by at least its size divided by
@@ -65,7 +62,7 @@ class PageAllocator:
         self.reference_counts: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._orphans: list[Ints] = []
-        self.tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self.tables: weakref.WeakSet[Any] = weakref.WeakSet()  # all block tables with these pages
         # Whether only the requested pages are created, because the table will soon stop growing.
         self.allocates_exactly = False
 
