@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from ..errors import ConfigError, FP8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.layer_specs import read_config
+from ..modeling.layer_specs import read_config, release_states
 from ..modeling.model_support import caches_latents, check_config
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
@@ -145,6 +145,9 @@ class FP8PagedCache(DynamicCache):
     # The result of `sample_model` for the model that filled the cache. None means that it is not
     # known, and `NOT_KEPT` that no caller can use the cache again.
     model_sample: str | None = None
+    # Number of sequences for which an empty preallocated cache has memory, -1 if layers differ, or
+    # 0 if the cache has tokens or no memory.
+    _empty_batch = 0
 
     def __init__(
         self,
@@ -276,7 +279,8 @@ class FP8PagedCache(DynamicCache):
 
         Keys are `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`. The result is as in
         `FP8PagedLayer.update`, but dense under flex attention. After an error, a growing cache is
-        as it was before the step.
+        as it was before the step. After errors of other libraries, a cache that is preallocated or
+        has layers of transformers refuses tokens until `reset`.
         """
         if self.is_open_ended:
             while len(self.layers) <= layer_idx:
@@ -288,9 +292,10 @@ class FP8PagedCache(DynamicCache):
                     f"got {layer_idx}. A cache belongs to one model. Create a new FP8PagedCache"
                 )
             layer = self.layers[layer_idx]
+            self._fit_batch(key_states)
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        except FP8KVError:
-            self._undo_step(layer_idx, key_states.shape[-2])
+        except BaseException as error:
+            self._undo_step(layer_idx, key_states.shape[-2], error)
             raise
         if torch.compiler.is_compiling():
             uses_flex = self._paged.uses_flex_attention()
@@ -300,6 +305,31 @@ class FP8PagedCache(DynamicCache):
             # Flex attention is an operator of the compiler and does not accept tensor subclasses.
             return densify(keys), densify(values)
         return keys, values
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Store the new states of a convolution, `[B, C, T]`, as in transformers."""
+        self._fit_batch(conv_states)
+        return super().update_conv_state(conv_states, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        """Store the new state of a recurrent layer, `[B, ...]`, as in transformers."""
+        self._fit_batch(recurrent_states)
+        return super().update_recurrent_state(recurrent_states, *args, **kw)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Store new keys of an indexer, `[B, T, D]`, as in transformers."""
+        self._fit_batch(indexer_key_states)
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def _fit_batch(self, states: torch.Tensor) -> None:
+        """Drop the memory of an empty preallocated cache if the number of sequences changes."""
+        # Compiled code has no guard on `_empty_batch`, so it does not depend on earlier resets.
+        if not torch.compiler.is_compiling() and self._empty_batch:
+            if self._empty_batch != states.shape[0]:
+                self._paged.release()
+                for layer in self.stock_layers:
+                    release_states(layer)
+            self._empty_batch = 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of columns of the mask, and the position of the first column.
@@ -320,6 +350,10 @@ class FP8PagedCache(DynamicCache):
         """Return the number of stored tokens. A preallocated cache synchronizes with the device."""
         return max(self._paged.read_lengths(), default=0)
 
+    def _count_tokens(self) -> int:
+        """Return `host_length()`, or the length of transformers' layers if no layer is paged."""
+        return self.host_length() or int(self.get_seq_length())
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and free the pages that no other token needs.
 
@@ -327,26 +361,41 @@ class FP8PagedCache(DynamicCache):
             ConfigError: A sliding window has lost tokens that would become visible. The cache is
                 unchanged.
         """
-        num_tokens = parse_crop(tokens_to_remove)
+        num_tokens, stock_layers = parse_crop(tokens_to_remove), self.stock_layers
+        if self._count_tokens() <= num_tokens:
+            self.reset()  # not every layer of transformers can crop all its tokens
+            return
         self._paged.check_crop(num_tokens)
         # `can_crop` is False for convolution layers, which can be cropped if they record the past.
-        layers = (x for x in self.stock_layers if not getattr(x, "record_past", True))
-        if num_tokens and not all(can_crop(layer, num_tokens) for layer in layers):
+        can_crop_layers = (
+            can_crop(layer, num_tokens)
+            or (getattr(layer, "record_past", False) and layer.is_croppable)
+            for layer in stock_layers
+        )
+        if num_tokens and not all(can_crop_layers):
             raise ConfigError(
                 "crop: expected stock layers that record the past, got a layer with a sliding "
                 "window or a state. Call activate_past_recording() before these tokens are written"
             )
         with self._track_tokens(lambda batch: batch.crop(num_tokens)):
             self._paged.crop(num_tokens)
-            for layer in self.stock_layers:
-                layer.crop(tokens_to_remove)
+            for layer in stock_layers:
+                if num_tokens or getattr(layer, "record_past", True):
+                    layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Remove all tokens. The layers remain, and a preallocated cache keeps its addresses."""
+        """Remove all tokens. The next tokens may belong to any number of sequences.
+
+        The layers remain. A preallocated cache keeps its addresses if this number is unchanged.
+        """
         with self._track_tokens(lambda _: None):
             for layer in self.stock_layers:
-                layer.reset()
+                if self.options.is_preallocated:
+                    layer.reset()
+                else:
+                    release_states(layer)
             self._paged.reset()
+            self._empty_batch = self._count_sequences()
         self.tokens = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -360,7 +409,7 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: An index is out of range. The cache is unchanged.
         """
-        self._select_sequences(beam_idx, "reorder_cache", beam_idx)
+        self._select_sequences(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row, without copying pages.
@@ -370,8 +419,8 @@ class FP8PagedCache(DynamicCache):
         """
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
-        sequences = torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats)
-        self._select_sequences(sequences, "batch_repeat_interleave", repeats)
+        sequences = torch.arange(self._count_sequences(), device="cpu")
+        self._select_sequences(sequences.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`, in this order, without copying pages.
@@ -383,23 +432,39 @@ class FP8PagedCache(DynamicCache):
             ConfigError: An index is out of range, or no sequence is left.
         """
         sequences = torch.as_tensor(indices, device="cpu")
-        if batch := self._paged.batch:
+        if batch := self._count_sequences():
             sequences = torch.arange(batch, device="cpu")[sequences]
-        self._select_sequences(sequences, "batch_select_indices", indices)
+        self._select_sequences(sequences)
 
-    def _select_sequences(self, sequences: torch.Tensor, method: str, argument: Any) -> None:
-        """Select sequences by index. Layers of transformers use `method` if they define it."""
+    def _select_sequences(self, sequences: torch.Tensor) -> None:
+        """Select sequences by index. An empty cache has none, so nothing changes."""
+        if self._empty_batch and not self._count_tokens():
+            return
         with self._track_tokens(lambda batch: batch.select(sequences)):
             self._paged.select(sequences)
             for layer in self.stock_layers:
-                if hasattr(layer, method):
-                    getattr(layer, method)(argument)
-                else:
-                    layer.reorder_cache(sequences)
+                # Layers with a recurrent state and K and V only select all of them in this method.
+                layer.reorder_cache(sequences)
 
-    def _undo_step(self, index: int, num_tokens: int) -> None:
-        """Remove the tokens that layers before `index` stored in a failed step, if possible."""
+    def _count_sequences(self) -> int:
+        """Return the number of sequences of all layers, 0 without memory, or -1 if they differ."""
+        counts = {self._paged.batch, *(len(x) for x in self._stock_tensors if x.ndim > 2)} - {0}
+        return 0 if not counts else -1 if len(counts) > 1 else counts.pop()
+
+    @property
+    def _stock_tensors(self) -> list[torch.Tensor]:
+        leaves = tree_leaves([vars(layer) for layer in self.stock_layers])
+        return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+    def _undo_step(self, index: int, num_tokens: int, error: BaseException) -> None:
+        """Remove the tokens that layers before `index` stored in a failed step, if possible.
+
+        Errors of this package are raised before a preallocated layer changes.
+        """
         self._paged.undo_step(index, num_tokens)
+        can_undo = not self.options.is_preallocated and not self.stock_layers
+        if not isinstance(error, FP8KVError) and not can_undo:
+            self._paged.mark_incomplete()
         if not self.options.is_preallocated:
             length = self.host_length() + num_tokens
             for layer in self.stock_layers:
@@ -411,13 +476,17 @@ class FP8PagedCache(DynamicCache):
         """Apply `change` to `tokens` after the `with` block has changed the pages.
 
         An exception in the block makes `tokens` `UNKNOWN`, except a ConfigError, which is raised
-        before any page changes.
+        before any page changes. After errors of other libraries the pages are incomplete.
         """
         old_tokens, self.tokens = self.tokens, UNKNOWN
         try:
             yield
         except ConfigError:
             self.tokens = old_tokens
+            raise
+        except BaseException as error:
+            if not isinstance(error, FP8KVError):
+                self._paged.mark_incomplete()
             raise
         self.tokens = UNKNOWN if self.known_prefix else old_tokens and change(old_tokens)
         self.known_prefix = None
@@ -442,6 +511,8 @@ class FP8PagedCache(DynamicCache):
         cache = cls.__new__(cls)
         cache._initialize(paged.to_preallocated() if paged.options.is_preallocated else paged)
         cache.layers = cache._paged.merge_layers(stock)
+        if not cache._count_tokens():
+            cache._empty_batch = cache._count_sequences()
         return cache
 
     def adopt(self, paged: PagedLayers) -> None:
@@ -518,8 +589,7 @@ class FP8PagedCache(DynamicCache):
     def memory_footprint(self) -> MemoryFootprint:
         """Return the memory of the cache. A page that forks share counts for each of them."""
         sizes = self._paged.memory_footprint()
-        stock_tensors = tree_leaves([vars(layer) for layer in self.stock_layers])
-        sizes["other"] += sum(x.nbytes for x in stock_tensors if isinstance(x, torch.Tensor))
+        sizes["other"] += sum(x.nbytes for x in self._stock_tensors)
         return MemoryFootprint(
             **{f"{kind}_bytes": size for kind, size in sizes.items()},
             total_bytes=sizes.total() - sizes["used"], fetched_bytes=self.budget.fetched_bytes,

@@ -153,9 +153,8 @@ class FP8PagedLayer(CacheLayerMixin):
             store.fetch_pages()
         encoding.update_center(key, is_first=is_first)
         reads_pages = not is_first or self.options.prefill == "stored"
-        pages, call = store.write(key, value, reads=reads_pages)
-        if reads_pages:
-            return store.make_handles(pages, call)
+        if (handles := store.write(key, value, reads=reads_pages)) is not None:
+            return handles
         return self._pad_new_states(key_states), self._pad_new_states(value_states)
 
     def _uses_fp8_paged(self) -> bool:

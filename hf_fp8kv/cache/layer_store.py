@@ -73,8 +73,13 @@ class LayerStore:
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, *, reads: bool) -> tuple[Pages, Call]:
-        """Store new tokens. Return the pages that the queries read if `reads`, and the call."""
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, *, reads: bool
+    ) -> tuple[PagedKV, PagedKV] | None:
+        """Store new tokens. Return handles on the keys and values to read if `reads`.
+
+        After an error the layer has the same number of tokens as before.
+        """
         encoding, max_tokens = self.encoding, self.length.max_tokens
         call = self.length.begin_call(key.shape[2], encoding.device, encoding.backend)
         long_write, pages = call.long_write, encoding.make_pages(self.pool, call.table)
@@ -88,8 +93,9 @@ class LayerStore:
             if isinstance(memory := self.pool.memory, OffloadBlocks):
                 memory.mark_written(self.group.table.pages_of(call.stop - key.shape[2], call.stop))
             ops.write(pages, key, value, call.lengths, encoding.backend, max_tokens)
+        handles = self.make_handles(pages, call) if reads else None
         self.length.end_call(call)
-        return pages, call
+        return handles
 
     def _write_long(
         self, key: torch.Tensor, value: torch.Tensor, call: Call, write: LongWrite, pages: Pages

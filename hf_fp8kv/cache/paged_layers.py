@@ -17,7 +17,13 @@ from transformers.cache_utils import (
 
 from ..errors import ConfigError
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.layer_specs import build_stock_layers, find_kv_sizes, find_skipped_layers, reuses_kv
+from ..modeling.layer_specs import (
+    build_stock_layers,
+    find_kv_sizes,
+    find_skipped_layers,
+    release_states,
+    reuses_kv,
+)
 from ..modeling.step import MaskRequest, step
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
@@ -67,6 +73,7 @@ class PagedLayers:
         self._step_layers: list[tuple[int, int]] = []
         # The attention module of the first layer, and a digest of samples of its weights.
         self._module: weakref.ref[torch.nn.Module] | None = None
+        self._has_static_layers = False  # whether transformers' static layers share the masks
         self._uses_flex = False  # whether attention in the current step is flex attention
         patch_kv_wrapper()
 
@@ -156,7 +163,7 @@ class PagedLayers:
             elif type(layer) is StaticSlidingWindowLayer and max_tokens is not None:
                 # All layers with a window share a mask, in the width of the paged layers.
                 layers[index] = StaticLayer(max_tokens)
-        _match_widths(layers)
+        self._match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
         if isinstance(scales := self.options.scales, KVScales):
             for layer in self.layers:
@@ -170,7 +177,7 @@ class PagedLayers:
         paged, stock = {layer.index: layer for layer in self.layers}, iter(stock_layers)
         num_layers = len(paged) + len(stock_layers)
         layers = [paged[i] if i in paged else next(stock) for i in range(num_layers)]
-        _match_widths(layers)
+        self._match_widths(layers)
         return layers
 
     def fork(self) -> "PagedLayers":
@@ -178,6 +185,7 @@ class PagedLayers:
 
         If no layer has tokens, the fork gets new pages.
         """
+        self._check_complete()
         lengths = self.read_lengths()
         has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
@@ -210,6 +218,16 @@ class PagedLayers:
             copy.add_layer(index, store.group.window, pool, rope, has_indexer=has_indexer)
         return copy
 
+    def _match_widths(self, layers: list[Any]) -> None:
+        """Make prefill masks of preallocated layers as wide as transformers' static layers need.
+
+        Static layers use masks of the same width in every call, and all layers share masks.
+        """
+        self._has_static_layers = any(isinstance(layer, StaticLayer) for layer in layers)
+        if self._has_static_layers:
+            for layer in self.layers:
+                layer.config = None
+
     # -- operations on all layers ------------------------------------------------------------
 
     @property
@@ -225,19 +243,28 @@ class PagedLayers:
         return [lengths[x.group.window].get(x.length.member, 0) for x in self.stores]
 
     def make_mask_request(self, num_tokens: int, num_columns: int, start: int) -> MaskRequest:
-        """Return the request of this cache for a mask of these sizes."""
+        """Return the request of this cache for a mask of these sizes.
+
+        Raise OutOfPagesError if the step exceeds `max_cache_len`, which static layers do not check.
+        """
+        self._check_complete()
+        if self._has_static_layers and self.stores:
+            self.stores[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
         options, observer = self.options, self.padding_observer
         is_empty = not self.stores or self.stores[0].length.is_empty
         needs_padding = options.has_first_call_centers and observer.begin_call(num_tokens, is_empty)
         used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
-        # A preallocated layer of transformers with a window has fewer columns, which it shifts.
-        is_preallocated = is_stored and num_columns == options.max_cache_len
+        # Static layers of transformers return columns without tokens, which only a mask hides.
+        is_preallocated = (
+            is_stored and num_columns == options.max_cache_len and not self._has_static_layers
+        )
         growing, sizes = not options.is_preallocated, (num_tokens, num_columns, start)
         return MaskRequest(sizes, is_preallocated, growing, is_stored, used_observer)
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
+        self._check_complete()
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
         if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
             for store, length in zip(self.stores, self.read_lengths(), strict=True):
@@ -315,11 +342,25 @@ class PagedLayers:
             if is_current and (store.encoding.index, num_tokens) in step_layers:
                 store.group.lengths[store.length.member] -= num_tokens
         for group in self.groups.values():
+            group.table.allocator.recount()
             group.drop_unused_pages()
         self._free_empty_pools()
 
+    def mark_incomplete(self) -> None:
+        """Refuse new tokens until the next reset."""
+        for group in self.groups.values():
+            group.is_incomplete = True
+
+    def _check_complete(self) -> None:
+        for group in self.groups.values():
+            group.check_complete()
+
     def reset(self) -> None:
         """Remove all tokens. A preallocated cache keeps its addresses."""
+        was_incomplete = any(group.is_incomplete for group in self.groups.values())
+        for group in self.groups.values():
+            group.is_incomplete = False
+            group.table.allocator.recount()
         self.padding_observer.last_tokens = None
         for layer in self.layers:
             layer.assigned.clear()
@@ -332,19 +373,26 @@ class PagedLayers:
             store.crop_to(0)
         num_pages = sum(x.pages_per_sequence for x in self.fixed_groups) * self.batch
         exceeds_budget = self.budget.max_pages is not None and num_pages > self.budget.max_pages
-        if exceeds_budget or len({group.table.batch for group in self.groups.values()}) > 1:
+        batches = {group.table.batch for group in self.groups.values()}
+        if was_incomplete or exceeds_budget or len(batches) > 1:
             # Sequences share pages and the budget has no room for separate pages, or an interrupted
-            # call changed some of the groups. All memory is allocated again.
-            for store in self.stores:
-                store.release_memory()
-            for fixed_group in self.fixed_groups:
-                fixed_group.clear()
-                fixed_group.allocated_pages = 0
+            # call changed some of the layers.
+            self.release()
             return
         # Sequences that were copied from one beam get separate pages again.
         for group in self.groups.values():
             group.table.free_from(0)
         self._unshare_pages(0)
+
+    def release(self) -> None:
+        """Free the memory of empty preallocated layers. The next call allocates it again."""
+        for store in self.stores:
+            store.release_memory()
+            if store.indexer is not None:
+                release_states(store.indexer)
+        for group in self.fixed_groups:
+            group.clear()
+            group.allocated_pages = 0
 
     def select(self, sequences: torch.Tensor) -> None:
         """Replace sequence `i` with `sequences[i]`. This moves page numbers, not contents.
@@ -353,6 +401,7 @@ class PagedLayers:
             ConfigError: An index is out of range. Nothing was changed.
             OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
         """
+        self._check_complete()
         batch = self.batch
         if not batch:
             return
@@ -409,14 +458,3 @@ class PagedLayers:
         for group in self.groups.values():
             if not group.table.allocator.num_held:
                 group.table.compact()
-
-
-def _match_widths(layers: list[Any]) -> None:
-    """Make prefill masks of preallocated layers as wide as transformers' static layers need.
-
-    Static layers use masks of the same width in every call, and all layers share masks.
-    """
-    if any(isinstance(layer, StaticLayer) for layer in layers):
-        for layer in layers:
-            if isinstance(layer, FP8PagedLayer):
-                layer.config = None

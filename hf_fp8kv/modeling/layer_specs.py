@@ -4,6 +4,8 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
@@ -23,6 +25,15 @@ def build_stock_layers(
     if max_cache_len is None:
         return layers, windows
     return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
+
+
+def release_states(layer: Any) -> None:
+    """Remove the tokens of a layer of transformers, and all tensors with an axis for sequences."""
+    layer.reset()
+    states = tree_map_only(torch.Tensor, lambda x: x if x.ndim < 3 else None, vars(layer))
+    flags = {name: x for name, x in states.items() if name.endswith("initialized")}
+    # These may be dicts of flags.
+    vars(layer).update(states | tree_map(lambda _: False, flags))
 
 
 def reuses_kv(config: PreTrainedConfig, index: int) -> bool:

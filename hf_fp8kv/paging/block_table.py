@@ -30,7 +30,7 @@ class BlockTable:
 
     The reference count of a page is increased before the page is listed, and decreased after the
     page is removed from the list. An exception at any line, such as KeyboardInterrupt, can
-    therefore leak a page, but never gives a page to two owners.
+    therefore lose a page until `PageAllocator.recount`, but never gives a page to two owners.
 
     Attributes:
         rows: Page numbers, `[B, num_columns]`, int32. Columns from `first_page` on are in use.
@@ -47,6 +47,7 @@ class BlockTable:
         self._device_copies: dict[torch.device, torch.Tensor] = {}
         self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
         self._mark_changed()
+        allocator.tables.add(self)
 
     def _mark_changed(self) -> None:
         """Drop all data derived from the rows, which are about to change."""

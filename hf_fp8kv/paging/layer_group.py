@@ -77,6 +77,8 @@ class LayerGroup:
         pools: The pool of each member layer, shared with forks.
         lengths: Number of tokens that each member layer has written. Layers write one by one.
         record_past: Whether pages that have left the window stay until the next crop.
+        is_incomplete: Whether an error interrupted a change, so that layers may differ until
+            the cache is reset.
         siblings: Weak references to all groups of the cache. They are weak, so that a dropped fork
             frees its pages at once.
         step: The step of the last call of `prepare`, or None.
@@ -91,7 +93,7 @@ class LayerGroup:
         self.budget, self.page_size, self.window = budget, budget.page_size, window
         self.pools: list[PagePool] = []
         self.lengths: list[int] = []
-        self.record_past = False
+        self.record_past = self.is_incomplete = False
         if window is not None:
             self._table.allocator.allocates_exactly = True
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
@@ -139,6 +141,7 @@ class LayerGroup:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
             ConfigError: A token that is visible from `start` was already freed.
         """
+        self.check_complete()
         step, version = self.step, self.table.version
         if step and (step.start, step.stop, step.version) == (start, stop, version):
             return
@@ -239,6 +242,7 @@ class LayerGroup:
         except BaseException:  # out of memory or Ctrl-C: some layers still use the old numbers
             for group in filter(None, (ref() for ref in self.siblings)):
                 group.clear()
+                group.is_incomplete = True
             raise
 
     def copy_pages(self, copies: Copies) -> None:
@@ -273,11 +277,19 @@ class LayerGroup:
         self.table.clear()
         self.step = None
 
+    def check_complete(self) -> None:
+        """Raise ConfigError if an error interrupted a change of the cache."""
+        if self.is_incomplete:
+            raise ConfigError(
+                "The cache has lost tokens, because an error (such as Ctrl-C or a lack of memory) "
+                "interrupted a change. Call cache.reset()"
+            )
+
     def fork(self) -> "LayerGroup":
         """Return a group without layers that shares the pages, in O(pages) and without copies."""
         self.settle_step()
         # The next step must check again which pages are shared.
         self.step = None
         fork = LayerGroup(self.budget, self.window, self.table.fork())
-        fork.record_past = self.record_past
+        fork.record_past, fork.is_incomplete = self.record_past, self.is_incomplete
         return fork

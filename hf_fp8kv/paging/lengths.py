@@ -185,6 +185,7 @@ class DeviceLength:
 
     def reserve(self, num_tokens: int, batch: int) -> None:
         """Raise OutOfPagesError if the first call of a layer has more than `max_tokens` tokens."""
+        self.group.check_complete()
         if self.is_empty and num_tokens > self.max_tokens:
             raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
 
@@ -241,18 +242,13 @@ class DeviceLength:
     def check_capacity(self, num_tokens: int) -> None:
         """Raise OutOfPagesError before a step that exceeds `max_tokens`.
 
-        On a CPU the write itself raises the error. On other devices it cannot, and reading the
-        length synchronizes. The length is therefore only read if an upper bound on it on the host
+        Reading the length synchronizes, so it is only read if an upper bound on it on the host
         exceeds `max_tokens`.
         """
         if torch.compiler.is_compiling():
             return
-        if self.is_empty:
-            self._upper_bound = num_tokens  # the first call may be compiled
-            return
-        if self.lengths.is_cpu:
-            return
-        self._upper_bound += num_tokens
+        # The first call may be compiled, so its tokens are counted here.
+        self._upper_bound = num_tokens + (0 if self.is_empty else self._upper_bound)
         if self._upper_bound > self.max_tokens:
             length = self.count_stored()
             if length + num_tokens > self.max_tokens:

@@ -62,6 +62,7 @@ class PageAllocator:
         self.reference_counts: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._orphans: list[Ints] = []
+        self.tables: weakref.WeakSet[Any] = weakref.WeakSet()  # all block tables with these pages
         # Whether only the requested pages are created, because the table will soon stop growing.
         self.allocates_exactly = False
 
@@ -128,6 +129,15 @@ class PageAllocator:
         np.subtract.at(self.reference_counts, numbers, 1)
         freed_pages = set(numbers[self.reference_counts[numbers] == 0].tolist())
         self._free.extend(sorted(freed_pages, reverse=True))
+
+    def recount(self) -> None:
+        """Count all references again, because an interrupted call may have lost some."""
+        self.free_orphans()
+        counts = np.zeros_like(self.reference_counts)
+        for table in self.tables:
+            pages = table.used_rows()
+            np.add.at(counts, pages[pages != NO_PAGE], 1)
+        self.reference_counts, self._free = counts, np.flatnonzero(counts == 0)[::-1].tolist()
 
     def abandon(self, pages: Ints) -> None:
         """Let `free_orphans` free the pages of a table that was garbage-collected.

@@ -13,6 +13,13 @@ import torch
 import hf_fp8kv
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
 from tests.helpers.assertions import assert_same
+from tests.helpers.faults import (
+    FILE_FUNCTIONS,
+    MEMORY_ERRORS,
+    MEMORY_FUNCTIONS,
+    Faults,
+    make_disk_error,
+)
 from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
 
@@ -99,7 +106,7 @@ class Chat:
 
     def load_store(self) -> FP8PagedCache:
         """Return a new cache and set a prefix store that contains the pages of the first prompt."""
-        prefix_store = PrefixStore(self.folder)
+        self.prefix_store = prefix_store = PrefixStore(self.folder)
         enable(self.model, prefix_store=prefix_store, **self.keywords)
         if not any(self.folder.glob("*.safetensors")):
             self.generate(self.make_cache(), self.first_prompt)
@@ -172,23 +179,58 @@ def test_an_interrupt_at_any_line_leaves_a_usable_cache(
             chat.check_answers(fork, ("a fork", *point))
 
 
-@pytest.mark.parametrize("failing_call", [1, 2])
-def test_a_crop_without_memory_leaves_a_usable_cache(
-    failing_call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def write_store(chat: Chat, cache: FP8PagedCache) -> None:
+    """Write a prompt to the store, and wait until the writer has finished."""
+    chat.generate(cache, chat.next_prompt)
+    chat.prefix_store.flush()
+
+
+def check_store(chat: Chat, place: Any) -> None:
+    """Assert that no partial file is left, and that a new process counts the right total."""
+    assert not [*chat.folder.glob(".*.part")], place
+    store = PrefixStore(chat.folder)
+    enable(chat.model, prefix_store=store, **chat.keywords)
+    for ids, expected in zip(chat.later_prompts, chat.answers, strict=True):
+        assert_same(chat.generate(chat.make_cache(), ids), expected, place)
+    usage = store.usage()
+    assert usage.files_refused == 0, place
+    assert usage.bytes == int((chat.folder / ".prefix_store.lock").read_text()), place
+
+
+# Calls during which each allocation, or each operation on a file, fails once.
+FAULTY_CALLS = {**CALLS, "write": (Chat.load_store, write_store)}
+FAULT_CASES = [
+    ("gqa", "growing", "crop", MEMORY_FUNCTIONS), ("gqa", "growing", "restore", FILE_FUNCTIONS),
+    ("gqa", "growing", "write", FILE_FUNCTIONS), ("gqa", "growing", "restore", MEMORY_FUNCTIONS),
+    ("gqa", "growing", "write", MEMORY_FUNCTIONS),
+    *((name, kind, call, MEMORY_FUNCTIONS)
+      for name in ("gqa", "sliding_and_full") for kind in CACHE_OPTIONS
+      for call in ("first prompt", "next prompt", "beams")),
+]  # fmt: skip
+FAULT_PARAMETERS = [
+    *((*case, 4) for case in FAULT_CASES[:3]),
+    *(pytest.param(*case, 60, marks=pytest.mark.full) for case in FAULT_CASES),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "call", "names", "sample_size"), FAULT_PARAMETERS)
+def test_a_failed_allocation_or_file_leaves_a_usable_cache(
+    name: str, kind: str, call: str, names: frozenset[str], sample_size: int, tmp_path: Path
 ) -> None:
-    """A crop raises MemoryError instead of allocating a tensor of the first or second layer."""
-    chat = Chat("gqa", tmp_path)
-    cache, zeros, calls = chat.fill_cache(), torch.zeros, []
-
-    def fail_once(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(args)
-        if len(calls) == failing_call:
-            raise MemoryError
-        return zeros(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "zeros", fail_once)
-    with pytest.raises(MemoryError):
-        cache.crop(chat.tokens_to_remove)
-    ids = chat.first_prompt[:, :20]  # fewer pages than the layers had
-    assert_same(chat.generate(cache, ids), chat.generate(chat.make_cache(), ids))
-    chat.check_answers(cache, failing_call)
+    chat = Chat(name, tmp_path, **CACHE_OPTIONS[kind])
+    make_cache, run_call = FAULTY_CALLS[call]
+    errors = (make_disk_error,) if names is FILE_FUNCTIONS else MEMORY_ERRORS
+    faults = Faults(names, errors[0])
+    cache = make_cache(chat)
+    faults.run(partial(run_call, chat, cache))
+    places = sorted(set(faults.places))
+    assert places
+    for number, place in enumerate(places[:: max(len(places) // sample_size, 1)]):
+        for path in tmp_path.glob("*"):
+            path.unlink()
+        cache, faults.make_error = make_cache(chat), errors[number % len(errors)]
+        faults.run(partial(run_call, chat, cache), place)
+        chat.check_answers(cache, place)
+        if make_cache is Chat.load_store:
+            chat.prefix_store.flush()
+            check_store(chat, place)

@@ -6,17 +6,20 @@ import io
 import itertools
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import (
     ConfigError,
     FP8PagedCache,
+    OutOfPagesError,
     calibrate,
     check_model,
     choose_plan,
@@ -26,7 +29,7 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.cache.public import share_variant
+from tests.cache.public import list_tensors, share_variant
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.margins import require_wide_margins
@@ -273,6 +276,122 @@ def test_skipped_layers_give_the_same_tokens(
     stock_model, inputs = share_variant(name, "sdpa" if attention == "stock" else attention)
     cache = make_cache(stock_model, dtype="auto", skip_layers=skipped, max_cache_len=max_cache_len)
     assert_same(generate(stock_model, inputs, cache, disable_compile=True), generate_stock(name))
+
+
+# Models whose layers of transformers keep a state, K and V, both, or the keys of an indexer.
+STOCK_LAYERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("lfm2_moe", {}), ("hybrid", {}), ("jamba", {}), ("falcon_h1", {}), ("zamba2", {}),
+    ("sparse", {}), ("gqa", {"skip_layers": [0]}), ("gqa", {"skip_layers": [0, 1]}),
+    ("sliding_and_full", {"skip_layers": ["sliding_attention"]}),
+    ("sliding_and_full", {"skip_layers": ["full_attention"]}),
+)  # fmt: skip
+FAST_STOCK_LAYERS = [(*STOCK_LAYERS[2], 60), (*STOCK_LAYERS[3], None), (*STOCK_LAYERS[8], 60)]
+SHORT = {"max_new_tokens": 3}
+
+
+def for_each_stock_layer() -> pytest.MarkDecorator:
+    """Return a mark that parametrizes a test by model, options, and preallocated length."""
+    cases = [(*case, max_len) for case in STOCK_LAYERS for max_len in (None, 60)]
+    full_cases = [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in cases
+        if case not in FAST_STOCK_LAYERS
+    ]
+    parameters = [*FAST_STOCK_LAYERS, *full_cases]
+    return pytest.mark.parametrize(("name", "keywords", "max_cache_len"), parameters)
+
+
+def make_prompt(num_rows: int, num_tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 98, (num_rows, num_tokens), generator=generator)
+
+
+@for_each_stock_layer()
+def test_a_reset_cache_accepts_any_batch(
+    name: str, keywords: dict[str, Any], max_cache_len: int | None
+) -> None:
+    model, _ = share_variant(name, "fp8_paged")
+    keywords = {**keywords, "dtype": "auto", "max_cache_len": max_cache_len}
+    cache = make_cache(model, **keywords)
+    for num_rows, empty in ((1, cache.reset), (3, lambda: cache.crop(-100)), (1, cache.reset)):
+        prompt = {"input_ids": make_prompt(num_rows, 13, num_rows)}
+        expected = generate(model, prompt, make_cache(model, **keywords), **SHORT)
+        assert_same(generate(model, prompt, cache, **SHORT), expected, num_rows)
+        fork, unpickled = cache.fork(), pickle.loads(pickle.dumps(cache))
+        empty()
+        cache.batch_repeat_interleave(2)  # an empty cache has no sequences
+        for copied in (fork, unpickled):
+            copied.reset()
+            other = {"input_ids": make_prompt(2, 13, num_rows)}
+            expected = generate(model, other, make_cache(model, **keywords), **SHORT)
+            assert_same(generate(model, other, copied, **SHORT), expected, ("a copy", num_rows))
+
+
+@for_each_stock_layer()
+def test_batch_operations_select_every_state(
+    name: str, keywords: dict[str, Any], max_cache_len: int | None
+) -> None:
+    model, _ = share_variant(name, "fp8_paged")
+    keywords = {**keywords, "dtype": "auto", "max_cache_len": max_cache_len}
+    prompt, later_tokens = make_prompt(3, 13, 1), make_prompt(6, 4, 2)
+    changes: dict[str, tuple[Callable[[Any], None], list[int]]] = {
+        "repeat": (lambda x: x.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        "select": (lambda x: x.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        "mask": (lambda x: x.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+        "reorder": (lambda x: x.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+    }
+    for change_name, (change, rows) in changes.items():
+        cache = make_cache(model, **keywords)
+        tokens = generate(model, {"input_ids": prompt}, cache, **SHORT)
+        change(cache)
+        inputs = {"input_ids": torch.cat([tokens[rows], later_tokens[: len(rows)]], 1)}
+        expected = generate(model, inputs, make_cache(model, **keywords), **SHORT)
+        assert_same(generate(model, inputs, cache, **SHORT), expected, change_name)
+
+
+@pytest.mark.parametrize(("name", "skipped"), [("jamba", ()), ("gqa", (0,)), ("sparse", ())])
+def test_a_reset_keeps_addresses_for_the_same_batch(name: str, skipped: tuple[int, ...]) -> None:
+    model, _ = share_variant(name, "fp8_paged")
+    cache = make_cache(model, dtype="auto", max_cache_len=60, skip_layers=skipped)
+    addresses = []
+    for seed in (1, 2):
+        generate(model, {"input_ids": make_prompt(2, 13, seed)}, cache, **SHORT)
+        stock_tensors = tree_leaves([vars(layer) for layer in cache.stock_layers])
+        tensors = [*list_tensors(cache), *stock_tensors]
+        addresses.append([x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)])
+        cache.reset()
+    assert addresses[0] == addresses[1]
+
+
+def test_a_mask_hides_the_unused_part_of_skipped_layers() -> None:
+    """Static layers return unused positions, so a mask is needed without padding."""
+    model, inputs = share_variant("gqa", "fp8_paged")
+    cache = make_cache(model, dtype="auto", max_cache_len=60, skip_layers=[0])
+    tokens = generate(model, select_unpadded(inputs), cache, disable_compile=True)
+    assert_same(tokens, generate_stock("gqa", is_unpadded=True))
+
+
+def test_a_skipped_layer_refuses_tokens_past_its_end() -> None:
+    model, _ = share_variant("gqa", "fp8_paged")
+    cache = make_cache(model, dtype="auto", max_cache_len=20, skip_layers=[0])
+    too_long = {"input_ids": make_prompt(1, 21, 1)}
+    with pytest.raises(OutOfPagesError, match="20"):
+        generate(model, too_long, cache)
+    prompt = {"input_ids": make_prompt(1, 13, 1)}
+    with pytest.raises(OutOfPagesError, match="20"):
+        generate(model, prompt, cache)
+    assert cache.host_length() == int(cache.layers[0].get_seq_length()) == 20
+
+
+def test_a_crop_refuses_recurrent_states_that_record_the_past() -> None:
+    model, _ = share_variant("jamba", "fp8_paged")
+    cache = make_cache(model, dtype="auto")
+    cache.activate_past_recording()
+    model(make_prompt(1, 13, 1), past_key_values=cache)
+    with pytest.raises(ConfigError, match="crop"):
+        cache.crop(-2)
+    assert cache.host_length() == 13
+    cache.crop(0)
 
 
 def test_a_model_that_does_not_pass_its_window_is_correct() -> None:
