@@ -298,7 +298,7 @@ class PagedLayers:
             self._step_layers.clear()
             self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
         self._step_layers.append((index, num_tokens))
-        if index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
+        if self.layers and index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
             step.check_module = weakref.WeakMethod(self.check_module)
         if self.layers and index == self.layers[-1].index:
             self.padding_observer.end_call()
