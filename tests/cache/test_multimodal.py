@@ -225,7 +225,7 @@ def test_a_batch_of_different_images(name):
     first, second = chat.ask(first_row, second_row)
     first, second = chat.ask([*first, SECOND_QUESTION], [*second, SECOND_QUESTION])
     chat.ask([*second, THIRD_QUESTION], [*first, THIRD_QUESTION])
-    # Each row gets the image of the other row.
+    # The rows exchange their images.
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION], [INTRODUCTION[:6], IMAGE, QUESTION])
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
 
