@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
 from .pages import BLOCK_SIZES
-from .specs import add_scale_bytes
+from .specs import set_slot_bytes
 
 BACKEND_NAME = "HF_FP8KV"
 
@@ -35,6 +35,8 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(DTYPES)
+    # Bytes of a token and head of one layer. None means 8 bits for each value (`set_slot_bytes`).
+    slot_bytes: ClassVar[int | None] = None
     # `forward` also stores the keys and values of a step.
     forward_includes_kv_cache_update: bool = True
 
@@ -65,8 +67,8 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, with room for the dynamic scales of each slot."""
-        return add_scale_bytes(spec)
+        """Return the spec, with the size of each slot."""
+        return set_slot_bytes(spec, cls.slot_bytes)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -76,7 +76,7 @@ from vllm.config import cache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-from hf_fp8kv.vllm.specs import add_scale_bytes
+from hf_fp8kv.vllm.specs import set_slot_bytes
 name = "hf_fp8kv_e3m4"
 assert cache.KV_CACHE_DTYPES.count(name) == 1
 # vLLM must not treat the bytes as a quantized format of vLLM, such as OCTAVE.
@@ -84,7 +84,7 @@ mode = get_kv_quant_mode(name)
 assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
 spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
 # A slot of a head has 128 bytes of K, 128 bytes of V, and 4 bytes of scales.
-assert add_scale_bytes(spec).page_size_bytes == 64 * 2 * (128 + 128 + 4)
+assert set_slot_bytes(spec, None).page_size_bytes == 64 * 2 * (128 + 128 + 4)
 assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
 assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
 print("version", vllm.__version__)
