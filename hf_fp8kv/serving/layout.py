@@ -109,21 +109,18 @@ def view_layers(blocks: torch.Tensor, layouts: Sequence[EngineLayout]) -> list[P
 def plan_block_sizes(layouts: Mapping[str, Sequence[EngineLayout]]) -> dict[str, int]:
     """Return the size of a block in bytes, for each kind of layers with these layouts.
 
-    The size of an engine's sector is the least common multiple of these sizes. It may be huge for
-    arbitrary sizes, so blocks may end with unused bytes. The engine never uses two sectors, and a
-    kind of layers leaves half a sector free on average. The cost of large sectors is therefore
-    compared with the unused bytes, for memory of about 2,000 blocks.
+    The size of an engine's sector is the least common multiple of these sizes. It would be huge for
+    arbitrary sizes, so blocks may end with unused bytes. The engine never uses two sectors, and
+    each kind leaves half a sector free on average. The cost of large sectors is therefore compared
+    with the unused bytes, for memory of about 2,000 blocks.
     """
-    sizes = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in layouts.items()}
-    largest = max(sizes.values())
+    needed = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in layouts.items()}
 
-    def estimate_cost(num_largest: int) -> float:
-        sector_size = num_largest * largest
-        used_size = sum(sector_size / (sector_size // size) for size in sizes.values())
-        return used_size * (1 + num_largest / 512)
+    def fill_sector(num_largest: int) -> dict[str, int]:
+        sector_size = num_largest * max(needed.values())
+        block_counts = {kind: sector_size // size for kind, size in needed.items()}
+        sector_size += -sector_size % (128 * math.lcm(*block_counts.values()))
+        return {kind: sector_size // num_blocks for kind, num_blocks in block_counts.items()}
 
-    sector_size = largest * min(range(1, 65), key=estimate_cost)
-    block_counts = {kind: sector_size // size for kind, size in sizes.items()}
-    # The engine aligns sectors to 128 bytes.
-    sector_size += -sector_size % (128 * math.lcm(*block_counts.values()))
-    return {kind: sector_size // block_count for kind, block_count in block_counts.items()}
+    choices = {num_largest: fill_sector(num_largest) for num_largest in range(1, 65)}
+    return choices[min(choices, key=lambda n: sum(choices[n].values()) * (1 + n / 512))]
