@@ -31,9 +31,10 @@ def round_up_slot(layer_name: str, slot_bytes: int, default_bytes: int) -> int:
     """Return the size of a slot in a model whose layers have several windows. Log its cost.
 
     vLLM gives such layers blocks of one size. If this size is a multiple of a layer's block, the
-    layer's blocks get more tokens. Otherwise they get unused bytes.
+    layer's blocks get more tokens, otherwise unused bytes. Numbers of tokens are powers of two.
     """
-    rounded_bytes = -(-slot_bytes // default_bytes) * default_bytes
+    ratio = -(-slot_bytes // default_bytes)
+    rounded_bytes = default_bytes << (ratio - 1).bit_length()
     warn_once(
         logger,
         f"plan: {layer_name} takes {rounded_bytes} bytes per token and head instead of "

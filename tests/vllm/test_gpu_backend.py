@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from ..helpers.planned import protected_plan_for
 from .conftest import generate, generate_expected, make_scales
 
 vllm = pytest.importorskip("vllm")
@@ -43,6 +44,17 @@ def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_p
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     assert {layer.attn_backend for layer in layers.values()} == {PagedGPUBackend}
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, scales=scales)
+
+
+@pytest.mark.usefixtures("gpu_backend")
+def test_the_gpu_backend_has_slots_of_different_sizes(load_model, prompts, serve, tmp_path):
+    model, folder = load_model("llama")
+    plan = protected_plan_for(model, "K")
+    plan.save_pretrained(tmp_path)
+    llm = serve(folder, "hf_fp8kv", plan=tmp_path)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    assert [layer.kv_cache.shape[-1] for layer in layers.values()] == [4 * 32 + 32 + 4, 32 + 32 + 4]
+    assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
 
 
 def test_the_gpu_backend_accepts_only_supported_models():
