@@ -25,7 +25,7 @@ def read_kv_sizes(config: Any) -> tuple[int, int]:
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             f"expected layers of one size, got a {type(config).__name__} with layers of several "
-            "sizes. The engine has one page size. Use generate() with FP8PagedCache"
+            "sizes. The engine reads one size. Use generate() with FP8PagedCache"
         )
     try:
         return int(find_num_key_value_heads(config)), int(find_head_dim(config))
