@@ -14,13 +14,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
-from .specs import set_slot_bytes
+from .specs import Slot, set_slot
 
 
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's backend CPU_ATTN, extended by the plugin's dtypes."""
 
-    slot_bytes: ClassVar[int | None] = None  # as in `PagedGPUBackend`
+    slot: ClassVar[Slot | None] = None  # of one layer. None means 8 bits for each value
     # vLLM calls `do_kv_cache_update` before `forward`, as for its own attention on CPUs.
     forward_includes_kv_cache_update: bool = False
 
@@ -32,8 +32,8 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, with the size of each slot."""
-        return set_slot_bytes(super().customize_spec(spec), cls.slot_bytes)
+        """Return the spec, with the slots of a layer."""
+        return set_slot(super().customize_spec(spec), cls.slot)
 
     @staticmethod
     def get_impl_cls() -> type["PagedCPUImpl"]:

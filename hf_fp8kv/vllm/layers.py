@@ -16,7 +16,7 @@ from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
 from ..serving.step import LayerWork
 from .pages import check_block_size, view_pages
-from .specs import customize_backend, round_up_slot
+from .specs import customize_backend
 from .step import DecodeStep, PlannedStep, is_decoding, plan_step
 from .storage import ModelStorage, read_storage
 
@@ -175,7 +175,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
 
         `act_dtype` is the dtype of the model.
         """
-        storage, dim = self.model_storage, self.head_size
+        storage = self.model_storage
         layers = [
             (layer, storage.count_slot_bytes(extract_layer_index(name), layer.head_size, act_dtype))
             for name, layer in self._layers.items()
@@ -184,13 +184,15 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             and layer.attn_type == AttentionType.DECODER
             and layer.kv_sharing_target_layer_name is None
         ]
-        windows, sizes = {layer.sliding_window for layer, _ in layers}, {size for _, size in layers}
-        default_size = storage.dtype.count_slot_bytes(dim, dim)
+        dims = {layer.head_size for layer, _ in layers}
+        sizes = {size for _, size in layers}
+        if sizes == {storage.dtype.count_slot_bytes(dim, dim) for dim in dims}:
+            return
+        has_windows = len({layer.sliding_window for layer, _ in layers}) > 1
         for layer, size in layers:
-            if layer.impl is self and size != default_size:
-                if len(windows) > 1 and len(sizes) > 1:
-                    size = round_up_slot(layer.layer_name, size, default_size)
-                layer.attn_backend = customize_backend(layer.attn_backend, size)
+            if layer.impl is self:
+                backend, all_sizes = layer.attn_backend, sizes if has_windows else {size}
+                layer.attn_backend = customize_backend(backend, size, frozenset(all_sizes))
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Do nothing, because `forward` stores keys and values and attends in one call."""

@@ -18,7 +18,6 @@ DYNAMIC_OPTIONS = {
     "hf_fp8kv_e2m5": {"dtype": "fp8_e2m5"},
     "hf_fp8kv_int8": {"dtype": "int8"},
 }
-PADDED_MESSAGE = "because vLLM gives blocks of one size to layers with several windows"
 STATIC_OPTIONS = {
     "tensor": ("hf_fp8kv_static", {}),
     "head": ("hf_fp8kv_e4m3_static", {"dtype": "fp8_e4m3"}),
@@ -106,16 +105,12 @@ def test_a_saved_plan_gives_the_tokens_of_transformers(load_model, prompts, serv
 @pytest.mark.parametrize(
     ("name", "sides"), [("llama", "K"), ("mistral", "K and V"), ("gpt_oss", "V"), ("gemma2", "K")]
 )
-def test_a_layer_may_keep_the_dtype_of_the_model(
-    load_model, prompts, serve, tmp_path, caplog, name, sides
-):
+def test_a_layer_may_keep_the_dtype_of_the_model(load_model, prompts, serve, tmp_path, name, sides):
     """Layer 0 has larger pages. The second call reads blocks of the first call."""
     model, folder = load_model(name)
     plan = protected_plan_for(model, sides)
     plan.save_pretrained(tmp_path)
     llm = serve(folder, "hf_fp8kv", plan=tmp_path)
-    has_windows = name in ("gpt_oss", "gemma2")  # of several sizes
-    assert (PADDED_MESSAGE in caplog.text) == has_windows
     expected = generate_expected(model, prompts, plan=plan)
     for _ in range(2):
         tokens, num_cached = generate(llm, prompts)
