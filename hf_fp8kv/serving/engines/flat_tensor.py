@@ -39,7 +39,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             for kind, indices in stock.group_layers_by_attn_type(config).items()
         }
         block_sizes = plan_block_sizes(layouts)
-        # Bytes of a page of every layer: of a block of each kind.
+        # Bytes of a page of every layer, which are a block of each kind.
         self._page_bytes = sum(block_sizes.values())
         mean_size = Fraction(self._page_bytes, config.num_hidden_layers)
         allocator_types = {
