@@ -151,7 +151,7 @@ def plan_capacity(
             serving_config = ServingConfig.parse(backend="torch", **options)
             layout = EngineCache()
             layout.prepare(serving_config, decoder, PAGE_SIZE, torch.bfloat16, "cpu")
-            token_bytes = layout.page_layout.bytes_per_page / PAGE_SIZE * decoder.num_hidden_layers
+            token_bytes = sum(x.bytes_per_page for x in layout.page_layouts) / PAGE_SIZE
             sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory_bytes, serving_config)
         rows += [
             {

@@ -1,5 +1,7 @@
 """The layout of an engine's pages, and views of its memory as pages."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,48 +14,19 @@ from ..ops.blocks import locate_pages
 from ..ops.page_layout import make_page_layout
 
 
-def skip_pages(pages: Pages, num_skipped: int) -> Pages:
-    """Return `pages` without the first `num_skipped` pages. Page `n` was page `n + num_skipped`."""
-    num_kept = len(pages.offsets) - num_skipped
-    return pages._replace(block=pages.block[num_skipped:], offsets=pages.offsets[:num_kept])
-
-
 @dataclass(frozen=True)
 class EngineLayout:
-    """The layout of an engine's pages.
+    """The layout of one layer's pages in an engine.
 
-    A page holds `page_size` tokens of a layer, for all KV heads of this process. Layers may have
-    different 8-bit plans, because pages of all 8-bit plans have the same number of bytes.
+    A page holds `page_size` tokens of a layer, for all KV heads of this process.
     """
 
     num_heads: int  # Hkv
     head_dim: int  # D, of K and of V
     page_size: int  # tokens per page, S
-    plan: LayerPlan  # the plan of layer 0. The same sides (K, V) are "auto" in every layer
+    plan: LayerPlan  # the plan of the layer
     dtype: torch.dtype  # the dtype of the model, in which "auto" sides are stored
     is_dynamic: bool  # whether at least one layer has a scale per token and head
-
-    @classmethod
-    def from_options(
-        cls, options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, page_size: int,
-        dtype: torch.dtype,
-    ) -> "EngineLayout":  # fmt: skip
-        """Return the layout for the options of a cache, and the sizes of a model and an engine.
-
-        Raises:
-            ConfigError: The layers need pages of different sizes, or `page_size` is not supported.
-        """
-        advice = "Set ContinuousBatchingConfig(page_size=...), or block_size"
-        check_supported_page_size(page_size, "the engine's page size", advice)
-        plans = [options.layer_plan(index) for index in range(num_layers)]
-        for index, plan in enumerate(plans):
-            if [side.is_auto for side in plan] != [side.is_auto for side in plans[0]]:
-                raise ConfigError(
-                    "plan: expected the same sides (K, V) in 'model' for all layers, because an "
-                    f"engine's pages have one size, got {plans[0]} for layer 0 and {plan} for "
-                    f"layer {index}. Store all layers in 8 bits"
-                )
-        return cls(num_heads, head_dim, page_size, plans[0], dtype, options.has_dynamic_scales)
 
     @property
     def bytes_per_page(self) -> int:
@@ -105,3 +78,49 @@ class EngineLayout:
             k, v, block, table, locate_pages([block]), self.num_heads, self.page_size,
             *self._dtypes, self._has_scales,
         )  # fmt: skip
+
+
+def make_layouts(
+    options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, page_size: int,
+    dtype: torch.dtype,
+) -> list[EngineLayout]:  # fmt: skip
+    """Return the layout of each layer, for the options of a cache and an engine's page size.
+
+    Raises:
+        ConfigError: `page_size` is not supported.
+    """
+    advice = "Set ContinuousBatchingConfig(page_size=...), or block_size"
+    check_supported_page_size(page_size, "the engine's page size", advice)
+    is_dynamic = options.has_dynamic_scales
+    plans = [options.layer_plan(index) for index in range(num_layers)]
+    return [EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic) for plan in plans]
+
+
+def view_layers(blocks: torch.Tensor, layouts: Sequence[EngineLayout]) -> list[Pages]:
+    """Return the pages of layers whose pages follow each other in each block, `[n, bytes]`.
+
+    Page `n` of every layer is in block `n`. A block may end with unused bytes.
+    """
+    sizes = [layout.bytes_per_page for layout in layouts]
+    layer_blocks = blocks[:, : sum(sizes)].split(sizes, dim=1)
+    return [layout.view_block(block) for layout, block in zip(layouts, layer_blocks, strict=True)]
+
+
+def plan_block_sizes(layouts: Mapping[str, Sequence[EngineLayout]]) -> dict[str, int]:
+    """Return the size of a block in bytes, for each kind of layers with these layouts.
+
+    The size of an engine's sector is the least common multiple of these sizes. It would be huge for
+    arbitrary sizes, so blocks may end with unused bytes. The engine never uses two sectors, and
+    each kind leaves half a sector free on average. The cost of large sectors is therefore compared
+    with the unused bytes, for memory of about 2,000 blocks.
+    """
+    needed = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in layouts.items()}
+
+    def fill_sector(num_largest: int) -> dict[str, int]:
+        sector_size = num_largest * max(needed.values())
+        block_counts = {kind: sector_size // size for kind, size in needed.items()}
+        sector_size += -sector_size % (128 * math.lcm(*block_counts.values()))
+        return {kind: sector_size // num_blocks for kind, num_blocks in block_counts.items()}
+
+    choices = {num_largest: fill_sector(num_largest) for num_largest in range(1, 65)}
+    return choices[min(choices, key=lambda n: sum(choices[n].values()) * (1 + n / 512))]

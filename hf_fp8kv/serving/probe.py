@@ -18,6 +18,7 @@ from ..modeling.exact_states import exact_states
 from .config import ServingConfig
 from .engines import StockCache
 from .engines.common import EngineCache
+from .layout import view_layers
 
 # Lengths of the two sequences, in tokens. The last token of each is computed in a second step.
 _LENGTHS = (4, 3)
@@ -119,9 +120,10 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         windows = read_layer_windows(config)
         self.windows = list(dict.fromkeys(windows))
         self._layer_kinds = {i: self.windows.index(window) for i, window in enumerate(windows)}
-        shape = len(windows), len(_LENGTHS) * self.page_layout.bytes_per_page
-        memory = torch.zeros(shape, dtype=torch.uint8, device=model.device)
-        self.add_layers({i: self.page_layout.view_memory(row) for i, row in enumerate(memory)})
+        block_size = sum(layout.bytes_per_page for layout in self.page_layouts)
+        shape = len(_LENGTHS), block_size
+        blocks = torch.zeros(shape, dtype=torch.uint8, device=model.device)
+        self.add_layers(dict(enumerate(view_layers(blocks, self.page_layouts))))
 
     def begin_step(self, starts: list[int], counts: list[int]) -> None:
         """Record the next step: for each sequence, its first position and its number of tokens."""

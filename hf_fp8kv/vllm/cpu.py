@@ -1,6 +1,6 @@
 """Attention on vLLM's CPU platform, by the plugin for its own dtypes and by vLLM for others."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -14,12 +14,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
-from .specs import add_scale_bytes
+from .specs import Slot, set_slot
 
 
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's backend CPU_ATTN, extended by the plugin's dtypes."""
 
+    slot: ClassVar[Slot | None] = None  # of one layer. None means 8 bits for each value
     # vLLM calls `do_kv_cache_update` before `forward`, as for its own attention on CPUs.
     forward_includes_kv_cache_update: bool = False
 
@@ -31,8 +32,8 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, with room for the dynamic scales of each slot."""
-        return add_scale_bytes(super().customize_spec(spec))
+        """Return the spec, with the slots of a layer."""
+        return set_slot(super().customize_spec(spec), cls.slot)
 
     @staticmethod
     def get_impl_cls() -> type["PagedCPUImpl"]:
@@ -64,6 +65,10 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
     def is_paged(self) -> bool:
         """Whether the plugin, not vLLM, stores keys and values."""
         return self._base_class is PagedImpl
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Set the size of this layer's slots, if the plugin stores keys and values."""
+        self._base_class.process_weights_after_loading(self, act_dtype)
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
         """Store keys and values if vLLM stores them. Otherwise, `forward` stores them."""

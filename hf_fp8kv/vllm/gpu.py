@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
 from .pages import BLOCK_SIZES
-from .specs import add_scale_bytes
+from .specs import Slot, set_slot
 
 BACKEND_NAME = "HF_FP8KV"
 
@@ -35,6 +35,7 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(DTYPES)
+    slot: ClassVar[Slot | None] = None  # of one layer. None means 8 bits for each value
     # `forward` also stores the keys and values of a step.
     forward_includes_kv_cache_update: bool = True
 
@@ -65,8 +66,8 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, with room for the dynamic scales of each slot."""
-        return add_scale_bytes(spec)
+        """Return the spec, with the slots of a layer."""
+        return set_slot(spec, cls.slot)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

@@ -1,6 +1,7 @@
 """Attention of vLLM's layers over pages in vLLM's pool, shared by all platforms."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +14,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from ..errors import ConfigError
 from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
-from ..serving.layout import EngineLayout
 from ..serving.step import LayerWork
 from .pages import check_block_size, view_pages
+from .specs import customize_backend
 from .step import DecodeStep, PlannedStep, is_decoding, plan_step
 from .storage import ModelStorage, read_storage
 
@@ -101,19 +102,15 @@ class BoundLayer:
                 f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
                 f"{storage.backend!r}. Omit the backend"
             )
-        self._is_dynamic = storage.dtype.is_dynamic
         self._storage = storage.make_layer_storage(index, num_heads, head_dim, device)
         self._backend = choose_backend(storage.backend, device)
-        self._num_heads, self._head_dim, self._dtype = num_heads, head_dim, dtype
+        self._make_layout = partial(storage.make_layout, index, num_heads, head_dim, dtype=dtype)
         self._view: tuple[torch.Tensor, StoredLayer] | None = None  # a pool's tensor, and the layer
 
     def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
         """Return the layer with its pages, which are views of this tensor of vLLM's pool."""
         if self._view is None or self._view[0] is not kv_cache:
-            layout = EngineLayout(
-                self._num_heads, self._head_dim, kv_cache.shape[2], self._storage.plan, self._dtype,
-                self._is_dynamic,
-            )  # fmt: skip
+            layout = self._make_layout(page_size=kv_cache.shape[2])
             pages = view_pages(kv_cache, layout)
             self._view = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
         return self._view[1]
@@ -169,7 +166,33 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             config.model_config.revision, config.instance_id,
         )  # fmt: skip
         _check_model(self.model_storage, config.model_config)
+        # vLLM's layers by name, which do not contain the layer of this object yet.
+        self._layers = config.compilation_config.static_forward_context
         self.bound_layer: BoundLayer | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Set the size of this layer's slots, which vLLM then reads from the layer's backend.
+
+        `act_dtype` is the dtype of the model.
+        """
+        storage = self.model_storage
+        layers = [
+            (layer, storage.count_slot_bytes(extract_layer_index(name), layer.head_size, act_dtype))
+            for name, layer in self._layers.items()
+            if isinstance(layer, Attention)
+            and layer.kv_cache_dtype == self.kv_cache_dtype
+            and layer.attn_type == AttentionType.DECODER
+            and layer.kv_sharing_target_layer_name is None
+        ]
+        dims = {layer.head_size for layer, _ in layers}
+        sizes = {size for _, size in layers}
+        if sizes == {storage.dtype.count_slot_bytes(dim, dim) for dim in dims}:
+            return
+        has_windows = len({layer.sliding_window for layer, _ in layers}) > 1
+        for layer, size in layers:
+            if layer.impl is self:
+                backend, all_sizes = layer.attn_backend, sizes if has_windows else {size}
+                layer.attn_backend = customize_backend(backend, size, frozenset(all_sizes))
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Do nothing, because `forward` stores keys and values and attends in one call."""

@@ -26,16 +26,17 @@ def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:
     """View one layer's part of vLLM's pool as pages.
 
     `kv_cache` is vLLM's view of this part, `[P, Hkv, S, C]`. Its elements are bytes, and C is the
-    number of bytes of a token and head. Each block must be contiguous.
+    number of bytes of a token and head. Each block must be contiguous, and may end with unused
+    bytes.
 
     Raises:
-        ConfigError: The blocks have gaps, or a different size than pages.
+        ConfigError: The blocks have gaps, or are smaller than pages.
     """
     block_bytes = kv_cache[:1].numel()
-    if layout.bytes_per_page != block_bytes or not kv_cache[:1].is_contiguous():
+    if layout.bytes_per_page > block_bytes or not kv_cache[:1].is_contiguous():
         raise ConfigError(
-            f"expected blocks of {layout.bytes_per_page} bytes without gaps, got {block_bytes} "
-            f"bytes with the strides {kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
+            f"expected blocks of at least {layout.bytes_per_page} bytes without gaps, got "
+            f"{block_bytes} bytes with the strides {kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
         )
     shape, strides = (len(kv_cache), block_bytes), (kv_cache.stride(0), 1)
     return layout.view_block(kv_cache.view(torch.uint8).as_strided(shape, strides))

@@ -17,6 +17,7 @@ from ..errors import ConfigError, ScaleError
 from ..modeling.tensor_parallel import TensorParallel
 from ..scales.kv_scales import KVScales, resolve_scales
 from ..serving.config import LayerStorage, ServingConfig
+from ..serving.layout import EngineLayout
 from .dtypes import CacheDType, find_dtype
 
 _KEY = "hf_fp8kv"
@@ -67,18 +68,22 @@ class ModelStorage:
 
         Raises:
             ScaleError: The scales have different heads, head sizes or layers.
-            ConfigError: The plan keeps K or V in 16 bits.
         """
         options = self.config.options
-        plan = options.layer_plan(index)
-        if any(side.is_auto for side in plan):
-            raise ConfigError(
-                f"plan: expected 8 bits for K and V, because {self.dtype.name} fixes the size of "
-                f"all tokens, got {plan} for layer {index}. Calibrate without 'model', or "
-                "exclude whole layers with vLLM's --kv-cache-dtype-skip-layers"
-            )
         scales = options.layer_scales(index, num_heads, head_dim, head_dim)
-        return LayerStorage(plan, *(None if x is None else x.to(device) for x in scales))
+        tensors = (None if x is None else x.to(device) for x in scales)
+        return LayerStorage(options.layer_plan(index), *tensors)
+
+    def make_layout(
+        self, index: int, num_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+    ) -> EngineLayout:
+        """Return the layout of a layer's pages. `dtype` is the dtype of the model."""
+        plan = self.config.options.layer_plan(index)
+        return EngineLayout(num_heads, head_dim, page_size, plan, dtype, self.dtype.is_dynamic)
+
+    def count_slot_bytes(self, index: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Return the number of bytes of a token and KV head of a layer."""
+        return self.make_layout(index, 1, head_dim, 16, dtype).bytes_per_page // 16
 
 
 def read_storage(

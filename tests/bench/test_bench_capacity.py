@@ -7,6 +7,7 @@ import pytest
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.bench import capacity
 from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_capacity, plan_tokens
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving.config import ServingConfig
 from tests.helpers.serving_tools import batching, greedy
 from tests.helpers.tiny_models import build_variant
@@ -31,12 +32,17 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(model_name: str) -> Non
     dim = dim or model_config.hidden_size // model_config.num_attention_heads
     bf16_tokens = 0
     # Bytes of K and V of a token in one head. None means the pages of transformers.
+    # In the last case layer 0 keeps K in 16 bits.
+    num_layers = model_config.num_hidden_layers
+    protected_plan = dict.fromkeys(range(num_layers), LayerPlan.parse("int8 rotated", "int8"))
+    protected_plan[0] = LayerPlan.parse("model", "int8")
     for config, head_bytes in (
         (None, 4 * dim),
         (make_config(dtype="auto"), 4 * dim),
         (make_config(key_dtype="auto", scales=1.0), 3 * dim),
         (make_config(scales=1.0), 2 * dim),
         (make_config(), 2 * dim + 4),
+        (make_config(plan=protected_plan), 2 * dim + 4 + dim / num_layers),
     ):
         tokens_in_20_gib, tokens_in_40_gib = (
             plan_tokens(model_config, gib * GIB, config, attention=FLASH) for gib in (20, 40)
@@ -49,8 +55,10 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(model_name: str) -> Non
             # Both numbers of tokens are multiples of the page size.
             assert 0.9 * expected < added_tokens < expected + capacity.PAGE_SIZE
         else:
-            assert added_tokens == pytest.approx(expected, rel=0.005)
-        if head_bytes <= 2 * dim + 4:
+            # Layers of two kinds with pages of different sizes leave up to 2 % of blocks unused.
+            tolerance = 0.021 if head_bytes % 1 else 0.005
+            assert added_tokens == pytest.approx(expected, rel=tolerance)
+        if config is not None and head_bytes <= 2 * dim + 4:
             assert tokens_in_40_gib >= 1.9 * bf16_tokens
 
 
@@ -69,8 +77,8 @@ def test_an_engine_allocates_the_planned_pages() -> None:
     cache = manager.batch_processor.cache
     usage = serving.read_usage(manager)
     assert usage is not None
-    pool_bytes = cache.layers[0].pages.block.nbytes
-    assert usage.bytes_total <= pool_bytes + cache.page_layout.bytes_per_page * 64
+    pool_bytes = cache.layers[0].pages.block.untyped_storage().nbytes()
+    assert usage.bytes_total <= pool_bytes + cache.page_layouts[0].bytes_per_page * 64
     # 16 tokens in a page, two layers, two heads, K and V, 16 codes and a scale of 2 bytes.
     assert usage.bytes_total == usage.pages_total * 16 * 2 * 2 * 2 * 18
     manager.batch_processor = None

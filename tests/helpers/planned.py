@@ -7,6 +7,13 @@ from hf_fp8kv import StoragePlan
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.scales import KVScales, LayerScales
 
+# Plans of a layer that keeps keys, values or both in the dtype of the model.
+PROTECTED_PLANS = {
+    "K": LayerPlan.parse("model", "int8 rotated"),
+    "V": LayerPlan.parse("fp8_e3m4", "model"),
+    "K and V": LayerPlan.parse("model", "model"),
+}
+
 # The storage plans of consecutive layers, which repeat in longer models.
 PLANS = (
     LayerPlan.parse("fp8_e2m5 rotated centered", "int8 rotated"),
@@ -55,3 +62,9 @@ def planned_scales_for(model: PreTrainedModel, **options: bool) -> KVScales:
     num_heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return planned_scales(config.num_hidden_layers, num_heads, dim, **options)
+
+
+def protected_plan_for(model: PreTrainedModel, sides: str = "K", layer: int = 0) -> StoragePlan:
+    """Return a dynamic `planned_scales_for` whose `layer` has the plan `PROTECTED_PLANS[sides]`."""
+    layers = planned_scales_for(model, is_dynamic=True).layers
+    return StoragePlan(layers | {layer: LayerScales(None, None, plan=PROTECTED_PLANS[sides])})

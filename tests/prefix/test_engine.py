@@ -13,8 +13,10 @@ import torch
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.prefix import engine as engine_module
 from hf_fp8kv.prefix.file import Page, pack
+from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE_SIZE
 from tests.helpers.serve_process import generate_paged, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import PAGE as PAGE_SIZE
@@ -69,6 +71,19 @@ def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
     assert (usage.prefix_hits, usage.prefix_tokens) == (3, (5 + 1 + 2) * PAGE_SIZE)
     assert usage.store_tokens == store_usage.tokens_found
     assert usage.store_bytes_read == store_usage.bytes_read > 0
+
+
+def test_pages_of_different_sizes_are_stored_in_one_block(tmp_path: Path) -> None:
+    """Layer 0 keeps K in the dtype of the model. With V in this dtype, blocks are different."""
+    prompts = [make_prompt(4 * PAGE_SIZE + 1)]
+    int8_plan = LayerPlan.parse("int8 rotated", "int8")
+    plans = [{0: PROTECTED_PLANS[sides], 1: int8_plan} for sides in ("K", "V")]
+    expected = [run_prompts(None, prompts, plan=plan).answers for plan in plans]
+    for plan, answers in zip(plans, expected, strict=True):
+        for num_found in (0, 4 * PAGE_SIZE):
+            actual, _, store_usage = run_prompts(tmp_path, prompts, plan=plan)
+            assert actual == answers
+            assert store_usage.tokens_found == num_found
 
 
 def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:

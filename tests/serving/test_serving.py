@@ -26,7 +26,12 @@ from hf_fp8kv.serving.engines import common
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, make_decode_work
 from tests.helpers.margins import compute_greedy_deficit
-from tests.helpers.planned import planned_scales, planned_scales_for
+from tests.helpers.planned import (
+    PROTECTED_PLANS,
+    planned_scales,
+    planned_scales_for,
+    protected_plan_for,
+)
 from tests.helpers.serving_tools import (
     NEW_TOKENS,
     PAGE,
@@ -151,6 +156,24 @@ class TestSameTokens:
                 1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
         check_tokens(model, is_exact=None, plan=plan)
 
+    @pytest.mark.parametrize(
+        ("name", "sides"),
+        [
+            ("gemma2", "K"),
+            ("llama", "K and V"),
+            *(
+                pytest.param(name, sides, marks=FULL)
+                for name in MODEL_OPTIONS
+                for sides in PROTECTED_PLANS
+                if (name, sides) not in (("gemma2", "K"), ("llama", "K and V"))
+            ),
+        ],
+    )
+    def test_pages_of_different_sizes(self, name: str, sides: str) -> None:
+        """Layer 0 keeps K, V or both in the model's dtype. Kinds have blocks of different sizes."""
+        model = make_model(name)
+        check_tokens(model, is_exact=None, plan=protected_plan_for(model, sides))
+
     # The interpreter takes half a minute, and tests/ops compares its kernels with torch.
     @pytest.mark.parametrize(
         ("name", "backend"),
@@ -190,13 +213,14 @@ class TestSameTokens:
         for prompt, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
             assert compute_greedy_deficit(reference, prompt, answer) > 0.3
 
-    @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
+    @pytest.mark.parametrize("dtype", ["fp8_e4m3", None, pytest.param("fp8_e5m2", marks=FULL)])
     def test_decode_steps_with_block_tables(
-        self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+        self, llama: Any, dtype: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Steps run eagerly, but as in CUDA graphs, the host reads no tensors of a step."""
         scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
-        expected = enable(llama, prompts(), scales=scales, dtype=dtype)
+        plan = protected_plan_for(llama) if dtype is None else None
+        expected = enable(llama, prompts(), scales=scales, dtype=dtype, plan=plan)
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         batch_sizes: list[int] = []
@@ -223,11 +247,12 @@ class TestSameTokens:
         assert output.reshape(-1).tolist()[-NEW_TOKENS:] == expected
 
 
-def test_an_engine_stores_the_same_bytes_as_a_cache() -> None:
+@pytest.mark.parametrize("sides", [None, *PROTECTED_PLANS])
+def test_an_engine_stores_the_same_bytes_as_a_cache(sides: str | None) -> None:
     """Each layer follows its plan. A page is one row of a block and contains K, V and scales."""
     model, _ = build_variant("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
-    plan = planned_scales(is_dynamic=True)
+    plan = planned_scales(is_dynamic=True) if sides is None else protected_plan_for(model, sides)
     cache = FP8PagedCache(model.config, plan=plan, page_size=8, prefill="stored")
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -263,6 +288,7 @@ class TestSharedPages:
         [
             ("gemma2", {}),
             ("llama", {"dtype": "fp8_e5m2"}),  # dynamic scales are copied
+            ("gemma2", {"plan": protected_plan_for(make_model("gemma2"))}),
             *(pytest.param(x, {}, marks=FULL) for x in ("llama", "mistral")),
         ],
     )
@@ -273,12 +299,14 @@ class TestSharedPages:
         tokens = generate_forked(model, prompt_ids, 3)
         assert tokens == [answer for answer in expected for _ in range(3)]
 
+    @pytest.mark.parametrize("is_protected", [False, True], ids=["static scales", "layer 0 in K"])
     @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
-    def test_few_pages_give_the_same_tokens(self, name: str) -> None:
+    def test_few_pages_give_the_same_tokens(self, name: str, is_protected: bool) -> None:
         """The pages are enough for about two requests, so other requests wait or restart."""
         model = make_model(name)
         prompt_ids = prompts()
-        expected = enable(model, prompt_ids, scales=head_scales(model))
+        options = {"plan": protected_plan_for(model)} if is_protected else {}
+        expected = enable(model, prompt_ids, **options or {"scales": head_scales(model)})
         assert generate_batch(model, prompt_ids, pages=9, max_batch_tokens=64) == expected
 
 
@@ -558,8 +586,6 @@ class TestErrors:
             (ScaleError, {"scales": 0.0}, "above 0"),
             (ScaleError, {"scales": KVScales.uniform(1)}, "layer"),
             (ScaleError, {"scales": "/nowhere/kv_cache_scales.json"}, "/nowhere"),
-            (ConfigError, {"plan": {0: INT8_PLAN, 1: LayerPlan.parse("auto", "int8")}},
-             "plan: expected the same sides"),
             (ConfigError, {"plan": {0: INT8_PLAN}}, "none for layer 1.*not in serving"),
             (ConfigError, {"plan": dict.fromkeys(range(3), INT8_PLAN)},
              r"0 to 1, but also got \[2\]"),

@@ -1,6 +1,7 @@
 """Tests of the layout of an engine's cache: layer groups, bytes, ranks and offloading."""
 
 import inspect
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,16 @@ from transformers.generation.continuous_batching import cache as stock_cache
 from transformers.generation.continuous_batching import continuous_api
 
 from hf_fp8kv import ConfigError, serving
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.serving import engines
 from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.engines import flat_tensor
 from hf_fp8kv.serving.engines.common import count_extra_values
+from hf_fp8kv.serving.layout import EngineLayout, plan_block_sizes
+from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serving_tools import (
+    PAGE,
     are_exact,
     batching,
     enable,
@@ -32,8 +37,7 @@ from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
-# Numbers of pages of 8 tokens, which are too few for all requests at once.
-PAGES_BY_MODEL = {"llama": 16, "gemma2": 24}
+INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 LAYER_TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
 
@@ -124,17 +128,44 @@ class TestLayerGroups:
 
 class TestMemory:
     def test_planned_bytes_match_allocated_bytes(self) -> None:
-        for options in ({}, {"key_dtype": "auto"}, {"dtype": "auto"}, {"scales": 0.1}):
+        # K and V of a token in layer 0 and in layer 1: two heads of 16 values, and scales.
+        for options, token_bytes in (
+            ({}, 2 * 2 * 36), ({"key_dtype": "auto"}, 2 * 2 * 52), ({"dtype": "auto"}, 2 * 2 * 64),
+            ({"scales": 0.1}, 2 * 2 * 32),
+            ({"plan": dict(enumerate((PROTECTED_PLANS["K"], INT8_PLAN)))}, 2 * (52 + 36)),
+            ({"plan": dict(enumerate((INT8_PLAN, PROTECTED_PLANS["K and V"])))}, 2 * (36 + 64)),
+        ):  # fmt: skip
             model = build_variant("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
             cache = make_cache(model, pages=5)
             total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
-            layout = cache.page_layout
-            assert (used_bytes, num_tokens, page_bytes) == (0, 0, 2 * layout.bytes_per_page)
+            assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE * token_bytes)
             assert total_bytes == 5 * page_bytes
             # The engine allocates two more sectors, for the padding of its attention.
             memory = cache.layers[0].pages.block.untyped_storage()
             assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
+
+    @pytest.mark.parametrize(
+        ("num_sliding", "num_full", "plan"),
+        [(21, 21, PROTECTED_PLANS["K"]), (29, 5, INT8_PLAN), (40, 8, PROTECTED_PLANS["K and V"])],
+    )
+    def test_kinds_of_layers_share_small_sectors(
+        self, num_sliding: int, num_full: int, plan: LayerPlan
+    ) -> None:
+        """The least common multiple of the kinds' exact sizes is up to 2,000 blocks."""
+        int8_layout, layout = (
+            EngineLayout(8, 256, 256, layer_plan, torch.bfloat16, is_dynamic=True)
+            for layer_plan in (INT8_PLAN, plan)
+        )
+        kinds = {
+            "sliding": [layout] + [int8_layout] * (num_sliding - 1),
+            "full": [int8_layout] * num_full,
+        }
+        sizes = plan_block_sizes(kinds)
+        needed = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in kinds.items()}
+        assert all(sizes[kind] >= needed[kind] and sizes[kind] % 16 == 0 for kind in kinds)
+        assert sum(sizes.values()) <= 1.025 * sum(needed.values())
+        assert math.lcm(*sizes.values(), 128) <= 8 * max(sizes.values())
 
     def test_sectors_and_tokens_add_planned_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Neither masks nor dense copies are planned. Tokens of a step have activations."""
@@ -164,7 +195,7 @@ class TestMemory:
             config=model.config, continuous_batching_config=config, device="cpu",
             distributed_helper=distributed_helper, dtype=torch.float32,
         )  # fmt: skip
-        assert cache.page_layout.num_heads == 1
+        assert cache.page_layouts[0].num_heads == 1
         assert cache.layers[0].pages.k_codes.shape[1] == 1
         for layer in range(2):
             expected = scales.layers[layer].k[1].expand(1, 16)
@@ -173,29 +204,28 @@ class TestMemory:
 
 class TestOffloading:
     @pytest.mark.parametrize(
-        ("name", "options"),
+        ("name", "pages", "options"),
         [
-            ("llama", {"dtype": "fp8_e5m2"}),
-            ("gemma2", {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
+            ("llama", 16, {"dtype": "fp8_e5m2"}),
+            ("gemma2", 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
+            ("gemma2", 16, {"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}),
         ],
-        ids=["8 bit", "unquantized K"],
+        ids=["8 bit", "unquantized K", "pages of different sizes"],
     )
     def test_offloaded_requests_resume(
-        self, name: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+        self, name: str, pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Codes and dynamic scales keep their bytes when they return to different blocks."""
+        """Codes and dynamic scales keep their bytes when they return to different blocks.
+
+        The `pages` of 8 tokens are too few for all requests at once.
+        """
         offloads = record_offloads(monkeypatch)
         sizes = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
         model = build_variant(name, **sizes)[0]
         prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
         expected = enable(model, prompt_ids, **options)
         tokens = generate_batch(
-            model,
-            prompt_ids,
-            page_size=8,
-            pages=PAGES_BY_MODEL[name],
-            max_batch_tokens=64,
-            cpu_offload_space=0.01,
+            model, prompt_ids, page_size=8, pages=pages, max_batch_tokens=64, cpu_offload_space=0.01
         )
         assert tokens == expected
         assert any(offloads)

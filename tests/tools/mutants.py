@@ -388,6 +388,11 @@ MUTANTS = (
         "        if padding.any():", "        if False:", "tests/serving/test_serving.py",
     ),
     Mutant(
+        "serving: pages of layers overlap in a block", "serving/layout.py",
+        "blocks[:, : sum(sizes)].split(sizes, dim=1)", "[blocks[:, :size] for size in sizes]",
+        "tests/serving/test_serving.py",
+    ),
+    Mutant(
         "serving: a ring of the wrong length", "serving/step.py",
         "            positions %= self.window", "            positions %= self.window + 1",
         "tests/serving/test_serving.py tests/serving/test_serving_layouts.py",

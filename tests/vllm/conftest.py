@@ -35,6 +35,10 @@ _MODEL_OPTIONS = {
     "gemma2": {
         "sliding_window": 40, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 32,
     },
+    "gemma2_deep": {
+        "sliding_window": 40, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 32,
+        "num_hidden_layers": 6,
+    },
     "gpt_oss": {"sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
@@ -48,7 +52,8 @@ def load_model(tmp_path_factory):
         if name not in cached_models:
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            config = AutoConfig.for_model(name, **MODEL_SIZES, **_MODEL_OPTIONS[name])
+            fields = MODEL_SIZES | _MODEL_OPTIONS[name]
+            config = AutoConfig.for_model(name.removesuffix("_deep"), **fields)
             torch.manual_seed(1)
             model = AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():
@@ -57,7 +62,7 @@ def load_model(tmp_path_factory):
                         parameter.copy_(torch.linspace(-1, 2, len(parameter)))
                     elif parameter.ndim > 1:
                         parameter.mul_(3)  # otherwise tokens would not depend on attention
-                    elif path.endswith("post_attention_layernorm.weight") and name == "gemma2":
+                    elif path.endswith("post_attention_layernorm.weight") and "gemma2" in name:
                         parameter.add_(5)  # otherwise tokens depend only on the previous token
                     elif name == "qwen2":
                         parameter.add_(torch.randn_like(parameter))

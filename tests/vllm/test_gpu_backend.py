@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from ..helpers.planned import protected_plan_for
 from .conftest import generate, generate_expected, make_scales
 
 vllm = pytest.importorskip("vllm")
@@ -45,6 +46,50 @@ def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_p
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, scales=scales)
 
 
+@pytest.mark.usefixtures("gpu_backend")
+def test_the_gpu_backend_has_slots_of_different_sizes(load_model, prompts, serve, tmp_path):
+    model, folder = load_model("llama")
+    plan = protected_plan_for(model, "K")
+    plan.save_pretrained(tmp_path)
+    llm = serve(folder, "hf_fp8kv", plan=tmp_path)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    assert [layer.kv_cache.shape[-1] for layer in layers.values()] == [4 * 32 + 32 + 4, 32 + 32 + 4]
+    assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.usefixtures("gpu_backend")
+def test_layers_with_several_windows_have_blocks_of_one_size(
+    load_model, prompts, serve, tmp_path, layout, monkeypatch
+):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    model, folder = load_model("gemma2_deep")
+    plan = protected_plan_for(model, "K")
+    plan.save_pretrained(tmp_path)
+    llm = serve(folder, "hf_fp8kv", plan=tmp_path)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    # Layer 0 has 164 bytes per token and head, rounded up to 4 * 68 bytes.
+    shapes = [tuple(layer.kv_cache.shape[2:]) for layer in layers.values()]
+    assert shapes == [(32, 272)] + 5 * [(4 * 32, 68)]
+    assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
+
+
+def test_the_cost_of_blocks_of_one_size_is_logged(caplog):
+    from hf_fp8kv.vllm.gpu import PagedGPUBackend
+    from hf_fp8kv.vllm.specs import customize_backend
+
+    # Heads of 128 values: 8 bits with scales, K in 16 bits, and both in 16 bits without scales.
+    expected_slots = {260: (260, 2), 388: (520, 1), 512: (520, 1)}
+    sizes = frozenset(expected_slots)
+    assert {size: customize_backend(PagedGPUBackend, size, sizes).slot for size in sizes} == (
+        expected_slots
+    )
+    assert "takes 520 bytes per token and head instead of 388" in caplog.text
+    caplog.clear()
+    assert customize_backend(PagedGPUBackend, 388, frozenset({388})).slot == (388, 1)
+    assert not caplog.text
+
+
 def test_the_gpu_backend_accepts_only_supported_models():
     from vllm.platforms.interface import DeviceCapability
 
@@ -76,7 +121,7 @@ from vllm.config import cache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-from hf_fp8kv.vllm.specs import add_scale_bytes
+from hf_fp8kv.vllm.specs import set_slot
 name = "hf_fp8kv_e3m4"
 assert cache.KV_CACHE_DTYPES.count(name) == 1
 # vLLM must not treat the bytes as a quantized format of vLLM, such as OCTAVE.
@@ -84,7 +129,7 @@ mode = get_kv_quant_mode(name)
 assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
 spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
 # A slot of a head has 128 bytes of K, 128 bytes of V, and 4 bytes of scales.
-assert add_scale_bytes(spec).page_size_bytes == 64 * 2 * (128 + 128 + 4)
+assert set_slot(spec, None).page_size_bytes == 64 * 2 * (128 + 128 + 4)
 assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
 assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
 print("version", vllm.__version__)

@@ -16,7 +16,7 @@ from ...modeling.model_support import ATTENTION, ENGINE_ATTRIBUTE
 from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
 from ..config import ServingConfig
-from ..layout import EngineLayout
+from ..layout import EngineLayout, make_layouts
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, make_decode_work
 
 
@@ -25,7 +25,7 @@ def read_kv_sizes(config: Any) -> tuple[int, int]:
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             f"expected layers of one size, got a {type(config).__name__} with layers of several "
-            "sizes. The engine has one page size. Use generate() with FP8PagedCache"
+            "sizes. The engine reads one size. Use generate() with FP8PagedCache"
         )
     try:
         return int(find_num_key_value_heads(config)), int(find_head_dim(config))
@@ -59,7 +59,8 @@ class EngineCache:
     serving_config: ServingConfig
     identity: str  # digest of the model and the options, for a prefix store
     hash_key: bytes  # key of the hash that identifies blocks
-    page_layout: EngineLayout
+    page_layouts: list[EngineLayout]  # by layer index
+    page_size: int  # tokens per page
     windows: list[int | None]  # window of each kind of layers, in the engine's order
     layers: dict[int, StoredLayer]  # by layer index
     _layer_kinds: Mapping[int, int]  # index into `windows`, by layer index
@@ -83,7 +84,8 @@ class EngineCache:
         options, (num_heads, head_dim) = serving_config.options, read_kv_sizes(config)
         sizes = config.num_hidden_layers, num_heads // options.tensor_parallel.size, head_dim
         self._config, self._storage = config, serving_config.make_layer_storage(*sizes, device)
-        self.page_layout = EngineLayout.from_options(options, *sizes, page_size, dtype)
+        self.page_layouts = make_layouts(options, *sizes, page_size, dtype)
+        self.page_size = page_size
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._step_id: object = None
@@ -93,7 +95,7 @@ class EngineCache:
     def add_layers(self, pages: Mapping[int, Pages]) -> None:
         """Add the pages of each layer, in the numbering of the block tables."""
         self.layers = {
-            index: StoredLayer(pages[index], storage, self.page_layout, self.backend)
+            index: StoredLayer(pages[index], storage, self.page_layouts[index], self.backend)
             for index, storage in enumerate(self._storage)
         }
 
@@ -103,7 +105,7 @@ class EngineCache:
         """Record a request of the next step. All requests of a step have the same `step_id`."""
         if step_id is not self._step_id:
             self._step_id = step_id
-            self._step = EngineStep(self.windows, self.page_layout.page_size)
+            self._step = EngineStep(self.windows, self.page_size)
         self._step.add(num_stored, num_new, pages)
 
     # The host plans a step from its requests. The compiler would find nothing to compile, and make
@@ -147,7 +149,7 @@ class EngineCache:
             if isinstance(starts, dict):
                 starts = list(starts.values())[kind]
             lengths = (starts[1:] - starts[:-1]).int()
-            self._work_by_kind[kind] = make_decode_work(table, lengths, self.page_layout.page_size)
+            self._work_by_kind[kind] = make_decode_work(table, lengths, self.page_size)
         return self._work_by_kind[kind]
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
@@ -160,7 +162,7 @@ class EngineCache:
                 "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a "
                 "different one. Do not change the attention while the engine runs"
             )
-        self.page_layout.check_shapes(key_states, value_states)
+        self.page_layouts[0].check_shapes(key_states, value_states)
         # Layers that share these keys get no cache, so they find it as an attribute of the keys.
         setattr(key_states, ENGINE_ATTRIBUTE, self)
         return key_states, value_states

@@ -1,11 +1,12 @@
 """The engine of transformers 5.18 and later: one tensor of bytes, and one allocator per layer kind.
 
-A page belongs to one layer. A block has a page for each layer of a kind. The size of a sector is
-the least common multiple of the kinds' block sizes. All pages have the same size here, so page `n`
-is the same bytes for every kind. The number of a block's first page is a multiple of its layers.
+A block has a page for each layer of a kind, one after another. Pages of different layers may differ
+in size. Page `n` of a layer is in block `n` of the layer's kind. The size of a sector is the least
+common multiple of the kinds' block sizes.
 """
 
 from collections.abc import Callable
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from ...ops import Pages
 from ...prefix.engine import BlockExchange, BlockHasher
-from ..layout import EngineLayout, skip_pages
+from ..layout import plan_block_sizes, view_layers
 from . import HASHING_METHODS, SALT_KEY, make_engine_error, rebind_globals
 from .common import EngineCache, count_extra_values, read_kv_sizes
 
@@ -34,8 +35,16 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's scheduler, if any
         self.prepare(self.serving_config, config, page_size, dtype, device)
         self._hasher = BlockHasher(self.hash_key)
+        layouts = {
+            kind: [self.page_layouts[index] for index in indices]
+            for kind, indices in stock.group_layers_by_attn_type(config).items()
+        }
+        block_sizes = plan_block_sizes(layouts)
+        # Bytes of a page of every layer, which are a block of each kind.
+        self._page_bytes = sum(block_sizes.values())
+        mean_size = Fraction(self._page_bytes, config.num_hidden_layers)
         allocator_types = {
-            kind: _make_allocator_type(base, self.page_layout, self._hasher)
+            kind: _make_allocator_type(base, block_sizes.get(kind), mean_size, self._hasher)
             for kind, base in stock.ATTN_TYPE_TO_ALLOCATOR.items()
         }
         stock_init = rebind_globals(
@@ -48,12 +57,11 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         allocators = self.cache_allocators.values()
         self.windows = [getattr(allocator, "sliding_window", None) for allocator in allocators]
         self._layer_kinds = {n: allocator.index for n, allocator in self.layer_to_allocator.items()}
-        self.add_layers(
-            {
-                layer: skip_pages(allocator.fp8_pages, allocator.layer_indices.index(layer))
-                for layer, allocator in self.layer_to_allocator.items()
-            }
-        )
+        pages: dict[int, Pages] = {}
+        for kind, allocator in self.cache_allocators.items():
+            kind_pages = view_layers(allocator._copy_view, layouts[kind])
+            pages.update(zip(allocator.layer_indices, kind_pages, strict=True))
+        self.add_layers(pages)
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)  # a separate stream zeroes the pages
         self._exchange: BlockExchange | None = None
@@ -119,11 +127,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
         The engine makes a new `write_index` for each step, and calls this for requests in order.
         """
-        pages = [
-            [block * allocator.pages_per_block for block in allocator.block_table[request_id]]
-            for allocator in self.cache_allocators.values()
-        ]
-        self.record(write_index, past_length, query_length, pages)
+        tables = [x.block_table[request_id] for x in self.cache_allocators.values()]
+        self.record(write_index, past_length, query_length, tables)
 
     def evict_cached_blocks(self) -> bool:
         """Evict the least recently used prefixes until waiting requests fit.
@@ -165,10 +170,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         """
         total_bytes = self.num_sectors * self.bytes_per_sector
         free_bytes = int(self.compute_free_capacity(relative=False))
-        page_bytes = self.page_layout.bytes_per_page * self.config.num_hidden_layers
         allocators = self.cache_allocators
         allocator = allocators.get(stock.FULL_ATTENTION) or next(iter(allocators.values()))
-        page_size = self.page_layout.page_size
+        page_size = self.page_size
         # Tokens are counted by block, because requests share blocks. The lists are copied, because
         # the engine's thread may change the originals.
         block_tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), page_size)
@@ -177,7 +181,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             for block in list(blocks):
                 block_tokens[block] = max(block_tokens.get(block, 0), min(remaining, page_size))
                 remaining = max(remaining - page_size, 0)
-        return total_bytes, total_bytes - free_bytes, page_bytes, sum(block_tokens.values())
+        num_tokens = sum(block_tokens.values())
+        return total_bytes, total_bytes - free_bytes, self._page_bytes, num_tokens
 
 
 def _read_salt(state: Any) -> str:
@@ -185,7 +190,9 @@ def _read_salt(state: Any) -> str:
     return "" if state is None else str(state.logit_processor_kwargs.get(SALT_KEY, ""))
 
 
-def _make_allocator_type(base: Any, layout: EngineLayout, hasher: BlockHasher) -> type:
+def _make_allocator_type(
+    base: Any, block_size: int | None, mean_page_size: Fraction, hasher: BlockHasher
+) -> type:
     """Return a subclass of one of the engine's allocators, with our pages and our hash of blocks.
 
     The engine's hash has 64 bits and no key, so prompts with equal hashes can be computed.
@@ -194,31 +201,38 @@ def _make_allocator_type(base: Any, layout: EngineLayout, hasher: BlockHasher) -
         name: rebind_globals(getattr(base, name), compute_block_hash=hasher)
         for name in HASHING_METHODS
     }
-    return type(f"Paged{base.__name__}", (_FP8Allocator, base), {**members, "layout": layout})
+    sizes = {"block_size": block_size, "mean_page_size": mean_page_size}
+    return type(f"Paged{base.__name__}", (_FP8Allocator, base), {**members, **sizes})
 
 
 class _FP8Allocator:
-    """The methods of an allocator that depend on the size and the location of a page."""
+    """The methods of an allocator that depend on the size and the location of a block.
 
-    layout: EngineLayout
-    fp8_pages: Pages
-    pages_per_block: int
+    The engine's blocks have one page here, because the pages of layers may differ in size.
+    """
+
+    block_size: int  # bytes
+    mean_page_size: Fraction  # bytes of a page, the mean of all layers of the model
     block_table: dict[str, list[int]]
 
     @classmethod
-    def get_bytes_per_page(cls, *args: Any, **kwargs: Any) -> int:
-        """Return the size of a page of one layer, in bytes."""
-        return cls.layout.bytes_per_page
+    def get_bytes_per_page(cls, *args: Any, **kwargs: Any) -> Fraction:
+        """Return the mean size of a page, which the engine multiplies by the number of layers."""
+        return cls.mean_page_size
+
+    def _before_cache_tensor_init(self, **kwargs: Any) -> None:
+        stock_allocator: Any = super()
+        stock_allocator._before_cache_tensor_init(**kwargs)
+        self.pages_per_block = 1
+        self.bytes_per_page = self.bytes_per_block = self.block_size
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
     ) -> None:
-        """Use the pages in `cache_tensor`."""
+        """Use the blocks in `cache_tensor`."""
         self.bytes_per_sector = bytes_per_sector
-        self.fp8_pages = self.layout.view_memory(cache_tensor)
         # Blocks as rows of bytes, which the engine copies when it forks or offloads requests.
-        block = self.fp8_pages.block
-        self._copy_view = block.view(len(block) // self.pages_per_block, -1)
+        self._copy_view = cache_tensor.view(-1, self.block_size)
         allocator: Any = self
         allocator._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 
@@ -232,9 +246,9 @@ class _FP8Allocator:
     def fill_block_table(
         self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
     ) -> None:
-        """Write the page numbers of a request to its row of the engine's block table."""
+        """Write the block numbers of a request to its row of the engine's block table."""
         blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype, device="cpu")
-        block_table[: len(blocks)].copy_(blocks * self.pages_per_block, non_blocking=True)
+        block_table[: len(blocks)].copy_(blocks, non_blocking=True)
 
 
 class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
