@@ -290,12 +290,13 @@ def _continue_media(cached_batch: Tokens, batch: Tokens, placeholders: torch.Ten
     if not num_shared:
         return batch
     cached_batch = cached_batch.select(torch.tensor(rows, device="cpu"))
-    shared = cached_batch.expand(num_shared, batch.ids.device)
-    if not len(shared.positions) or batch.positions is None:
-        return replace(batch, features=shared.features)
-    positions = extend_positions(shared.positions, batch.length)
+    _, _, positions, features = cached_batch.expand(num_shared, batch.ids.device)
+    batch = replace(batch, features=features)
+    if not len(positions) or batch.positions is None:
+        return batch
+    positions = extend_positions(positions, batch.length)
     positions = positions.reshape(*batch.positions.shape[:-2], *positions.shape[-2:])
-    return replace(batch, positions=positions, features=shared.features)
+    return replace(batch, positions=positions)
 
 
 class InputPreparation(ModelMethod):
