@@ -32,25 +32,25 @@ _MODALITIES = ("image", "video", "audio", "speech")
 _ENCODED, _ENCODED_INPUTS = "mm_encoder_outputs", "_hf_fp8kv_encoded_inputs"
 
 
-class EncoderPreparation(ModelMethod):
-    """A model's `_maybe_prepare_encoder_kwargs_for_generation`, which replaces images by features.
+def keep_encoder_inputs(
+    method: ModelMethod,
+    inputs: Any,
+    model_kwargs: dict[str, Any],
+    model_input_name: Any,
+    config: Any,
+) -> dict[str, Any]:
+    """Prepare the encoder's arguments: a model's method that replaces images by features.
 
     The features of an image depend on the other images of a call in their last bits. So the images
     are kept for the prefill, which compares them.
     """
-
-    name = "_maybe_prepare_encoder_kwargs_for_generation"
-
-    def __call__(
-        self, inputs: Any, model_kwargs: dict[str, Any], model_input_name: Any, config: Any
-    ) -> dict[str, Any]:
-        arguments = dict(model_kwargs)
-        encoded: dict[str, Any]
-        encoded = self.original_method(inputs, model_kwargs, model_input_name, config)
-        if _ENCODED in encoded:
-            encoder_inputs = {name: x for name, x in arguments.items() if name not in encoded}
-            setattr(config, _ENCODED_INPUTS, encoder_inputs)
-        return encoded
+    arguments = dict(model_kwargs)
+    encoded: dict[str, Any]
+    encoded = method.original_method(inputs, model_kwargs, model_input_name, config)
+    if _ENCODED in encoded:
+        encoder_inputs = {name: x for name, x in arguments.items() if name not in encoded}
+        setattr(config, _ENCODED_INPUTS, encoder_inputs)
+    return encoded
 
 
 class PromptMedia:
