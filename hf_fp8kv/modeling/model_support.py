@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Collection
@@ -14,8 +13,6 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ConfigError
 from ..utils.warn_once import warn_once
-
-logger = logging.getLogger(__name__)
 
 # Name of the attention function that reads stored pages.
 ATTENTION = "fp8_paged"
@@ -212,4 +209,4 @@ def check_config(config: Any) -> None:
         )
     note = find_replacement(model_class)
     if note and not is_for_enabled_model.get():
-        warn_once(logger, f"{note}. Call hf_fp8kv.enable(model)")
+        warn_once(f"{note}. Call hf_fp8kv.enable(model)")

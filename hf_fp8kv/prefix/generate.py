@@ -4,7 +4,6 @@ transformers assumes, without a check, that a cache holds the beginning of the p
 of an enabled model receive the tokens of each step, and pass them to the cache.
 """
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,6 @@ from ..utils.warn_once import warn_once
 from .media import PromptMedia
 from .pages import StoredPrompts, check_store, digest_options
 from .store import PrefixStore
-
-logger = logging.getLogger(__name__)
 
 # Before 5.21, transformers assumes an empty cache for a prompt that is computed in chunks.
 CHUNKS_NEED_EMPTY_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
@@ -163,7 +160,7 @@ def _identify(model: Any, store: PrefixStore | None, cache: FP8PagedCache) -> st
         layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
         return identify_model(model) + digest_options(cache.options, layers)
     except ConfigError as error:
-        warn_once(logger, f"{store} is not used: {error}")
+        warn_once(f"{store} is not used: {error}")
         return ""
 
 
