@@ -39,8 +39,8 @@ def identify_model(model: Any) -> str:
 def sample_model(model: Any) -> str:
     """Return a digest of the config, the adapters and 8 values of each weight.
 
-    Copies of a model have the same digest. Different weights or adapters change it. The model itself
-    may change the frequencies of RoPE.
+    Copies of a model have the same digest. Different weights or adapters change it. Frequencies of
+    RoPE are ignored if the model itself changes them.
     """
     ignored_suffixes = ("inv_freq",) if find_varying_rope(model.config) else ()
     return digest_of(_describe_adapters(model), sample_weights(model, ignored_suffixes))
