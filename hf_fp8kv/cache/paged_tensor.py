@@ -8,7 +8,7 @@ gets the dense tensor from `ops.gather`.
 A handle reads the current contents of the pages. It is not a snapshot.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils._pytree import tree_map
@@ -35,9 +35,9 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Any:
+    def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Self:
         """Return a wrapper with these attributes. The dictionary is not copied."""
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         wrapper.__dict__ = attributes
         return wrapper
 
