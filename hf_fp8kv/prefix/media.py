@@ -44,13 +44,14 @@ def keep_encoder_inputs(
     The features of an image depend on the other images of a call in their last bits. So the images
     are kept for the prefill, which compares them.
     """
-    arguments = dict(model_kwargs)
-    encoded: dict[str, Any]
-    encoded = method.original_method(inputs, model_kwargs, model_input_name, config)
-    if _ENCODED in encoded:
-        encoder_inputs = {name: x for name, x in arguments.items() if name not in encoded}
+    old_arguments = dict(model_kwargs)
+    arguments: dict[str, Any] = method.original_method(
+        inputs, model_kwargs, model_input_name, config
+    )
+    if _ENCODED in arguments:
+        encoder_inputs = {name: x for name, x in old_arguments.items() if name not in arguments}
         setattr(config, _ENCODED_INPUTS, encoder_inputs)
-    return encoded
+    return arguments
 
 
 class PromptMedia:
@@ -93,10 +94,9 @@ class PromptMedia:
             modality: _find_placeholders(model_config, ids, (modality,))
             for modality in self._encoded
         }
-        encoder_inputs = getattr(generation_config, _ENCODED_INPUTS, None)
-        if encoder_inputs is None and self._encoded:
-            encoder_inputs = self._encoded  # the caller has computed the features
-        inputs = {**self._passed, **(encoder_inputs or {})}
+        # Without inputs of the encoder, the caller has computed the features.
+        encoder_inputs = getattr(generation_config, _ENCODED_INPUTS, self._encoded)
+        inputs = {**self._passed, **encoder_inputs}
         inputs = {name: x for name, x in inputs.items() if not _is_empty(x)}
         self._starts: list[int] = []  # first column of each image
         if inputs and self.placeholders.any():
@@ -188,9 +188,9 @@ def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) ->
 
 def _differ_in_text(token_types: Tensor, placeholders: Tensor) -> bool:
     """Return whether tokens other than placeholders have a type other than 0."""
-    if token_types.shape != placeholders.shape:
-        return bool(token_types.any())
-    return bool(token_types.masked_fill(placeholders.to(token_types.device), 0).any())
+    if token_types.shape == placeholders.shape:
+        token_types = token_types.masked_fill(placeholders.to(token_types.device), 0)
+    return bool(token_types.any())
 
 
 def _is_empty(argument: Any) -> bool:
