@@ -21,8 +21,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.targets import assuming
 from hf_fp8kv.ops.triton.codec import AS_IS
-from hf_fp8kv.ops.triton.target import Target, assuming, recording
+from hf_fp8kv.ops.triton.target import Target, recording
 
 from .assembly import read_assembly
 from .rules import find_violations
