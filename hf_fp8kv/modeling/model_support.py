@@ -175,7 +175,7 @@ def find_replacement(config: Any) -> str:
     """Return a note if `generate()` of a config's model replaces its cache between two steps."""
     if getattr(config, _REPLACEMENT_LENGTH, None) is None:
         return ""
-    name = getattr(find_model_class(type(config)), "__name__", "the model")
+    name = getattr(find_model_class(config.__class__), "__name__", "the model")
     return (
         f"without enable(model), generate() of {name} replaces its cache by a DynamicCache, in the "
         f"model's dtype, past {_REPLACEMENT_LENGTH} tokens"
