@@ -141,9 +141,7 @@ def _write_rows(task: dict[str, Any]) -> None:
     """Write the rows to stdout as JSON, in a separate process."""
     import triton
 
-    from hf_fp8kv.ops.triton.target import Target
-
-    from .targets import assuming
+    from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
     rows = []

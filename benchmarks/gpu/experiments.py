@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from hf_fp8kv.ops.triton.target import get_target
+from hf_fp8kv.ops.triton.target import assuming, get_target
 
-from ..targets import assuming
 from .attention import measure_pages
 from .goals import find_rows
 from .record import Record

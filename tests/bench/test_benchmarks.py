@@ -71,8 +71,7 @@ def test_the_host_benchmark_launches_only_the_kernels_of_a_step():
     program = """
 import json, torch, triton
 from benchmarks import host
-from hf_fp8kv.ops.triton.target import Target, recording
-from benchmarks.targets import assuming
+from hf_fp8kv.ops.triton.target import Target, assuming, recording
 triton.runtime.driver.set_active(host.make_driver())
 with torch.no_grad(), assuming(Target.parse(host.GPU)):
     stack = host.make_stack(2)

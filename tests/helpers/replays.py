@@ -26,10 +26,9 @@ from triton.compiler import compiler
 from triton.runtime import jit
 
 from benchmarks.pages import pack_pages
-from benchmarks.targets import assuming
 from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay
-from hf_fp8kv.ops.triton.target import Target
+from hf_fp8kv.ops.triton.target import Target, assuming
 
 BATCH, HEADS, QUERY_HEADS, DIM = 2, 2, 8, 64
 # Slots of a page, pages of a pool, and pages in a row of the block table.

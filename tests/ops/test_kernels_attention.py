@@ -49,9 +49,8 @@ from tests.ops.test_ops import (
 if ops.explain_backends()["triton"] is not None:
     pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
-from benchmarks.targets import assuming
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning
-from hf_fp8kv.ops.triton.target import LaunchRecord, Target, get_target, recording
+from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, get_target, recording
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 

@@ -21,10 +21,9 @@ from tests.helpers.tiny_models import build_variant
 if ops.explain_backends()["triton"] is not None:
     pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
-from benchmarks.targets import assuming
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.ops.triton import decode
-from hf_fp8kv.ops.triton.target import get_target, recording
+from hf_fp8kv.ops.triton.target import assuming, get_target, recording
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -20,12 +20,11 @@ if "tests.tools.ptx.plugin" not in sys.modules:
     pytest.skip("runs in `make kernels-ptx`", allow_module_level=True)
 
 import hf_fp8kv.ops.triton
-from benchmarks.targets import assuming
 from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import reference
 from hf_fp8kv.ops.triton import plan
 from hf_fp8kv.ops.triton.gather import gather
-from hf_fp8kv.ops.triton.target import Target
+from hf_fp8kv.ops.triton.target import Target, assuming
 from tests.ops import test_kernels_write as writing
 from tests.ops.test_kernels_attention import attend_with_torch, prepare_expected, run_kernel
 from tests.ops.test_ops import Case, compute_errors

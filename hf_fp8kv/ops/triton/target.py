@@ -145,8 +145,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-# The target for all devices. Benchmarks and tests set it, to compile kernels without the GPU.
-assumed_target: Target | None = None
+_assumed_target: Target | None = None
 
 
 @functools.cache
@@ -169,7 +168,18 @@ def _detect_target(device: torch.device) -> Target:
 
 def get_target(device: torch.device) -> Target:
     """Return the GPU that kernels for tensors on `device` are compiled for."""
-    return _detect_target(device) if assumed_target is None else assumed_target
+    return _detect_target(device) if _assumed_target is None else _assumed_target
+
+
+@contextmanager
+def assuming(target: Target) -> Iterator[None]:
+    """Compile kernels for `target` inside the `with` block, on any device. For tests and checks."""
+    global _assumed_target
+    previous, _assumed_target = _assumed_target, target
+    try:
+        yield
+    finally:
+        _assumed_target = previous
 
 
 class Launch(NamedTuple):

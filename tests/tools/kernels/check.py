@@ -21,9 +21,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.targets import assuming
 from hf_fp8kv.ops.triton.codec import AS_IS
-from hf_fp8kv.ops.triton.target import Target, recording
+from hf_fp8kv.ops.triton.target import Target, assuming, recording
 
 from .assembly import read_assembly
 from .rules import find_violations

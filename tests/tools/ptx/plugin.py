@@ -28,9 +28,8 @@ def pytest_load_initial_conftests() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     """Run the tests as on a GPU with four SMs, so that grids are small."""
-    from benchmarks.targets import assuming
     from hf_fp8kv.ops.triton import replay
-    from hf_fp8kv.ops.triton.target import Target
+    from hf_fp8kv.ops.triton.target import Target, assuming
 
     from . import device
 
