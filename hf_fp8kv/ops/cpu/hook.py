@@ -8,10 +8,10 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-_build_module = runpy.run_path(str(Path(__file__).parent / "hf_fp8kv/ops/cpu/build.py"))
+_build_module = runpy.run_path(str(Path(__file__).with_name("build.py")))
 
 
-class CompileHook(BuildHookInterface):
+class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be missing
     """Adds the libraries to the wheel. Without a compiler, the wheel has no libraries."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
