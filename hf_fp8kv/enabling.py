@@ -257,6 +257,7 @@ def _refuse_engine(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_self_attention_cache(cache: Any) -> Any:
+    """Return `cache`, or the decoder's self-attention cache of an encoder-decoder model."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 

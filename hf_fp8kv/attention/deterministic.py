@@ -214,6 +214,7 @@ class FunctionWatch(TorchDispatchMode):
 
 
 def _forward_blocks(method: ModelMethod, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the `forward` of a linear module or a norm, block by block."""
     if torch.compiler.is_compiling():
         _refuse_compilation()
     forward, rows = method.original_method, states.reshape(-1, states.shape[-1])
@@ -254,6 +255,7 @@ def _forward_tokens(method: ModelMethod, states: Tensor, *args: Any, **kwargs: A
 
 
 def _forward_elementwise(method: ModelMethod, states: Tensor) -> Tensor:
+    """Run the `forward` of an elementwise activation, in blocks of complete vectors."""
     forward, values = method.original_method, states.reshape(-1)
     padded = torch.nn.functional.pad(values, (0, -len(values) % _VECTOR_VALUES))
     output = torch.cat([forward(block) for block in padded.split(_BLOCK_VALUES)])

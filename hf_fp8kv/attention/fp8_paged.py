@@ -270,6 +270,7 @@ def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
 
 
 def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
+    """Return the columns of `key` in a mask or bias. Raise ConfigError if it is too narrow."""
     num_columns = mask.shape[3] if mask.ndim == 4 else 0
     if num_columns == key.shape[2]:
         return mask
@@ -345,6 +346,7 @@ def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:
 
 @functools.cache
 def _find_eager_attention(module_name: str) -> Callable[..., Any]:
+    """Return the eager attention of a module, which supports the extra arguments of its models."""
     attend = getattr(sys.modules[module_name], "eager_attention_forward", None)
     if attend is None:
         raise ConfigError(

@@ -258,6 +258,7 @@ class _CachedWeight:
 
 
 def _describe_state(projection: Any, tensors: list[Tensor], like: Tensor) -> tuple[Any, ...]:
+    """Return everything that the weight depends on: tensor versions, hooks and PEFT's adapters."""
     modules = list(projection.modules())
     versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
     hook_ids = [i for x in modules for i in (*x._forward_hooks, *x._forward_pre_hooks)]

@@ -176,6 +176,7 @@ def _make_folded_step(
 def _check_output(
     output: torch.Tensor, module: torch.nn.Module, query: torch.Tensor, cache: Cache, name: str
 ) -> None:
+    """Raise RuntimeError unless `output` is the attention of `query` to the tokens of `cache`."""
     layer: Any = cache.layers[0]
     expected = sdpa_attention_forward(
         module, query, layer.keys + 0, layer.values + 0, None, scaling=query.shape[3] ** -0.5

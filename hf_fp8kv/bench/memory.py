@@ -170,6 +170,7 @@ def _report_growth(task: str) -> None:
 
 
 def _count_allocated_bytes(device: str) -> int:
+    """Return the resident bytes of this process, or on a GPU the bytes of its tensors."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return count_resident_bytes()

@@ -105,6 +105,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
 
 def _measure_first_call(setup: Setup, num_tokens: int, num_turns: int) -> list[dict[str, Any]]:
+    """Return rows of a layer's first call, which stores its tokens and attends to them."""
     config = make_config(setup.heads)
     config.max_position_embeddings = 2**17  # the center of the default cache depends on it
     inputs = setup.draw_inputs(num_tokens)
@@ -122,6 +123,7 @@ def _measure_first_call(setup: Setup, num_tokens: int, num_turns: int) -> list[d
 
 
 def _measure_chunk(setup: Setup, context: int, num_turns: int) -> list[dict[str, Any]]:
+    """Return rows of a call that stores a chunk of a prompt after `context` tokens, and attends."""
     module, (query, key, value) = setup.make_layer(), setup.draw_inputs(CHUNK_TOKENS)
 
     def run_chunk(cache: Cache, attend: Callable[..., object], mask: torch.Tensor | None) -> None:

@@ -111,6 +111,7 @@ class PaddingObserver:
         return center if rope is None else rope.average(center)
 
     def _find_last_tokens(self, key: Tensor) -> _LastTokens | None:
+        """Return the last tokens of each sequence, or None without padding."""
         batch, num_tokens, mask = key.shape[0], key.shape[2], self.prompt_mask
         if mask is not None and (mask.ndim != 2 or mask.shape[1] < num_tokens):
             mask = None  # not a padding mask of this call

@@ -287,6 +287,7 @@ class CacheOptions:
 
 
 def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError for arguments that conflict with a plan."""
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(

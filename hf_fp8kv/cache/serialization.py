@@ -214,12 +214,14 @@ def unpack(
 
 
 def _pop_tensor(tensors: Tensors, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Remove a tensor and return it. Raise ConfigError for a different dtype or shape."""
     tensor = tensors.pop(name)
     _check_same(name, (dtype, *shape), (tensor.dtype, *tensor.shape))
     return tensor
 
 
 def _pop_indexer(layer: Metadata, tensors: Tensors, batch_size: int, length: int) -> Tensors:
+    """Remove the tensors of a layer's indexer, and return them by attribute name."""
     indexer_tensors, index = Tensors(), layer["index"]
     for name in layer.get("indexer", ()):
         file_name, batch_axis = f"layers.{index}.{name}", INDEXER_TENSORS.index(name)
@@ -246,6 +248,7 @@ def _make_table(budget: PageBudget, rows: Ints, num_pages: int, first_page: int)
 
 
 def _read_rope(layer: Metadata) -> RopeRotation | None:
+    """Return the rotation of a layer's keys, or None if the metadata does not include it."""
     if "turns" not in layer:
         return None
     entries = dict(layer["turns"])
@@ -267,6 +270,7 @@ def _check_same(subject: str, expected: object, got: object) -> None:
 
 
 def _check_count(subject: str, value: Any, minimum: int = 0, maximum: int = _MAX_TOKENS) -> int:
+    """Return `value`. Raise ConfigError unless it is an integer from `minimum` to `maximum`."""
     if type(value) is not int or not minimum <= value <= maximum:
         raise ConfigError(
             f"{subject}: expected a whole number from {minimum} to {maximum}, got {value!r}"
@@ -299,6 +303,7 @@ def save(
 
 
 def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Metadata:
+    """Return the metadata of a layer of transformers, and add its tensors to `tensors`."""
     class_name = type(layer).__name__
     metadata: Metadata = {"kind": class_name}
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -315,6 +320,7 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Metadata:
 
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Metadata:
+    """Return the options as JSON values, and add the tensors of scales to `tensors`."""
     plan, scales = options.plan, options.scales
     plans = {} if isinstance(plan, LayerPlan) else {i: [*map(str, x)] for i, x in plan.items()}
     metadata = {**vars(options), "plan": plans or [*map(str, plan)]}
@@ -354,6 +360,7 @@ def load(
 
 
 def _pop_tokens(tensors: Tensors) -> Tokens | None:
+    """Remove the tensors of the cached tokens, and return the tokens."""
     ids = tensors.get("tokens.ids")
     if ids is None:
         return None
@@ -371,6 +378,7 @@ def _pop_tokens(tensors: Tensors) -> Tokens | None:
 
 
 def _unpack_stock(metadata: Metadata, name: str, tensors: Tensors) -> Any:
+    """Return the layer of transformers that `_pack_stock` packed, and remove its tensors."""
     if metadata["kind"] not in _STOCK_CLASSES:
         raise ConfigError(f"{name}: expected one of {_STOCK_CLASSES}, got {metadata['kind']!r}")
     window = _check_count(f"{name}: window", metadata["window"], 1) if "window" in metadata else 0
@@ -389,6 +397,7 @@ def _unpack_stock(metadata: Metadata, name: str, tensors: Tensors) -> Any:
 
 
 def _unpack_options(metadata: Metadata, tensors: Tensors) -> CacheOptions:
+    """Return the options that `_pack_options` packed, and remove their tensors."""
     _check_same("options", CacheOptions.__dataclass_fields__.keys(), metadata.keys())
     plan, scales = metadata["plan"], metadata["scales"]
     plan_by_layer = plan if isinstance(plan, dict) else {}

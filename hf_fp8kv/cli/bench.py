@@ -81,6 +81,7 @@ def show_result(
 
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
+    """Return the setup of the layer to measure, and the model's config or None."""
     from ..bench.contenders import Heads, Setup
     from ..serving.engines.common import read_kv_sizes
 

@@ -80,6 +80,7 @@ def _make_title(scales: KVScales, report: CalibrationReport | None) -> str:
 
 
 def _shorten(name: str, max_length: int = 80) -> str:
+    """Return `name` on one line, with the start of a long name replaced by dots."""
     name = " ".join(name.split())
     return name if len(name) <= max_length else f"...{name[-max_length:]}"
 
@@ -104,6 +105,7 @@ def _find_head_maxima(scales: KVScales, report: CalibrationReport | None, side: 
 
 
 def _draw_line(axes: Any, values: Mapping[int, float], index: int, **style: Any) -> None:
+    """Draw positive values by layer as a line, with the color and marker of series `index`."""
     if points := [(layer, value) for layer, value in values.items() if value > 0]:
         style = {"color": _COLORS[index], "marker": _MARKERS[index], "markersize": 3, **style}
         axes.plot(*zip(*points, strict=True), **style)
@@ -129,6 +131,7 @@ def _draw_heatmap(figure: Any, axes: Any, head_maxima: np.ndarray) -> None:
 
 
 def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None:
+    """Draw solid lines for these scales, and dotted lines for dynamic scales."""
     if report is None:
         _show_message(axes, _NOT_MEASURED)
         return

@@ -146,6 +146,7 @@ def compute_dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torc
 
 @functools.cache
 def _make_tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the maximum, the smallest binade and the offset of each format, as three tensors."""
     with torch.inference_mode(False), torch.no_grad():
         max_values = torch.tensor([f.max for f in formats], device=device)
         binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)

@@ -29,6 +29,7 @@ _PROJECTIONS_NOTE = (
 
 
 def _find_wrapper_class() -> Any:
+    """Return the class of the wrappers that round K and V, or None if it is not imported."""
     return getattr(sys.modules.get("compressed_tensors.modeling.kvcache"), "QuantizedKVCache", None)
 
 

@@ -81,6 +81,7 @@ def _describe_adapters(model: Any) -> dict[str, object]:
 
 
 def _describe_adapter(module: Any) -> dict[str, object]:
+    """Return the attributes of a module that affect an adapter of PEFT and are not weights."""
     fields = {name: getattr(module, name, None) for name in ADAPTER_FIELDS}
     # For example the indices of FourierFT and SHiRA, and the order of the rotations of HRA.
     # Wrappers of whole models have a `peft_config`, and repeat it in each layer.
@@ -94,6 +95,7 @@ def _describe_adapter(module: Any) -> dict[str, object]:
 
 
 def _check_hooks(model: Any) -> None:
+    """Raise ConfigError if a hook or a replaced method may change hidden states or tokens."""
     registry = torch.nn.modules.module  # has the hooks of all modules
     hooks = [*registry._global_forward_pre_hooks.values(), *registry._global_forward_hooks.values()]
     for name, module in model.named_modules():
@@ -126,6 +128,7 @@ def _is_defined_in(function: Any, packages: tuple[str, ...]) -> bool:
 
 
 def _unwrap(function: Any) -> Any:
+    """Return the function inside torch.compile, torch.no_grad, torch.inference_mode or hf_fp8kv."""
     if _is_defined_in(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
         for name in ("_torchdynamo_orig_callable", "__wrapped__", "old_attribute"):
             if (inner := getattr(function, name, None)) is not None:

@@ -68,6 +68,7 @@ def check_sizes(
 
 
 def _read_sizes(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
+    """Return the sizes that all calls with `pages` share, and cache them in the pages."""
     table, center, num_heads, k_dim = pages.table, pages.k.center, pages.num_heads, pages.k.head_dim
     if table.ndim != 2 or not table.numel() or table.dtype is not _INT:
         _raise_mismatch("block table", "[B, M], int32", table.device, table)

@@ -104,6 +104,7 @@ class BlockExchange:
             self._store.count(hits=1, tokens_found=len(blocks) * size)
 
     def _chain_keys(self, tokens: list[int], previous_key: str) -> list[str]:
+        """Return the store's keys of the full blocks of `tokens`. See `chain_keys`."""
         salt, identity = self._hasher.salt, self._identity
         if salt:
             identity += f".{digest_of(salt)}"
@@ -117,6 +118,7 @@ class BlockExchange:
         return bool(self._pool.count_free_blocks(self._group_index) or self._pool.num_free_sectors)
 
     def _load_block(self, page: Page) -> int:
+        """Copy a page to a free block, and return the number of the block."""
         if not self._pool.count_free_blocks(self._group_index):
             self._pool.allocate_sector(self._group_index)
         (block,) = self._pool.get_free_blocks(self._group_index, 1)

@@ -183,6 +183,7 @@ class PrefixFolder:
 
 
 def _read_total(lock_fd: int) -> int | None:
+    """Return the total size in the lock file, or None if the file is not exactly 20 digits."""
     digits = os.pread(lock_fd, 21, 0)
     return int(digits) if len(digits) == 20 and digits.isdigit() else None
 

@@ -250,6 +250,7 @@ def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseE
 
 
 def _can_crop_layers(cache: FP8PagedCache, num_tokens: int) -> bool:
+    """Return whether every layer can remove its last `num_tokens` tokens."""
     if not num_tokens:
         return True
     try:

@@ -107,6 +107,7 @@ class PromptMedia:
         self.is_comparable &= "inputs_embeds" not in inputs
 
     def _mark_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Find the tokens of each image, and return their digests, `[B, N]`."""
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim}
         others = {name: x for name, x in inputs.items() if name not in tensors}
         self._sizes = self._find_sizes(list(tensors.values()))
@@ -186,6 +187,7 @@ def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) ->
 
 
 def _differ_in_text(token_types: Tensor, placeholders: Tensor) -> bool:
+    """Return whether tokens other than placeholders have a type other than 0."""
     if token_types.shape == placeholders.shape:
         token_types = token_types.masked_fill(placeholders.to(token_types.device), 0)
     return bool(token_types.any())

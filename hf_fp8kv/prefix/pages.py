@@ -173,6 +173,7 @@ class StoredPrompts:
         return dict(zip(keys, self._store.read(keys, check), strict=False))
 
     def _unpack_pages(self, num_pages: int, pages: dict[str, Page]) -> PagedLayers:
+        """Return layers with the first `num_pages` pages of each prompt."""
         cache, keys, options = self._cache, self._keys, self._cache.options
         length, metadata = num_pages * options.page_size, next(iter(pages.values())).metadata
         indices = {key: index for index, key in enumerate(pages)}
@@ -200,6 +201,7 @@ class StoredPrompts:
 
 
 def _copy_pages(layers: list[Any], sequence: int, indices: list[int]) -> list[Page]:
+    """Return copies of the pages of one sequence of a cache, at these indices."""
     layer_rows = []
     for layer in layers:
         page_numbers = layer.store.group.table.rows[sequence, np.array(indices)]

@@ -175,6 +175,7 @@ class PrefixStore:
                 yield page
 
     def _load_page(self, key: str) -> Page:
+        """Return the page for a key. Raise OSError or ValueError if it cannot be read."""
         if key in self._refused_keys:
             raise FileNotFoundError(key)
         if (page := self._queue.get(key)) is not None:

@@ -307,6 +307,7 @@ _expanded_scales = WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerSca
 
 
 def _select_heads(num_all: int, num_heads: int, tp_rank: int, tp_size: int, label: str) -> slice:
+    """Return the slice of a rank's `num_heads` heads among all `num_all` heads."""
     if num_all in (1, num_heads):
         return slice(0, num_all)
     if num_all == num_heads * tp_size:

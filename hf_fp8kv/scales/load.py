@@ -120,6 +120,7 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
 
 
 def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
+    """Return the scales of the requested rank, or the largest scales over all ranks."""
     num_ranks = len(files)
     if sorted(files) != list(range(num_ranks)):
         raise ScaleError(

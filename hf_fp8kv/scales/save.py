@@ -232,6 +232,7 @@ def _transfer_file(weights: Weights, source: Path, target: Path) -> None:
 def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
+    """Make `target` a copy of `source` with these files. An error leaves no files."""
     names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
     visible_names = (name for name in names if not any(part.startswith(".") for part in name.parts))
     copies = {n.as_posix(): partial(_transfer_file, weights, source / n) for n in visible_names}

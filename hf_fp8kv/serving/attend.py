@@ -146,6 +146,7 @@ class StoredLayer:
 
 
 def _copy_tokens(source: Pages, source_slots: _Slots, target: Pages, target_slots: _Slots) -> None:
+    """Copy the bytes of stored tokens from `source_slots` to `target_slots`."""
     (page, slot), (target_page, target_slot) = source_slots, target_slots
     target.k_codes[target_page, :, target_slot] = source.k_codes[page, :, slot]
     target.v_codes[target_page, :, :, target_slot] = source.v_codes[page, :, :, slot]

@@ -138,6 +138,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         self._factory.managers[self] = None
 
     def _check_compilation(self) -> None:
+        """Refuse to compile attention, which reads Python lists in each step."""
         config = self.continuous_batching_config
         for name in ("varlen_compile_config", "decode_compile_config"):
             compile_config = getattr(config, name)

@@ -36,6 +36,7 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _list_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by name. Shared tensors have several names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
 

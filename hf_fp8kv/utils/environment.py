@@ -95,6 +95,7 @@ def measure_other_load(seconds: float = 0.5) -> float:
 
 
 def _read_cpu_field(name: str) -> str:
+    """Return the field `name` of the first CPU in /proc/cpuinfo, or "" if it is missing."""
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     return next((x.partition(":")[2].strip() for x in lines if x.startswith(name)), "")

@@ -69,6 +69,7 @@ def _get_first_pid() -> int:
 
 
 def _pack_tensors(pages: Pages) -> Pages:
+    """Return the same pages, with contiguous scales, center and block table."""
     k, v, table = pages.k, pages.v, pack_rows(pages.table)
     tensors = k.static_scale, k.center, v.static_scale
     if table is pages.table and all(x is None or x.is_contiguous() for x in tensors):

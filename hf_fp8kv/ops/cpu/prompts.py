@@ -87,6 +87,7 @@ def attend(
 
 
 def _make_mask(num_queries: int, num_keys: int, window: int) -> Tensor | None:
+    """Return the mask of the last queries, `[num_queries, num_keys]`, or None if it is causal."""
     offset = num_keys - num_queries
     if not offset and (not window or window >= num_keys):
         return None

@@ -98,10 +98,12 @@ def _shape_and_strides(x: Tensor | None) -> Any:
 
 
 def _is_compact(mask: Tensor) -> bool:
+    """Return whether a mask is `[B, 1, 1, N]` and contiguous in its last axis."""
     return mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
 
 
 def _describe_pages(pages: Pages) -> SharedTensors:
+    """Return the properties of pages that recordings depend on, cached in the pages."""
     shared: SharedTensors | None = pages.launch_properties
     if shared is None:
         k, v = pages.k, pages.v

@@ -126,6 +126,7 @@ def run_or_replay(
 
 
 def _has_unusual_settings() -> bool:
+    """Return whether hooks observe launches, or settings that affect compilation are changed."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(

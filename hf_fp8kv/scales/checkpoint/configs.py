@@ -180,6 +180,7 @@ def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaratio
 
 
 def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
+    """Yield the declaration of an entry, a scheme or its name, if it declares anything."""
     value = getattr(value, "value", value)
     name = None
     if isinstance(value, str | torch.dtype):
@@ -212,6 +213,7 @@ def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
 
 
 def _name_format(num_bits: object, number_type: object, group_size: object) -> str:
+    """Return the usual name of a number format, such as "INT8", "NVFP4" or "MXFP4"."""
     if (num_bits, number_type) == (4, "float") and group_size in (16, 32):
         return "NVFP4" if group_size == 16 else "MXFP4"
     return f"{'FP' if number_type == 'float' else str(number_type).upper()}{num_bits}"
@@ -242,6 +244,7 @@ def _targets_projections(group: object) -> bool:
 
 
 def _parse_projections(label: str, group: object, block: Mapping[str, object]) -> Declaration:
+    """Return the declaration in Quark's list of projections, whose outputs are the cache."""
     patterns = group if isinstance(group, list) else [group]
     entries = {
         **as_mapping(block.get("kv_cache_quant_config")),

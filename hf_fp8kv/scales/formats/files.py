@@ -175,6 +175,7 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
 
 
 def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
+    """Return the scale of each layer, by rank, from the entry `scaling_factor`."""
     ranks: dict[int, dict[int, float]] = {}
     entry = f"{path}: kv_cache.scaling_factor"
     # Old files have "rank0" instead of "0".
@@ -201,6 +202,7 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
 
 
 def _parse_keys(label: str, entries: object, kind: str, prefix: str = "") -> dict[int, object]:
+    """Return the entries of a JSON object by the numbers in their keys, each at most once."""
     if not isinstance(entries, dict) or not entries:
         raise ScaleError(
             f"{label}: expected an object of {kind}s, got {format_value(entries)}. "

@@ -181,6 +181,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
 
 def _read_salt(state: Any) -> str:
+    """Return the `cache_salt` of a request's state, or "" without a salt or a state."""
     return "" if state is None else str(state.logit_processor_kwargs.get(SALT_KEY, ""))
 
 
