@@ -10,8 +10,8 @@ import torch
 
 from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
 
-from ..pages import pack_pages
 from .random_data import PAGE_SIZE, compute_output_error
 from .record import Record
 from .shapes import Case, RunSizes

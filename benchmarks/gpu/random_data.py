@@ -12,9 +12,8 @@ import torch
 
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import Pages, StoredSide, reference
-from hf_fp8kv.ops.blocks import locate_pages, read_rows
+from hf_fp8kv.ops.blocks import locate_pages, pack_pages, read_rows
 
-from ..pages import pack_pages
 from .shapes import Case, Heads, PageFormat
 from .stage import Stage
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .pages import Pages
+from .page_layout import make_page_layout
+from .pages import Pages, StoredSide
 
 Ints = np.ndarray[Any, np.dtype[np.integer]]
 
@@ -121,3 +122,24 @@ def list_blocks(pages: Pages) -> tuple[Tensor, ...]:
     """Return all blocks of the pages."""
     blocks: tuple[Tensor, ...] = vars(pages.offsets).get("blocks", (pages.block,))
     return blocks
+
+
+def pack_pages(
+    k: StoredSide, k_codes: Tensor, v: StoredSide, v_codes: Tensor, token_scales: Tensor | None,
+    table: Tensor,
+) -> Pages:  # fmt: skip
+    """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
+    num_pages, num_heads, page_size, _ = map(int, k_codes.shape)
+    has_scales = token_scales is not None
+    layout = make_page_layout(
+        num_heads, page_size, k.head_dim, v.head_dim, k_codes.dtype, v_codes.dtype, has_scales
+    )
+    block = k_codes.new_zeros((num_pages, layout.size), dtype=torch.uint8)
+    for name, region in layout.split(block).items():
+        codes = {"k": k_codes, "v": v_codes, "token_scales": token_scales}[name]
+        assert codes is not None
+        region.copy_(codes)
+    return Pages(
+        k, v, block, table, locate_pages([block]), num_heads, page_size, k_codes.dtype,
+        v_codes.dtype, has_scales,
+    )  # fmt: skip

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.pages import pack_pages
 from hf_fp8kv import ops
 from hf_fp8kv.formats import FORMATS, codec
 from hf_fp8kv.formats.codec import compute_dynamic_scale, decode, encode, search_scale
 from hf_fp8kv.ops import Pages, StoredSide, reference
+from hf_fp8kv.ops.blocks import pack_pages
 from tests.helpers.grids import pairwise
 
 BACKENDS = ["reference", "torch", "cpu"]

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import jit
 
-from benchmarks.pages import pack_pages
+from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming

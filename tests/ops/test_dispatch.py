@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.pages import pack_pages
 from hf_fp8kv import ConfigError, ops
 from hf_fp8kv.errors import BackendError
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.triton.target import launch
 from tests.helpers.assertions import assert_same
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.pages import pack_pages
 from hf_fp8kv import ops
 from hf_fp8kv.errors import BackendError, ConfigError, FP8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import make_code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference
+from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import PAGE_FIELDS, flatten, unflatten
 from hf_fp8kv.ops.triton.target import Target, assuming
 from hf_fp8kv.ops.visibility import find_mask_bounds

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.pages import pack_pages
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
 
 NUM_KV_HEADS, BATCH, LENGTH = 8, 3, 2001  # LENGTH in tokens per sequence
 
