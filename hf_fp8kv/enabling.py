@@ -31,8 +31,8 @@ from .modeling.model_support import (
 )
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
-from .prefix.generate import CandidateGeneration, InputPreparation, PositionPreparation, Prefill
-from .prefix.media import EncoderPreparation
+from .prefix.generate import get_candidate_generator, prefill, prepare_inputs, prepare_positions
+from .prefix.media import keep_encoder_inputs
 from .prefix.pages import check_store
 from .prefix.store import PrefixStore
 from .scales.kv_scales import StoragePlan, warn_if_stale
@@ -41,7 +41,7 @@ from .utils.digests import digest_weights
 logger = logging.getLogger(__name__)
 
 _SAVED_ATTENTION = "_hf_fp8kv_saved_attention"
-_PREPARE_METHOD = "_prepare_cache_for_generation"
+_PREPARE_METHOD, _ENGINE_METHOD = "_prepare_cache_for_generation", "init_continuous_batching"
 # Value of generate()'s `cache_implementation` for a growing cache in host memory.
 OFFLOADED = "offloaded"
 # Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
@@ -133,15 +133,19 @@ def enable(
         latent.install_all(base)
     vars(base)[_SAVED_ATTENTION] = old_attention
     num_layers = getattr(base.config, "num_hidden_layers", None)
-    _CachePreparation(base, cache_keywords, num_layers).install()
-    CandidateGeneration(base, reuse_prefix).install()
-    Prefill(base, reuse_prefix, prefix_store).install()
-    InputPreparation(base).install()
+    methods: dict[str, tuple[Any, ...]] = {
+        _PREPARE_METHOD: (_prepare_cache, cache_keywords, num_layers),
+        "_get_candidate_generator": (get_candidate_generator, reuse_prefix),
+        "_prefill": (prefill, reuse_prefix, prefix_store),
+        "prepare_inputs_for_generation": (prepare_inputs,),
+    }
     if reuse_prefix:
-        PositionPreparation(base).install()
-        EncoderPreparation(base).install()
-    if _EngineRefusal.name not in vars(base):  # else hf_fp8kv.serving.enable was called
-        _EngineRefusal(base).install()
+        methods["_prepare_position_ids_for_generation"] = (prepare_positions,)
+        methods["_maybe_prepare_encoder_kwargs_for_generation"] = (keep_encoder_inputs,)
+    if _ENGINE_METHOD not in vars(base):  # else hf_fp8kv.serving.enable was called
+        methods[_ENGINE_METHOD] = (_refuse_engine,)
+    for name, (function, *arguments) in methods.items():
+        ModelMethod(base, name, function, *arguments).install()
     install_rounding(roundings)
     if deterministic:
         install_deterministic(base, __name__)
@@ -166,75 +170,72 @@ def disable(model: _Model) -> _Model:
     return model
 
 
-class _CachePreparation(ModelMethod):
-    """Replaces the method that prepares the cache of a `generate()`, and creates an FP8 cache.
+def _prepare_cache(
+    method: ModelMethod,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Prepare the cache of a `generate()`, and create an FP8 cache.
 
-    `arguments` holds the keywords of the cache, and the model's number of layers or None.
+    `method.arguments` holds the cache's keywords, and the model's number of layers or None.
 
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
     """
-
-    name = _PREPARE_METHOD
-
-    def __call__(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        model, keywords = self.model, self.arguments[0]
-        if _uses_default_cache(generation_config, model_kwargs):
-            if generation_config.cache_implementation == OFFLOADED:
-                keywords = {**keywords, "offloading": keywords.get("offloading") or True}
-                # transformers rejects this option if a cache is passed.
-                generation_config = copy.copy(generation_config)
-                generation_config.cache_implementation = None
-            is_draft = getattr(generation_config, "is_assistant", False)
-            num_layers = self.arguments[1] if is_draft else None
-            cache = model_kwargs[CACHE] = _make_cache(model, keywords, num_layers)
-            if not generation_config.return_dict_in_generate:
-                _get_self_attention_cache(cache).model_sample = NOT_KEPT
-            _pass_padding(cache, model_kwargs.get("attention_mask"))
-            if is_draft:
-                cache.activate_past_recording()
-            self._install_prefix_conversion(model, keywords)
-        return self.original_method(generation_config, model_kwargs, *args, **kwargs)
-
-    def _install_prefix_conversion(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
-        """Replace a method of PEFT's prefix tuning, so that it stores the prefix in an FP8 cache.
-
-        PEFT's method passes the prefix in a new cache, and exists only during a `generate()`.
-        """
-        prepare: Any = model.prepare_inputs_for_generation
-        config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
-        if config is None or config.peft_type not in _PREFIX_TUNING_TYPES:
-            return
-
-        @functools.wraps(prepare)  # because `identify_model` checks the wrapped function
-        def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
-            inputs = prepare(*args, **kwargs)
-            prefix = _get_self_attention_cache(inputs.get(CACHE))
-            if type(prefix) is DynamicCache:
-                cache = inputs[CACHE] = _make_cache(model, keywords)
-                layers: list[Any] = prefix.layers
-                for index, layer in enumerate(layers):
-                    if getattr(layer, "keys", None) is not None:
-                        _get_self_attention_cache(cache).update(*_pad_to_full_length(layer), index)
-            return inputs
-
-        vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
+    model, (keywords, num_layers) = method.model, method.arguments
+    if _uses_default_cache(generation_config, model_kwargs):
+        if generation_config.cache_implementation == OFFLOADED:
+            keywords = {**keywords, "offloading": keywords.get("offloading") or True}
+            # transformers rejects this option if a cache is passed.
+            generation_config = copy.copy(generation_config)
+            generation_config.cache_implementation = None
+        is_draft = getattr(generation_config, "is_assistant", False)
+        cache = _make_cache(model, keywords, num_layers if is_draft else None)
+        model_kwargs[CACHE] = cache
+        if not generation_config.return_dict_in_generate:
+            _get_self_attention_cache(cache).model_sample = NOT_KEPT
+        _pass_padding(cache, model_kwargs.get("attention_mask"))
+        if is_draft:
+            cache.activate_past_recording()
+        _install_prefix_conversion(model, keywords)
+    return method.original_method(generation_config, model_kwargs, *args, **kwargs)
 
 
-class _EngineRefusal(ModelMethod):
-    """Replaces the method that makes an engine of transformers, which cannot read FP8 pages."""
+def _install_prefix_conversion(model: PreTrainedModel, keywords: dict[str, Any]) -> None:
+    """Replace a method of PEFT's prefix tuning, so that it stores the prefix in an FP8 cache.
 
-    name = "init_continuous_batching"
+    PEFT's method passes the prefix in a new cache, and exists only during a `generate()`.
+    """
+    prepare: Any = model.prepare_inputs_for_generation
+    config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
+    if config is None or config.peft_type not in _PREFIX_TUNING_TYPES:
+        return
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model.config._attn_implementation == ATTENTION:
-            raise ConfigError(
-                "continuous batching: expected a call of hf_fp8kv.serving.enable(model) first, got "
-                "only hf_fp8kv.enable(model), which is for generate(). Call serving.enable(model)"
-            )
-        return self.original_method(*args, **kwargs)
+    @functools.wraps(prepare)  # because `identify_model` checks the wrapped function
+    def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(*args, **kwargs)
+        prefix = _get_self_attention_cache(inputs.get(CACHE))
+        if type(prefix) is DynamicCache:
+            cache = inputs[CACHE] = _make_cache(model, keywords)
+            layers: list[Any] = prefix.layers
+            for index, layer in enumerate(layers):
+                if getattr(layer, "keys", None) is not None:
+                    _get_self_attention_cache(cache).update(*_pad_to_full_length(layer), index)
+        return inputs
+
+    vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
+
+
+def _refuse_engine(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to make an engine of transformers, which cannot read FP8 pages."""
+    if method.model.config._attn_implementation == ATTENTION:
+        raise ConfigError(
+            "continuous batching: expected a call of hf_fp8kv.serving.enable(model) first, got "
+            "only hf_fp8kv.enable(model), which is for generate(). Call serving.enable(model)"
+        )
+    return method.original_method(*args, **kwargs)
 
 
 def _get_self_attention_cache(cache: Any) -> Any:

@@ -138,7 +138,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    notes = describe_rounding(model), find_replacement(model_class)
+    notes = describe_rounding(model), find_replacement(model.config)
     return ModelReport(name, layers, probed=paths is not None, note=". ".join(filter(None, notes)))
 
 

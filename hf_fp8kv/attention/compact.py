@@ -104,8 +104,7 @@ def make_compact(
         "start": start, "window": window,
     }  # fmt: skip
     size = (batch, 1, num_queries, num_columns)
-    mask: CompactMask = CompactMask.wrap(attributes, size, torch.bool, is_token.device)
-    return mask
+    return CompactMask.wrap(attributes, size, torch.bool, is_token.device)
 
 
 torch._dynamo.allow_in_graph(make_compact)  # Dynamo cannot trace it, as with `make_handles`

@@ -100,8 +100,8 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
         absorbed_ids = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
         for module in model.modules():
             vars(module)[DETERMINISTIC] = True
-            if id(module) not in absorbed_ids and (method := _find_forward(module)):
-                method(module).install()
+            if id(module) not in absorbed_ids and (forward := _find_forward(module)):
+                ModelMethod(module, "forward", forward).install()
         # PEFT calls `forward` and some trainers call the decoder, which skips hooks of the model.
         for target in {model, model.base_model}:
             target.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -121,7 +121,7 @@ def remove_deterministic(model: Any, owner: str) -> None:
             if hook is _check_call:
                 del module._forward_pre_hooks[hook_id]
                 module._forward_pre_hooks_with_kwargs.pop(hook_id, None)
-        if isinstance(vars(module).get("forward"), _ForwardMethod):
+        if isinstance(vars(module).get("forward"), ModelMethod):
             remove_methods(module)
 
 
@@ -163,21 +163,21 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     return None
 
 
-def _find_forward(module: torch.nn.Module) -> "type[_ForwardMethod] | None":
-    """Return the class that replaces a module's `forward`, or None to keep it."""
+def _find_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return the function that replaces a module's `forward`, or None to keep it."""
     name, is_leaf = type(module).__name__, not any(True for _ in module.children())
     # A router may multiply by the weight of one of its submodules.
     modules = module.modules() if "Router" in name else [module]
     if _EXPERT_NAMES.search(name) and any(map(_has_matrices, modules)):
-        return _TokenForward
+        return _forward_tokens
     if type(module).forward in _LINEAR_FORWARDS:
-        return _BlockForward
+        return _forward_blocks
     # On a GPU, the order of sums in torch's reductions depends on the number of rows.
     if is_leaf and "Norm" in name and any(not x.is_cpu for x in module.parameters()):
-        return _BlockForward
+        return _forward_blocks
     is_activation = type(module).__module__ in _ACTIVATION_MODULES
     is_elementwise = is_leaf and is_activation and not _NOT_ELEMENTWISE.fullmatch(name)
-    return _ElementwiseForward if is_elementwise else None
+    return _forward_elementwise if is_elementwise else None
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:
@@ -213,19 +213,13 @@ class FunctionWatch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class _ForwardMethod(ModelMethod):
-    name = "forward"
-
-
-class _BlockForward(_ForwardMethod):
-    """The `forward` of a linear module or a norm, block by block."""
-
-    def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            _refuse_compilation()
-        forward, rows = self.original_method, states.reshape(-1, states.shape[-1])
-        output = compute_in_blocks(lambda block: forward(block, *args, **kwargs), rows)
-        return output.view(*states.shape[:-1], output.shape[-1])
+def _forward_blocks(method: ModelMethod, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the `forward` of a linear module or a norm, block by block."""
+    if torch.compiler.is_compiling():
+        _refuse_compilation()
+    forward, rows = method.original_method, states.reshape(-1, states.shape[-1])
+    output = compute_in_blocks(lambda block: forward(block, *args, **kwargs), rows)
+    return output.view(*states.shape[:-1], output.shape[-1])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -237,39 +231,35 @@ def _refuse_compilation() -> None:
     )
 
 
-class _TokenForward(_ForwardMethod):
-    """The `forward` of experts or of their router, token by token.
+def _forward_tokens(method: ModelMethod, states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run the `forward` of experts or of their router, token by token.
 
     The number of tokens that an expert receives depends on the call.
     """
+    forward, num_tokens = method.original_method, states.shape[:-1].numel()
 
-    def __call__(self, states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        forward, num_tokens = self.original_method, states.shape[:-1].numel()
+    def compute_token(i: int) -> Any:
+        def select_token(x: Any) -> Any:
+            # A bias of experts has one axis, whose size may equal the number of tokens.
+            is_per_token = isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_tokens
+            return x[i : i + 1] if is_per_token and not isinstance(x, torch.nn.Parameter) else x
 
-        def compute_token(i: int) -> Any:
-            def select_token(x: Any) -> Any:
-                # A bias of experts has one axis, whose size may equal the number of tokens.
-                is_per_token = isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_tokens
-                return x[i : i + 1] if is_per_token and not isinstance(x, torch.nn.Parameter) else x
+        token_args, token_kwargs = tree_map(select_token, (args, kwargs))
+        # The state is copied, because the alignment of memory affects the order of sums.
+        state = states.reshape(num_tokens, -1)[i : i + 1].clone()
+        return forward(state, *token_args, **token_kwargs)
 
-            token_args, token_kwargs = tree_map(select_token, (args, kwargs))
-            # The state is copied, because the alignment of memory affects the order of sums.
-            state = states.reshape(num_tokens, -1)[i : i + 1].clone()
-            return forward(state, *token_args, **token_kwargs)
-
-        if not num_tokens:
-            return forward(states, *args, **kwargs)
-        return tree_map(lambda *states: torch.cat(states), *map(compute_token, range(num_tokens)))
+    if not num_tokens:
+        return forward(states, *args, **kwargs)
+    return tree_map(lambda *states: torch.cat(states), *map(compute_token, range(num_tokens)))
 
 
-class _ElementwiseForward(_ForwardMethod):
-    """The `forward` of an elementwise activation, in blocks of complete vectors."""
-
-    def __call__(self, states: Tensor) -> Tensor:
-        forward, values = self.original_method, states.reshape(-1)
-        padded = torch.nn.functional.pad(values, (0, -len(values) % _VECTOR_VALUES))
-        output = torch.cat([forward(block) for block in padded.split(_BLOCK_VALUES)])
-        return output[: len(values)].view(states.shape)
+def _forward_elementwise(method: ModelMethod, states: Tensor) -> Tensor:
+    """Run the `forward` of an elementwise activation, in blocks of complete vectors."""
+    forward, values = method.original_method, states.reshape(-1)
+    padded = torch.nn.functional.pad(values, (0, -len(values) % _VECTOR_VALUES))
+    output = torch.cat([forward(block) for block in padded.split(_BLOCK_VALUES)])
+    return output[: len(values)].view(states.shape)
 
 
 def compute_in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: int = 0) -> Tensor:

@@ -1,7 +1,6 @@
 """The attention function "fp8_paged": attention that reads stored pages."""
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,8 +20,6 @@ from ..utils.warn_once import warn_once
 from . import latent, masks
 from .compact import CompactMask
 from .deterministic import check_padding, check_page_size
-
-logger = logging.getLogger(__name__)
 
 # Attribute of an attention module that rounds K and V: its `StoredRounding` (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
@@ -163,7 +160,7 @@ def fp8_paged_attention(
             if query.requires_grad and module.training:
                 raise ConfigError(_TRAINING_ERROR)
             return attend_stored(query, key, spec), None
-        warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
+        warn_once(_DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
         attended: tuple[Tensor, Tensor | None] = rounding.attend(call)
         return attended
@@ -194,7 +191,7 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
         projections, reason = latent.find_projections(module, key), _PRODUCT_REASON
     if projections is None:
         warning = _EXPANSION_WARNING if reason else _DENSE_WARNING
-        warn_once(logger, warning.format(type(module).__name__, reason))
+        warn_once(warning.format(type(module).__name__, reason))
     is_cheaper = projections and projections.is_cheaper(query.shape[2], key.shape[2])
     if projections is None or not (spec.deterministic or is_cheaper):
         return attend_dense(call)

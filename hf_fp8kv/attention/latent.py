@@ -117,7 +117,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     if can_absorb is not None:
         vars(module)[_READS_STORED_ATTRIBUTE] = can_absorb
     if can_absorb:
-        _ExpandMethod(module).install()
+        ModelMethod(module, EXPAND, _pass_stored_latents).install()
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -149,17 +149,13 @@ def reads_stored_latents(module: Any) -> bool:
     return bool(vars(module).get(_READS_STORED_ATTRIBUTE))
 
 
-class _ExpandMethod(ModelMethod):
-    """A module's method to expand latents, which returns stored latents unexpanded."""
-
-    name = EXPAND
-
-    def __call__(self, latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
-        module = self.model
-        is_stored = isinstance(latent, PagedKV) and isinstance(rope_part, PagedKV)
-        if is_stored and module.config._attn_implementation.startswith(ATTENTION):
-            return latent, rope_part
-        return expand(module, latent, rope_part)
+def _pass_stored_latents(
+    method: ModelMethod, latent: Tensor, rope_part: Tensor
+) -> tuple[Tensor, Tensor]:
+    is_stored = isinstance(latent, PagedKV) and isinstance(rope_part, PagedKV)
+    if is_stored and method.model.config._attn_implementation.startswith(ATTENTION):
+        return latent, rope_part
+    return expand(method.model, latent, rope_part)
 
 
 def expand(module: Any, latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:

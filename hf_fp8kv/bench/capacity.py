@@ -5,6 +5,7 @@ because the pages are on torch's "meta" device.
 """
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,16 +51,6 @@ PAGE_SIZE = 256  # tokens
 MAX_BATCH_TOKENS, MAX_REQUESTS = 8192, 256  # of a step, whose activations need memory
 
 
-class _SingleProcess:
-    """A distributed helper for the engine, with one process."""
-
-    tp_size = 1
-    tp_local_rank = 0
-
-    def are_kv_heads_tp_ed(self) -> bool:
-        return False
-
-
 def plan_tokens(
     config: PreTrainedConfig,
     memory_bytes: int,
@@ -85,12 +76,13 @@ def plan_tokens(
         max_blocks_per_request=0, max_memory_percent=MEMORY_SHARE, use_async_batching=False,
         use_cuda_graph=False,
     )  # fmt: skip
+    one_process = SimpleNamespace(tp_size=1, tp_local_rank=0, are_kv_heads_tp_ed=lambda: False)
     try:
         planned_cache = cache_class(
             config=config,
             continuous_batching_config=batching_config,
             device=torch.device("meta"),
-            distributed_helper=_SingleProcess(),
+            distributed_helper=one_process,
             dtype=torch.bfloat16,
             model_supports_logits_to_keep=True,
         )

@@ -1,7 +1,6 @@
 """`FP8PagedCache`: the cache to pass to `generate()`."""
 
 import copy
-import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +29,6 @@ from .paged_layers import PagedLayers
 from .paged_tensor import densify
 from .plans import Plan
 from .tokens import UNKNOWN, Tokens, can_crop
-
-logger = logging.getLogger(__name__)
 
 NOT_KEPT = "not kept"
 
@@ -180,10 +177,9 @@ class FP8PagedCache(DynamicCache):
         self.layers = self._paged.build_layers(skip_layers)
         if config and options.scales is None and (declared := describe_kv_scales(config)):
             warn_once(
-                logger,
                 f"this checkpoint declares static KV scales ({declared}), but this cache uses "
                 "dynamic scales instead. FP8PagedCache.from_pretrained(...) or scales=... uses the "
-                "static scales",
+                "static scales"
             )
 
     @classmethod

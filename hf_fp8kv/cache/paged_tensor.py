@@ -8,8 +8,7 @@ gets the dense tensor from `ops.gather`.
 A handle reads the current contents of the pages. It is not a snapshot.
 """
 
-import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils._pytree import tree_map
@@ -19,8 +18,6 @@ from ..errors import ConfigError
 from ..ops import Pages
 from ..ops.pages import PAGE_FIELDS, flatten, unflatten
 from ..utils.warn_once import warn_once
-
-logger = logging.getLogger(__name__)
 
 
 class LazyTensor(torch.Tensor):
@@ -38,9 +35,9 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Any:
+    def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Self:
         """Return a wrapper with these attributes. The dictionary is not copied."""
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         wrapper.__dict__ = attributes
         return wrapper
 
@@ -72,7 +69,7 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if cls.WARNING:
-            warn_once(logger, cls.WARNING)
+            warn_once(cls.WARNING)
         if func._schema.is_mutable and args and isinstance(args[0], LazyTensor):
             raise ConfigError(
                 f"expected to read {args[0]}, got {func}, which writes into it. Write into a dense "

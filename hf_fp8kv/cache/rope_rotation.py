@@ -61,7 +61,8 @@ class RopeRotation:
         max_positions = config_field(config, "max_position_embeddings") or _DEFAULT_MAX_POSITIONS
         part_dims = [config_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
         mla_dims = None if None in part_dims else (part_dims[0], part_dims[1])
-        interleaved = _is_interleaved(config)
+        module = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+        interleaved = module is not None and _code_is_interleaved(module)
         needs_window = config.model_type in _ROPE_ONLY_WITH_WINDOW
         # Granite 4 has RoPE's fields, but uses RoPE only if this field is "rope".
         model_uses_rope = getattr(config, "position_embedding_type", "rope") == "rope"
@@ -115,12 +116,6 @@ def _compute_factors(rope: RopeRotation, dim: int, device: torch.device) -> Tens
 
 
 NO_ROPE = RopeRotation(1.0, paired_fraction=0.0, max_positions=0)  # for a layer without RoPE
-
-
-def _is_interleaved(config: Any) -> bool:
-    """Return whether a model's code pairs channels 2i and 2i + 1. False if the code is unknown."""
-    module = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
-    return module is not None and _code_is_interleaved(module)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ to the cache (prefix/generate.py).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,23 +53,24 @@ class Tokens:
         mask, features = (x if x is None else x[rows] for x in (self.mask, self.features))
         return Tokens(self.ids[rows], mask, positions, features)
 
-    def expand(self, width: int, device: torch.device) -> "ExpandedTokens":
-        """Return the fields of the first `width` tokens with their full sizes, on `device`."""
+    def expand(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the fields of the first `width` tokens with their full sizes, on `device`.
+
+        These are the ids `[B, N]`, whether a token is not padding `[B, N]`, the positions
+        `[X, B, N]`, X = 0 for the model's default positions, and the features `[B, N]`.
+        """
         ids = self.ids[:, :width].to(device)
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        if self.mask is not None:
-            given_mask = self.mask[:, :width].to(device)
-            mask[:, : given_mask.shape[1]] = given_mask != 0
-        features = torch.zeros_like(ids)
-        if self.features is not None:
-            given_features = self.features[:, :width].to(device)
-            features[:, : given_features.shape[1]] = given_features
+        fields = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids)
+        for field, given in zip(fields, (self.mask, self.features), strict=True):
+            if given is not None:
+                given = given[:, :width].to(device)
+                field[:, : given.shape[1]] = given  # a number other than 0 is True in a mask
         positions = ids.new_empty((0, *ids.shape))
         if self.positions is not None:
             given = self.positions[..., :width].to(device)
             given = extend_positions(given.reshape(-1, *given.shape[-2:]), width)
             positions = given.expand(-1, len(ids), -1)
-        return ExpandedTokens(ids, mask, positions, features)
+        return ids, fields[0], positions, fields[1]
 
     def match(self, other: "Tokens") -> tuple[list[int], int]:
         """Return the best row for each row of `other`, and the length of the shortest prefix found.
@@ -80,15 +81,17 @@ class Tokens:
         """
         device, width = self.ids.device, min(self.length, other.length)
         expanded = [batch.expand(width, device) for batch in (self, other) if width]
-        if not width or len(expanded[0].positions) != len(expanded[1].positions):
+        if not width or len(expanded[0][2]) != len(expanded[1][2]):  # numbers of position ids
             return list(range(len(other.ids))), 0
         (ids, mask, positions, features), other_expanded = expanded
         prefix_lengths = []
         for row in range(len(other.ids)):
-            other_row = ExpandedTokens(*(x[..., row, :] for x in other_expanded))
-            is_same_token = (ids == other_row.ids) & (features == other_row.features)
-            is_same_token &= (positions == other_row.positions[:, None]).all(0)
-            is_equal = torch.where(mask & other_row.mask, is_same_token, mask == other_row.mask)
+            other_ids, other_mask, other_positions, other_features = (
+                x[..., row, :] for x in other_expanded
+            )
+            is_same_token = (ids == other_ids) & (features == other_features)
+            is_same_token &= (positions == other_positions[:, None]).all(0)
+            is_equal = torch.where(mask & other_mask, is_same_token, mask == other_mask)
             prefix_lengths.append(is_equal.long().cumprod(1).sum(1))
         lengths_by_row = torch.stack(prefix_lengths).tolist()  # [row of `other`][row]
         best_lengths = [max(lengths) for lengths in lengths_by_row]
@@ -111,22 +114,6 @@ class Tokens:
         while num_tokens and num_tokens <= len(is_inside) and is_inside[num_tokens - 1]:
             num_tokens -= 1
         return num_tokens
-
-
-class ExpandedTokens(NamedTuple):
-    """The fields of `Tokens` with their full sizes.
-
-    Attributes:
-        ids: Token ids, `[B, N]`.
-        mask: Whether a token is not padding, `[B, N]`, bool.
-        positions: Position ids, `[X, B, N]`, X = 0 for the model's default positions.
-        features: Digests of features, `[B, N]`, int64.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    positions: Tensor
-    features: Tensor
 
 
 def extend_positions(positions: Tensor, width: int) -> Tensor:

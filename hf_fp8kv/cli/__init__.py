@@ -26,14 +26,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.generate)
-app.command("card")(card.card)
-app.command("calibrate")(calibrate.calibrate)
-app.command("inspect")(inspect.inspect)
-app.command("convert")(convert.convert)
-app.command("check")(check.check)
+for command in (
+    generate.generate, card.card, calibrate.calibrate, inspect.inspect, convert.convert,
+    check.check, serve.serve,
+):  # fmt: skip
+    app.command()(command)
 app.add_typer(bench.app, name="bench")
-app.command("serve")(serve.serve)
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ package only replaces the wrapper's `forward`. The new `forward` passes K and V 
 """
 
 import functools
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ import torch
 
 from ..utils.warn_once import warn_once
 from .step import step
-
-logger = logging.getLogger(__name__)
 
 ROUNDING_NOTE = (
     "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "
@@ -48,7 +45,7 @@ def patch_kv_wrapper() -> None:
         cache = None if self.past_key_values is None else self.past_key_values()
         if not (step.is_exact or getattr(cache, "takes_exact_states", False)):
             return round_and_store(self, key_states, value_states, *args, **kwargs)
-        warn_once(logger, ROUNDING_NOTE)
+        warn_once(ROUNDING_NOTE)
         self.past_key_values = None
         if cache is None:
             return key_states, value_states
@@ -96,4 +93,4 @@ def describe_rounding(model: torch.nn.Module) -> str:
 def warn_of_rounding(model: torch.nn.Module) -> None:
     """Log the note of `describe_rounding` once, before the model is used with an FP8 cache."""
     if note := describe_rounding(model):
-        warn_once(logger, note)
+        warn_once(note)

@@ -8,7 +8,7 @@ import transformers
 
 from ..errors import ConfigError
 from ..utils.digests import digest_of, digest_weights, sample_weights
-from .model_support import DETERMINISTIC
+from .model_support import DETERMINISTIC, find_varying_rope
 
 # Packages whose hooks and replaced methods are accepted: the digest covers all their effects.
 _ACCEPTED_PACKAGES = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
@@ -39,9 +39,11 @@ def identify_model(model: Any) -> str:
 def sample_model(model: Any) -> str:
     """Return a digest of the config, the adapters and 8 values of each weight.
 
-    Copies of a model have the same digest. Different weights or adapters change it.
+    Copies of a model have the same digest. Different weights or adapters change it. Frequencies of
+    RoPE are ignored if the model itself changes them.
     """
-    return digest_of(_describe_adapters(model), sample_weights(model))
+    ignored_suffixes = ("inv_freq",) if find_varying_rope(model.config) else ()
+    return digest_of(_describe_adapters(model), sample_weights(model, ignored_suffixes))
 
 
 def describe_model(model: Any) -> dict[str, object]:

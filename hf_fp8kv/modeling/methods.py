@@ -8,21 +8,31 @@ from typing import Any
 
 
 class ModelMethod:
-    """A method of one model. A copy of the model gets a copy of the method.
+    """A method of one model, which is replaced by a function of a module.
+
+    A copy of the model gets a copy of the method.
 
     Attributes:
         name: Name of the method.
-        arguments: Arguments of the constructor, which a copy of the method gets as well.
+        function: The function, which is called with this object and the arguments of a call.
+        arguments: Further arguments of the constructor, for `function` to read.
         old_attribute: The replaced attribute of the model. None if only the class has the method.
     """
 
-    name: str
-
     def __init__(
-        self, model: Any, *arguments: Any, old_attribute: Callable[..., Any] | None = None
+        self,
+        model: Any,
+        name: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        old_attribute: Callable[..., Any] | None = None,
     ) -> None:
         self._model = weakref.ref(model)  # weak, because the model refers to this object
-        self.arguments, self.old_attribute = arguments, old_attribute
+        self.name, self.function, self.arguments = name, function, arguments
+        self.old_attribute = old_attribute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
     def install(self) -> None:
         """Replace the method, if the model has a method of this name."""
@@ -46,11 +56,12 @@ class ModelMethod:
         return inspect.signature(self.original_method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelMethod":
-        model = memo.get(id(self.model), self.model)
-        return type(self)(model, *self.arguments, old_attribute=self.old_attribute)
+        make, (model, *arguments) = self.__reduce__()
+        return make(memo.get(id(model), model), *arguments)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), old_attribute=self.old_attribute), (self.model, *self.arguments)
+        arguments = self.model, self.name, self.function, *self.arguments
+        return partial(ModelMethod, old_attribute=self.old_attribute), arguments
 
 
 def remove_methods(model: Any) -> None:

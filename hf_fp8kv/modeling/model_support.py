@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Collection
@@ -15,8 +14,6 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from ..errors import ConfigError
 from ..utils.warn_once import warn_once
 
-logger = logging.getLogger(__name__)
-
 # Name of the attention function that reads stored pages.
 ATTENTION = "fp8_paged"
 # Method of an attention module that expands cached latents to K and V of each head.
@@ -28,6 +25,8 @@ ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.
 _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
+# Field of a config. Phi-3 computes all tokens again when a text grows past this length.
+_REPLACEMENT_LENGTH = "original_max_position_embeddings"
 # Whether the cache that is being made belongs to an enabled model.
 is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
 
@@ -74,8 +73,8 @@ def find_varying_rope(config: Any) -> str | None:
 
 def changes_rope(config: Any, lengths: Collection[int]) -> bool:
     """Return whether RoPE may have had different frequencies for texts of these lengths."""
-    border: int | None = getattr(config, "original_max_position_embeddings", None)
-    if border is not None:  # Phi-3 computes all tokens again when a text grows past this length
+    border: int | None = getattr(config, _REPLACEMENT_LENGTH, None)
+    if border is not None:
         return min(lengths) <= border < max(lengths)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for fields in (rope, *rope.values()):  # of all layers, or of each type of layer
@@ -172,19 +171,14 @@ def find_refusal(cls: type[Any]) -> str:
     return ""
 
 
-@functools.cache
-def find_replacement(cls: type | None) -> str:
-    """Return a note if `generate()` of a model class replaces its cache between two steps."""
-    try:
-        method: Any = getattr(cls, "prepare_inputs_for_generation", None)
-        source = inspect.getsource(method)
-    except (OSError, TypeError):  # the code is not in a file, or there is no such method
+def find_replacement(config: Any) -> str:
+    """Return a note if `generate()` of a config's model replaces its cache between two steps."""
+    if getattr(config, _REPLACEMENT_LENGTH, None) is None:
         return ""
-    if not re.search(r"^\s+(past_key_values|cache) = None$", source, re.MULTILINE):
-        return ""
+    name = getattr(find_model_class(config.__class__), "__name__", "the model")
     return (
-        f"without enable(model), generate() of {getattr(cls, '__name__', '')} replaces its cache "
-        "by a DynamicCache, in the model's dtype, past a length that its config names"
+        f"without enable(model), generate() of {name} replaces its cache by a DynamicCache, in the "
+        f"model's dtype, past {_REPLACEMENT_LENGTH} tokens"
     )
 
 
@@ -199,8 +193,7 @@ def check_config(config: Any) -> None:
             f"config: expected a model's config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model.config)"
         )
-    model_class: type | None = find_model_class(config_class)
-    reason = find_refusal(model_class) if model_class else ""
+    reason = find_refusal(cls) if (cls := find_model_class(config_class)) else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
         reason = "it has no attention layers"
     elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:
@@ -210,6 +203,6 @@ def check_config(config: Any) -> None:
             f"expected the config of a model that can use this cache, got {config_class.__name__}: "
             f"{reason}"
         )
-    note = find_replacement(model_class)
+    note = find_replacement(config)
     if note and not is_for_enabled_model.get():
-        warn_once(logger, f"{note}. Call hf_fp8kv.enable(model)")
+        warn_once(f"{note}. Call hf_fp8kv.enable(model)")

@@ -73,8 +73,7 @@ def gather(
         arbitrary values.
     """
     run = _gather if can_skip_dispatcher(lengths) else _get_dispatcher("gather", backend)
-    dense: Tensor = run(lengths, side, start, stop, dtype, ragged, backend, pages)
-    return dense
+    return run(lengths, side, start, stop, dtype, ragged, backend, pages)
 
 
 def attend(
@@ -107,8 +106,7 @@ def attend(
         dtype. The output of a query without visible tokens is zero.
     """
     run = _attend if can_skip_dispatcher(query) else _get_dispatcher("attend", backend)
-    attended: Tensor = run(query, lengths, start, stop, plan, backend, spec, pages)
-    return attended
+    return run(query, lengths, start, stop, plan, backend, spec, pages)
 
 
 def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
@@ -118,8 +116,7 @@ def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tenso
     """
     if backend == "triton" or not torch.compiler.is_compiling():
         return lengths + num_tokens
-    new_lengths: Tensor = _get_dispatcher("advance", backend)(lengths, num_tokens, limit, backend)
-    return new_lengths
+    return _get_dispatcher("advance", backend)(lengths, num_tokens, limit, backend)
 
 
 def create_plan(
@@ -304,10 +301,10 @@ _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 # By the dispatcher's name of an operation: its function, and a function that dispatches it.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-_DISPATCHERS: dict[str, Callable[..., Any]] = {}
+_DISPATCHERS: dict[str, Callable[..., Tensor]] = {}
 
 
-def _get_dispatcher(name: str, backend: str) -> Callable[..., Any]:
+def _get_dispatcher(name: str, backend: str) -> Callable[..., Tensor]:
     """Return a function that calls an operation through the dispatcher.
 
     All backends except "triton" read values on the host, which a CUDA graph cannot capture. torch

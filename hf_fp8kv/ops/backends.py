@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import logging
 from types import ModuleType
 
 import torch
@@ -11,8 +10,6 @@ from ..errors import BackendError
 from ..formats import AUTO
 from ..utils.warn_once import warn_once
 from .triton.target import get_target, is_interpreted
-
-logger = logging.getLogger(__name__)
 
 # Values of the argument `backend`. The backend "reference" is only for tests.
 BACKEND_CHOICES = ("auto", "torch", "cpu", "triton")
@@ -68,7 +65,7 @@ def choose_backend(name: str, device: torch.device) -> str:
         return backend
     if name != AUTO:
         raise BackendError(f"backend {name!r} cannot run here: {reason}. Use backend='auto'")
-    warn_once(logger, f"using the slower backend 'torch' instead of {backend!r}: {reason}")
+    warn_once(f"using the slower backend 'torch' instead of {backend!r}: {reason}")
     return "torch"
 
 

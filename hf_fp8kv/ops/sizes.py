@@ -50,9 +50,12 @@ def check_sizes(
         if x is None:
             continue
         is_bool_mask = name == "mask" and x.dtype in (torch.bool, torch.uint8)
-        sizes: tuple[tuple[int, ...], ...]
-        head_counts = (1, 1 if is_bool_mask else num_q_heads)
-        sizes = (1, batch), head_counts, (1, num_q_tokens), (stop - start,)
+        sizes: tuple[tuple[int, ...], ...] = (
+            (1, batch),
+            (1, 1 if is_bool_mask else num_q_heads),
+            (1, num_q_tokens),
+            (stop - start,),
+        )
         if name in ("sinks", "bounds"):
             sizes = ((num_q_heads,),) if name == "sinks" else ((1, batch), (2,))
         has_shape = x.ndim == len(sizes) and all(

@@ -4,7 +4,6 @@ transformers assumes, without a check, that a cache holds the beginning of the p
 of an enabled model receive the tokens of each step, and pass them to the cache.
 """
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -22,144 +21,148 @@ from ..modeling.model_support import CACHE, changes_rope, find_cache_argument
 from ..utils.warn_once import warn_once
 from .media import PromptMedia
 from .pages import StoredPrompts, check_store, digest_options
-
-logger = logging.getLogger(__name__)
+from .store import PrefixStore
 
 # Before 5.21, transformers assumes an empty cache for a prompt that is computed in chunks.
 CHUNKS_NEED_EMPTY_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
 
 
-class PositionPreparation(ModelMethod):
-    """A model's `_prepare_position_ids_for_generation`.
+def prepare_positions(
+    method: ModelMethod, inputs: torch.Tensor, model_kwargs: dict[str, Any]
+) -> Any:
+    """Prepare the position ids of a prompt.
 
     With a used cache, models with positions of images (Qwen2-VL) continue those of their last call,
     which may have had a different prompt. A whole prompt gets the positions of a new prompt.
     """
-
-    name = "_prepare_position_ids_for_generation"
-
-    def __call__(self, inputs: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        mask = model_kwargs.get("attention_mask")
-        is_whole = inputs.ndim == 2 and (mask is None or mask.shape[1] == inputs.shape[1])
-        if is_whole and isinstance(model_kwargs.get(CACHE), FP8PagedCache):
-            model_kwargs = {**model_kwargs, CACHE: None}
-        return self.original_method(inputs, model_kwargs)
+    mask = model_kwargs.get("attention_mask")
+    is_whole = inputs.ndim == 2 and (mask is None or mask.shape[1] == inputs.shape[1])
+    if is_whole and isinstance(model_kwargs.get(CACHE), FP8PagedCache):
+        model_kwargs = {**model_kwargs, CACHE: None}
+    return method.original_method(inputs, model_kwargs)
 
 
-class Prefill(ModelMethod):
-    """A model's `_prefill`, which receives the whole prompt.
+def prefill(
+    method: ModelMethod,
+    input_ids: Any,
+    config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute a prompt. The model's `_prefill` receives the whole prompt.
 
-    `arguments` holds `reuse_prefix`, as in `enable`, and the model's `PrefixStore` or None.
+    `method.arguments` holds `reuse_prefix`, as in `enable`, and the `PrefixStore` or None.
     """
+    cache, (reuse_prefix, store) = model_kwargs.get(CACHE), method.arguments
+    if not isinstance(cache, FP8PagedCache):
+        return method.original_method(input_ids, config, model_kwargs, *args, **kwargs)
+    if store is not None:
+        check_store(store, cache.options, method.model.config, cache)
+    batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
+    _check_model(method.model, cache, config, can_empty=batch is not None)
+    prompts = StoredPrompts(store, cache)
+    old_batch, old_kwargs = cache.tokens, dict(model_kwargs)
 
-    name = "_prefill"
+    def compute_prompt() -> Any:
+        cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
+        with prompts.store_after_prefill():
+            return method.original_method(input_ids, config, model_kwargs, *args, **kwargs)
 
-    def __call__(
-        self, input_ids: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        cache, (reuse_prefix, store) = model_kwargs.get(CACHE), self.arguments
-        if not isinstance(cache, FP8PagedCache):
-            return self.original_method(input_ids, config, model_kwargs, *args, **kwargs)
-        if store is not None:
-            check_store(store, cache.options, self.model.config, cache)
-        batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
-        self._check_model(cache, config, can_empty=batch is not None)
-        prompts = StoredPrompts(store, cache)
-        old_batch, old_kwargs = cache.tokens, dict(model_kwargs)
-
-        def compute_prompt() -> Any:
-            cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
-            with prompts.store_after_prefill():
-                return self.original_method(input_ids, config, model_kwargs, *args, **kwargs)
-
+    try:
+        if batch is not None:
+            media = PromptMedia(method.model.config, input_ids, model_kwargs, config)
+            batch = _prepare(method, prompts, cache, batch, media, config)
+            if batch.positions is not None:
+                model_kwargs["position_ids"] = batch.positions
         try:
-            if batch is not None:
-                media = PromptMedia(self.model.config, input_ids, model_kwargs, config)
-                batch = self._prepare(prompts, cache, batch, media, config)
-                if batch.positions is not None:
-                    model_kwargs["position_ids"] = batch.positions
-            try:
-                outputs = compute_prompt()
-            except ConfigError as error:
-                if not prompts.num_restored:
-                    raise
-                # The files are intact, but have numbers of heads or dtypes of a different model.
-                prompts.undo_restore(error)
-                model_kwargs.clear()
-                model_kwargs.update(old_kwargs)
-                outputs = compute_prompt()
-            if batch is None and old_batch is not UNKNOWN:
-                # Embeddings follow the known tokens.
-                cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
-                cache.step_tokens = 0
-            # A wrapper of the model may add tokens to the prompt, so lengths are compared.
-            elif batch is not None and {*cache._paged.read_lengths()} <= {0, batch.length}:
-                cache.known_prefix, cache.tokens, cache.step_tokens = None, batch, 0
-        except BaseException as error:
-            _record_kept_tokens(cache, batch, error)
-            raise
-        return outputs
-
-    def _check_model(self, cache: FP8PagedCache, config: Any, *, can_empty: bool) -> None:
-        """Empty a cache that a different model has filled, or raise ConfigError.
-
-        The sample is not taken if no caller can use the cache again.
-        """
-        if config.is_assistant or cache.model_sample == NOT_KEPT:
-            return
-        sample = sample_model(self.model)
-        if cache.model_sample not in (None, sample) and cache.get_seq_length():
-            if not can_empty:
-                raise ConfigError(
-                    "expected a cache that this model has filled, got a cache of a different "
-                    "model, or of different weights or adapters. Pass the whole prompt, so that it "
-                    "can be computed again, or a new cache"
-                )
-            cache.reset()
-        cache.model_sample = sample
-
-    def _prepare(
-        self, prompts: StoredPrompts, cache: FP8PagedCache, batch: Tokens, media: PromptMedia,
-        config: Any,
-    ) -> Tokens:  # fmt: skip
-        """Keep the tokens that a cache shares with a prompt, and restore more if possible.
-
-        Return the prompt as the cache will hold it, `UNKNOWN` if it can never be compared.
-        """
-        needs_empty_cache = CHUNKS_NEED_EMPTY_CACHE and config.prefill_chunk_size
-        identity = self._identify(cache)
-        # Tokens without an identity also count, after a call with dropout or unhashable weights.
-        is_outdated = identity != cache.identity and (cache.identity or cache.tokens is not None)
-        if needs_empty_cache or is_outdated or not media.is_comparable:
-            cache.reset()
-        if not media.is_comparable:
-            return UNKNOWN
-        batch = replace(batch, features=media.features)
-        if media.features is None and cache.tokens is not None:
-            batch = _continue_media(cache.tokens, batch, media.placeholders)
-        num_kept = _keep_shared_prefix(cache, batch)
-        cache.reused_tokens += len(batch.ids) * num_kept
-        cache.identity, cache.tokens = identity, UNKNOWN
-        if identity and not cache.has_assumed_prefix:
-            prompts.compute_keys(identity, batch)
-            if not needs_empty_cache:
-                prompts.restore()
-        media.drop(max(num_kept, prompts.num_restored * cache.options.page_size))
-        return batch
-
-    def _identify(self, cache: FP8PagedCache) -> str:
-        """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
-        model, store = self.model, self.arguments[1]
-        # All modules are checked, because an adapter added to a model in eval mode has dropout.
-        if store is None or any(module.training for module in model.modules()):
-            return ""
-        try:
-            stores = cache._paged.stores
-            layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
-            return identify_model(model) + digest_options(cache.options, layers)
+            outputs = compute_prompt()
         except ConfigError as error:
-            warn_once(logger, f"{store} is not used: {error}")
-            return ""
+            if not prompts.num_restored:
+                raise
+            # The files are intact, but have numbers of heads or dtypes of a different model.
+            prompts.undo_restore(error)
+            model_kwargs.clear()
+            model_kwargs.update(old_kwargs)
+            outputs = compute_prompt()
+        if batch is None and old_batch is not UNKNOWN:
+            # Embeddings follow the known tokens.
+            cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
+            cache.step_tokens = 0
+        # A wrapper of the model may add tokens to the prompt, so lengths are compared.
+        elif batch is not None and {*cache._paged.read_lengths()} <= {0, batch.length}:
+            cache.known_prefix, cache.tokens, cache.step_tokens = None, batch, 0
+    except BaseException as error:
+        _record_kept_tokens(cache, batch, error)
+        raise
+    return outputs
+
+
+def _check_model(model: Any, cache: FP8PagedCache, config: Any, *, can_empty: bool) -> None:
+    """Empty a cache that a different model has filled, or raise ConfigError.
+
+    The sample is not taken if no caller can use the cache again.
+    """
+    if config.is_assistant or cache.model_sample == NOT_KEPT:
+        return
+    sample = sample_model(model)
+    if cache.model_sample not in (None, sample) and cache.get_seq_length():
+        if not can_empty:
+            raise ConfigError(
+                "expected a cache that this model has filled, got a cache of a different "
+                "model, or of different weights or adapters. Pass the whole prompt, so that it "
+                "can be computed again, or a new cache"
+            )
+        cache.reset()
+    cache.model_sample = sample
+
+
+def _prepare(
+    method: ModelMethod,
+    prompts: StoredPrompts,
+    cache: FP8PagedCache,
+    batch: Tokens,
+    media: PromptMedia,
+    config: Any,
+) -> Tokens:
+    """Keep the tokens that a cache shares with a prompt, and restore more if possible.
+
+    Return the prompt as the cache will hold it, `UNKNOWN` if it can never be compared.
+    """
+    needs_empty_cache = CHUNKS_NEED_EMPTY_CACHE and config.prefill_chunk_size
+    identity = _identify(method.model, method.arguments[1], cache)
+    # Tokens without an identity also count, after a call with dropout or unhashable weights.
+    is_outdated = identity != cache.identity and (cache.identity or cache.tokens is not None)
+    if needs_empty_cache or is_outdated or not media.is_comparable:
+        cache.reset()
+    if not media.is_comparable:
+        return UNKNOWN
+    batch = replace(batch, features=media.features)
+    if media.features is None and cache.tokens is not None:
+        batch = _continue_media(cache.tokens, batch, media.placeholders)
+    num_kept = _keep_shared_prefix(cache, batch)
+    cache.reused_tokens += len(batch.ids) * num_kept
+    cache.identity, cache.tokens = identity, UNKNOWN
+    if identity and not cache.has_assumed_prefix:
+        prompts.compute_keys(identity, batch)
+        if not needs_empty_cache:
+            prompts.restore()
+    media.drop(max(num_kept, prompts.num_restored * cache.options.page_size))
+    return batch
+
+
+def _identify(model: Any, store: PrefixStore | None, cache: FP8PagedCache) -> str:
+    """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
+    # All modules are checked, because an adapter added to a model in eval mode has dropout.
+    if store is None or any(module.training for module in model.modules()):
+        return ""
+    try:
+        stores = cache._paged.stores
+        layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
+        return identify_model(model) + digest_options(cache.options, layers)
+    except ConfigError as error:
+        warn_once(f"{store} is not used: {error}")
+        return ""
 
 
 def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
@@ -291,76 +294,69 @@ def _continue_media(cached_batch: Tokens, batch: Tokens, placeholders: torch.Ten
     if not num_shared:
         return batch
     cached_batch = cached_batch.select(torch.tensor(rows, device="cpu"))
-    shared = cached_batch.expand(num_shared, batch.ids.device)
-    if not len(shared.positions) or batch.positions is None:
-        return replace(batch, features=shared.features)
-    positions = extend_positions(shared.positions, batch.length)
+    _, _, positions, features = cached_batch.expand(num_shared, batch.ids.device)
+    batch = replace(batch, features=features)
+    if not len(positions) or batch.positions is None:
+        return batch
+    positions = extend_positions(positions, batch.length)
     positions = positions.reshape(*batch.positions.shape[:-2], *positions.shape[-2:])
-    return replace(batch, positions=positions, features=shared.features)
+    return replace(batch, positions=positions)
 
 
-class CandidateGeneration(ModelMethod):
-    """A model's `_get_candidate_generator`, which begins assisted decoding.
+def get_candidate_generator(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
+    """Begin assisted decoding.
 
     Assisted decoding has no prefill. It computes the whole prompt, also on a used cache, so the
-    cache is emptied. `arguments` holds `reuse_prefix`, as in `enable`.
+    cache is emptied. `method.arguments` holds `reuse_prefix`, as in `enable`.
     """
-
-    name = "_get_candidate_generator"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model_kwargs, generation_config = kwargs["model_kwargs"], kwargs["generation_config"]
-        cache = model_kwargs.get(CACHE)
-        if isinstance(cache, FP8PagedCache) and self.arguments[0]:
-            ids = kwargs["input_ids"]
-            batch = _find_tokens(ids, generation_config, model_kwargs)
-            if batch is None:
-                cache.tokens = cache.tokens and UNKNOWN
-            else:
-                media = PromptMedia(self.model.config, ids, model_kwargs, generation_config)
-                batch = replace(batch, features=media.features)
-                cache.reset()
-                cache.tokens = batch if media.is_comparable else UNKNOWN
-                cache.model_sample = sample_model(self.model)
-        generator = self.original_method(*args, **kwargs)
-        if isinstance(generator, EarlyExitCandidateGenerator):
-            config, get_candidates = self.model.base_model.config, generator.get_candidates
-            num_layers = config.num_hidden_layers
-
-            def get_candidates_and_restore(*args: Any, **kwargs: Any) -> Any:
-                # transformers does not restore the number of layers after an error.
-                try:
-                    return get_candidates(*args, **kwargs)
-                finally:
-                    config.num_hidden_layers = num_layers
-
-            vars(generator)["get_candidates"] = get_candidates_and_restore
-        return generator
-
-
-class InputPreparation(ModelMethod):
-    """A model's `prepare_inputs_for_generation`, which receives all tokens in each step."""
-
-    name = "prepare_inputs_for_generation"
-
-    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get(CACHE)
-        # During a prefill, `tokens` is None or `UNKNOWN`, and does not change.
-        if isinstance(cache, FP8PagedCache) and (batch := cache.tokens) is not None:
-            # The first call of assisted decoding may only pass new tokens.
-            is_unknown = batch is UNKNOWN or input_ids.shape[1] < batch.length
-            cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
-            cache.tokens = UNKNOWN if is_unknown else replace(batch, ids=input_ids)
-        inputs: dict[str, Any] = self.original_method(input_ids, *args, **kwargs)
-        is_dropped = inputs.get(CACHE, inputs.get("past_key_values")) is None
-        if isinstance(cache, FP8PagedCache) and is_dropped:
-            # Phi-3 drops its cache when the frequencies of RoPE change, to compute all tokens again
-            # in a new one. Here, they are computed again in the same cache.
-            old_tokens = cache.tokens, cache.known_prefix
+    model_kwargs, generation_config = kwargs["model_kwargs"], kwargs["generation_config"]
+    cache = model_kwargs.get(CACHE)
+    if isinstance(cache, FP8PagedCache) and method.arguments[0]:
+        ids = kwargs["input_ids"]
+        batch = _find_tokens(ids, generation_config, model_kwargs)
+        if batch is None:
+            cache.tokens = cache.tokens and UNKNOWN
+        else:
+            media = PromptMedia(method.model.config, ids, model_kwargs, generation_config)
+            batch = replace(batch, features=media.features)
             cache.reset()
-            cache.tokens, cache.known_prefix = old_tokens
-            cache.step_tokens = input_ids.shape[1]
-            kwargs |= {"next_sequence_length": None, "is_first_iteration": True}
-            inputs = self.original_method(input_ids, *args, **kwargs)
-            inputs[find_cache_argument(type(self.model))] = cache
-        return inputs
+            cache.tokens = batch if media.is_comparable else UNKNOWN
+            cache.model_sample = sample_model(method.model)
+    generator = method.original_method(*args, **kwargs)
+    if isinstance(generator, EarlyExitCandidateGenerator):
+        config, get_candidates = method.model.base_model.config, generator.get_candidates
+        num_layers = config.num_hidden_layers
+
+        def get_candidates_and_restore(*args: Any, **kwargs: Any) -> Any:
+            # transformers does not restore the number of layers after an error.
+            try:
+                return get_candidates(*args, **kwargs)
+            finally:
+                config.num_hidden_layers = num_layers
+
+        vars(generator)["get_candidates"] = get_candidates_and_restore
+    return generator
+
+
+def prepare_inputs(method: ModelMethod, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Prepare the inputs of a step. The model's method receives all tokens in each step."""
+    cache = kwargs.get(CACHE)
+    # During a prefill, `tokens` is None or `UNKNOWN`, and does not change.
+    if isinstance(cache, FP8PagedCache) and (batch := cache.tokens) is not None:
+        # The first call of assisted decoding may only pass new tokens.
+        is_unknown = batch is UNKNOWN or input_ids.shape[1] < batch.length
+        cache.step_tokens = 0 if is_unknown else input_ids.shape[1] - batch.length
+        cache.tokens = UNKNOWN if is_unknown else replace(batch, ids=input_ids)
+    inputs: dict[str, Any] = method.original_method(input_ids, *args, **kwargs)
+    is_dropped = inputs.get(CACHE, inputs.get("past_key_values")) is None
+    if isinstance(cache, FP8PagedCache) and is_dropped:
+        # Phi-3 drops its cache when the frequencies of RoPE change, to compute all tokens again
+        # in a new one. Here, they are computed again in the same cache.
+        old_tokens = cache.tokens, cache.known_prefix
+        cache.reset()
+        cache.tokens, cache.known_prefix = old_tokens
+        cache.step_tokens = input_ids.shape[1]
+        kwargs |= {"next_sequence_length": None, "is_first_iteration": True}
+        inputs = method.original_method(input_ids, *args, **kwargs)
+        inputs[find_cache_argument(type(method.model))] = cache
+    return inputs

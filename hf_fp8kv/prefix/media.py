@@ -6,7 +6,7 @@ images of a prompt in the order of their placeholders.
 """
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,33 +32,26 @@ _MODALITIES = ("image", "video", "audio", "speech")
 _ENCODED, _ENCODED_INPUTS = "mm_encoder_outputs", "_hf_fp8kv_encoded_inputs"
 
 
-class EncoderPreparation(ModelMethod):
-    """A model's `_maybe_prepare_encoder_kwargs_for_generation`, which replaces images by features.
+def keep_encoder_inputs(
+    method: ModelMethod,
+    inputs: Any,
+    model_kwargs: dict[str, Any],
+    model_input_name: Any,
+    config: Any,
+) -> dict[str, Any]:
+    """Prepare the encoder's arguments: a model's method that replaces images by features.
 
     The features of an image depend on the other images of a call in their last bits. So the images
     are kept for the prefill, which compares them.
     """
-
-    name = "_maybe_prepare_encoder_kwargs_for_generation"
-
-    def __call__(
-        self, inputs: Any, model_kwargs: dict[str, Any], model_input_name: Any, config: Any
-    ) -> dict[str, Any]:
-        arguments = dict(model_kwargs)
-        encoded: dict[str, Any]
-        encoded = self.original_method(inputs, model_kwargs, model_input_name, config)
-        if _ENCODED in encoded:
-            encoder_inputs = {name: x for name, x in arguments.items() if name not in encoded}
-            setattr(config, _ENCODED_INPUTS, encoder_inputs)
-        return encoded
-
-
-class _Image(NamedTuple):
-    """The tokens of an image: columns `start` to `stop - 1` of `rows`."""
-
-    rows: slice
-    start: int
-    stop: int
+    old_arguments = dict(model_kwargs)
+    arguments: dict[str, Any] = method.original_method(
+        inputs, model_kwargs, model_input_name, config
+    )
+    if _ENCODED in arguments:
+        encoder_inputs = {name: x for name, x in old_arguments.items() if name not in arguments}
+        setattr(config, _ENCODED_INPUTS, encoder_inputs)
+    return arguments
 
 
 class PromptMedia:
@@ -101,12 +94,11 @@ class PromptMedia:
             modality: _find_placeholders(model_config, ids, (modality,))
             for modality in self._encoded
         }
-        encoder_inputs = getattr(generation_config, _ENCODED_INPUTS, None)
-        if encoder_inputs is None and self._encoded:
-            encoder_inputs = self._encoded  # the caller has computed the features
-        inputs = {**self._passed, **(encoder_inputs or {})}
+        # Without inputs of the encoder, the caller has computed the features.
+        encoder_inputs = getattr(generation_config, _ENCODED_INPUTS, self._encoded)
+        inputs = {**self._passed, **encoder_inputs}
         inputs = {name: x for name, x in inputs.items() if not _is_empty(x)}
-        self._images: list[_Image] = []
+        self._starts: list[int] = []  # first column of each image
         if inputs and self.placeholders.any():
             self.features = self._mark_images(ids, inputs)
         elif inputs:
@@ -123,16 +115,14 @@ class PromptMedia:
         features = torch.zeros_like(ids)
         positions = self.placeholders.nonzero().cpu().split(self._sizes)
         for index, (rows, columns) in enumerate(x.unbind(1) for x in positions):
-            image = _Image(
-                slice(int(rows[0]), int(rows[-1]) + 1), int(columns.min()), int(columns.max()) + 1
-            )
-            self._images.append(image)
+            start, stop = int(columns.min()), int(columns.max()) + 1
+            self._starts.append(start)
             values = {name: _pack_values(x[index]) for name, x in parts_by_name.items()}
             digest = digest_of(others, values)
             # The digest is longer than one number, so neighboring tokens have its parts in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
-            indices = torch.arange(image.stop - image.start) % len(words)
-            features[image.rows, image.start : image.stop] = words[indices].to(ids.device)
+            indices = torch.arange(stop - start) % len(words)
+            features[rows[0] : rows[-1] + 1, start:stop] = words[indices].to(ids.device)
         return features
 
     def _find_sizes(self, tensors: list[Tensor]) -> list[int]:
@@ -170,8 +160,8 @@ class PromptMedia:
 
         `num_tokens` does not divide an image.
         """
-        kept = [i for i, image in enumerate(self._images) if image.start >= num_tokens]
-        if len(kept) == len(self._images):
+        kept = [i for i, start in enumerate(self._starts) if start >= num_tokens]
+        if len(kept) == len(self._starts):
             return
         for name, x in self._passed.items():
             if kept:
@@ -198,9 +188,9 @@ def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) ->
 
 def _differ_in_text(token_types: Tensor, placeholders: Tensor) -> bool:
     """Return whether tokens other than placeholders have a type other than 0."""
-    if token_types.shape != placeholders.shape:
-        return bool(token_types.any())
-    return bool(token_types.masked_fill(placeholders.to(token_types.device), 0).any())
+    if token_types.shape == placeholders.shape:
+        token_types = token_types.masked_fill(placeholders.to(token_types.device), 0)
+    return bool(token_types.any())
 
 
 def _is_empty(argument: Any) -> bool:
@@ -245,30 +235,21 @@ def _pack_values(x: Tensor) -> str:
 def _select_vectors(output: Any, num_vectors: int, rows: Tensor) -> Any:
     """Return the features at `rows` of encoded features, in the same containers.
 
-    Entries that do not have `num_vectors` vectors are not changed. None means that no entry has.
+    Features of several layers are in a list. Entries of a dictionary that do not have `num_vectors`
+    vectors are not changed. None means that no entry has.
     """
-
-    def select(features: Any) -> Any:
-        is_tensor = isinstance(features, Tensor)
-        if not is_tensor and not isinstance(features, list | tuple):
-            return None
-        parts = [*features] if not is_tensor or features.ndim else []
-        if not parts or not all(isinstance(x, Tensor) and x.ndim for x in parts):
-            return None
-        vectors = torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])
-        if len(vectors) != num_vectors:
-            return None
-        selected = vectors[rows.to(vectors.device)]
-        return selected[None] if is_tensor else [selected]
-
-    if not isinstance(output, dict):
+    if isinstance(output, dict):
+        selected = {name: _select_vectors(x, num_vectors, rows) for name, x in output.items()}
+        changes = {name: x for name, x in selected.items() if x is not None}
+        return type(output)(**{**output, **changes}) if changes else None
+    is_tensor = isinstance(output, Tensor)
+    parts = [output] if is_tensor else output
+    if not isinstance(parts, list | tuple) or not parts:
         return None
-    changes: dict[str, Any] = {}
-    for name, features in output.items():
-        selected = select(features)
-        if selected is None and isinstance(features, list | tuple):  # of several layers
-            layers = [select(x) for x in features]
-            selected = layers if layers and all(x is not None for x in layers) else None
-        if selected is not None:
-            changes[name] = selected
-    return type(output)(**{**output, **changes}) if changes else None
+    if all(isinstance(x, Tensor) and x.ndim for x in parts):
+        vectors = torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])
+        if len(vectors) == num_vectors:
+            vectors = vectors[rows.to(vectors.device)]
+            return vectors[None] if is_tensor else [vectors]
+    layers = [None if is_tensor else _select_vectors(x, num_vectors, rows) for x in parts]
+    return None if any(x is None for x in layers) else layers

@@ -195,7 +195,7 @@ class PrefixStore:
         if isinstance(error, OSError | MemoryError) and error_number != errno.ELOOP:  # not a link
             # The file may be intact: too many files may be open, or the file is another user's.
             reason = type(error).__name__ if error_number is None else os.strerror(error_number)
-            warn_once(logger, f"{self}: pages that cannot be read ({reason}) are ignored")
+            warn_once(f"{self}: pages that cannot be read ({reason}) are ignored")
             return
         logger.warning(
             "prefix store: %s is not a page that this library wrote (%s: %s). It is ignored, and "
@@ -236,7 +236,7 @@ class PrefixStore:
         try:
             pages = dict(zip((keys[index] for index in missing), make_pages(missing), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
-            warn_once(logger, _NO_MEMORY_MESSAGE.format(self))
+            warn_once(_NO_MEMORY_MESSAGE.format(self))
             return
         self._queue.update(pages)
         _submit(self._writer, partial(self._write_pages, keys, pages))
@@ -274,13 +274,12 @@ class PrefixStore:
                         break  # the prompt fills the store, but its beginning is stored
                     self.count(bytes_written=len(contents))
         except MemoryError:
-            warn_once(logger, _NO_MEMORY_MESSAGE.format(self))
+            warn_once(_NO_MEMORY_MESSAGE.format(self))
         except (OSError, ImportError) as error:
             self._can_write = False
             warn_once(
-                logger,
                 f"{self} stores nothing from now on ({type(error).__name__}: {error}). Existing "
-                "pages are still read",
+                "pages are still read"
             )
         except Exception:
             logger.exception("%s: the pages of a prompt are not stored", self)

@@ -386,4 +386,4 @@ def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> No
     """Warn once if the digest of the scales differs from the digest of the model's weights."""
     if isinstance(scales, KVScales) and scales.made_for(model) is False:
         effect = _DYNAMIC_EFFECT if scales.is_dynamic else _STATIC_EFFECT
-        warn_once(logger, _STALE_WARNING % (scales.origin, type(model).__name__, effect))
+        warn_once(_STALE_WARNING % (scales.origin, type(model).__name__, effect))

@@ -52,9 +52,10 @@ def _sample_tensors(tensors: dict[str, torch.Tensor]) -> list[bytes]:
     return [torch.cat(x).cpu().numpy().tobytes() for x in samples.values()]
 
 
-def sample_weights(model: torch.nn.Module) -> str:
+def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = ()) -> str:
     """Return a digest of 8 values of each parameter and buffer, of their names and dtypes."""
-    tensors = _list_weights(model)
+    weights = _list_weights(model).items()
+    tensors = {name: x for name, x in weights if not name.endswith(ignored_suffixes)}
     names = [(name, x.shape, str(x.dtype)) for name, x in tensors.items()]
     return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)])
 

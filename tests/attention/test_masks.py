@@ -15,8 +15,7 @@ from transformers.cache_utils import StaticCache
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention.compact import CompactMask, make_compact
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.attention.masks import fp8_paged_mask, make_complete
-from hf_fp8kv.attention.patterns import find_window
+from hf_fp8kv.attention.masks import find_window, fp8_paged_mask, make_complete
 from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.ops import explain_backends

@@ -81,11 +81,6 @@ class Target:
         """
         return int(self.arch) >= 80 if self.is_nvidia else self.arch in ("gfx942", "gfx950")
 
-    @property
-    def sm_resources(self) -> Resources:
-        """Resources of one SM, as reported by the device or of a chip with this name."""
-        return self.resources or CHIPS.get(self.name, _UNKNOWN_CHIP)[1]
-
     def count_programs(self, registers: int, num_warps: int, shared: int) -> int:
         """Return the number of programs that one SM runs at once.
 
@@ -94,7 +89,7 @@ class Target:
             num_warps: Number of warps per program.
             shared: Shared memory per program, in bytes.
         """
-        sm = self.sm_resources
+        sm = self.resources or CHIPS.get(self.name, _UNKNOWN_CHIP)[1]
         if self.is_nvidia:
             # Registers are allocated to warps in steps of eight per thread.
             by_registers = sm.registers // (cdiv(registers, 8) * 8 * 32 * num_warps)
