@@ -1,6 +1,5 @@
 """Put the size of a slot into vLLM's spec of a layer's cache."""
 
-import logging
 from collections.abc import Set
 from dataclasses import replace
 from functools import cache
@@ -10,8 +9,6 @@ import torch
 
 from ..utils.warn_once import warn_once
 from .dtypes import SCALE_BYTES
-
-logger = logging.getLogger(__name__)
 
 
 class Slot(NamedTuple):
@@ -53,9 +50,8 @@ def customize_backend(backend: Any, slot_bytes: int, all_bytes: Set[int]) -> Any
     slot = Slot(round_up(slot_bytes), round_up(max(all_bytes)) // round_up(slot_bytes))
     if slot_bytes > smallest:
         warn_once(
-            logger,
             f"plan: a layer takes {slot.num_bytes} bytes per token and head instead of "
             f"{slot_bytes}, because vLLM gives blocks of one size to layers with several windows. "
-            "vLLM also keeps a block table for each layer, which takes time in each step",
+            "vLLM also keeps a block table for each layer, which takes time in each step"
         )
     return type(backend.__name__, (backend,), {"slot": slot, "__module__": backend.__module__})
