@@ -32,8 +32,8 @@ def prepare_positions(
 ) -> Any:
     """Prepare the position ids of a prompt.
 
-    With a used cache, models with positions of images (Qwen2-VL) continue those of their last call,
-    which may have had a different prompt. A whole prompt gets the positions of a new prompt.
+    With a used cache, a model with positions of images (Qwen2-VL) continues the positions of its
+    last call, which may have had a different prompt. A whole prompt gets new positions here.
     """
     mask = model_kwargs.get("attention_mask")
     is_whole = inputs.ndim == 2 and (mask is None or mask.shape[1] == inputs.shape[1])

@@ -41,7 +41,7 @@ def keep_encoder_inputs(
 ) -> dict[str, Any]:
     """Prepare the encoder's arguments: a model's method that replaces images by features.
 
-    The features of an image depend on the other images of a call in their last bits. So the images
+    The last bits of an image's features depend on the number of images in a call. So the images
     are kept for the prefill, which compares them.
     """
     old_arguments = dict(model_kwargs)
