@@ -131,8 +131,9 @@ def fp8_paged_attention(
             cache has no FP8 pages or does not support the model.
     """
     if step.check_module is not None:
-        check_module, step.check_module = step.check_module(), None
-        if check_module is not None:
+        (get_method, get_keys), step.check_module = step.check_module, None
+        check_module = get_method()
+        if check_module is not None and get_keys() is key:
             check_module(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Positional arguments take half the time of keyword arguments.

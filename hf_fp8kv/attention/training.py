@@ -185,7 +185,7 @@ def _probe_roundings(
 
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _kwargs: Any) -> None:
         if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-            initialized = [layer for layer in cache.paged_layers if layer.is_initialized]
+            initialized = [layer for layer in cache.paged_layers if layer.store.is_initialized]
             owners = [x for x in initialized if x.store.pool.blocks.tensors[0] is key.block]
             if len(owners) == 1 and value.block is key.block:
                 roundings[module] = StoredRounding(options, owners[0].index, key, value)

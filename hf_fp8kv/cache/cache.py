@@ -296,7 +296,7 @@ class FP8PagedCache(DynamicCache):
         if torch.compiler.is_compiling():
             uses_flex = self._paged.uses_flex_attention()
         else:
-            uses_flex = self._paged.end_layer(layer_idx, key_states.shape[2])
+            uses_flex = self._paged.end_layer(layer_idx, key_states.shape[2], keys)
         if uses_flex:
             # Flex attention is an operator of the compiler and does not accept tensor subclasses.
             return densify(keys), densify(values)
@@ -534,10 +534,10 @@ class FP8PagedCache(DynamicCache):
 
     def _get_history(self) -> serialization.History:
         tokens = None if self.tokens is UNKNOWN else self.tokens
-        return serialization.History(tokens, self.model_sample)
+        return serialization.History(tokens, self.model_sample, self.identity)
 
     def _set_history(self, history: serialization.History) -> None:
-        self.tokens, self.model_sample = history
+        self.tokens, self.model_sample, self.identity = history
         self.is_restored = True
 
     def save(self, path: str | os.PathLike[str]) -> Path:

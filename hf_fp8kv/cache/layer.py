@@ -75,8 +75,10 @@ class FP8PagedLayer(CacheLayerMixin):
     # This is an attribute in transformers. Here it depends on the pool, which a fork may free.
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the shapes are known and the pool is allocated."""
-        return self.store.is_initialized
+        """Whether the layer has tokens, or its preallocated pool."""
+        length = self.store.length
+        is_empty = length.max_tokens is None and bool(length.is_empty)
+        return self.store.is_initialized and not is_empty
 
     @property
     def record_past(self) -> bool:
@@ -225,7 +227,7 @@ class FP8PagedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Move the layer's memory back to its device."""
-        if self.is_initialized:
+        if self.store.is_initialized:
             self.store.move_memory(self.store.encoding.device)
 
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -321,7 +323,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             f"{tuple(shape)} and {tuple(v_shape)}"
         )
     # K and V may have different dtypes, because RoPE returns K in float32 under autocast.
-    is_initialized = layer.is_initialized
+    is_initialized = layer.store.is_initialized
     is_floating = is_initialized or (key.is_floating_point() and value.is_floating_point())
     if not is_floating or key.device != value.device:
         raise ConfigError(

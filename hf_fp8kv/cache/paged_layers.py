@@ -289,8 +289,10 @@ class PagedLayers:
                 store.crop_to(length)
             self._unshare_pages(longest)
 
-    def end_layer(self, index: int, num_tokens: int) -> bool:
+    def end_layer(self, index: int, num_tokens: int, keys: torch.Tensor) -> bool:
         """Record that layer `index` has stored its new tokens. Return `uses_flex_attention()`.
+
+        `keys` are the keys that the layer returns to the model.
 
         After the last layer, free the pages that were kept in case a layer raises an error.
         """
@@ -299,7 +301,7 @@ class PagedLayers:
             self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
         self._step_layers.append((index, num_tokens))
         if self.layers and index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
-            step.check_module = weakref.WeakMethod(self.check_module)
+            step.check_module = weakref.WeakMethod(self.check_module), weakref.ref(keys)
         if self.layers and index == self.layers[-1].index:
             self.padding_observer.end_call()
             for group in self.groups.values():

@@ -54,10 +54,12 @@ class History(NamedTuple):
     Attributes:
         tokens: The cached tokens, or None if they are not known.
         model_sample: The result of `sample_model` for the model, or None if it is not known.
+        identity: Digest of the model and the options that computed the pages, or "".
     """
 
     tokens: Tokens | None
     model_sample: str | None
+    identity: str
 
 
 # -- layers as metadata and tensors --------------------------------------------------------------
@@ -293,6 +295,7 @@ def save(
     metadata["stock"] = [_pack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(stock_layers)]
     metadata["options"] = _pack_options(paged.options, tensors)
     metadata["model_sample"] = history.model_sample
+    metadata["identity"] = history.identity
     fields = vars(history.tokens) if history.tokens is not None else {}
     tensors |= {f"tokens.{name}": x.clone() for name, x in fields.items() if x is not None}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -351,8 +354,9 @@ def load(
             tensors[name] = tensors[name].to(device)
     stock = [_unpack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(metadata["stock"])]
     options = _unpack_options(metadata["options"], tensors)
-    history = History(_pop_tokens(tensors), metadata["model_sample"])
+    history = History(_pop_tokens(tensors), metadata["model_sample"], metadata["identity"])
     _check_same("model_sample", True, isinstance(history.model_sample, str | None))
+    _check_same("identity", str, type(history.identity))
     paged = unpack(metadata, tensors, options, stock)
     if history.tokens is not None and paged.batch:
         _check_same("tokens: rows", paged.batch, len(history.tokens.ids))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
 from ..utils.digests import digest_of, digest_weights, sample_weights
@@ -21,8 +22,9 @@ _PACKAGES_BY_METHOD: dict[str, tuple[str, ...]] = {
 # Attributes of PEFT's adapters that change while a model is used, and are not weights.
 ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
                   "lora_variant")  # fmt: skip
-# Fields of a config that do not affect outputs.
-_NEUTRAL_FIELDS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype")
+# Fields of a config that do not affect outputs: those of every config, and ids of special tokens.
+_NEUTRAL_FIELDS = {*PreTrainedConfig().to_dict(), "use_cache", "_name_or_path"}
+_NEUTRAL_SUFFIXES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def identify_model(model: Any) -> str:
@@ -65,7 +67,11 @@ def _describe_adapters(model: Any) -> dict[str, object]:
     """Return the config of a model, and the settings of its adapters."""
     # "arguments" has the adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
     return {
-        "config": {n: x for n, x in model.config.to_dict().items() if n not in _NEUTRAL_FIELDS},
+        "config": {
+            name: x
+            for name, x in model.config.to_dict().items()
+            if name not in _NEUTRAL_FIELDS and not name.endswith(_NEUTRAL_SUFFIXES)
+        },
         "adapters": [
             (name, fields)
             for name, module in model.named_modules()

@@ -10,7 +10,7 @@ The cache sets a `MaskRequest` when transformers reads the sizes of a mask. The 
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakMethod
+from weakref import ReferenceType, WeakMethod
 
 
 class MaskRequest(NamedTuple):
@@ -38,14 +38,14 @@ class _Step(threading.local):
         is_exact: Whether K and V stay unrounded with any cache.
         is_engine_step: Whether a continuous-batching engine runs this step. It needs no masks.
         request: The last cache's request for a mask, until the mask is made.
-        check_module: Weak reference to a method of the cache whose first layer has just stored its
-            tokens. It gets the attention module of that layer.
+        check_module: Weak references to a method of the cache whose first layer has just stored its
+            tokens, and to the keys that it returned. The method gets the module that uses the keys.
     """
 
     is_exact: bool = False
     is_engine_step: bool = False
     request: MaskRequest = MaskRequest()
-    check_module: WeakMethod[Callable[[Any], None]] | None = None
+    check_module: tuple[WeakMethod[Callable[[Any], None]], ReferenceType[Any]] | None = None
 
     def take_request(self, *sizes: int) -> MaskRequest:
         """Return and clear the request for a mask of these sizes, or return an empty request."""

@@ -60,7 +60,7 @@ def prefill(
     if store is not None:
         check_store(store, cache.options, method.model.config, cache)
     batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
-    _check_model(method.model, cache, config, can_empty=batch is not None)
+    is_other_model = _record_model(method.model, cache, config, can_empty=batch is not None)
     prompts = StoredPrompts(store, cache)
     old_batch, old_kwargs = cache.tokens, dict(model_kwargs)
 
@@ -72,7 +72,7 @@ def prefill(
     try:
         if batch is not None:
             media = PromptMedia(method.model.config, input_ids, model_kwargs, config)
-            batch = _prepare(method, prompts, cache, batch, media, config)
+            batch = _prepare(method, prompts, cache, batch, media, config, is_other_model)
             if batch.positions is not None:
                 model_kwargs["position_ids"] = batch.positions
         try:
@@ -98,23 +98,26 @@ def prefill(
     return outputs
 
 
-def _check_model(model: Any, cache: FP8PagedCache, config: Any, *, can_empty: bool) -> None:
-    """Empty a cache that a different model has filled, or raise ConfigError.
+def _record_model(model: Any, cache: FP8PagedCache, config: Any, *, can_empty: bool) -> bool:
+    """Record the model that fills a cache. Return whether a different model has filled it.
 
     The sample is not taken if no caller can use the cache again.
+
+    Raises:
+        ConfigError: A different model has filled the cache, which cannot be emptied.
     """
     if config.is_assistant or cache.model_sample == NOT_KEPT:
-        return
+        return False
     sample = sample_model(model)
-    if cache.model_sample not in (None, sample) and cache.get_seq_length():
-        if not can_empty:
-            raise ConfigError(
-                "expected a cache that this model has filled, got a cache of a different "
-                "model, or of different weights or adapters. Pass the whole prompt, so that it "
-                "can be computed again, or a new cache"
-            )
-        cache.reset()
+    is_other = cache.model_sample not in (None, sample) and bool(cache.get_seq_length())
+    if is_other and not can_empty:
+        raise ConfigError(
+            "expected a cache that this model has filled, got a cache of a different model, or of "
+            "different weights or adapters. Pass the whole prompt, so that it can be computed "
+            "again, or a new cache"
+        )
     cache.model_sample = sample
+    return is_other
 
 
 def _prepare(
@@ -124,6 +127,7 @@ def _prepare(
     batch: Tokens,
     media: PromptMedia,
     config: Any,
+    is_other_model: bool,
 ) -> Tokens:
     """Keep the tokens that a cache shares with a prompt, and restore more if possible.
 
@@ -133,14 +137,15 @@ def _prepare(
     identity = _identify(method.model, method.arguments[1], cache)
     # Tokens without an identity also count, after a call with dropout or unhashable weights.
     is_outdated = identity != cache.identity and (cache.identity or cache.tokens is not None)
-    if needs_empty_cache or is_outdated or not media.is_comparable:
+    batch = replace(batch, features=media.features)
+    if needs_empty_cache or is_outdated or is_other_model or not media.is_comparable:
+        _require_media(cache, media, 0)
         cache.reset()
+    elif media.features is None and cache.tokens is not None:
+        batch = _continue_media(cache.tokens, batch)
     if not media.is_comparable:
         return UNKNOWN
-    batch = replace(batch, features=media.features)
-    if media.features is None and cache.tokens is not None:
-        batch = _continue_media(cache.tokens, batch, media.placeholders)
-    num_kept = _keep_shared_prefix(cache, batch)
+    num_kept = _keep_shared_prefix(cache, batch, media)
     cache.reused_tokens += len(batch.ids) * num_kept
     cache.identity, cache.tokens = identity, UNKNOWN
     if identity and not cache.has_assumed_prefix:
@@ -149,6 +154,18 @@ def _prepare(
             prompts.restore()
     media.drop(max(num_kept, prompts.num_restored * cache.options.page_size))
     return batch
+
+
+def _require_media(cache: FP8PagedCache, media: PromptMedia, num_kept: int) -> None:
+    """Raise ConfigError if a prompt needs images that are neither passed nor kept in the cache."""
+    batch = cache.tokens
+    has_images = batch is UNKNOWN or (batch is not None and batch.features is not None)
+    is_used = has_images and media.features is None and bool(cache.get_seq_length())
+    if is_used and bool(media.placeholders[:, num_kept:].any()):
+        raise ConfigError(
+            f"expected the images of the prompt, because the cache can keep only {num_kept} of its "
+            "tokens, got only ids. Pass the images of the whole prompt, for example as pixel_values"
+        )
 
 
 def _identify(model: Any, store: PrefixStore | None, cache: FP8PagedCache) -> str:
@@ -165,7 +182,7 @@ def _identify(model: Any, store: PrefixStore | None, cache: FP8PagedCache) -> st
         return ""
 
 
-def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
+def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens, media: PromptMedia) -> int:
     """Keep the tokens that the cache shares with `batch`, except the last token of `batch`.
 
     All sequences keep the same number of tokens. The cache is emptied if its tokens are unknown, or
@@ -176,7 +193,8 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
         The number of tokens that each sequence keeps.
 
     Raises:
-        ConfigError: The cache never received token ids, and is not shorter than `batch`.
+        ConfigError: The cache never received token ids, and is not shorter than `batch`, or has
+            images of `batch` that it cannot keep.
     """
     lengths = {*cache._paged.read_lengths()} - {0}
     lengths |= {
@@ -222,10 +240,14 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens) -> int:
         or cached_batch.length > length  # layers were changed individually
         or (num_undone and cache.stock_layers)  # a recurrent state may include the last step
         or not _can_crop_layers(cache, length - num_shared)
+        # transformers' masks of preallocated caches only mark images in a whole prompt.
+        or (cache.options.is_preallocated and media.has_images_after(num_shared))
     ):
+        _require_media(cache, media, 0)
         cache.reset()
         cache.has_assumed_prefix = False
         return 0
+    _require_media(cache, media, num_shared)
     if rows != list(range(len(cached_batch.ids))):
         cache.batch_select_indices(torch.tensor(rows, device="cpu"))
     if num_shared < length:
@@ -272,25 +294,15 @@ def _find_tokens(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -
     return Tokens(ids, mask, positions)
 
 
-def _continue_media(cached_batch: Tokens, batch: Tokens, placeholders: torch.Tensor) -> Tokens:
+def _continue_media(cached_batch: Tokens, batch: Tokens) -> Tokens:
     """Return a prompt without images that continues a cache with images, with their features.
 
     Images change the positions of all later tokens in some models, so positions also continue.
-
-    Raises:
-        ConfigError: The prompt has placeholders of images that are neither passed nor in the cache.
     """
     if cached_batch.features is None:
         return batch
     cached_ids, ids = (Tokens(x.ids, x.mask) for x in (cached_batch, batch))
     rows, num_shared = cached_ids.match(ids)
-    has_unshared_features = bool(cached_batch.features[:, num_shared:].any())
-    if has_unshared_features and bool(placeholders[:, num_shared:].any()):
-        raise ConfigError(
-            f"expected the images of the prompt, because it differs from the cache at token "
-            f"{num_shared}, before an image, got only its tokens. Pass the images, for example as "
-            "pixel_values"
-        )
     if not num_shared:
         return batch
     cached_batch = cached_batch.select(torch.tensor(rows, device="cpu"))
@@ -319,9 +331,10 @@ def get_candidate_generator(method: ModelMethod, *args: Any, **kwargs: Any) -> A
         else:
             media = PromptMedia(method.model.config, ids, model_kwargs, generation_config)
             batch = replace(batch, features=media.features)
+            _record_model(method.model, cache, generation_config, can_empty=True)
+            _require_media(cache, media, 0)
             cache.reset()
             cache.tokens = batch if media.is_comparable else UNKNOWN
-            cache.model_sample = sample_model(method.model)
     generator = method.original_method(*args, **kwargs)
     if isinstance(generator, EarlyExitCandidateGenerator):
         config, get_candidates = method.model.base_model.config, generator.get_candidates

@@ -45,11 +45,13 @@ def keep_encoder_inputs(
     are kept for the prefill, which compares them.
     """
     old_arguments = dict(model_kwargs)
+    passed_features = dict(model_kwargs.get(_ENCODED) or {})
     arguments: dict[str, Any] = method.original_method(
         inputs, model_kwargs, model_input_name, config
     )
     if _ENCODED in arguments:
         encoder_inputs = {name: x for name, x in old_arguments.items() if name not in arguments}
+        encoder_inputs[_ENCODED] = passed_features  # computed by the caller
         setattr(config, _ENCODED_INPUTS, encoder_inputs)
     return arguments
 
@@ -103,8 +105,11 @@ class PromptMedia:
             self.features = self._mark_images(ids, inputs)
         elif inputs:
             self.is_comparable = False
-        # Embeddings replace the ids of all tokens.
-        self.is_comparable &= "inputs_embeds" not in inputs
+        # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
+        # to each other.
+        divides_images = generation_config.prefill_chunk_size and "token_type_ids" in arguments
+        if "inputs_embeds" in inputs or (inputs and divides_images):
+            self.is_comparable = False
 
     def _mark_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Find the tokens of each image, and return their digests, `[B, N]`."""
@@ -154,6 +159,10 @@ class PromptMedia:
             if sum(sizes) == num_placeholders and divides_inputs and divides_passed:
                 return sizes
         return [num_placeholders]
+
+    def has_images_after(self, num_tokens: int) -> bool:
+        """Return whether an image begins after the first `num_tokens` tokens of each row."""
+        return self.features is not None and bool(self.features[:, num_tokens:].any())
 
     def drop(self, num_tokens: int) -> None:
         """Remove the images in the first `num_tokens` tokens of each row from the arguments.

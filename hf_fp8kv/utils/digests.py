@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import re
+import uuid
 import weakref
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.nn.functional import pad
 from ..errors import ConfigError
 
 _WORDS_PER_CHECKSUM = 1 << 20  # number of four-byte words
+# Random ids of models whose weights cannot be sampled.
+_model_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _known_digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
@@ -32,7 +35,8 @@ def _describe_value(value: object) -> str:
 
 def is_whole(tensor: torch.Tensor) -> bool:
     """Return whether this process has the whole tensor: it is not on disk, split or empty."""
-    return not tensor.is_meta and not hasattr(tensor, "placements") and tensor.numel() > 0
+    is_local = not tensor.is_meta and not hasattr(tensor, "placements")
+    return is_local and tensor.layout == torch.strided and tensor.numel() > 0
 
 
 def _list_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -45,19 +49,30 @@ def _sample_tensors(tensors: dict[str, torch.Tensor]) -> list[bytes]:
     """Return 8 values of each tensor in this process, together for each device."""
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in filter(is_whole, tensors.values()):
-        flat = tensor.detach().flatten()
         # An odd step spreads the values over the columns of a matrix.
-        sample = flat[:: -(-len(flat) // 8) | 1].contiguous().view(torch.uint8)
-        samples.setdefault(tensor.device, []).append(sample)
+        step = -(-tensor.numel() // 8) | 1
+        if tensor.is_contiguous():
+            sample = tensor.detach().flatten()[::step]
+        else:  # flatten() would copy the whole tensor
+            indices = torch.arange(0, tensor.numel(), step, device=tensor.device)
+            sample = tensor.detach()[torch.unravel_index(indices, tensor.shape)]
+        samples.setdefault(tensor.device, []).append(sample.contiguous().view(torch.uint8))
     return [torch.cat(x).cpu().numpy().tobytes() for x in samples.values()]
 
 
 def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = ()) -> str:
-    """Return a digest of 8 values of each parameter and buffer, of their names and dtypes."""
+    """Return a digest of 8 values of each parameter and buffer, of their names and dtypes.
+
+    If some weights cannot be read (offloaded, split or packed), each model has a different digest.
+    """
     weights = _list_weights(model).items()
     tensors = {name: x for name, x in weights if not name.endswith(ignored_suffixes)}
     names = [(name, x.shape, str(x.dtype)) for name, x in tensors.items()]
-    return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)])
+    model_id = ""
+    is_packed = any(name.endswith("_packed_params") for name, _ in model.named_modules())
+    if is_packed or any(x.numel() and not is_whole(x) for x in tensors.values()):
+        model_id = _model_ids.setdefault(model, uuid.uuid4().hex)
+    return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
 
 
 def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:

@@ -7,6 +7,7 @@ changed are computed again, and all other tokens that a prompt shares with the c
 import functools
 import itertools
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -240,3 +241,65 @@ def test_chats_that_take_turns_do_not_mix(name):
     [other_history] = other_chat.ask([*other_history, IMAGE, SECOND_QUESTION])
     chat.ask([*history, THIRD_QUESTION])
     other_chat.ask([*other_history, THIRD_QUESTION])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3", "qwen3_5"])
+def test_images_that_are_neither_passed_nor_kept_are_required(name: str) -> None:
+    """The prompt differs from the cache before the image."""
+    chat = Chat(name)
+    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    length = chat.cache.host_length()
+    inputs = make_inputs(name, [[OTHER_INTRODUCTION, *history[1:], SECOND_QUESTION]])
+    ids_only = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    with pytest.raises(hf_fp8kv.ConfigError, match="expected the images of the prompt"):
+        generate(chat.model, ids_only, chat.cache)
+    assert chat.cache.host_length() == length
+    chat.ask([*history, SECOND_QUESTION])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_features_that_the_caller_computed_are_compared(name: str) -> None:
+    model = share_model(name)
+
+    def make_encoded(medium: Medium) -> dict[str, Any]:
+        inputs = make_inputs(name, [[INTRODUCTION, medium, QUESTION]])
+        arguments = {key: inputs[key] for key in ("image_grid_thw",) if key in inputs}
+        pixels = inputs.pop("pixel_values")
+        output = model.get_image_features(pixel_values=pixels, **arguments, return_dict=True)
+        return {**inputs, "mm_encoder_outputs": {"image": output}}
+
+    def ask(medium: Medium, cache: Any = None) -> tuple[list[int], Any]:
+        keywords = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "past_key_values": cache}
+        output = enabled.generate(
+            **make_encoded(medium), **keywords, return_dict_in_generate=True, pad_token_id=0
+        )
+        return output.sequences.tolist(), output.past_key_values
+
+    enabled = hf_fp8kv.enable(build_model(name), dtype="model", page_size=PAGE_SIZE)
+    for medium in (IMAGE, OTHER_IMAGE):
+        _, cache = ask(IMAGE)
+        assert ask(medium, cache)[0] == ask(medium)[0]
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_preallocated_or_restored_cache_compares_images(restores: bool, tmp_path: Path) -> None:
+    keywords = {} if restores else {"max_cache_len": 160}
+    model = hf_fp8kv.enable(build_model("gemma3"), dtype="model", page_size=PAGE_SIZE, **keywords)
+    first = make_inputs("gemma3", [[INTRODUCTION, IMAGE, QUESTION]])
+    for rows in ([INTRODUCTION, OTHER_IMAGE, QUESTION], [INTRODUCTION, IMAGE, SECOND_QUESTION]):
+        cache = generate(model, first).cache
+        if restores:
+            cache.save(tmp_path / "cache")
+            cache = FP8PagedCache.load(tmp_path / "cache")
+        actual = generate(model, make_inputs("gemma3", [rows]), cache)
+        expected = generate_without_cache("gemma3", [rows])
+        assert actual.tokens == expected.tokens
+        assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)
+
+
+def test_a_prompt_with_later_attention_is_computed_while_a_copy_exists() -> None:
+    """PaliGemma makes another mask if its cache is initialized."""
+    chat = Chat("paligemma")
+    chat.ask([INTRODUCTION, IMAGE, QUESTION], [INTRODUCTION, OTHER_IMAGE])
+    _copy = chat.cache.fork()
+    chat.ask([INTRODUCTION, IMAGE, SECOND_QUESTION], [INTRODUCTION, OTHER_IMAGE])

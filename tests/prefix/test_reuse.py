@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
@@ -506,6 +507,55 @@ def test_tokens_of_a_different_model_are_computed_again(
     # Now the second model has filled the cache.
     extended = torch.cat([extended, chat.make_ids(5)], 1)
     assert chat.check_answer(extended)[1] == 5
+
+
+def quantize(model: Any) -> Any:
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def offload(model: Any) -> Any:
+    return accelerate.cpu_offload(model, execution_device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("hide_weights", [quantize, offload])
+def test_models_whose_weights_cannot_be_read_are_told_apart(hide_weights: Any) -> None:
+    model, _ = build_variant("gqa", max_position_embeddings=512)
+    different_model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in different_model.named_parameters():
+            weight.mul_(1.0 if "embed" in name else 1.5)
+    model, different_model = (enable(hide_weights(x), **STORED) for x in (model, different_model))
+    cache, ids = FP8PagedCache(model.config, **STORED), torch.arange(2, 30)[None]
+    for name in ("model", "same model", "different model"):
+        owner = different_model if name == "different model" else model
+        owner.generate(ids, past_key_values=cache, **GREEDY)
+        assert cache.reused_tokens == (0 if name == "model" else 27), name
+
+
+def test_models_with_sparse_weights_can_generate() -> None:
+    model, inputs = build_variant("gqa")
+    module = model.model.layers[0].mlp.down_proj
+    module.weight = torch.nn.Parameter(module.weight.detach().to_sparse(), requires_grad=False)
+    ids = inputs["input_ids"][:1]
+    answer = enable(model, **STORED).generate(ids, return_dict_in_generate=True, **GREEDY)
+    answer = model.generate(ids, past_key_values=answer.past_key_values, **GREEDY)
+    assert answer.shape[1] == ids.shape[1] + 9
+
+
+def test_tokens_stored_without_attention_leave_no_check_behind() -> None:
+    """The next model that runs may be a different model without a cache."""
+    model, inputs = build_variant("gqa")
+    model.set_attn_implementation("fp8_paged")
+    different_model = copy.deepcopy(model)
+    change_weights(different_model)
+    cache, ids = FP8PagedCache(model.config), inputs["input_ids"]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        states = torch.zeros_like(cache.layers[0].keys[:, :, :1])
+        cache.update(states, states, 0)
+        different_model(ids, use_cache=False)
 
 
 def test_new_tokens_after_a_different_model_are_refused() -> None:
