@@ -6,8 +6,10 @@ again, no page is lost, and no partial file is left.
 
 import gc
 import linecache
+import logging
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,14 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 20},  # prompts wrap the ring of a window
 }
 FAULT_MESSAGES = ("injected", "No space left on device")
+
+
+@pytest.fixture(autouse=True)
+def _no_log() -> Iterator[None]:
+    """Disable the log, whose records would keep the engine's memory through its tracebacks."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def make_prompts() -> list[list[int]]:
