@@ -7,10 +7,10 @@ again, no page is lost, and no partial file is left.
 import gc
 import linecache
 import logging
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class Engines:
         *self.answers, self.longest_answer = [
             answer[:NUM_NEW] for answer in generate_each(self.model, prompts)
         ]
+        self.model.set_attn_implementation("sdpa")
         self.enable()
 
     def enable(self) -> None:
@@ -104,8 +105,10 @@ class Engines:
             if output.is_finished():
                 self.outputs[output.request_id] = output
 
-    def run(self, manager: Any) -> None:
-        """Start a manager, answer all prompts, write the store's pages, and stop the manager."""
+    def run(self) -> None:
+        """Make a manager, answer all prompts, write the store's pages, and stop the manager."""
+        self.manager = None
+        self.manager = manager = self.make_manager()
         manager.start()
         try:
             self.request(manager)
@@ -119,8 +122,9 @@ class Engines:
         error = manager.background_thread_status.fatal_error
         assert error is None or (has_failed and str(error).endswith(FAULT_MESSAGES)), (place, error)
         for answer, request_id in zip(self.answers, self.request_ids, strict=True):
-            output = None if request_id is None else self.outputs[request_id]
-            if output is None or output.error is not None:  # refused, or failed
+            # A request has no output if it was refused, or if it was finished by a step that failed.
+            output = self.outputs.get(request_id)
+            if output is None or output.error is not None:
                 assert error is not None, place
                 assert output is None or output.error == str(error), place
             else:
@@ -140,9 +144,14 @@ class Engines:
             for path in self.folder.glob("*"):
                 path.unlink()
         self.enable()
-        manager = self.make_manager()
-        faults.run(partial(self.run, manager), place)
-        self.check_outputs(manager, place, has_failed=faults.has_failed)
+        error = faults.run(self.run, place)
+        if self.manager is None:
+            assert error is type(faults.make_error()), place
+            self.manager = self.make_manager()
+        else:
+            self.check_outputs(self.manager, place, has_failed=faults.has_failed)
+        assert self.model.config._attn_implementation == "sdpa", place
+        manager, self.manager = self.manager, None
         memory = weakref.ref(manager.batch_processor.cache)
         self.check_engine(manager, place)
         if self.folder is not None:
@@ -169,7 +178,7 @@ def check_faults(
 ) -> int:
     """Let calls fail in each line of the package that contains `line`. Return the number of lines.
 
-    The first and the middle call of every `stride`-th line fail.
+    At most four calls of every `stride`-th line fail.
     """
     name, store_kind, names = case
     engines = Engines(name, folder if store_kind else None)
@@ -178,7 +187,7 @@ def check_faults(
     faults = Faults(names, errors[0])
     for _ in range(1 if is_empty else 2):  # the second run reads the pages of the first
         engines.enable()
-        faults.run(partial(engines.run, engines.make_manager()))
+        faults.run(engines.run)
     places = defaultdict[tuple[str, int], list[Place]](list)
     for place in faults.places:
         places[place[:2]].append(place)
@@ -186,10 +195,28 @@ def check_faults(
     assert lines
     for number, key in enumerate(lines):
         faults.make_error = errors[number % len(errors)]
-        for place in {places[key][0], places[key][len(places[key]) // 2]}:
+        for place in places[key][:: len(places[key]) // 4 + 1]:
             engines.check_fault(faults, place, may_write=is_empty)
     serving.disable(engines.model)
     return len(lines)
+
+
+def test_a_thread_that_does_not_start_restores_the_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = Engines("gqa", None)
+    manager = engines.make_manager()
+    with monkeypatch.context() as patch:
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            manager.start()
+    assert engines.model.config._attn_implementation == "sdpa"
+    engines.check_engine(manager, "a thread that does not start")
+    serving.disable(engines.model)
 
 
 def test_a_block_of_a_store_is_not_lost_if_its_copy_fails(tmp_path: Path) -> None:
