@@ -122,7 +122,7 @@ class Engines:
         error = manager.background_thread_status.fatal_error
         assert error is None or (has_failed and str(error).endswith(FAULT_MESSAGES)), (place, error)
         for answer, request_id in zip(self.answers, self.request_ids, strict=True):
-            # A request has no output if it was refused, or if it was finished by a step that failed.
+            # A request has no output if it was refused, or finished by a step that failed.
             output = self.outputs.get(request_id)
             if output is None or output.error is not None:
                 assert error is not None, place
