@@ -82,25 +82,30 @@ class BlockExchange:
                     yield key
                 # Otherwise the block is still cached, although an earlier block was evicted.
 
-        if self._has_free_block():
-            for page in self._store.read(find_missing_keys(), self._check_page):
+        try:
+            pages = self._store.read(find_missing_keys(), self._check_page)
+            for page in pages if self._has_free_block() else ():
                 if not blocks:  # a running step may still write to free blocks
                     synchronize(self._block_rows.device)
                 block_hash, key = missing_blocks[len(blocks)]
-                blocks.append(self._load_block(page))
+                blocks.append(self._take_block())
+                self._block_rows[blocks[-1]].copy_(page.rows[0])
                 allocator.ledger.register_new_hash(blocks[-1], block_hash)
                 self._hashes_and_keys[blocks[-1]] = block_hash, key
                 if not self._has_free_block():
                     break
+            if blocks:
+                synchronize(self._block_rows.device)  # the engine computes on a different stream
+        finally:
+            # A released block stays cached by its hash. The block released first is evicted first.
+            for block in reversed(blocks):
+                if allocator.ledger.release(block):  # it has no hash, because loading failed
+                    self._pool.free_blocks(self._group_index, [block])
         is_new_miss = missing_blocks and not num_cached and request_id not in self._missed_requests
         if is_new_miss and not blocks:
             self._missed_requests.add(request_id)
             self._store.count(misses=1)
         if blocks:
-            synchronize(self._block_rows.device)  # the engine computes on a different stream
-            # A released block stays cached by its hash. The block released first is evicted first.
-            for block in reversed(blocks):
-                allocator.ledger.release(block)
             self._store.count(hits=1, tokens_found=len(blocks) * size)
 
     def _chain_keys(self, tokens: list[int], previous_key: str) -> list[str]:
@@ -117,12 +122,11 @@ class BlockExchange:
     def _has_free_block(self) -> bool:
         return bool(self._pool.count_free_blocks(self._group_index) or self._pool.num_free_sectors)
 
-    def _load_block(self, page: Page) -> int:
-        """Copy a page to a free block, and return the number of the block."""
+    def _take_block(self) -> int:
+        """Return the number of a block that was free."""
         if not self._pool.count_free_blocks(self._group_index):
             self._pool.allocate_sector(self._group_index)
         (block,) = self._pool.get_free_blocks(self._group_index, 1)
-        self._block_rows[block].copy_(page.rows[0])
         return int(block)
 
     def save(self, request_id: str, tokens: list[int], *, is_last: bool = False) -> None:

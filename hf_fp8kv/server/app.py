@@ -96,11 +96,12 @@ class Application:
             engine = Engine(served_model.model, self._batching, metrics, max_tokens)
             metrics.engine, self.metrics = engine, metrics
             self._choice_maker = ChoiceMaker(served_model, engine, self.config.seed)
-            # The first two pools limit the memory for long requests of many clients: parsing takes
-            # many times the memory of a body, and tokenizing takes gigabytes. The third pool needs
-            # no limit, because each accepted request has at most one job there.
+            # The first two pools limit the memory and the cores for long requests of many clients:
+            # parsing takes many times the memory of a body, and tokenizing takes half a kilobyte
+            # per token. The third pool needs no limit, because each accepted request has at most
+            # one job there.
             self._parse_pool = JobPool("bodies", 1, MAX_WAITING_JOBS)
-            self._prompt_pool = JobPool("prompts", 2, MAX_WAITING_JOBS)
+            self._prompt_pool = JobPool("prompts", 1, MAX_WAITING_JOBS)
             self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
             self.is_stopping, self.engine = False, engine
 
@@ -335,6 +336,7 @@ class Application:
             body, name = await self._parse_pool.run(parse, request_type, content)
         else:
             body, name = parse(request_type, content)
+        del content  # the request may wait for a long time
         guide = await self._choice_maker.grammars.compile(body)
         is_long = sum(body.prompt_lengths) > _LONG_INPUT_LENGTH
         pool = self._prompt_pool if is_long else self._short_pool

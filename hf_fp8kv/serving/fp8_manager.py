@@ -199,7 +199,11 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if not self.is_running():
             self._attention = ExitStack()
             self._attention.enter_context(use_engine_attention(self.model))
-        super().start()
+        try:
+            super().start()
+        except BaseException:  # no thread started, which would restore the attention
+            self._attention.close()
+            raise
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         with self._attention, exact_states(is_engine_step=True):

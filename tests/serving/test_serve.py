@@ -522,7 +522,7 @@ def test_too_long_texts_are_rejected_before_tokenization(server):
         assert message in error["message"]
 
 
-def test_long_prompts_wait_for_two_threads_and_short_prompts_pass(tmp_path, monkeypatch, caplog):
+def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monkeypatch, caplog):
     started: list[str] = []
     may_continue = threading.Event()
     stock_make_prompts = ServedModel.make_prompts
@@ -550,15 +550,15 @@ def test_long_prompts_wait_for_two_threads_and_short_prompts_pass(tmp_path, monk
             server.wait_until(requests_waiting=1)
         futures = [pool.submit(get_error, f"long {n}") for n in range(4)]
         server.wait_until(requests_waiting=4)
-        for _ in range(13):  # 3 and these wait, and 2 run
+        for _ in range(12):  # 4 and these wait, and 1 runs
             request = server.abandon_request(COMPLETIONS, **make_long_prompt("left"))
             clients.enter_context(request)
-        server.wait_until(requests_waiting=17)
+        server.wait_until(requests_waiting=16)
         assert get_error("excess") == (429, "too_many_requests")
         assert get_status(server, COMPLETIONS, {"prompt": "short", "max_tokens": 1}) == 200
         clients.close()
-        server.wait_until(**{'requests_total{status="499"}': 14, "requests_waiting": 4})
-        assert len(started) == 3  # two are long
+        server.wait_until(**{'requests_total{status="499"}': 13, "requests_waiting": 4})
+        assert len(started) == 2  # one is long
         may_continue.set()
         assert {future.result() for future in futures} == {(400, "context_length_exceeded")}
         expected = ["gone  ", "long 0", "long 1", "long 2", "long 3", "short"]
@@ -904,7 +904,7 @@ def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
     ):
         assert get_status(server, COMPLETIONS, {"prompt": STORY, "max_tokens": 9}) == 200
         with contextlib.ExitStack() as clients:
-            for _ in range(3):  # two run, and one waits
+            for _ in range(3):  # one runs, and two wait
                 clients.enter_context(server.abandon_request(CHAT, **make_chat(text, "snail")))
             server.wait_until(requests_waiting=3)
         server.wait_until(**{'requests_total{status="499"}': 3})

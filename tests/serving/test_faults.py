@@ -1,0 +1,236 @@
+"""Tests in which each allocation, or each operation on a file, fails once while an engine runs.
+
+Afterwards the engine has ended with that error, or all its answers are right. The engine can start
+again, no page is lost, and no partial file is left.
+"""
+
+import gc
+import linecache
+import logging
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_fp8kv import PrefixStore, serving
+from tests.helpers.faults import (
+    FILE_FUNCTIONS,
+    MEMORY_ERRORS,
+    MEMORY_FUNCTIONS,
+    Faults,
+    Place,
+    make_disk_error,
+)
+from tests.helpers.serving_tools import (
+    PAGE,
+    batching,
+    generate_each,
+    greedy,
+    request_answer,
+    run_manager,
+)
+from tests.helpers.tiny_models import build_variant
+
+# Python reports an exception in a thread, or in `__del__`, as a warning and continues.
+pytestmark = [
+    pytest.mark.text,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+NUM_NEW, NUM_PAGES = 2, 10
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mistral": {"sliding_window": 20},  # prompts wrap the ring of a window
+}
+FAULT_MESSAGES = ("injected", "No space left on device")
+
+
+@pytest.fixture(autouse=True)
+def _no_log() -> Iterator[None]:
+    """Disable the log, whose records would keep the engine's memory through its tracebacks."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def make_prompts() -> list[list[int]]:
+    """Return prompts that share pages, and that need more pages than the engine has."""
+    first, second = ([(seed * n) % 89 + 3 for n in range(1, 60)] for seed in (7, 31))
+    return [first, first[:40] + second[:9], second, first[:18], second[:33] + first[:5]]
+
+
+class Engines:
+    """A model with its engines, a prefix store that they share, and the right answers."""
+
+    def __init__(self, name: str, folder: Path | None) -> None:
+        self.model, _ = build_variant(name, max_position_embeddings=512, **MODEL_OPTIONS[name])
+        self.folder = folder
+        self.prompts = make_prompts()
+        # This prompt and its answer need all pages.
+        self.longest_prompt = [(5 * n) % 83 + 3 for n in range(NUM_PAGES * PAGE - NUM_NEW)]
+        self.model.set_attn_implementation("fp8_paged")
+        prompts = [*self.prompts, self.longest_prompt]
+        *self.answers, self.longest_answer = [
+            answer[:NUM_NEW] for answer in generate_each(self.model, prompts)
+        ]
+        self.model.set_attn_implementation("sdpa")
+        self.enable()
+
+    def enable(self) -> None:
+        """Enable the model with a new store. Files of an earlier store remain."""
+        store = None if self.folder is None else PrefixStore(self.folder)
+        self.store = store
+        serving.enable(self.model, prefix_store=store, probe=False)
+
+    def make_manager(self) -> Any:
+        config = batching(pages=NUM_PAGES, max_batch_tokens=64)
+        manager = self.model.init_continuous_batching(
+            generation_config=greedy(), continuous_batching_config=config
+        )
+        manager.warmup()
+        return manager
+
+    def request(self, manager: Any) -> None:
+        """Request answers to all prompts at once, and keep the last output of each request."""
+        self.outputs: dict[str, Any] = {}
+        self.request_ids = manager.add_requests(self.prompts, max_new_tokens=NUM_NEW)
+        while len(self.outputs) < len(self.request_ids):
+            output = manager.get_result(timeout=30)
+            if output is None:  # the engine has ended
+                break
+            if output.is_finished():
+                self.outputs[output.request_id] = output
+
+    def run(self) -> None:
+        """Make a manager, answer all prompts, write the store's pages, and stop the manager."""
+        self.manager = None
+        self.manager = manager = self.make_manager()
+        manager.start()
+        try:
+            self.request(manager)
+        finally:
+            manager.stop(block=True, keep_for_next_session=True)
+            if self.store is not None:
+                self.store.flush()
+
+    def check_outputs(self, manager: Any, place: Any, *, has_failed: bool) -> None:
+        """Assert that the engine has ended with the fault, or that its answers are right."""
+        error = manager.background_thread_status.fatal_error
+        assert error is None or (has_failed and str(error).endswith(FAULT_MESSAGES)), (place, error)
+        for answer, request_id in zip(self.answers, self.request_ids, strict=True):
+            # A request has no output if it was refused, or finished by a step that failed.
+            output = self.outputs.get(request_id)
+            if output is None or output.error is not None:
+                assert error is not None, place
+                assert output is None or output.error == str(error), place
+            else:
+                assert list(output.generated_tokens) == answer, place
+
+    def check_engine(self, manager: Any, place: Any) -> None:
+        """Assert that a manager answers all prompts, the last of which needs all pages."""
+        with run_manager(manager):
+            self.request(manager)
+            self.check_outputs(manager, place, has_failed=False)
+            answer = request_answer(manager, self.longest_prompt, NUM_NEW)
+            assert answer == self.longest_answer, place
+
+    def check_fault(self, faults: Faults, place: Place, *, may_write: bool) -> None:
+        """Let a call of a running engine fail at `place`, and check this and a new engine."""
+        if may_write:
+            for path in self.folder.glob("*"):
+                path.unlink()
+        self.enable()
+        error = faults.run(self.run, place)
+        if self.manager is None:
+            assert error is type(faults.make_error()), place
+            self.manager = self.make_manager()
+        else:
+            self.check_outputs(self.manager, place, has_failed=faults.has_failed)
+        assert self.model.config._attn_implementation == "sdpa", place
+        manager, self.manager = self.manager, None
+        memory = weakref.ref(manager.batch_processor.cache)
+        self.check_engine(manager, place)
+        if self.folder is not None:
+            self.store.flush()
+            assert not [*self.folder.glob(".*.part")], place
+        self.model.destroy_cached_continuous_batching_manager()
+        del manager
+        gc.collect()
+        assert memory() is None, place
+
+
+# The model, whether there is a store and whether it has pages, and the calls that fail.
+CASES = [
+    ("gqa", "", MEMORY_FUNCTIONS),
+    ("mistral", "", MEMORY_FUNCTIONS),
+    *(("gqa", kind, names) for kind in ("empty store", "filled store")
+      for names in (MEMORY_FUNCTIONS, FILE_FUNCTIONS)),
+]  # fmt: skip
+IDS = ["no store", "a window", "writes", "written files", "reads", "read files"]
+
+
+def check_faults(
+    case: tuple[str, str, frozenset[str]], folder: Path, line: str = "", *, stride: int = 1
+) -> int:
+    """Let calls fail in each line of the package that contains `line`. Return the number of lines.
+
+    At most four calls of every `stride`-th line fail.
+    """
+    name, store_kind, names = case
+    engines = Engines(name, folder if store_kind else None)
+    is_empty = store_kind == "empty store"
+    errors = (make_disk_error,) if names is FILE_FUNCTIONS else MEMORY_ERRORS[:2]
+    faults = Faults(names, errors[0])
+    for _ in range(1 if is_empty else 2):  # the second run reads the pages of the first
+        engines.enable()
+        faults.run(engines.run)
+    places = defaultdict[tuple[str, int], list[Place]](list)
+    for place in faults.places:
+        places[place[:2]].append(place)
+    lines = [key for key in places if line in linecache.getline(*key)][::stride]
+    assert lines
+    for number, key in enumerate(lines):
+        faults.make_error = errors[number % len(errors)]
+        for place in places[key][:: len(places[key]) // 4 + 1]:
+            engines.check_fault(faults, place, may_write=is_empty)
+    serving.disable(engines.model)
+    return len(lines)
+
+
+def test_a_thread_that_does_not_start_restores_the_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = Engines("gqa", None)
+    manager = engines.make_manager()
+    with monkeypatch.context() as patch:
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            manager.start()
+    assert engines.model.config._attn_implementation == "sdpa"
+    engines.check_engine(manager, "a thread that does not start")
+    serving.disable(engines.model)
+
+
+def test_a_block_of_a_store_is_not_lost_if_its_copy_fails(tmp_path: Path) -> None:
+    assert check_faults(CASES[4], tmp_path, ".copy_(page.rows[0])") == 1
+
+
+@pytest.mark.parametrize("case", CASES[:3:2], ids=IDS[:3:2])
+def test_some_failed_allocations_end_the_engine_or_nothing(case: Any, tmp_path: Path) -> None:
+    assert check_faults(case, tmp_path, stride=12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_each_failed_allocation_or_file_ends_the_engine_or_nothing(
+    case: Any, tmp_path: Path
+) -> None:
+    assert check_faults(case, tmp_path) > 9
