@@ -28,6 +28,7 @@ from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
 from .choose import pick_candidate
 from .observe import Batch, find_paged_layers, nan_error
+from .protection import protect_layers
 from .queries import Queries, observe_queries
 from .rope import find_max_positions, has_rope
 from .stages import sample_windows
@@ -40,7 +41,8 @@ _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the
 # Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
 # smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
 # of E3M4 by a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
-_MAX_COST_RATIO = 0.5
+# A ratio of a third is therefore never a loss.
+_MAX_K_COST_RATIO, _MAX_V_COST_RATIO = 1 / 3, 1 / 2
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _PLAN_ATTRIBUTE = "_hf_fp8kv_plan"  # name of the model's attribute that holds its plan
@@ -51,30 +53,40 @@ _LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 def choose_plan(
     model: PreTrainedModel, texts: Any = None, *, tokenizer: Any = None, text_column: str = "text",
-    chat_template: bool | None = None,
+    chat_template: bool | None = None, max_extra_bytes: float = 0.04,
 ) -> StoragePlan:  # fmt: skip
     """Choose the storage plan of a model: the format, rotation and center of each layer.
 
-    The model reads several hundred random tokens, or several thousand of `texts`. The plan is for
-    this model in any cache, engine or process. The same weights give the same plan on one machine.
+    The model reads several hundred random tokens, or several thousand of `texts`. If its
+    predictions then lose much by a prompt that is stored before it is read, K and V of the layers
+    that cause this keep the model's dtype. The plan's `protection` has the losses and the layers.
+    The plan is for this model in any cache, engine or process. The same weights give the same plan
+    on one machine.
 
     Args:
         model: A language model in one process, on any device or devices.
         texts: As in `calibrate`. A sample of their windows is read. None means a fixed sequence of
             random token ids.
         tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
+        max_extra_bytes: Maximum share of bytes that layers in the model's dtype add to a cache of
+            4,096 tokens of 16 bits. 0 keeps all layers in 8 bits.
 
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
+    if isinstance(max_extra_bytes, bool) or not 0 <= max_extra_bytes <= 1:
+        raise ConfigError(
+            f"max_extra_bytes: expected a share from 0 to 1, got {max_extra_bytes!r}. Leave it out "
+            "for 0.04"
+        )
     model = find_base_model(model)
     layers = find_paged_layers(model)
-    if texts is None:
-        vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
-        generator = torch.Generator("cpu").manual_seed(0)
-        length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
-        windows = [torch.randint(vocab_size, (length,), generator=generator, device="cpu")]
-    else:
+    vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
+    generator = torch.Generator("cpu").manual_seed(0)
+    length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
+    random_window = torch.randint(vocab_size, (length,), generator=generator, device="cpu")
+    windows = [random_window]
+    if texts is not None:
         corpus = read_model_corpus(
             model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS, held_out=0,
             text_column=text_column, chat_template=chat_template,
@@ -91,17 +103,22 @@ def choose_plan(
     is_latent = caches_latents(model.config.get_text_config(decoder=True))
     may_transform_k = num_positions > 1 or not has_rope(model)
     source = f"chosen on {num_tokens} {'random tokens' if texts is None else 'tokens of text'}"
-    layer_scales = {}
+    layer_scales, k_costs = {}, {}
     for index in sorted(layers):
-        center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
+        center, layer_plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
+        k_costs[index] = 0.0  # unknown
         all_states = [states.pop(index) for states in states_by_call if index in states]
         if all_states and all(queries is not None for *_, queries in all_states):
-            center, plan = _choose_layer_plan(index, all_states, may_transform_k, is_latent)
-        layer_scales[index] = LayerScales(None, None, center, source, plan)
-    return StoragePlan(
+            center, layer_plan, k_costs[index] = _choose_layer_plan(
+                index, all_states, may_transform_k, is_latent
+            )
+        layer_scales[index] = LayerScales(None, None, center, source, layer_plan)
+    plan = StoragePlan(
         layer_scales, model_type=model.config.model_type, origin=source,
         weights_digest=digest_decoder(model),
     )  # fmt: skip
+    with eval_mode(model):
+        return protect_layers(model, plan, random_window, k_costs, max_extra_bytes)
 
 
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
@@ -155,8 +172,8 @@ def _read_states(
 
 def _choose_layer_plan(
     index: int, all_states: Sequence[_LayerStates], may_transform_k: bool, is_latent: bool
-) -> tuple[Tensor | None, LayerPlan]:
-    """Return the center of K on the CPU, or None if it is not used, and the plan of least cost."""
+) -> tuple[Tensor | None, LayerPlan, float]:
+    """Return the center of K on the CPU or None, the plan of least cost, and the cost of its K."""
     plans = [_FALLBACK, *_ROTATED_PLANS]
     centered_plans = [] if is_latent else [replace(plan, centered=True) for plan in plans]
     k_plans = [*centered_plans, *plans] if may_transform_k else [_FALLBACK]
@@ -186,9 +203,11 @@ def _choose_layer_plan(
     if not all(map(math.isfinite, chain(*total_costs))):
         raise nan_error(index, "K and V")
     k_costs, v_costs = total_costs[:num_k_plans], total_costs[num_k_plans:]
-    k_plan = k_plans[pick_candidate(k_costs, _MAX_COST_RATIO)]
-    v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
-    return (center.cpu() if k_plan.centered else None), LayerPlan(k_plan, v_plan)
+    k_index = pick_candidate(k_costs, _MAX_K_COST_RATIO)
+    k_plan = k_plans[k_index]
+    v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_V_COST_RATIO)]
+    used_center = center.cpu() if k_plan.centered else None
+    return used_center, LayerPlan(k_plan, v_plan), sum(k_costs[k_index])
 
 
 def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:

@@ -52,6 +52,26 @@ class QualityRow:
 
 
 @dataclass(frozen=True)
+class Protection:
+    """The effect of storing a prompt before it is read, and the layers that are protected from it.
+
+    Losses are mean KL divergences from the unquantized cache, in nats, on random tokens.
+    """
+
+    kl: float  # loss with the plan
+    unprotected_kl: float  # loss with the same plan, if no layer is protected
+    extra_bytes: float  # share of bytes that protection adds to a cache of 4,096 tokens
+    sides: tuple[str, ...] = ()  # protected sides, such as "K of layer 0", in the order of choice
+
+    def __str__(self) -> str:
+        text = f"KL after a stored prompt {self.kl:.1e}"
+        if not self.sides:
+            return text
+        sides = f"{', '.join(self.sides)} in 16 bits, {self.extra_bytes:+.1%} bytes"
+        return f"{text}, {self.unprotected_kl:.1e} without protection ({sides})"
+
+
+@dataclass(frozen=True)
 class CalibrationReport:
     """Results of a calibration, or of a measurement of existing scales."""
 
@@ -90,6 +110,12 @@ class CalibrationReport:
         """
         report: CalibrationReport = _convert(cls, data, f"{label}: ")
         return report
+
+
+def parse_protection(data: object, label: str) -> Protection | None:
+    """Return the `Protection` of JSON values, or None for None. Errors are as in `from_dict`."""
+    protection: Protection | None = _convert(Protection | None, data, f"{label}: protection: ")
+    return protection
 
 
 def _convert(annotation: Any, value: Any, label: str) -> Any:
