@@ -20,13 +20,13 @@ from ..attention.switching import eval_mode
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
-from ..formats.codec import compute_dynamic_errors
+from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.model_support import accepts_argument, caches_latents, find_base_model
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
-from .choose import pick_candidate
+from .choose import center_and_rotate, pick_candidate
 from .observe import Batch, find_paged_layers, nan_error
 from .protection import protect_layers
 from .queries import Queries, observe_queries
@@ -41,8 +41,8 @@ _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the
 # Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
 # smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
 # of E3M4 by a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
-# A ratio of a third is therefore never a loss.
-_MAX_K_COST_RATIO, _MAX_V_COST_RATIO = 1 / 3, 1 / 2
+# If the ratio of K is above a third in a head, costs are computed again with the scales of a cache.
+_MAX_COST_RATIO, _CERTAIN_COST_RATIO, _MAX_SEARCHED_COST_RATIO = 1 / 2, 1 / 3, 3 / 4
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _PLAN_ATTRIBUTE = "_hf_fp8kv_plan"  # name of the model's attribute that holds its plan
@@ -203,11 +203,30 @@ def _choose_layer_plan(
     if not all(map(math.isfinite, chain(*total_costs))):
         raise nan_error(index, "K and V")
     k_costs, v_costs = total_costs[:num_k_plans], total_costs[num_k_plans:]
-    k_index = pick_candidate(k_costs, _MAX_K_COST_RATIO)
+    k_index = pick_candidate(k_costs, _MAX_COST_RATIO)
+    if pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
+        searched_costs = _search_k_costs(all_states, center, [k_plans[0], k_plans[k_index]])
+        k_index *= pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
     k_plan = k_plans[k_index]
-    v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_V_COST_RATIO)]
+    v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
     used_center = center.cpu() if k_plan.centered else None
     return used_center, LayerPlan(k_plan, v_plan), sum(k_costs[k_index])
+
+
+def _search_k_costs(
+    all_states: Sequence[_LayerStates], center: Tensor, plans: Sequence[SidePlan]
+) -> list[list[float]]:
+    """Return the cost of K by plan and head, with the scales of a cache."""
+    costs = [torch.zeros(len(center), device="cpu") for _ in plans]
+    for k, _, queries in all_states:
+        assert queries is not None
+        for cost, plan in zip(costs, plans, strict=True):
+            x = center_and_rotate(k, center if plan.centered else None, rotated=plan.rotated)
+            fmt = FORMATS[plan.format]
+            error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
+            q = rotate(queries.q) if plan.rotated else queries.q
+            cost += replace(queries, q=q).compute_cost("k", error, "head")[:, 0].cpu()
+    return [cost.tolist() for cost in costs]
 
 
 def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:

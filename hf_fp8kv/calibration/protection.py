@@ -31,8 +31,11 @@ logger = logging.getLogger(__name__)
 
 # Maximum mean KL after a stored prompt, in nats, for which no layer is protected.
 _MAX_KL = 4e-4
-# Maximum ratio of the KL with a protected side to the KL without it.
-_MAX_KL_RATIO = 0.8
+# Maximum ratio of the KL with a protected side to the KL without it. Sides that do not matter change
+# the KL of a window by up to 5 %.
+_MAX_KL_RATIO = 0.9
+_MAX_FAILURES = 4  # number of sides in a row that do not reduce the KL, before the search ends
+_LARGEST_KL = 1e6  # replaces infinity, which JSON does not have
 # Maximum number of tokens that the model reads to choose the protected layers.
 _MAX_READ_TOKENS = 6 * 512
 # Number of tokens of the cache whose bytes are counted.
@@ -45,8 +48,8 @@ def protect_layers(
 ) -> StoragePlan:  # fmt: skip
     """Return the plan with K, then V, of the layers of largest cost in the model's dtype.
 
-    A side is protected if this reduces the KL after a stored prompt by a fifth, until the KL is
-    small. The result has the `protection`, if the predictions of the model can be compared.
+    If the KL after a stored prompt is not small, a side is protected if this reduces the KL by a
+    tenth. The result has the `protection`, if the predictions of the model can be compared.
 
     Args:
         model: The model, in eval mode.
@@ -75,25 +78,26 @@ def _choose_sides(
         cache = FP8PagedCache(model.config, plan=plan, prefill="stored")
         logits = _compute_logits(model, window, cache)
         kl = compute_scores(expected, logits, window[None, :0].to(logits.device)).kl
-        return kl.mean().item(), cache
+        return kl.clamp(max=_LARGEST_KL).mean().item(), cache
 
     kl, cache = measure(plan)
     old_bytes = _count_bytes(cache, plan)
     protection = Protection(kl, kl, 0.0)
-    num_measured = 2
-    # Equal costs keep the order of the layers.
-    for index, side in product(sorted(costs, key=lambda index: -costs[index]), "kv"):
-        if protection.kl <= _MAX_KL or (num_measured + 1) * len(window) > _MAX_READ_TOKENS:
-            break
+    num_reads, max_reads, num_failures = 2, _MAX_READ_TOKENS // len(window), 0
+    sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
+    for index, side in sides if kl > _MAX_KL else ():
         candidate = _protect(plan, index, side)
         extra_bytes = _count_bytes(cache, candidate) / old_bytes - 1
         if not 0 < extra_bytes <= max_extra_bytes:
             continue
-        num_measured += 1
+        if num_reads == max_reads or num_failures == _MAX_FAILURES:
+            break
+        num_reads, num_failures = num_reads + 1, num_failures + 1
         kl, _ = measure(candidate)
         if kl <= _MAX_KL_RATIO * protection.kl:
-            sides = (*protection.sides, f"{side.upper()} of layer {index}")
-            plan, protection = candidate, replace(protection, kl=kl, extra_bytes=extra_bytes, sides=sides)
+            plan, num_failures = candidate, 0
+            names = (*protection.sides, f"{side.upper()} of layer {index}")
+            protection = replace(protection, kl=kl, extra_bytes=extra_bytes, sides=names)
     return replace(plan, protection=protection)
 
 
@@ -104,8 +108,9 @@ def _compute_logits(model: PreTrainedModel, window: Tensor, cache: Any) -> Tenso
     options = with_cache(model, cache)
     if accepts_argument(type(model), "logits_to_keep"):
         options["logits_to_keep"] = num_logits
+    ids = window[None].to(find_input_device(model))
     with exact_states():
-        logits: Tensor = model(input_ids=window[None].to(find_input_device(model)), **options).logits
+        logits: Tensor = model(input_ids=ids, **options).logits
     return logits[:, -num_logits:]
 
 

@@ -49,7 +49,7 @@ class KVScales(ScaleData):
         origin: File, folder or repository of the scales.
         report: Report of the calibration, or None.
         weights_digest: Digest of the weights of the calibrated model, or None.
-        protection: Protected layers of a `StoragePlan` from `choose_plan`, and their effect, or None.
+        protection: Protected layers of a plan from `choose_plan`, and their effect, or None.
 
     Raises:
         ScaleError: `layers` is empty, or not a dict of `LayerScales`.

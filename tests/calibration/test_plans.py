@@ -256,7 +256,7 @@ def test_gaussian_values_get_narrow_rotated_formats(llama: Any, chosen_plan: Sto
     default_kl, plan_kl = compare_plans(llama, chosen_plan)
     assert plan_kl < 0.5 * default_kl
     assert repr(chosen_plan).startswith("StoragePlan(")
-    assert repr(chosen_plan).endswith(" chosen on 128 random tokens)")
+    assert "; chosen on 128 random tokens; KL after a stored prompt " in repr(chosen_plan)
 
 
 def test_a_plan_is_reproducible(llama: Any, chosen_plan: StoragePlan, tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen_plan: StoragePl
         FP8PagedCache(model.config, dtype="adaptive")
 
 
-@pytest.mark.parametrize(("token_lists", "num_reads"), [(None, 3), (8 * [list(range(3, 67))], 24)])
+@pytest.mark.parametrize(("token_lists", "num_reads"), [(None, 5), (8 * [list(range(3, 67))], 26)])
 def test_choosing_a_plan_needs_few_operations(token_lists: Any, num_reads: int) -> None:
     """A layer needs at most 60 operations to compare, 11 per call of the model and 6 per weight."""
 
