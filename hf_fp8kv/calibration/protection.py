@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum mean KL after a stored prompt, in nats, for which no layer is protected.
 _MAX_KL = 4e-4
-# Maximum ratio of the KL with a protected side to the KL without it. Sides that do not matter change
+# Maximum ratio of the KL with a protected side to the KL without it. Useless protection changes
 # the KL of a window by up to 5 %.
 _MAX_KL_RATIO = 0.9
 _MAX_FAILURES = 4  # number of sides in a row that do not reduce the KL, before the search ends
