@@ -117,8 +117,7 @@ def choose_plan(
         layer_scales, model_type=model.config.model_type, origin=source,
         weights_digest=digest_decoder(model),
     )  # fmt: skip
-    with eval_mode(model):
-        return protect_layers(model, plan, random_window, k_costs, max_extra_bytes)
+    return protect_layers(model, plan, random_window, k_costs, max_extra_bytes)
 
 
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
@@ -207,6 +206,9 @@ def _choose_layer_plan(
     if pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
         searched_costs = _search_k_costs(all_states, center, [k_plans[0], k_plans[k_index]])
         k_index *= pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
+    if k_index == 0:  # a center may cost more than no center
+        plain_index = k_plans.index(_FALLBACK)
+        k_index = plain_index * pick_candidate([k_costs[0], k_costs[plain_index]], 1.0)
     k_plan = k_plans[k_index]
     v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
     used_center = center.cpu() if k_plan.centered else None

@@ -65,10 +65,9 @@ class Protection:
 
     def __str__(self) -> str:
         text = f"KL after a stored prompt {self.kl:.1e}"
-        if not self.sides:
-            return text
         sides = f"{', '.join(self.sides)} in 16 bits, {self.extra_bytes:+.1%} bytes"
-        return f"{text}, {self.unprotected_kl:.1e} without protection ({sides})"
+        protected = f", {self.unprotected_kl:.1e} without protection ({sides})"
+        return text + protected * bool(self.sides)
 
 
 @dataclass(frozen=True)
@@ -108,21 +107,15 @@ class CalibrationReport:
             ScaleError: An entry is missing, unknown, or has a wrong type, or a number is not
                 finite. The message starts with `label` and has the name of the entry.
         """
-        report: CalibrationReport = _convert(cls, data, f"{label}: ")
+        report: CalibrationReport = convert_json(cls, data, f"{label}: ")
         return report
 
 
-def parse_protection(data: object, label: str) -> Protection | None:
-    """Return the `Protection` of JSON values, or None for None. Errors are as in `from_dict`."""
-    protection: Protection | None = _convert(Protection | None, data, f"{label}: protection: ")
-    return protection
-
-
-def _convert(annotation: Any, value: Any, label: str) -> Any:
+def convert_json(annotation: Any, value: Any, label: str) -> Any:
     """Convert a JSON value to the type `annotation`: a dataclass, a dict, a tuple or a scalar."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if type(None) in arguments:
-        return None if value is None else _convert(arguments[0], value, label)
+        return None if value is None else convert_json(arguments[0], value, label)
     if is_dataclass(annotation) or origin is dict:
         if not isinstance(value, Mapping):
             raise _make_error("an object", value, label)
@@ -138,12 +131,12 @@ def _convert(annotation: Any, value: Any, label: str) -> Any:
             if value.keys() - annotations.keys() or required - value.keys():
                 raise _make_error(f"the entries {', '.join(annotations)}", list(value), label)
         dot = "" if label.endswith(": ") else "."
-        entries = {n: _convert(annotations[n], x, f"{label}{dot}{n}") for n, x in value.items()}
+        entries = {n: convert_json(annotations[n], x, f"{label}{dot}{n}") for n, x in value.items()}
         return entries if origin is dict else annotation(**entries)
     if origin is tuple:
         if not isinstance(value, list):
             raise _make_error("a list", value, label)
-        return tuple(_convert(arguments[0], x, f"{label}[{i}]") for i, x in enumerate(value))
+        return tuple(convert_json(arguments[0], x, f"{label}[{i}]") for i, x in enumerate(value))
     if annotation is object:
         return json.loads(json.dumps(value))
     types = (int, float) if annotation is float else (annotation,)

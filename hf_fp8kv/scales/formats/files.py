@@ -17,7 +17,7 @@ from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
-from ..report import REPORT_FILE, CalibrationReport, parse_protection
+from ..report import REPORT_FILE, CalibrationReport, Protection, convert_json
 from ..request import Request
 from .base import ScaleFormat, to_json
 
@@ -85,9 +85,12 @@ def read_kv_scales(path: Path) -> ScaleData:
         }  # fmt: skip
         if (weights_digest := metadata.get("weights_digest")) is not None:
             bytes.fromhex(weights_digest)  # raises an error for anything else
+        protection = convert_json(
+            Protection | None, metadata.get("protection"), f"{path}: protection"
+        )
         scales = ScaleData(
             layers, HfFp8kv.name, metadata["model_type"], str(path), weights_digest=weights_digest,
-            protection=parse_protection(metadata.get("protection"), str(path)),
+            protection=protection,
         )  # fmt: skip
     report_path = path.parent / REPORT_FILE
     if not report_path.is_file():
