@@ -306,6 +306,24 @@ def test_rotating_outliers_prevent_a_rotation_of_k() -> None:
     assert plan_kl <= default_kl
 
 
+def test_a_center_that_costs_more_is_omitted() -> None:
+    """One token enlarges the center, and rotating outliers prevent a rotation."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(64, 1, 16, generator=generator)
+    k[..., :2] *= 50
+    q = torch.randn(1, 8, 16, generator=generator)
+    q[..., :2] /= 50
+    weights = torch.full((1, 8, 64), 1 / 63)
+    weights[..., 0] = 0
+    for offset, expected in ((0, "fp8_e3m4 centered"), (60, "fp8_e3m4")):
+        keys = k.clone()
+        keys[0, :, 2:] += offset
+        states = [(keys, keys, Queries(q, weights))]
+        center, plan, _ = plan_choice._choose_layer_plan(0, states, True, False)
+        assert str(plan.k) == expected
+        assert (center is None) == (expected == "fp8_e3m4")
+
+
 @pytest.mark.full
 def test_outliers_of_a_trained_model_prevent_a_rotation_of_k(demo_model_path: Path) -> None:
     """A rotation of layer 7 costs half of E3M4 with the smallest scales, but not in a cache."""
