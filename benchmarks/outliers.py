@@ -72,8 +72,7 @@ def measure_outliers(
     run = describe_run("outliers", device=str(model.device))
     caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")}
     for key, plan in _PLANS.items():
-        make = partial(FP8PagedCache, model.config, plan=plan)
-        caches[key] = Contender(str(plan), lambda _, make=make: make())
+        caches[key] = Contender(str(plan), partial(_make_cache, plan))
     scores = defaultdict[tuple[str, str], list[Scores]](list)
     with planted_outliers(model, factor, head_stride), paged_attention(model):
         options = {key: cache.make(model).options for key, cache in caches.items()}
@@ -112,6 +111,10 @@ def measure_outliers(
         "position": _POSITION, "scored": _SCORED_TOKENS,
     }  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
+
+
+def _make_cache(plan: tuple[str, str], model: PreTrainedModel) -> FP8PagedCache:
+    return FP8PagedCache(model.config, plan=plan)
 
 
 def _compute_last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -110,10 +110,11 @@ def _count_bytes(cache: FP8PagedCache, plan: StoragePlan) -> int:
     num_bytes = 0
     for layer in cache.paged_layers:
         layer_plan = LayerPlan.check(plan.layers[layer.index].plan, "plan")
-        dtypes = [torch.bfloat16 if side.is_auto else torch.uint8 for side in layer_plan]
+        k_dtype, v_dtype = (torch.bfloat16 if x.is_auto else torch.uint8 for x in layer_plan)
         num_tokens = min(_COUNTED_TOKENS, layer.sliding_window or _COUNTED_TOKENS)
-        pool, has_scales = layer.store.pool, torch.uint8 in dtypes
+        has_scales = torch.uint8 in (k_dtype, v_dtype)
+        pool = layer.store.pool
         num_bytes += make_page_layout(
-            pool.num_heads, num_tokens, pool.k_dim, pool.v_dim, *dtypes, has_scales
+            pool.num_heads, num_tokens, pool.k_dim, pool.v_dim, k_dtype, v_dtype, has_scales
         ).size
     return num_bytes
