@@ -3,18 +3,24 @@
 Some models have keys that are far larger in a few pairs of channels. RoPE rotates these pairs with
 the position, so they have no center, and rotation spreads them over the whole head. No small model
 has such keys. This benchmark therefore multiplies K by a factor in such pairs, and divides Q by it.
+
+Each cache is compared with plain E3M4 on the same texts, after exact and after stored prompts.
 """
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.rope_rotation import RopeRotation
+from hf_fp8kv.calibration.divergence import Scores, compute_logits, compute_scores
 from hf_fp8kv.card.caches import CONTENDERS, Contender
 from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.card.predictions import prefill, score_text
@@ -29,10 +35,13 @@ _TOLERANCE = 0.01
 _PROBE_TOKENS = 32
 # Attributes by which attention modules are found.
 _REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
-_TEXT_KINDS = ("code", "prose", "manual")
+_TEXT_KINDS = ("code", "prose", "manual", "chat")
 # Number of tokens before the scored tokens, and number of scored tokens.
 _POSITION, _SCORED_TOKENS = 768, 256
-_E2M5_PLAN = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
+_PLANS = {
+    "plain": ("fp8_e3m4", "fp8_e3m4"),
+    "e2m5": ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated"),
+}
 
 
 def measure_outliers(
@@ -42,9 +51,14 @@ def measure_outliers(
     name: str,
     factor: float = 50.0,
     head_stride: int = 1,
+    num_texts: int = 4,
     progress: Callable[[str], None],
 ) -> Result:
-    """Return rows with `cache`, `kl`, `kl_error` and `k_rotated` (layers whose K is rotated).
+    """Return rows with `cache`, `prompt`, `kl`, `kl_error`, `ratio`, `ratio_high` and `k_rotated`.
+
+    `ratio` is the ratio of the mean KL to plain E3M4, `ratio_high` its upper bound at 95 %, and
+    `k_rotated` the number of layers whose K is rotated. Caches with a center of the first call have
+    no row for stored prompts.
 
     Args:
         model: The model, in float32.
@@ -52,31 +66,67 @@ def measure_outliers(
         name: The model's name in the result.
         factor: Factor by which planted outliers multiply K.
         head_stride: Every `head_stride`-th head gets outliers. 1 means every head.
+        num_texts: Number of texts of each kind.
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
-    e2m5 = Contender(str(_E2M5_PLAN), lambda model: FP8PagedCache(model.config, plan=_E2M5_PLAN))
-    caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")} | {"e2m5": e2m5}
-    all_scores = []
+    caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")}
+    for key, plan in _PLANS.items():
+        caches[key] = Contender(str(plan), partial(_make_cache, plan))
+    scores = defaultdict[tuple[str, str], list[Scores]](list)
     with planted_outliers(model, factor, head_stride), paged_attention(model):
+        options = {key: cache.make(model).options for key, cache in caches.items()}
         for kind in _TEXT_KINDS:
             progress(kind)
-            ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
-            states = prefill(model, ids).states
-            all_scores.append(
-                score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED_TOKENS)
-            )
+            for text in read_texts(tokenizer, kind, num_texts, _POSITION):
+                ids = text.to(model.device)
+                exact = score_text(
+                    model, ids, prefill(model, ids).states, caches, positions=[_POSITION],
+                    scored=_SCORED_TOKENS,
+                )  # fmt: skip
+                logits = _compute_last_logits(model, ids, DynamicCache(config=model.config))
+                for key in caches:
+                    scores[key, "exact"].append(exact[_POSITION, key])
+                    if not options[key].has_first_call_centers:
+                        cache = FP8PagedCache.from_options(
+                            model.config, replace(options[key], prefill="stored"), ()
+                        )
+                        stored_logits = _compute_last_logits(model, ids, cache)
+                        next_ids = ids[:, 1 - _SCORED_TOKENS :]
+                        scores[key, "stored"].append(
+                            compute_scores(logits, stored_logits, next_ids)
+                        )
         plans = {key: cache.make(model).plan for key, cache in caches.items()}
     rows = []
-    for key, cache in caches.items():
-        summary = summarize_scores([text_scores[_POSITION, key] for text_scores in all_scores])
+    for (key, prompt), text_scores in scores.items():
+        ratio, ratio_high = _compare_means(text_scores, scores["plain", prompt])
         num_rotated = sum(layer_plan.k.rotated for layer_plan in plans[key].values())
-        rows.append({"cache": cache.title, **summary, "k_rotated": num_rotated})
+        rows.append({
+            "cache": caches[key].title, "prompt": prompt, **summarize_scores(text_scores),
+            "ratio": ratio, "ratio_high": ratio_high, "k_rotated": num_rotated,
+        })  # fmt: skip
     settings = {
         "model": name, "factor": factor, "heads": head_stride, "texts": list(_TEXT_KINDS),
+        "num_texts": num_texts,
         "position": _POSITION, "scored": _SCORED_TOKENS,
     }  # fmt: skip
     return {**run, "settings": settings, "rows": rows}
+
+
+def _make_cache(plan: tuple[str, str], model: PreTrainedModel) -> FP8PagedCache:
+    return FP8PagedCache(model.config, plan=plan)
+
+
+def _compute_last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    return compute_logits(model, ids, cache, {}, scored=True)[:, -_SCORED_TOKENS:]
+
+
+def _compare_means(scores: Sequence[Scores], plain: Sequence[Scores]) -> tuple[float, float]:
+    """Return the ratio of the mean KL of the same texts, and its upper bound at 95 %."""
+    kl, plain_kl = (torch.stack([text.kl.mean() for text in texts]) for texts in (scores, plain))
+    ratio = kl.mean() / plain_kl.mean()
+    error = (kl - ratio * plain_kl).std() / len(kl) ** 0.5 / plain_kl.mean()
+    return ratio.item(), (ratio + 1.96 * error).item()
 
 
 @contextmanager
@@ -161,5 +211,6 @@ if __name__ == "__main__":
         **MODEL_OPTIONS,
         "--factor": {"type": float, "help": "Factor of the outliers. Default: 50."},
         "--heads": {"type": int, "dest": "head_stride", "help": "Plant in every n-th head."},
+        "--texts": {"type": int, "dest": "num_texts", "help": "Texts of each kind. Default: 4."},
     }
     main(__doc__, load_model_before(measure_outliers), options)

@@ -20,14 +20,15 @@ from ..attention.switching import eval_mode
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
-from ..formats.codec import compute_dynamic_errors
+from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.model_support import accepts_argument, caches_latents, find_base_model
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder
-from .choose import pick_candidate
+from .choose import center_and_rotate, pick_candidate
 from .observe import Batch, find_paged_layers, nan_error
+from .protection import protect_layers
 from .queries import Queries, observe_queries
 from .rope import find_max_positions, has_rope
 from .stages import sample_windows
@@ -40,7 +41,8 @@ _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the
 # Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
 # smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
 # of E3M4 by a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
-_MAX_COST_RATIO = 0.5
+# If the ratio of K is above a third in a head, costs are computed again with the scales of a cache.
+_MAX_COST_RATIO, _CERTAIN_COST_RATIO, _MAX_SEARCHED_COST_RATIO = 1 / 2, 1 / 3, 3 / 4
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 _PLAN_ATTRIBUTE = "_hf_fp8kv_plan"  # name of the model's attribute that holds its plan
@@ -51,30 +53,40 @@ _LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 def choose_plan(
     model: PreTrainedModel, texts: Any = None, *, tokenizer: Any = None, text_column: str = "text",
-    chat_template: bool | None = None,
+    chat_template: bool | None = None, max_extra_bytes: float = 0.04,
 ) -> StoragePlan:  # fmt: skip
     """Choose the storage plan of a model: the format, rotation and center of each layer.
 
-    The model reads several hundred random tokens, or several thousand of `texts`. The plan is for
-    this model in any cache, engine or process. The same weights give the same plan on one machine.
+    The model reads several hundred random tokens, or several thousand of `texts`. If its
+    predictions then lose much by a prompt that is stored before it is read, K and V of the layers
+    that cause this keep the model's dtype. The plan's `protection` has the losses and the layers.
+    The plan is for this model in any cache, engine or process. The same weights give the same plan
+    on one machine.
 
     Args:
         model: A language model in one process, on any device or devices.
         texts: As in `calibrate`. A sample of their windows is read. None means a fixed sequence of
             random token ids.
         tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
+        max_extra_bytes: Maximum share of bytes that layers in the model's dtype add to a cache of
+            4,096 tokens of 16 bits. 0 keeps all layers in 8 bits.
 
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
+    if isinstance(max_extra_bytes, bool) or not 0 <= max_extra_bytes <= 1:
+        raise ConfigError(
+            f"max_extra_bytes: expected a share from 0 to 1, got {max_extra_bytes!r}. Leave it out "
+            "for 0.04"
+        )
     model = find_base_model(model)
     layers = find_paged_layers(model)
-    if texts is None:
-        vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
-        generator = torch.Generator("cpu").manual_seed(0)
-        length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
-        windows = [torch.randint(vocab_size, (length,), generator=generator, device="cpu")]
-    else:
+    vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
+    generator = torch.Generator("cpu").manual_seed(0)
+    length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
+    random_window = torch.randint(vocab_size, (length,), generator=generator, device="cpu")
+    windows = [random_window]
+    if texts is not None:
         corpus = read_model_corpus(
             model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS, held_out=0,
             text_column=text_column, chat_template=chat_template,
@@ -91,17 +103,21 @@ def choose_plan(
     is_latent = caches_latents(model.config.get_text_config(decoder=True))
     may_transform_k = num_positions > 1 or not has_rope(model)
     source = f"chosen on {num_tokens} {'random tokens' if texts is None else 'tokens of text'}"
-    layer_scales = {}
+    layer_scales, k_costs = {}, {}
     for index in sorted(layers):
-        center, plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
+        center, layer_plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
+        k_costs[index] = 0.0  # unknown
         all_states = [states.pop(index) for states in states_by_call if index in states]
         if all_states and all(queries is not None for *_, queries in all_states):
-            center, plan = _choose_layer_plan(index, all_states, may_transform_k, is_latent)
-        layer_scales[index] = LayerScales(None, None, center, source, plan)
-    return StoragePlan(
+            center, layer_plan, k_costs[index] = _choose_layer_plan(
+                index, all_states, may_transform_k, is_latent
+            )
+        layer_scales[index] = LayerScales(None, None, center, source, layer_plan)
+    plan = StoragePlan(
         layer_scales, model_type=model.config.model_type, origin=source,
         weights_digest=digest_decoder(model),
     )  # fmt: skip
+    return protect_layers(model, plan, random_window, k_costs, max_extra_bytes)
 
 
 def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
@@ -155,8 +171,8 @@ def _read_states(
 
 def _choose_layer_plan(
     index: int, all_states: Sequence[_LayerStates], may_transform_k: bool, is_latent: bool
-) -> tuple[Tensor | None, LayerPlan]:
-    """Return the center of K on the CPU, or None if it is not used, and the plan of least cost."""
+) -> tuple[Tensor | None, LayerPlan, float]:
+    """Return the center of K on the CPU or None, the plan of least cost, and the cost of its K."""
     plans = [_FALLBACK, *_ROTATED_PLANS]
     centered_plans = [] if is_latent else [replace(plan, centered=True) for plan in plans]
     k_plans = [*centered_plans, *plans] if may_transform_k else [_FALLBACK]
@@ -186,9 +202,33 @@ def _choose_layer_plan(
     if not all(map(math.isfinite, chain(*total_costs))):
         raise nan_error(index, "K and V")
     k_costs, v_costs = total_costs[:num_k_plans], total_costs[num_k_plans:]
-    k_plan = k_plans[pick_candidate(k_costs, _MAX_COST_RATIO)]
+    k_index = pick_candidate(k_costs, _MAX_COST_RATIO)
+    if pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
+        searched_costs = _search_k_costs(all_states, center, [k_plans[0], k_plans[k_index]])
+        k_index *= pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
+    if k_index == 0:  # a center may cost more than no center
+        plain_index = k_plans.index(_FALLBACK)
+        k_index = plain_index * pick_candidate([k_costs[0], k_costs[plain_index]], 1.0)
+    k_plan = k_plans[k_index]
     v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
-    return (center.cpu() if k_plan.centered else None), LayerPlan(k_plan, v_plan)
+    used_center = center.cpu() if k_plan.centered else None
+    return used_center, LayerPlan(k_plan, v_plan), sum(k_costs[k_index])
+
+
+def _search_k_costs(
+    all_states: Sequence[_LayerStates], center: Tensor, plans: Sequence[SidePlan]
+) -> list[list[float]]:
+    """Return the cost of K by plan and head, with the scales of a cache."""
+    costs = [torch.zeros(len(center), device="cpu") for _ in plans]
+    for k, _, queries in all_states:
+        assert queries is not None
+        for cost, plan in zip(costs, plans, strict=True):
+            x = center_and_rotate(k, center if plan.centered else None, rotated=plan.rotated)
+            fmt = FORMATS[plan.format]
+            error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
+            q = rotate(queries.q) if plan.rotated else queries.q
+            cost += replace(queries, q=q).compute_cost("k", error, "head")[:, 0].cpu()
+    return [cost.tolist() for cost in costs]
 
 
 def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:

@@ -148,6 +148,8 @@ def _list_headings(scales: KVScales, report: CalibrationReport | None) -> Iterat
     yield f"from {scales.origin}"
     if scales.plan is not None:
         yield f"stored as {summarize_plan(scales.plan)}"
+    if scales.protection is not None:
+        yield f"{scales.protection}"
     if scales.weights_digest is not None:
         yield f"for weights with the digest {scales.weights_digest}"
     if report is not None:

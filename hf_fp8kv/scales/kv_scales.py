@@ -49,6 +49,7 @@ class KVScales(ScaleData):
         origin: File, folder or repository of the scales.
         report: Report of the calibration, or None.
         weights_digest: Digest of the weights of the calibrated model, or None.
+        protection: Protected layers of a plan from `choose_plan`, and their effect, or None.
 
     Raises:
         ScaleError: `layers` is empty, or not a dict of `LayerScales`.
@@ -341,7 +342,9 @@ class StoragePlan(KVScales):
             )
 
     def __repr__(self) -> str:
-        return f"StoragePlan({summarize_plan(self.plan or {})}; {self.origin})"
+        notes = [summarize_plan(self.plan or {}), self.origin]
+        notes += [] if self.protection is None else [str(self.protection)]
+        return f"StoragePlan({'; '.join(notes)})"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StoragePlan":

@@ -16,7 +16,7 @@ from ..errors import ScaleError
 from ..formats import MIN_SCALE, LayerPlan, summarize_plan
 from ..utils.digests import digest_of
 from ..utils.text import format_list, format_value
-from .report import CalibrationReport
+from .report import CalibrationReport, Protection
 
 Granularity = Literal["tensor", "head", "channel"]
 # Largest valid scale. From `MIN_SCALE` to it, 1 / scale and 448 * scale are finite in fp32.
@@ -163,6 +163,7 @@ class ScaleData:
     origin: str = "memory"
     report: CalibrationReport | None = None
     weights_digest: str | None = None
+    protection: Protection | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping) or not self.layers:

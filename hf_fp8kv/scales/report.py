@@ -52,6 +52,25 @@ class QualityRow:
 
 
 @dataclass(frozen=True)
+class Protection:
+    """The effect of storing a prompt before it is read, and the layers that are protected from it.
+
+    Losses are mean KL divergences from the unquantized cache, in nats, on random tokens.
+    """
+
+    kl: float  # loss with the plan
+    unprotected_kl: float  # loss with the same plan, if no layer is protected
+    extra_bytes: float  # share of bytes that protection adds to a cache of 4,096 tokens
+    sides: tuple[str, ...] = ()  # protected sides, such as "K of layer 0", in the order of choice
+
+    def __str__(self) -> str:
+        text = f"KL after a stored prompt {self.kl:.1e}"
+        sides = f"{', '.join(self.sides)} in 16 bits, {self.extra_bytes:+.1%} bytes"
+        protected = f", {self.unprotected_kl:.1e} without protection ({sides})"
+        return text + protected * bool(self.sides)
+
+
+@dataclass(frozen=True)
 class CalibrationReport:
     """Results of a calibration, or of a measurement of existing scales."""
 
@@ -88,15 +107,15 @@ class CalibrationReport:
             ScaleError: An entry is missing, unknown, or has a wrong type, or a number is not
                 finite. The message starts with `label` and has the name of the entry.
         """
-        report: CalibrationReport = _convert(cls, data, f"{label}: ")
+        report: CalibrationReport = convert_json(cls, data, f"{label}: ")
         return report
 
 
-def _convert(annotation: Any, value: Any, label: str) -> Any:
+def convert_json(annotation: Any, value: Any, label: str) -> Any:
     """Convert a JSON value to the type `annotation`: a dataclass, a dict, a tuple or a scalar."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if type(None) in arguments:
-        return None if value is None else _convert(arguments[0], value, label)
+        return None if value is None else convert_json(arguments[0], value, label)
     if is_dataclass(annotation) or origin is dict:
         if not isinstance(value, Mapping):
             raise _make_error("an object", value, label)
@@ -112,12 +131,12 @@ def _convert(annotation: Any, value: Any, label: str) -> Any:
             if value.keys() - annotations.keys() or required - value.keys():
                 raise _make_error(f"the entries {', '.join(annotations)}", list(value), label)
         dot = "" if label.endswith(": ") else "."
-        entries = {n: _convert(annotations[n], x, f"{label}{dot}{n}") for n, x in value.items()}
+        entries = {n: convert_json(annotations[n], x, f"{label}{dot}{n}") for n, x in value.items()}
         return entries if origin is dict else annotation(**entries)
     if origin is tuple:
         if not isinstance(value, list):
             raise _make_error("a list", value, label)
-        return tuple(_convert(arguments[0], x, f"{label}[{i}]") for i, x in enumerate(value))
+        return tuple(convert_json(arguments[0], x, f"{label}[{i}]") for i, x in enumerate(value))
     if annotation is object:
         return json.loads(json.dumps(value))
     types = (int, float) if annotation is float else (annotation,)

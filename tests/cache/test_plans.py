@@ -1,5 +1,7 @@
 """Tests of scales with a storage plan for each layer, in caches and in files."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,73 @@ def test_a_plan_gives_the_same_keys_and_values_in_all_caches(attention: str) -> 
     for states in states_by_cache[1:]:
         for expected, actual in zip(states_by_cache[0], states, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+PROTECTED_PLANS = (
+    LayerPlan.parse("model", "int8 rotated"),
+    LayerPlan.parse("model", "model"),
+    LayerPlan.parse("fp8_e2m5 rotated centered", "model"),
+)
+
+
+def make_protected_plan() -> StoragePlan:
+    """Return a plan with K, K and V, and V of consecutive layers in the model's dtype."""
+    center = torch.linspace(-1, 1, NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM)
+    return StoragePlan({
+        index: LayerScales(None, None, center if plan.k.centered else None, plan=plan)
+        for index, plan in enumerate(PROTECTED_PLANS)
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_size", [1, 37, 256])
+def test_protected_layers_are_stored_unchanged(tmp_path: Path, chunk_size: int) -> None:
+    """Caches, copies, files and training store the same values, whatever the calls."""
+    plan = make_protected_plan()
+    plan.save_pretrained(tmp_path / "plan")
+    cache = FP8PagedCache(make_config(), plan=tmp_path / "plan", prefill="stored")
+    k, v = make_states(61)
+    for index in range(NUM_LAYERS):
+        for k_chunk, v_chunk in zip(k.split(chunk_size, 2), v.split(chunk_size, 2), strict=True):
+            cache.update(k_chunk, v_chunk, index)
+    copies = [
+        cache,
+        pickle.loads(pickle.dumps(cache)),
+        copy.deepcopy(cache),
+        FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
+    ]
+    for index, layer_scales in plan.layers.items():
+        rounding = StoredRounding(cache.options, index, k, v)
+        trained = rounding.read(rounding.store(k, v), k, v)
+        for copied_cache in copies:
+            layer = copied_cache.layers[index]
+            for side, x, handle, rounded in zip(
+                "kv", (k, v), (layer.keys, layer.values), trained, strict=True
+            ):
+                assert_same(handle.dense(), rounded)
+                if getattr(layer_scales.plan, side).is_auto:
+                    assert_same(handle.dense(), x)
+                else:
+                    expected = round_by_plan(x, layer_scales, side)
+                    torch.testing.assert_close(handle.dense(), expected, rtol=0, atol=1e-5)
+
+
+def test_protected_layers_are_generated_restored_and_trained(tmp_path: Path) -> None:
+    """A model with such a plan reads a prefix store, continues a cache, and gets gradients."""
+    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS)
+    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"plan": make_protected_plan(), "page_size": 16}
+    outputs = []
+    for _ in range(2):
+        enable(model, prefix_store=PrefixStore(tmp_path), **options)
+        outputs.append(model.generate(ids, max_new_tokens=4, return_dict_in_generate=True))
+    assert outputs[1].past_key_values.memory_footprint().restored_tokens == 32
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    cache = FP8PagedCache(model.config, prefill="stored", **options)
+    sequences = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert torch.equal(sequences, outputs[0].sequences)
+    enable(model, training="stored", prefill="stored", **options)
+    model(ids, labels=ids).loss.backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
 
 
 def test_a_deterministic_model_stores_the_same_pages(tmp_path: Path) -> None:

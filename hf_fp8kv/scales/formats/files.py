@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
-from ..report import REPORT_FILE, CalibrationReport
+from ..report import REPORT_FILE, CalibrationReport, Protection, convert_json
 from ..request import Request
 from .base import ScaleFormat, to_json
 
@@ -50,6 +50,8 @@ class HfFp8kv(ScaleFormat):
         }
         if scales.plan is not None:
             metadata["plan"] = {i: list(map(str, plan)) for i, plan in scales.plan.items()}
+        if scales.protection is not None:
+            metadata["protection"] = asdict(scales.protection)
         tensors: dict[str, torch.Tensor] = {}
         for index, layer in scales.layers.items():
             named = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
@@ -83,9 +85,13 @@ def read_kv_scales(path: Path) -> ScaleData:
         }  # fmt: skip
         if (weights_digest := metadata.get("weights_digest")) is not None:
             bytes.fromhex(weights_digest)  # raises an error for anything else
-        scales = ScaleData(
-            layers, HfFp8kv.name, metadata["model_type"], str(path), weights_digest=weights_digest
+        protection = convert_json(
+            Protection | None, metadata.get("protection"), f"{path}: protection"
         )
+        scales = ScaleData(
+            layers, HfFp8kv.name, metadata["model_type"], str(path), weights_digest=weights_digest,
+            protection=protection,
+        )  # fmt: skip
     report_path = path.parent / REPORT_FILE
     if not report_path.is_file():
         return scales
