@@ -1,82 +1,25 @@
-"""Measure predictions of a model with outliers in K that no center or rotation removes.
+"""Plant outliers in the keys of a model that no center or rotation removes.
 
 Some models have keys that are far larger in a few pairs of channels. RoPE rotates these pairs with
 the position, so they have no center, and rotation spreads them over the whole head. No small model
-has such keys. This benchmark therefore multiplies K by a factor in such pairs, and divides Q by it.
+has such keys. Therefore K is multiplied by a factor in such pairs, and Q is divided by it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.rope_rotation import RopeRotation
-from hf_fp8kv.card.caches import CONTENDERS, Contender
-from hf_fp8kv.card.measure import summarize_scores
-from hf_fp8kv.card.predictions import prefill, score_text
-from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.utils.environment import describe_run
-
-from .shared import MODEL_OPTIONS, Options, Result, load_model_before, main
 
 # Maximum change of the logits by the planted outliers, relative to the logits.
 _TOLERANCE = 0.01
 _PROBE_TOKENS = 32
 # Attributes by which attention modules are found.
 _REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
-_TEXT_KINDS = ("code", "prose", "manual")
-# Number of tokens before the scored tokens, and number of scored tokens.
-_POSITION, _SCORED_TOKENS = 768, 256
-_E2M5_PLAN = ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated")
-
-
-def measure_outliers(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    *,
-    name: str,
-    factor: float = 50.0,
-    head_stride: int = 1,
-    progress: Callable[[str], None],
-) -> Result:
-    """Return rows with `cache`, `kl`, `kl_error` and `k_rotated` (layers whose K is rotated).
-
-    Args:
-        model: The model, in float32.
-        tokenizer: The model's tokenizer.
-        name: The model's name in the result.
-        factor: Factor by which planted outliers multiply K.
-        head_stride: Every `head_stride`-th head gets outliers. 1 means every head.
-        progress: Function that is called with the name of each text.
-    """
-    run = describe_run("outliers", device=str(model.device))
-    e2m5 = Contender(str(_E2M5_PLAN), lambda model: FP8PagedCache(model.config, plan=_E2M5_PLAN))
-    caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")} | {"e2m5": e2m5}
-    all_scores = []
-    with planted_outliers(model, factor, head_stride), paged_attention(model):
-        for kind in _TEXT_KINDS:
-            progress(kind)
-            ids = read_texts(tokenizer, kind, 1, _POSITION)[0].to(model.device)
-            states = prefill(model, ids).states
-            all_scores.append(
-                score_text(model, ids, states, caches, positions=[_POSITION], scored=_SCORED_TOKENS)
-            )
-        plans = {key: cache.make(model).plan for key, cache in caches.items()}
-    rows = []
-    for key, cache in caches.items():
-        summary = summarize_scores([text_scores[_POSITION, key] for text_scores in all_scores])
-        num_rotated = sum(layer_plan.k.rotated for layer_plan in plans[key].values())
-        rows.append({"cache": cache.title, **summary, "k_rotated": num_rotated})
-    settings = {
-        "model": name, "factor": factor, "heads": head_stride, "texts": list(_TEXT_KINDS),
-        "position": _POSITION, "scored": _SCORED_TOKENS,
-    }  # fmt: skip
-    return {**run, "settings": settings, "rows": rows}
 
 
 @contextmanager
@@ -154,12 +97,3 @@ def _scale_row(projection: torch.nn.Linear, row: int, factor: float) -> None:
     with torch.no_grad():
         for weight in projection.parameters():
             weight[row] *= factor
-
-
-if __name__ == "__main__":
-    options: Options = {
-        **MODEL_OPTIONS,
-        "--factor": {"type": float, "help": "Factor of the outliers. Default: 50."},
-        "--heads": {"type": int, "dest": "head_stride", "help": "Plant in every n-th head."},
-    }
-    main(__doc__, load_model_before(measure_outliers), options)

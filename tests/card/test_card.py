@@ -174,8 +174,9 @@ def test_an_infinite_divergence_gives_the_tier_broken():
         [Scores(divergences, torch.ones_like(divergences), divergences)] * 2
     )
     drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
-    cache = {"predictions": [{**row, "kind": measure.ALL_KINDS}], "stored": None, "tasks": {},
-             "drift": {**drift, "kl": math.inf}}  # fmt: skip
+    row |= {"kind": measure.ALL_KINDS, "prompt": "exact"}
+    drift["kl"] = math.inf
+    cache = {"predictions": [row], "stored": None, "tasks": {}, "drift": drift}
     assert judge_cache(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
@@ -214,7 +215,7 @@ def make_wrongly_centered_cache(model) -> FP8PagedCache:
 
 
 def find_defects(contender: Contender, model: Any, states: list[States]) -> list[str]:
-    row = {"kind": measure.ALL_KINDS, "kl": 1e-4}
+    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
     stored_errors = compare_states(contender, model, states)
     cache = {"predictions": [row], "drift": drift, "stored": stored_errors, "tasks": {}}
@@ -320,9 +321,9 @@ def test_a_lost_token_changes_predictions():
     }
     with paged_attention(model):
         states = prefill(model, ids).states
-        scores = score_text(model, ids, states, contenders, positions=[60], scored=10)
-    assert scores[60, "whole"].summarize().kl == 0
-    assert scores[60, "forgetful"].summarize().kl > 1e-6
+        scores = dict(score_text(model, ids, states, contenders, positions=[60], scored=10))
+    assert scores[60, "exact", "whole"].summarize().kl == 0
+    assert scores[60, "exact", "forgetful"].summarize().kl > 1e-6
 
 
 def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
@@ -367,7 +368,7 @@ def test_questions_fit_and_have_their_keys_in_the_text(task):
 
 
 def test_lost_and_gained_answers_cancel():
-    row = {"kind": measure.ALL_KINDS, "kl": 5e-3}
+    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": 5e-3}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
 
     def judge_answers(lost: int, won: int) -> dict[str, Any]:
