@@ -522,10 +522,7 @@ def test_the_docs_contain_the_values_of_the_cards():
                     assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines
     for title, cache in (
         ("the default: E3M4, centered K", "default"),
-        (
-            'the same without a center: `dtype="fp8_e3m4"`, serving, training, prefix stores',
-            "fp8_e3m4",
-        ),
+        ('the same without a center: `dtype="fp8_e3m4"`', "fp8_e3m4"),
         ('`dtype="adaptive"`, from random tokens', "adaptive"),
         ('`dtype="fp8"`: E4M3, a scale per token and head', "fp8"),
         ("E4M3 with scale 1.0, as in servers without scales", "fp8-1.0"),
