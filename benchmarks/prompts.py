@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PROMPTS = (EXACT, STORED)
 BASELINE = "fp8_e3m4"
 SCORED_TOKENS = 128
-# TODO: call choose_plan with `max_extra_bytes` once it has this argument on every branch.
+# TODO: remove when `choose_plan` always has this argument.
 _HAS_SHARES = "max_extra_bytes" in inspect.signature(choose_plan).parameters
 _PLAN = "plan "
 # Plans of `choose_plan`, by the bytes that they may add.
@@ -202,7 +202,8 @@ def make_storage(model: PreTrainedModel, name: str) -> Storage:
     plan = None
     if name.startswith(_PLAN):
         share = float(name.removeprefix(_PLAN).removesuffix("%")) / 100
-        plan = choose_plan(model, **({"max_extra_bytes": share} if _HAS_SHARES else {}))
+        options: dict[str, Any] = {"max_extra_bytes": share} if _HAS_SHARES else {}
+        plan = choose_plan(model, **options)
     elif Path(name).exists():
         plan = StoragePlan.load(name)
     if plan is None:
@@ -277,7 +278,8 @@ def summarize(
         row["more_bytes"] = storage.more_bytes
         kl = {prompt: read_kl(cache, prompt) for prompt in PROMPTS}
         for prompt in PROMPTS:
-            row[prompt] = kl[prompt] and compute_interval(kl[prompt])
+            values = kl[prompt]
+            row[prompt] = None if values is None else compute_interval(values)
             row[f"{prompt}_ratio"] = compute_ratio(kl[prompt], read_kl(BASELINE, prompt))
         row["growth"] = compute_ratio(kl[STORED], kl[EXACT])
         rows.append(row)

@@ -27,6 +27,7 @@ from hf_fp8kv.card.caches import (
     round_to_q8_0,
 )  # fmt: skip
 from hf_fp8kv.card.drift import (
+    UNQUANTIZED_PAGES,
     compare_answers,
     compute_student_quantile,
     describe_drift,
@@ -157,7 +158,15 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
 def test_cards_support_windows_latents_and_shared_layers(name):
     """Layers with a window count only the tokens in the window, with and without quantization."""
     model, _ = build_variant(name)
-    states = prefill(model, torch.randint(4, 90, (1, 80))).states
+    ids = torch.randint(4, 90, (1, 80))
+    with paged_attention(model):
+        states = prefill(model, ids).states
+        all_scores = score_text(
+            model, ids, states, {"unquantized": UNQUANTIZED_PAGES, "fp8": CONTENDERS["fp8"]},
+            positions=[40, 80], scored=8, stored_positions=[40, 80],
+        )  # fmt: skip
+        for (_, prompt, cache), scores in all_scores:
+            assert (scores.kl.mean() < 1e-9) == (cache == "unquantized"), (prompt, cache)
     assert not find_defects(CONTENDERS["default"], model, states)
     token_bytes = count_token_bytes(UNQUANTIZED, model, states)
     assert token_bytes == count_token_bytes(CONTENDERS["bf16"], model, states)
