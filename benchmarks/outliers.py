@@ -10,17 +10,16 @@ Each cache is compared with plain E3M4 on the same texts, after exact and after 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.rope_rotation import RopeRotation
-from hf_fp8kv.calibration.divergence import Scores, compute_logits, compute_scores
+from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.card.caches import CONTENDERS, Contender
 from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.card.predictions import prefill, score_text
@@ -75,27 +74,15 @@ def measure_outliers(
         caches[key] = Contender(str(plan), partial(_make_cache, plan))
     scores = defaultdict[tuple[str, str], list[Scores]](list)
     with planted_outliers(model, factor, head_stride), paged_attention(model):
-        options = {key: cache.make(model).options for key, cache in caches.items()}
         for kind in _TEXT_KINDS:
             progress(kind)
             for text in read_texts(tokenizer, kind, num_texts, _POSITION):
                 ids = text.to(model.device)
-                exact = score_text(
+                for (_, prompt, key), scores_of_text in score_text(
                     model, ids, prefill(model, ids).states, caches, positions=[_POSITION],
-                    scored=_SCORED_TOKENS,
-                )  # fmt: skip
-                logits = _compute_last_logits(model, ids, DynamicCache(config=model.config))
-                for key in caches:
-                    scores[key, "exact"].append(exact[_POSITION, key])
-                    if not options[key].has_first_call_centers:
-                        cache = FP8PagedCache.from_options(
-                            model.config, replace(options[key], prefill="stored"), ()
-                        )
-                        stored_logits = _compute_last_logits(model, ids, cache)
-                        next_ids = ids[:, 1 - _SCORED_TOKENS :]
-                        scores[key, "stored"].append(
-                            compute_scores(logits, stored_logits, next_ids)
-                        )
+                    scored=_SCORED_TOKENS, stored_positions=[_POSITION],
+                ):  # fmt: skip
+                    scores[key, prompt].append(scores_of_text)
         plans = {key: cache.make(model).plan for key, cache in caches.items()}
     rows = []
     for (key, prompt), text_scores in scores.items():
@@ -115,10 +102,6 @@ def measure_outliers(
 
 def _make_cache(plan: tuple[str, str], model: PreTrainedModel) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=plan)
-
-
-def _compute_last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    return compute_logits(model, ids, cache, {}, scored=True)[:, -_SCORED_TOKENS:]
 
 
 def _compare_means(scores: Sequence[Scores], plain: Sequence[Scores]) -> tuple[float, float]:

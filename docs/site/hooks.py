@@ -248,9 +248,9 @@ def draw_overview(models: dict[str, dict[str, Any]]) -> bytes:
 
 
 def _divergence(cache: dict[str, Any]) -> float:
-    return {(row["kind"], row["position"]): row["kl"] for row in cache["predictions"]}[
-        "all", POSITION
-    ]
+    from hf_fp8kv.card.measure import select_rows
+
+    return {row["position"]: row["kl"] for row in select_rows(cache, "exact")}[POSITION]
 
 
 CHARTS = (

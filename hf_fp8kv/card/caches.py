@@ -1,7 +1,7 @@
 """The caches that a card compares, including imitations of other software by rounding."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,9 +45,26 @@ class Contender:
             cache.update(*(x[:, :, :length] for x in layer), index)
         return cache
 
+    def make_stored(self, model: PreTrainedModel) -> Any:
+        """Return an empty cache whose first call also attends to stored states.
+
+        None means that the first call needs unrounded states: for its center, or always as in
+        `QuantizedCache`.
+        """
+        cache = self.make(model)
+        if isinstance(cache, RoundedCache):
+            cache.prefill = "stored"
+            return cache
+        if not isinstance(cache, FP8PagedCache) or cache.options.has_first_call_centers:
+            return None
+        options = replace(cache.options, prefill="stored")
+        return FP8PagedCache.from_options(model.config, options, ())
+
 
 class RoundedCache(DynamicCache):
     """An unquantized cache of rounded keys and values, which imitates a quantized cache."""
+
+    prefill = "exact"  # as in `FP8PagedCache`
 
     def __init__(self, config: PreTrainedConfig, rounding: Rounding) -> None:
         super().__init__(config=config)
@@ -57,11 +74,11 @@ class RoundedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
         *args: Any, **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Store rounded states. On an empty cache, return the unrounded states."""
-        is_empty = not self.get_seq_length(layer_idx)
+        """Store rounded states. The first call returns unrounded states if `prefill` is "exact"."""
+        is_exact = self.prefill == "exact" and not self.get_seq_length(layer_idx)
         rounded_states = self._rounding(key_states, value_states)
         keys, values = super().update(*rounded_states, layer_idx, *args, **kwargs)
-        return (key_states, value_states) if is_empty else (keys, values)
+        return (key_states, value_states) if is_exact else (keys, values)
 
 
 def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> States:
@@ -174,20 +191,26 @@ def choose_contenders(
     return contenders, refusals
 
 
-def count_token_bytes(contender: Contender, model: PreTrainedModel, states: list[States]) -> float:
-    """Return the bytes per token of a cache of 1,024 tokens, if the model's dtype is bfloat16.
+def count_token_bytes(
+    contender: Contender,
+    model: PreTrainedModel,
+    states: list[States],
+    num_tokens: int = _CACHE_TOKENS,
+) -> float:
+    """Return the bytes per token of a cache of `num_tokens`, if the model's dtype is bfloat16.
 
     Args:
         contender: The cache.
         model: The model.
         states: Keys and values of each layer, with any number of tokens.
+        num_tokens: Number of tokens in the cache, a multiple of every page size.
     """
     new_states = [
-        (keys.new_ones((*keys.shape[:2], _CACHE_TOKENS, keys.shape[3]), dtype=torch.bfloat16),
-         values.new_ones((*values.shape[:2], _CACHE_TOKENS, values.shape[3]), dtype=torch.bfloat16))
+        (keys.new_ones((*keys.shape[:2], num_tokens, keys.shape[3]), dtype=torch.bfloat16),
+         values.new_ones((*values.shape[:2], num_tokens, values.shape[3]), dtype=torch.bfloat16))
         for keys, values in states
     ]  # fmt: skip
     cache = contender.fill(model, new_states)
     is_paged = isinstance(cache, FP8PagedCache)
     size = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
-    return size * (contender.bits or 16) / 16 / _CACHE_TOKENS
+    return size * (contender.bits or 16) / 16 / num_tokens

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from .drift import (
     format_change,
     sample_answers,
 )  # fmt: skip
-from .predictions import compare_states, prefill, score_text
+from .predictions import EXACT, STORED, compare_states, prefill, score_text
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
 
@@ -57,7 +58,8 @@ class Size:
 
     Attributes:
         texts: Number of scored texts of each of five kinds.
-        positions: Positions in tokens before which predictions are scored.
+        positions: Positions in tokens before which predictions are scored. Predictions after stored
+            prompts are scored before the first position only, because each cache needs a call.
         scored: Number of scored tokens before each position.
         answers: Number of long answers.
         drift: Number of tokens of a long answer, along which drift is measured.
@@ -257,10 +259,11 @@ class _Card:
         scores = score_text(
             self.model, ids, states, self.contenders,
             positions=self.size.positions, scored=self.size.scored,
+            stored_positions=self.size.positions[:1],
         )  # fmt: skip
         return {
-            f"{position} {name}": {field: x.tolist() for field, x in vars(text_scores).items()}
-            for (position, name), text_scores in scores.items()
+            " ".join(map(str, key)): {field: x.tolist() for field, x in vars(text_scores).items()}
+            for key, text_scores in scores
         }
 
     def _compare_states(self) -> dict[str, Any]:
@@ -339,17 +342,21 @@ class _Card:
         }  # fmt: skip
 
     def _summarize_predictions(self, name: str) -> list[dict[str, Any]]:
-        """Return the scores of all texts, by position and kind of text."""
+        """Return the scores of all texts, by prompt, position and kind of text."""
         rows = []
-        for position in self.size.positions:
-            for kind in (ALL_KINDS, *KINDS):
-                text_scores = [
-                    Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
-                    for part, part_scores in self.results.items()
-                    if part.startswith("text:" if kind == ALL_KINDS else f"text: {kind} ")
-                    for fields in [part_scores[f"{position} {name}"]]
-                ]
-                rows.append({"position": position, "kind": kind, **summarize_scores(text_scores)})
+        for prompt, position, kind in product(
+            (EXACT, STORED), self.size.positions, (ALL_KINDS, *KINDS)
+        ):
+            text_scores = [
+                Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
+                for part, part_scores in self.results.items()
+                if part.startswith("text:" if kind == ALL_KINDS else f"text: {kind} ")
+                for key, fields in part_scores.items()
+                if key == f"{position} {prompt} {name}"
+            ]
+            if text_scores:
+                row = {"prompt": prompt, "position": position, "kind": kind}
+                rows.append({**row, **summarize_scores(text_scores)})
         return rows
 
 
@@ -369,11 +376,11 @@ def judge_cache(entry: Mapping[str, Any], floor_entry: Mapping[str, Any] | None)
     """Return the verdict on a cache from its entry in the card.
 
     Returns:
-        `kl`, the largest of the mean divergences at each position and along the answers, `tier`,
+        `kl`, the largest of the mean divergences along the answers and after exact prompts, `tier`,
         the key of `TIERS` for this divergence, and `findings`, a sentence about each defect.
     """
     drift, stored_errors, findings = entry["drift"], entry["stored"], []
-    kl = max(drift["kl"], *(row["kl"] for row in entry["predictions"] if row["kind"] == ALL_KINDS))
+    kl = max(drift["kl"], *(row["kl"] for row in select_rows(entry, EXACT)))
     if stored_errors is not None:
         for side in "kv":
             if abs(gain := stored_errors[f"{side}_gain"]) > _MAX_GAIN:
@@ -396,8 +403,18 @@ def judge_cache(entry: Mapping[str, Any], floor_entry: Mapping[str, Any] | None)
     num_lost, num_gained = (sum(task[key] for task in tasks) for key in ("lost", "won"))
     if _compute_p_value(num_lost, num_gained) < _SIGNIFICANCE:
         findings.append(f"It loses {num_lost} correct answers and gains {num_gained}.")
-    tier = next(tier for tier, max_kl in TIERS.items() if kl <= max_kl)
-    return {"tier": tier, "kl": kl, "findings": findings}
+    return {"tier": find_tier(kl), "kl": kl, "findings": findings}
+
+
+def find_tier(kl: float) -> str:
+    """Return the key of `TIERS` for a mean divergence."""
+    return next(tier for tier, max_kl in TIERS.items() if kl <= max_kl)
+
+
+def select_rows(entry: Mapping[str, Any], prompt: str) -> list[Any]:
+    """Return the rows of all texts after exact or stored prompts, by position."""
+    rows = entry["predictions"]
+    return [row for row in rows if (row["kind"], row["prompt"]) == (ALL_KINDS, prompt)]
 
 
 def _compute_p_value(num_lost: int, num_gained: int) -> float:

@@ -2,11 +2,12 @@
 
 With `prefill="exact"`, the first call attends to its own unquantized keys and values, so it passes
 the same states to every cache. Therefore the model is called once, with an unquantized cache. All
-other caches store the recorded states by `update`, layer by layer, as in a call of the model.
+other caches store the recorded states by `update`, layer by layer, as in a call of the model. With
+`prefill="stored"`, states depend on the cache, so each cache needs a call on the whole prompt.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from ..calibration.divergence import Scores, compute_logits, compute_scores
 from ..scales import KVScales
 from .caches import UNQUANTIZED, Contender, States
 
+EXACT, STORED = "exact", "stored"  # what a prompt attends to, as in `prefill` of `FP8PagedCache`
 _LOST_ERROR = 0.5  # relative error from which on a stored token counts as lost
 _EPSILON = 1e-30
 
@@ -47,11 +49,14 @@ def score_text(
     *,
     positions: Sequence[int],
     scored: int,
-) -> dict[tuple[int, str], Scores]:
-    """Return the scores of the last `scored` tokens before each position, by position and cache.
+    stored_positions: Collection[int] = (),
+) -> Iterator[tuple[tuple[int, str, str], Scores]]:
+    """Yield the scores of the last `scored` tokens before each position.
 
-    These tokens are one call. It attends to the stored states of all earlier tokens, as if the
-    earlier tokens had been one call on an empty cache.
+    The key of scores is the position, `EXACT` or `STORED`, and the name of the cache. The scored
+    tokens are one call, which attends to the stored states of all earlier tokens. An exact prompt
+    is one call that attends to its unrounded states. A stored prompt attends only to stored states,
+    as in chunks, engines, prefix stores and training. It has no scores for caches that refuse it.
 
     Args:
         model: The model, with the attention implementation to measure.
@@ -60,18 +65,21 @@ def score_text(
         contenders: The caches by name.
         positions: Positions in the text, each greater than `scored`.
         scored: Number of scored tokens before each position.
+        stored_positions: The positions at which stored prompts are scored as well.
     """
-    scores: dict[tuple[int, str], Scores] = {}
     for position in positions:
         start = position - scored
         scored_ids, next_ids = ids[:, start:position], ids[:, start + 1 : position]
         exact_cache = UNQUANTIZED.fill(model, states, start)
         exact_logits = compute_logits(model, scored_ids, exact_cache, {}, scored=True)
         for name, contender in contenders.items():
-            cache = contender.fill(model, states, start)
-            logits = compute_logits(model, scored_ids, cache, {}, scored=True)
-            scores[position, name] = compute_scores(exact_logits, logits, next_ids)
-    return scores
+            caches = {EXACT: contender.fill(model, states, start)}
+            if position in stored_positions and (cache := contender.make_stored(model)) is not None:
+                compute_logits(model, ids[:, :start], cache, {}, scored=False)
+                caches[STORED] = cache
+            for prompt, cache in caches.items():
+                logits = compute_logits(model, scored_ids, cache, {}, scored=True)
+                yield (position, prompt, name), compute_scores(exact_logits, logits, next_ids)
 
 
 def compare_states(

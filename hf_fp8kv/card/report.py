@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..bench.reporting import build_table
 from .caches import FLOOR
 from .drift import WINDOW_TOKENS, format_change
-from .measure import ALL_KINDS, TIERS
+from .measure import TIERS, find_tier, select_rows
+from .predictions import EXACT, STORED
 from .texts import KINDS
 
 if TYPE_CHECKING:
@@ -36,11 +37,21 @@ def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
     verdict, bytes_ratio = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
     max_kl = TIERS[verdict["tier"]]
     bound = f"up to {max_kl:g}" if math.isfinite(max_kl) else f"above {TIERS['visible']:g}"
-    findings = " ".join(verdict["findings"]) or "No other problems were found."
+    sentences = verdict["findings"] or ["No other problems were found."]
+    if _list_stored_positions(card):
+        stored_kl = max((row["kl"] for row in select_rows(cache, STORED)), default=None)
+        loss = "refused" if stored_kl is None else f"{find_tier(stored_kl)} ({stored_kl:.1e})"
+        sentences = [f"After stored prompts: {loss}.", *sentences]
     return (
         f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier {bound}), "
-        f"{bytes_ratio:.2f} of the bytes of bf16. {findings}"
+        f"{bytes_ratio:.2f} of the bytes of bf16. {' '.join(sentences)}"
     )
+
+
+def _list_stored_positions(card: Mapping[str, Any]) -> list[int]:
+    """Return the positions before which predictions after stored prompts are scored."""
+    caches = card["caches"].values()
+    return sorted({row["position"] for cache in caches for row in select_rows(cache, STORED)})
 
 
 def format_table(card: Mapping[str, Any]) -> "RenderableType":
@@ -82,10 +93,16 @@ def format_markdown(card: Mapping[str, Any]) -> str:
 def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
     settings = card["settings"]
     floor = ", relative to rounding to bfloat16" if FLOOR in card["caches"] else ""
+    stored = ""
+    if _list_stored_positions(card):
+        stored = (
+            ' One call computed the prompt exactly. Prompts that are "stored" attend to stored '
+            "bytes, as in serving, chunks, prefix stores and training."
+        )
     yield (
         f"KL (1e-3) and top-1 compare the last {settings['scored']} predictions before each "
         f"position, in each of {len(KINDS) * settings['texts']} texts, with the predictions of the "
-        "unquantized cache. Drift is the change of KL per 1,000 tokens along "
+        f"unquantized cache.{stored} Drift is the change of KL per 1,000 tokens along "
         f"{settings['answers']} answers of {settings['drift']:,} tokens (at least 1,024){floor}, "
         "with a 95% interval. A drift of the detectable size would be found with 80% probability."
     )
@@ -103,15 +120,20 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the columns of the table: labels under "", and values under the name of a cache."""
-    settings = card["settings"]
+    settings, stored_positions = card["settings"], _list_stored_positions(card)
     columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
-        rows = [row for row in cache["predictions"] if row["kind"] == ALL_KINDS]
+        rows = select_rows(cache, EXACT)
+        stored_cells = {
+            row["position"]: _format_kl(row["kl"], row["kl_error"])
+            for row in select_rows(cache, STORED)
+        }
         drift, steps = cache["drift"], cache["steps"]
         values = {
             "bytes per token": f"{cache['bytes_per_token']:,.0f}",
             f"tokens in {settings['memory_gib']:g} GiB": f"{cache['tokens']:,}",
             **{f"KL at {x['position']:,}": _format_kl(x["kl"], x["kl_error"]) for x in rows},
+            **{f"KL at {n:,}, stored": stored_cells.get(n, "refused") for n in stored_positions},
             "99th percentile": _format_kl(rows[-1]["kl_p99"]),
             "largest KL": _format_kl(rows[-1]["kl_max"]),
             **{f"top-1 at {x['position']:,}": f"{x['top1']:.1%}" for x in rows},

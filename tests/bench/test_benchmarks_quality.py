@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import latent_accuracy
+from benchmarks import latent_accuracy, prompts
 from benchmarks.outliers import planted_outliers
+from hf_fp8kv import LayerPlan, LayerScales, StoragePlan
+from hf_fp8kv.card.texts import read_texts
+from hf_fp8kv.errors import ConfigError
+from tests.helpers.command_line import save_tiny_model
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
@@ -51,6 +56,109 @@ def test_a_model_with_planted_outliers_gives_the_same_logits(model_type):
     assert torch.equal(restored_logits, logits)
     # The last call has restored weights, and the call before it has outliers.
     assert (keys[-2] / keys[0]).abs().max() > 25
+
+
+def test_prompts_resume_by_passage_and_cache(monkeypatch, tmp_path):
+    """An interrupted run keeps each finished row, and a cut off line is measured again."""
+    folder = save_tiny_model(tmp_path, positions=512)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    monkeypatch.setattr(prompts, "SCORED_TOKENS", 16)
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "a.txt").write_text("a b c d e " * 50)
+    (texts / "b.txt").write_text("London is the capital of x y z " * 50)
+    path = tmp_path / "rows.jsonl"
+    num_scores = 0
+    score_text = prompts.score_text
+
+    def score_until_interrupt(*args, **kwargs):
+        nonlocal num_scores
+        for item in score_text(*args, **kwargs):
+            if num_scores == 7:
+                raise KeyboardInterrupt
+            num_scores += 1
+            yield item
+
+    def measure(results=path, caches="default,fp8_e3m4,fp8"):
+        return prompts.measure_prompts(
+            model, tokenizer, name="tiny", results=results and str(results), caches=caches,
+            tokens=64, num_passages=2, texts=str(texts), progress=lambda _message: None,
+        )  # fmt: skip
+
+    monkeypatch.setattr(prompts, "score_text", score_until_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure()
+    lines = path.read_text().split("\n")
+    # 5 scores and a refusal of the first passage, and 2 scores of the second passage.
+    assert len([line for line in lines if line]) == 8
+    path.write_text("\n".join(lines)[:-20])
+    num_scores = -100
+    resumed = measure()["rows"]
+    assert num_scores == -100 + 5, "the first passage is complete"
+    assert resumed == measure(None)["rows"]
+    num_scores = -100
+    assert measure()["rows"] == resumed
+    assert num_scores == -100, "nothing is missing"
+
+    rows = {row["cache"]: row for row in resumed}
+    saved = [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")]
+    for cache, prompt in product(("fp8_e3m4", "fp8"), ("exact", "stored")):
+        kl = [row["kl"] for row in saved if (row["cache"], row["prompt"]) == (cache, prompt)]
+        mean, low, high = rows[cache][prompt]
+        assert mean == pytest.approx(sum(kl) / 2)
+        assert high - mean == pytest.approx(12.706 * abs(kl[0] - kl[1]) / 2, rel=1e-3)
+        assert mean - low == pytest.approx(high - mean)
+        if cache == "fp8":
+            baseline_kl = [
+                row["kl"] for row in saved if (row["cache"], row["prompt"]) == ("fp8_e3m4", prompt)
+            ]
+            expected_ratio = (kl[0] / baseline_kl[0] * kl[1] / baseline_kl[1]) ** 0.5
+            ratio, low, high = rows[cache][f"{prompt}_ratio"]
+            assert ratio == pytest.approx(expected_ratio)
+            assert low < ratio < high
+    assert (rows["default"]["stored"], rows["default"]["growth"]) == (None, None)
+    assert "refused" in str([*prompts.format_table(measure()).renderables[0].columns[5].cells])
+
+
+def test_every_second_passage_begins_inside_a_text(monkeypatch, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
+    monkeypatch.setattr(prompts, "KINDS", {"code": prompts.KINDS["code"]})
+    passages = prompts.read_passages(tokenizer, 2, 100, None)
+    first, second = read_texts(tokenizer, "code", 2, 199)
+    assert torch.equal(passages["code 1"], first[:, :100])
+    assert torch.equal(passages["code 2"], second[:, 99:])
+
+
+def test_prompts_measure_plans_and_texts_in_files(monkeypatch, tmp_path):
+    """A changed plan in the same file is a different storage."""
+    folder = save_tiny_model(tmp_path / "model", positions=512)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    monkeypatch.setattr(prompts, "SCORED_TOKENS", 16)
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "long.txt").write_text("a b c d e " * 50)
+    (texts / "short.txt").write_text("a b")
+    plan_path = tmp_path / "plan"
+
+    def measure(num_passages=1):
+        return prompts.measure_prompts(
+            model, tokenizer, name="tiny", results=str(tmp_path / "rows"), caches="fp8_e3m4",
+            plans=[str(plan_path)], tokens=32, num_passages=num_passages, texts=str(texts),
+            progress=lambda _message: None,
+        )["rows"]  # fmt: skip
+
+    results = []
+    for v_format in ("fp8_e3m4", "model"):
+        layers = {n: LayerScales(None, None, plan=LayerPlan.parse("int8 rotated", v_format))
+                  for n in range(2)}  # fmt: skip
+        StoragePlan(layers).save_pretrained(str(plan_path), overwrite=True)
+        baseline, row = measure()
+        results.append(row["exact"][0])
+        assert baseline["more_bytes"] == 0
+        assert (row["more_bytes"] > 0.2) == (v_format == "model")
+    assert results[0] != results[1]
+    with pytest.raises(ConfigError, match="texts: expected 2 files of 48 tokens"):
+        measure(2)
 
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan, demo_model_path
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.calibration.divergence import Scores
+from hf_fp8kv.calibration.divergence import Scores, compute_scores
 from hf_fp8kv.card import measure
 from hf_fp8kv.card.answers import run_task
 from hf_fp8kv.card.caches import (
@@ -26,12 +27,13 @@ from hf_fp8kv.card.caches import (
     round_to_q8_0,
 )  # fmt: skip
 from hf_fp8kv.card.drift import (
+    UNQUANTIZED_PAGES,
     compare_answers,
     compute_student_quantile,
     describe_drift,
     sample_answers,
 )  # fmt: skip
-from hf_fp8kv.card.measure import Size, judge_cache
+from hf_fp8kv.card.measure import Size, judge_cache, select_rows
 from hf_fp8kv.card.predictions import States, compare_states, prefill, score_text
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
@@ -87,6 +89,14 @@ def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypat
     assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 3
     assert caches["bf16"]["steps"] == {"64": None}, "expected no times of an imitated cache"
     markdown = (tmp_path / "whole" / "card.md").read_text()
+    stored_cells = make_columns(card)["default"][3:6]
+    assert make_columns(card)[""][3:6] == ["KL at 192", "KL at 96, stored", "99th percentile"]
+    assert stored_cells[1] == "refused"
+    assert re.search(r"\| KL at 96, stored \| refused \| [\d.]+ ± [\d.]+ \|", markdown)
+    losses = re.findall(r"\* .* After stored prompts: (refused|[a-z ]+ \([-.e\d]+\))\.", markdown)
+    assert losses[0] == "refused"
+    assert losses[1].startswith(measure.find_tier(select_rows(caches["fp8"], "stored")[0]["kl"]))
+    assert len(losses) == len(caches)
     for cache in caches.values():
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())
@@ -148,7 +158,15 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
 def test_cards_support_windows_latents_and_shared_layers(name):
     """Layers with a window count only the tokens in the window, with and without quantization."""
     model, _ = build_variant(name)
-    states = prefill(model, torch.randint(4, 90, (1, 80))).states
+    ids = torch.randint(4, 90, (1, 80))
+    with paged_attention(model):
+        states = prefill(model, ids).states
+        all_scores = score_text(
+            model, ids, states, {"unquantized": UNQUANTIZED_PAGES, "fp8": CONTENDERS["fp8"]},
+            positions=[40, 80], scored=8, stored_positions=[40, 80],
+        )  # fmt: skip
+        for (_, prompt, cache), scores in all_scores:
+            assert (scores.kl.mean() < 1e-9) == (cache == "unquantized"), (prompt, cache)
     assert not find_defects(CONTENDERS["default"], model, states)
     token_bytes = count_token_bytes(UNQUANTIZED, model, states)
     assert token_bytes == count_token_bytes(CONTENDERS["bf16"], model, states)
@@ -174,8 +192,9 @@ def test_an_infinite_divergence_gives_the_tier_broken():
         [Scores(divergences, torch.ones_like(divergences), divergences)] * 2
     )
     drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
-    cache = {"predictions": [{**row, "kind": measure.ALL_KINDS}], "stored": None, "tasks": {},
-             "drift": {**drift, "kl": math.inf}}  # fmt: skip
+    row |= {"kind": measure.ALL_KINDS, "prompt": "exact"}
+    drift["kl"] = math.inf
+    cache = {"predictions": [row], "stored": None, "tasks": {}, "drift": drift}
     assert judge_cache(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
@@ -214,7 +233,7 @@ def make_wrongly_centered_cache(model) -> FP8PagedCache:
 
 
 def find_defects(contender: Contender, model: Any, states: list[States]) -> list[str]:
-    row = {"kind": measure.ALL_KINDS, "kl": 1e-4}
+    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": 1e-4}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
     stored_errors = compare_states(contender, model, states)
     cache = {"predictions": [row], "drift": drift, "stored": stored_errors, "tasks": {}}
@@ -320,9 +339,79 @@ def test_a_lost_token_changes_predictions():
     }
     with paged_attention(model):
         states = prefill(model, ids).states
-        scores = score_text(model, ids, states, contenders, positions=[60], scored=10)
-    assert scores[60, "whole"].summarize().kl == 0
-    assert scores[60, "forgetful"].summarize().kl > 1e-6
+        scores = dict(score_text(model, ids, states, contenders, positions=[60], scored=10))
+    assert scores[60, "exact", "whole"].summarize().kl == 0
+    assert scores[60, "exact", "forgetful"].summarize().kl > 1e-6
+
+
+def build_model_with_biased_keys(bias: float = 100.0, num_layers: int = 6) -> PreTrainedModel:
+    """Return a model whose first layer has large constant keys, and whose errors grow by layer.
+
+    The bias is in a pair of channels that RoPE hardly rotates, as in Qwen2.5.
+    """
+    model, _ = build_variant(
+        "qwen2", num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers,
+        max_position_embeddings=4096, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    first_layer, *later_layers = model.model.layers
+    with torch.no_grad():
+        head_biases = first_layer.self_attn.k_proj.bias.view(2, 16)
+        head_biases[:, 7] += bias
+        head_biases[:, 15] -= bias
+        for layer in later_layers:
+            layer.self_attn.q_proj.weight *= 3
+    return model
+
+
+def test_large_keys_lose_more_after_stored_prompts():
+    """Without a center, errors of the first layer change the states of all later layers.
+
+    Exact prompts show only the errors of the scored tokens. Measured: KL of 3.0e-3 and 12e-3.
+    """
+    model = build_model_with_biased_keys()
+    ids = torch.randint(4, 90, (1, 128), generator=torch.Generator().manual_seed(0))
+    contenders, _ = choose_contenders(model, ["default", "fp8_e3m4", "adaptive", "bf16"])
+    with paged_attention(model):
+        states = prefill(model, ids).states
+        all_scores = score_text(
+            model, ids, states, contenders,
+            positions=[96, 128], scored=32, stored_positions=[128],
+        )  # fmt: skip
+        kl = {key: scores.kl for key, scores in all_scores}
+        # The bytes of a stored prompt do not depend on how it is split.
+        caches = (
+            DynamicCache(config=model.config),
+            FP8PagedCache(model.config, dtype="fp8_e3m4", prefill="stored"),
+        )
+        with torch.no_grad():
+            expected, actual = (
+                [model(chunk, past_key_values=cache).logits for chunk in ids.split(32, dim=1)]
+                for cache in caches
+            )
+    decoded_kl = compute_scores(expected[-1], actual[-1], ids[:, -31:]).kl
+    torch.testing.assert_close(kl[128, "stored", "fp8_e3m4"], decoded_kl, rtol=0.05, atol=1e-8)
+    means = {key[1:]: values.mean().item() for key, values in kl.items() if key[0] == 128}
+    assert means["stored", "fp8_e3m4"] > 2 * means["exact", "fp8_e3m4"]
+    assert means["stored", "bf16"] > 2 * means["exact", "bf16"]
+    # The plan has centers that a prompt does not change.
+    assert 20 * means["stored", "adaptive"] < means["stored", "fp8_e3m4"]
+    assert ("stored", "default") not in means, "the center of a first call needs exact states"
+    assert not any(position == 96 and prompt == "stored" for position, prompt, _ in kl)
+
+
+def test_caches_that_need_exact_prompts_refuse_stored_prompts():
+    model, _ = build_variant("llama", num_hidden_layers=2)
+    for name in ("default", "QuantizedCache"):
+        assert CONTENDERS[name].make_stored(model) is None
+    centered = Contender(
+        "", lambda model: FP8PagedCache(model.config, plan=("fp8_e3m4 centered", "fp8_e3m4"))
+    )
+    assert centered.make_stored(model) is None
+    for name in ("adaptive", "fp8", "fp8-1.0"):
+        cache, exact_cache = (
+            getattr(CONTENDERS[name], method)(model) for method in ("make_stored", "make")
+        )
+        assert cache.options == replace(exact_cache.options, prefill="stored")
 
 
 def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
@@ -367,7 +456,7 @@ def test_questions_fit_and_have_their_keys_in_the_text(task):
 
 
 def test_lost_and_gained_answers_cancel():
-    row = {"kind": measure.ALL_KINDS, "kl": 5e-3}
+    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": 5e-3}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
 
     def judge_answers(lost: int, won: int) -> dict[str, Any]:
@@ -442,10 +531,7 @@ def test_the_docs_contain_the_values_of_the_cards():
                     assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines
     for title, cache in (
         ("the default: E3M4, centered K", "default"),
-        (
-            'the same without a center: `dtype="fp8_e3m4"`, serving, training, prefix stores',
-            "fp8_e3m4",
-        ),
+        ('the same without a center: `dtype="fp8_e3m4"`', "fp8_e3m4"),
         ('`dtype="adaptive"`, from random tokens', "adaptive"),
         ('`dtype="fp8"`: E4M3, a scale per token and head', "fp8"),
         ("E4M3 with scale 1.0, as in servers without scales", "fp8-1.0"),

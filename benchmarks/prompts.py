@@ -1,0 +1,347 @@
+"""Measure predictions after exact and stored prompts, with each cache, over many passages.
+
+A call computes an exact prompt from unrounded keys and values, as `generate()` does by default. A
+stored prompt is read from the cache's bytes, as in serving, chunks, prefix stores and training, so
+errors of the first layers and tokens grow through the hidden states. Single passages differ
+tenfold. Results are therefore kept by passage in a file, and an interrupted run resumes.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_fp8kv import FP8PagedCache, StoragePlan, choose_plan
+from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv.bench.reporting import build_table
+from hf_fp8kv.card.caches import Contender, choose_contenders, count_token_bytes
+from hf_fp8kv.card.drift import compute_student_quantile
+from hf_fp8kv.card.predictions import EXACT, STORED, prefill, score_text
+from hf_fp8kv.card.texts import KINDS, read_texts
+from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.formats import summarize_plan
+from hf_fp8kv.scales import KVScales
+from hf_fp8kv.utils.digests import digest_of, digest_weights
+from hf_fp8kv.utils.environment import describe_run
+
+from .outliers import planted_outliers
+from .shared import MODEL_OPTIONS, Options, Result, load_model_before, main
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PROMPTS = (EXACT, STORED)
+BASELINE = "fp8_e3m4"
+SCORED_TOKENS = 128
+_PLAN = "plan "
+# Plans of `choose_plan`, by the bytes that they may add.
+_PLANS = ("plan 0%", "plan 2%", "plan 4%", "plan 8%")
+# Number of passages, and caches, by the number of tokens of a prompt.
+CASES: dict[int, tuple[int, Sequence[str]]] = {
+    1024: (12, ("default", BASELINE, "fp8", *_PLANS)),
+    4096: (4, _PLANS[::2]),
+}
+_BYTES_TOKENS = 4096  # tokens of a cache whose bytes are counted
+_PROBE_TOKENS = 8
+_SKIPPED_TOKENS = 99  # tokens before a passage that begins inside a text
+_MIN_KL = 1e-15
+
+
+class Results:
+    """Rows of single passages, one JSON object in each line of a file.
+
+    Args:
+        path: The file, or None to keep rows in memory. A line that was cut off is ignored.
+    """
+
+    _KEYS = ("weights", "storage", "text", "scored", "prompt")
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rows: dict[tuple[Any, ...], Result] = {}
+        lines = path.read_text().splitlines() if path is not None and path.exists() else ()
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            self._rows[self._make_key(row)] = row
+
+    def _make_key(self, row: Result) -> tuple[Any, ...]:
+        return tuple(row[name] for name in self._KEYS)
+
+    def find(self, **key: Any) -> Result | None:
+        """Return the row with this key, or None if it was not measured."""
+        return self._rows.get(self._make_key(key))
+
+    def add(self, row: Result) -> None:
+        """Keep a row. A line break before it ends a line that was cut off."""
+        self._rows[self._make_key(row)] = row
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(f"\n{json.dumps(row)}")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a cache stores keys and values. Caches with equal digests share their results."""
+
+    contender: Contender
+    digest: str
+    more_bytes: float  # relative to `BASELINE`, at 4,096 tokens
+    description: str
+
+
+def measure_prompts(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    name: str,
+    results: str | None = None,
+    caches: str = "",
+    plans: Sequence[str] = (),
+    tokens: int | None = None,
+    num_passages: int | None = None,
+    texts: str | None = None,
+    factor: float = 1.0,
+    head_stride: int = 1,
+    progress: Callable[[str], None],
+) -> Result:
+    """Return a row for each cache and number of tokens of a prompt.
+
+    Args:
+        model: The model, in float32.
+        tokenizer: The model's tokenizer.
+        name: The model's name in the results.
+        results: File with the rows of single passages, which is extended. None keeps no file.
+        caches: Caches to measure instead of the standard caches, as in `hf-fp8kv card`, separated
+            by commas. "plan 4%" is the plan that `choose_plan` makes for 4 % more bytes.
+        plans: Files or folders of more plans.
+        tokens: Number of tokens of a prompt. None means all numbers in `CASES`.
+        num_passages: Number of passages. None means the numbers in `CASES`.
+        texts: Folder of text files, a passage each. None means texts that come with Python.
+        factor: Factor by which planted outliers multiply K. 1 plants none.
+        head_stride: Every `head_stride`-th head gets outliers. 1 means every head.
+        progress: Function that is called with the name of each passage.
+    """
+    run = describe_run("prompts", device=str(model.device))
+    saved_results = Results(None if results is None else Path(results))
+    cases = CASES
+    if tokens is not None:
+        cases = {tokens: CASES.get(tokens, next(iter(CASES.values())))}
+    rows = []
+    storages: dict[str, Storage] = {}
+    planting = planted_outliers(model, factor, head_stride) if factor != 1 else nullcontext()
+    with planting, paged_attention(model):
+        about: Result = {"model": name, "weights": digest_weights(model), "commit": run["commit"]}
+        for length, (standard_passages, standard_caches) in cases.items():
+            names = [x.strip() for x in caches.split(",") if x.strip()] or standard_caches
+            for cache in (*names, *plans):
+                if cache not in storages:
+                    progress(f"preparing {cache}")
+                    storages[cache] = make_storage(model, cache)
+            measured = {cache: storages[cache] for cache in (*names, *plans)}
+            count = num_passages or standard_passages
+            passages = read_passages(tokenizer, count, length + SCORED_TOKENS, texts)
+            for index, (passage, ids) in enumerate(passages.items()):
+                progress(f"{length} tokens, {index + 1} of {count}: {passage}")
+                about |= {"tokens": length, "passage": passage}
+                measure_passage(model, ids, measured, saved_results, about)
+            rows += summarize(measured, saved_results, about["weights"], length, passages)
+    settings = {
+        "model": name, "weights": about["weights"], "scored": SCORED_TOKENS, "texts": texts,
+        "factor": factor, "heads": head_stride,
+        "plans": {cache: storage.description for cache, storage in storages.items()},
+    }  # fmt: skip
+    return {**run, "settings": settings, "rows": rows}
+
+
+def read_passages(
+    tokenizer: Any, num_passages: int, length: int, folder: str | None
+) -> dict[str, torch.Tensor]:
+    """Return passages of `length` tokens, `[1, length]`, int64, by name.
+
+    Raises:
+        ConfigError: There are too few passages of this length.
+    """
+    passages: dict[str, torch.Tensor] = {}
+    if folder is None:
+        for index, kind in enumerate(KINDS):
+            num_texts = len(range(index, num_passages, len(KINDS)))
+            texts = read_texts(tokenizer, kind, num_texts, length + _SKIPPED_TOKENS)
+            for number, ids in enumerate(texts):
+                # Every second passage begins inside a text, because the first token matters.
+                start = _SKIPPED_TOKENS * ((index + number) % 2)
+                passages[f"{kind} {number + 1}"] = ids[:, start : start + length]
+        return passages
+    for path in sorted(Path(folder).iterdir()):
+        ids = tokenizer(path.read_text(), return_tensors="pt").input_ids[:, :length]
+        if ids.shape[1] == length and len(passages) < num_passages:
+            passages[path.name] = ids
+    if len(passages) < num_passages:
+        raise ConfigError(
+            f"texts: expected {num_passages} files of {length} tokens in {folder}, got "
+            f"{len(passages)}. Add longer files, or measure fewer passages"
+        )
+    return passages
+
+
+def make_storage(model: PreTrainedModel, name: str) -> Storage:
+    """Return the storage of a cache with a name as in `measure_prompts`, or of a plan's file."""
+    baseline = choose_contenders(model, [BASELINE])[0][BASELINE]
+    plan = None
+    if name.startswith(_PLAN):
+        share = float(name.removeprefix(_PLAN).removesuffix("%")) / 100
+        plan = choose_plan(model, max_extra_bytes=share)
+    elif Path(name).exists():
+        plan = StoragePlan.load(name)
+    if plan is None:
+        contenders, _ = choose_contenders(model, [name])
+        contender = contenders[name]
+    else:
+        contender = Contender(name, lambda model: FP8PagedCache(model.config, plan=plan))
+    cache = contender.make(model)
+    description, digest = contender.title, digest_of(name)
+    if isinstance(cache, FP8PagedCache):
+        scales: Any = cache.options.scales
+        if isinstance(scales, KVScales):
+            scales = {n: (layer.k, layer.v, layer.k_center) for n, layer in scales.layers.items()}
+        description, digest = summarize_plan(cache.plan), digest_of(cache.plan, scales)
+    states = prefill(model, torch.arange(_PROBE_TOKENS, device=model.device)[None]).states
+    num_bytes, baseline_bytes = (
+        count_token_bytes(x, model, states, _BYTES_TOKENS) for x in (contender, baseline)
+    )
+    return Storage(contender, digest, num_bytes / baseline_bytes - 1, description)
+
+
+def measure_passage(
+    model: PreTrainedModel, ids: torch.Tensor, storages: Mapping[str, Storage],
+    results: Results, about: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Add the missing rows of a passage, each as soon as it is measured."""
+    key = {"weights": about["weights"], "text": digest_of(ids.tolist()), "scored": SCORED_TOKENS}
+    missing = {
+        storage.digest: storage.contender
+        for storage in storages.values()
+        for prompt in PROMPTS
+        if results.find(**key, storage=storage.digest, prompt=prompt) is None
+    }
+    if not missing:
+        return
+    names = {storage.digest: name for name, storage in storages.items()}
+    ids = ids.to(model.device)
+    all_scores = score_text(
+        model, ids, prefill(model, ids).states, missing,
+        positions=[ids.shape[1]], scored=SCORED_TOKENS, stored_positions=[ids.shape[1]],
+    )  # fmt: skip
+    for (_, prompt, digest), scores in all_scores:
+        row = {**about, **key, "cache": names[digest], "storage": digest, "prompt": prompt}
+        kl = scores.kl
+        results.add({**row, "kl": kl.mean().item(), "kl_max": kl.max().item(),
+                     "top1": scores.top1_match.mean().item()})  # fmt: skip
+    for digest in missing:
+        if results.find(**key, storage=digest, prompt=STORED) is None:
+            row = {**about, **key, "cache": names[digest], "storage": digest, "prompt": STORED}
+            results.add({**row, "kl": None})
+
+
+def summarize(
+    storages: Mapping[str, Storage], results: Results, weights: str, length: int,
+    passages: Mapping[str, torch.Tensor],
+) -> list[Result]:  # fmt: skip
+    """Return a row for each cache. See `format_table` for its columns."""
+    texts = [digest_of(ids.tolist()) for ids in passages.values()]
+
+    def read_kl(cache: str, prompt: str) -> list[float] | None:
+        """Return the divergence of each passage, or None if the cache refuses the prompt."""
+        if cache not in storages:
+            return None
+        key = {"weights": weights, "storage": storages[cache].digest, "prompt": prompt}
+        rows = [results.find(**key, scored=SCORED_TOKENS, text=text) for text in texts]
+        kl = [row["kl"] for row in rows if row is not None and row["kl"] is not None]
+        return kl if len(kl) == len(texts) else None
+
+    rows = []
+    for cache, storage in storages.items():
+        row = {"tokens": length, "cache": cache, "passages": len(texts)}
+        row["more_bytes"] = storage.more_bytes
+        kl = {prompt: read_kl(cache, prompt) for prompt in PROMPTS}
+        for prompt in PROMPTS:
+            values = kl[prompt]
+            row[prompt] = None if values is None else compute_interval(values)
+            row[f"{prompt}_ratio"] = compute_ratio(kl[prompt], read_kl(BASELINE, prompt))
+        row["growth"] = compute_ratio(kl[STORED], kl[EXACT])
+        rows.append(row)
+    return rows
+
+
+def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of the values of all passages, and its 95% interval by Student's t."""
+    mean = statistics.mean(values)
+    error = math.nan
+    if len(values) > 1:
+        quantile = compute_student_quantile(0.975, len(values) - 1)
+        error = quantile * statistics.stdev(values) / len(values) ** 0.5
+    return mean, mean - error, mean + error
+
+
+def compute_ratio(
+    kl: Sequence[float] | None, baseline: Sequence[float] | None
+) -> tuple[float, ...] | None:
+    """Return the geometric mean of the ratios of each passage, and its 95% interval."""
+    if kl is None or baseline is None or kl == baseline:
+        return None
+    pairs = zip(kl, baseline, strict=True)
+    logarithms = [math.log(max(x, _MIN_KL) / max(y, _MIN_KL)) for x, y in pairs]
+    return tuple(map(math.exp, compute_interval(logarithms)))
+
+
+def format_table(result: Result) -> "RenderableType":
+    """Return a table of mean KL in 1e-3 after exact and stored prompts, with 95% intervals.
+
+    Ratios are geometric means over passages: to the baseline after the same prompt, and of stored
+    to exact prompts ("growth").
+    """
+    from rich.console import Group
+
+    def format_kl(interval: Sequence[float] | None) -> str:
+        if interval is None:
+            return "refused"
+        mean, _, high = (1e3 * x for x in interval)
+        return f"{mean:.3f} ± {high - mean:.3f}"
+
+    def format_ratio(interval: Sequence[float] | None) -> str:
+        return "" if interval is None else "{:.2f} [{:.2f}, {:.2f}]".format(*interval)
+
+    lines = [
+        (f"{row['tokens']:,}", row["cache"], str(row["passages"]), f"{row['more_bytes']:+.1%}",
+         format_kl(row[EXACT]), format_kl(row[STORED]), format_ratio(row["growth"]),
+         format_ratio(row[f"{EXACT}_ratio"]), format_ratio(row[f"{STORED}_ratio"]))
+        for row in result["rows"]
+    ]  # fmt: skip
+    names = ("tokens", "cache", "passages", "bytes", EXACT, STORED, "growth",
+             f"exact, of {BASELINE}", f"stored, of {BASELINE}")  # fmt: skip
+    notes = [f"{name}: {result[name]}" for name in ("settings", "date", "commit", "idle")]
+    return Group(build_table(dict.fromkeys(names, "left"), lines), *notes)
+
+
+if __name__ == "__main__":
+    options: Options = {
+        **MODEL_OPTIONS,
+        "--results": {"help": "File of results by passage, which is resumed and extended."},
+        "--caches": {"help": "Caches as in `hf-fp8kv card`, or 'plan 4%%', separated by commas."},
+        "--plans": {"nargs": "*", "help": "Files or folders of plans."},
+        "--tokens": {"type": int, "help": "Tokens of a prompt. Default: 1,024 and 4,096."},
+        "--passages": {"type": int, "dest": "num_passages", "help": "Number of passages."},
+        "--texts": {"help": "Folder of text files. Default: texts that come with Python."},
+        "--factor": {"type": float, "help": "Plant outliers in K, larger by this factor."},
+        "--heads": {"type": int, "dest": "head_stride", "help": "Plant in every n-th head."},
+    }
+    main(__doc__, load_model_before(measure_prompts), options, format_table)
