@@ -32,8 +32,7 @@ class OutOfPagesError(FP8KVError, MemoryError):
         available: Number of pages that are left, or the maximum number of tokens per sequence.
     """
 
-    # A pickle calls the constructor with the message, and then restores the attributes.
-    def __init__(self, message: str, *, needed: int = 0, available: int = 0) -> None:
+    def __init__(self, message: str, *, needed: int, available: int) -> None:
         super().__init__(message)
         self.needed = needed
         self.available = available
@@ -48,6 +47,9 @@ class OutOfPagesError(FP8KVError, MemoryError):
             available=limit,
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_out_of_pages, (self.args[0], self.needed, self.available)
+
 
 class BackendError(FP8KVError, RuntimeError):
     """A backend requested by name cannot run here."""
@@ -55,3 +57,7 @@ class BackendError(FP8KVError, RuntimeError):
 
 class EngineError(FP8KVError, RuntimeError):
     """The engine of a server stopped unexpectedly."""
+
+
+def _rebuild_out_of_pages(message: str, needed: int, available: int) -> OutOfPagesError:
+    return OutOfPagesError(message, needed=needed, available=available)

@@ -130,7 +130,7 @@ def fp8_paged_attention(
         ConfigError: The call trains through stored pages, the mask is too narrow, or an engine's
             cache has no FP8 pages or does not support the model.
     """
-    if step.check_module is not None:
+    if not torch.compiler.is_compiling() and step.check_module is not None:
         (get_method, get_keys), step.check_module = step.check_module, None
         check_module = get_method()
         if check_module is not None and get_keys() is key:
