@@ -19,13 +19,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .errors import UNSUPPORTED_CODE, APIError, make_field_error
-from .jobs import MAX_WAITING_JOBS, JobPool
+from .jobs import JobPool
 from .schemas import MAX_REGEX_LENGTH, Request, walk_values
 
 logger = logging.getLogger(__name__)
 
 _END_TOKEN = "<|hf_fp8kv end of the grammar|>"  # no model has this token
 _NUM_COMPILE_THREADS = 2
+# Most grammars compile in milliseconds, so a crowd of clients may wait.
+_MAX_WAITING_GRAMMARS = 128
 _MAX_COMPILE_SECONDS = 10.0  # time that a request waits for its grammar
 # Maximum number of lexer states of a grammar, each some hundred bytes. All other limits are
 # llguidance's defaults, with which a step takes at most about 30 ms.
@@ -223,7 +225,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, unavailable_reason: str | None) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._unavailable_reason = unavailable_reason
-        self.pool = JobPool("grammars", _NUM_COMPILE_THREADS, MAX_WAITING_JOBS)
+        self.pool = JobPool("grammars", _NUM_COMPILE_THREADS, _MAX_WAITING_GRAMMARS)
 
     async def compile(self, request: Request) -> Guide | None:
         """Return the guide of a request, or None if the request has no grammar.
