@@ -376,7 +376,9 @@ class FP8PagedCache(DynamicCache):
         with self._track_tokens(lambda batch: batch.crop(num_tokens)):
             self._paged.crop(num_tokens)
             for layer in stock_layers:
-                if num_tokens or getattr(layer, "record_past", True):
+                # Before transformers 5.24, layers without tokens raise an error.
+                is_initialized = getattr(layer, "is_initialized", True)
+                if is_initialized and (num_tokens or getattr(layer, "record_past", True)):
                     layer.crop(tokens_to_remove)
 
     def reset(self) -> None:

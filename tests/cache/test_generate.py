@@ -29,6 +29,7 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.model_support import CACHE
+from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
 from tests.cache.public import list_tensors, share_variant
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
@@ -628,6 +629,7 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
             assert sum(length > 1 for length in call_lengths) == 1 + (prompt.shape[1] <= 24), case
 
 
+@pytest.mark.skipif(CHUNKS_NEED_EMPTY_CACHE, reason="transformers' chunks change the tokens")
 def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change() -> None:
     model, stock_model, ids = build_long_rope("phi3")
     for length, chunk_size in ((20, 7), (40, 7), (40, 30)):
