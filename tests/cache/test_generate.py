@@ -695,7 +695,7 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     assert_same(tokens, expected)
     assert model.config.num_hidden_layers == 4
     if CHUNKS_NEED_EMPTY_CACHE and name == "softcap":
-        return  # the forward pass of a draft sees a cache with all layers
+        return  # the forward pass of a draft receives a cache with all layers
     assert {2: {i: x for i, x in whole_plan.items() if i < 2}, 4: whole_plan} == dict(draft_plans)
 
 
