@@ -71,7 +71,7 @@ class PagedLayers:
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
-        # The attention module of the first layer, and a digest of samples of its weights.
+        # The attention module of the first layer, which `check_module` compares.
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._has_static_layers = False  # whether transformers' static layers share the masks
         self._uses_flex = False  # whether attention in the current step is flex attention

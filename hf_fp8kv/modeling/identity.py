@@ -23,7 +23,7 @@ _PACKAGES_BY_METHOD: dict[str, tuple[str, ...]] = {
 ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
                   "lora_variant")  # fmt: skip
 # Config fields that do not affect outputs: the fields of every config, and ids of special tokens.
-_NEUTRAL_FIELDS = {*PreTrainedConfig().to_dict(), "use_cache", "_name_or_path"}
+_NEUTRAL_FIELDS = {*PreTrainedConfig().to_dict(), "use_cache"}
 _NEUTRAL_SUFFIXES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
