@@ -378,6 +378,7 @@ class FP8PagedCache(DynamicCache):
             for layer in stock_layers:
                 # Before transformers 5.24, layers without tokens raise an error.
                 is_initialized = getattr(layer, "is_initialized", True)
+                is_initialized |= getattr(layer, "is_indexer_initialized", False)
                 if is_initialized and (num_tokens or getattr(layer, "record_past", True)):
                     layer.crop(tokens_to_remove)
 
