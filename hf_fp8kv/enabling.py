@@ -108,8 +108,7 @@ def enable(
             "the model without enable()"
         )
     cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
-    dtype, plan = resolve_plan(base, cache_keywords.get("dtype"), cache_keywords.get("plan"))
-    cache_keywords |= {"dtype": dtype, "plan": plan}
+    cache_keywords = resolve_plan(base, cache_keywords)
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)

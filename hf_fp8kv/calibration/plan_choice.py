@@ -7,7 +7,7 @@ docs/architecture.md has the reasons ("A plan is chosen once for a model").
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
-from ..cache.plans import Plan, parse_plan
+from ..cache.plans import parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
 from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
@@ -120,8 +120,8 @@ def choose_plan(
     return protect_layers(model, plan, random_window, k_costs, max_extra_bytes)
 
 
-def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Plan | None]:
-    """Return the `dtype` and `plan` to pass to a cache of this model.
+def resolve_plan(model: PreTrainedModel, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords to pass to a cache of this model, with a plan instead of "adaptive".
 
     dtype="adaptive" chooses the plan on random tokens. The model keeps this plan until its weights
     change. A plan in a file is read.
@@ -129,8 +129,9 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
     Raises:
         ConfigError: `plan` is given with dtype="adaptive", or `choose_plan` or `parse_plan` fails.
     """
-    if dtype != ADAPTIVE:
-        return dtype, parse_plan(plan)
+    plan = keywords.get("plan")
+    if keywords.get("dtype") != ADAPTIVE:
+        return {**keywords, "plan": parse_plan(plan)}
     if plan is not None:
         raise ConfigError(
             f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Pass one of them"
@@ -138,7 +139,7 @@ def resolve_plan(model: PreTrainedModel, dtype: Any, plan: Any) -> tuple[Any, Pl
     model_plan: StoragePlan | None = vars(model).get(_PLAN_ATTRIBUTE)
     if model_plan is None or model_plan.made_for(model) is False:
         model_plan = vars(model)[_PLAN_ATTRIBUTE] = choose_plan(model)
-    return None, model_plan
+    return {**keywords, "dtype": None, "plan": model_plan}
 
 
 def _read_states(

@@ -126,7 +126,7 @@ CONTENDERS = {
     "default": Contender("FP8PagedCache, the default", _paged()),
     "adaptive": Contender(
         'FP8PagedCache, dtype="adaptive"',
-        lambda model: FP8PagedCache(model.config, plan=resolve_plan(model, ADAPTIVE, None)[1]),
+        lambda model: FP8PagedCache(model.config, **resolve_plan(model, {"dtype": ADAPTIVE})),
     ),
     "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
     CHECKPOINT: Contender(

@@ -78,8 +78,7 @@ def generate(
         loaded_model.set_attn_implementation(attn)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot use --attn {attn} with {model_name}: {error}") from error
-    dtype, chosen_plan = resolve_plan(loaded_model, page_options["dtype"], page_options["plan"])
-    resolved_options = {**page_options, "dtype": dtype, "plan": chosen_plan}
+    resolved_options = resolve_plan(loaded_model, page_options)
     runs.append(measure(partial(FP8PagedCache, loaded_model.config, **resolved_options), scales))
     if as_json:
         settings = {"model": model_name, "options": page_options, "memory_bytes": memory}

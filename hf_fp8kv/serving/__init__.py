@@ -109,12 +109,12 @@ def enable(
             "ContinuousBatchingManager, whose attention would change in the middle of a step. "
             "Call its stop() first"
         )
-    dtype, plan = resolve_plan(base, dtype, plan)
-    config = ServingConfig.parse(
-        scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-        plan=plan, backend=backend, prefix_store=prefix_store,
-        tensor_parallel=tensor_parallel(base),
-    )  # fmt: skip
+    keywords = {
+        "scales": scales, "dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype,
+        "plan": plan, "tensor_parallel": tensor_parallel(base),
+    }  # fmt: skip
+    keywords = resolve_plan(base, keywords)
+    config = ServingConfig.parse(backend=backend, prefix_store=prefix_store, **keywords)
     make_cache_class(config)  # raises an error if this version of transformers is not supported
     text_config = base.config.get_text_config()
     has_windows = any(read_layer_windows(text_config))

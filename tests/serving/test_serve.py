@@ -111,8 +111,8 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path, 
     for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with hosting(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
-        ((_, resolved_plan),) = resolved
-        assert resolved_plan.digest == plan.digest
+        (keywords,) = resolved
+        assert keywords["plan"].digest == plan.digest
         resolved.clear()
 
 
