@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from .attention import capture as capturing
 from .attention import latent
 from .attention.check_model import find_stock_layers, probe_deterministic
 from .attention.deterministic import install_deterministic, remove_deterministic
@@ -55,6 +56,7 @@ def enable(
     *,
     deterministic: bool = False,
     training: str | None = None,
+    capture: bool = False,
     reuse_prefix: bool = True,
     prefix_store: PrefixStore | None = None,
     **cache_keywords: Any,
@@ -141,6 +143,10 @@ def enable(
     if reuse_prefix:
         methods["_prepare_position_ids_for_generation"] = (prepare_positions,)
         methods["_maybe_prepare_encoder_kwargs_for_generation"] = (keep_encoder_inputs,)
+    if capture:
+        methods["_valid_auto_compile_criteria"] = (capturing.choose_forward,)
+        methods["get_compiled_call"] = (capturing.get_forward,)
+        methods["_optimize_model_for_decode"] = (capturing.decode,)
     if _ENGINE_METHOD not in vars(base):  # else hf_fp8kv.serving.enable was called
         methods[_ENGINE_METHOD] = (_refuse_engine,)
     for name, (function, *arguments) in methods.items():

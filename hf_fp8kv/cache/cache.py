@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig
 
-from ..errors import ConfigError, FP8KVError
+from ..errors import ConfigError, FP8KVError, OutOfPagesError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
 from ..modeling.layer_specs import read_config, release_states
@@ -338,7 +338,12 @@ class FP8PagedCache(DynamicCache):
                 "Pass a longer prompt, or call crop, reset or enable(model)"
             )
         patch_kv_wrapper()  # called again, because the model may be newer than the cache
-        columns, start = super().get_mask_sizes(query_length, layer_idx)
+        try:
+            columns, start = super().get_mask_sizes(query_length, layer_idx)
+        except OutOfPagesError:
+            if not self._paged.unreserve():
+                raise
+            columns, start = super().get_mask_sizes(query_length, layer_idx)
         step.request = self._paged.make_mask_request(query_length, columns, start)
         return columns, start
 

@@ -60,6 +60,14 @@ class LayerStore:
         self._is_prepared = True
         self.mark_addresses()
 
+    def set_length(self, length: HostLength | DeviceLength) -> None:
+        """Replace the length of an initialized layer, without a change of its contents."""
+        self.length, self.group = length, length.group
+        self.pool.memory.grow(self.group.table.allocator.capacity)
+        self.mark_addresses()
+        if isinstance(length, DeviceLength):
+            length.fill_plan(1)
+
     def mark_addresses(self) -> None:
         """Use the group's work plan, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):

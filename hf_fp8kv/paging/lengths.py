@@ -177,6 +177,12 @@ class DeviceLength:
         self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
         return num_pages
 
+    def allocate_lengths(self, table: torch.Tensor, length: int) -> None:
+        """Use `table`, `[B, num_columns]`, whose pages hold `length` tokens per sequence."""
+        self.table = table
+        self.group.device_lengths[self.member] = zeros((len(table),), torch.int32, table.device)
+        self.set(length)
+
     def share_plan(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
         """Use the work plan of the group. Return the tensors with constant addresses."""
         self._plan, filler = self.group.plan(self.member, num_heads, num_rows, backend)
