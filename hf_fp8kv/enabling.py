@@ -147,6 +147,8 @@ def enable(
         methods["_valid_auto_compile_criteria"] = (capturing.choose_forward,)
         methods["get_compiled_call"] = (capturing.get_forward,)
         methods["_optimize_model_for_decode"] = (capturing.decode,)
+        prepare_method = "prepare_inputs_for_generation"
+        methods[prepare_method] = (capturing.prepare_inputs, *methods[prepare_method])
     if _ENGINE_METHOD not in vars(base):  # else hf_fp8kv.serving.enable was called
         methods[_ENGINE_METHOD] = (_refuse_engine,)
     for name, (function, *arguments) in methods.items():

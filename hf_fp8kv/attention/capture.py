@@ -7,21 +7,25 @@ A graph repeats operations on the same addresses with the same numbers. It is on
 steps consist of equal operations (`StepDescription`). The inputs of a step are copied to buffers
 with constant addresses. A growing cache reserves pages for the next steps (`PagedLayers.reserve`).
 
-A graph belongs to one call of `generate()`, which alone refers to its `CapturedStep`. Calls in
-other threads, and later calls (with different adapters, weights, attention, dtype, batch or mode, or
-after an exception in a processor) have their own. Within a call, a graph is replayed only if the
-inputs have equal shapes, dtypes, devices and constants, and if every layer still has the same
-length, block table and pages. `crop`, `reset`, `fork`, a change of the batch and every error in a
-step replace them.
+A graph never meets a model or a cache that it was not captured for. It belongs to one call of
+`generate()`, whose frame alone refers to its `CapturedStep`. So other threads have other graphs and
+buffers, and so do later calls, after a change of adapters, weights, attention, dtype, batch or
+training mode, or after an exception in a processor. Within a call, a graph is replayed only if the
+inputs have equal shapes, dtypes, devices and constants, and if every layer has the same length,
+block table and pages. `crop`, `reset`, `fork`, a change of the batch and an error replace these
+objects. Weights that are written in place are read by the next replay. A processor that replaces
+weights or switches adapters in the middle of a call is not noticed.
 """
 
+import itertools
 import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,15 +48,23 @@ MIN_NEW_TOKENS = 16
 # Minimum number of tokens per sequence, and share of the tokens, to reserve pages for.
 MIN_RESERVED_TOKENS = 1024
 RESERVED_DIVISOR = 8
+# Maximum number of times that the inputs of a call may change their shapes.
+MAX_KEY_CHANGES = 4
 # Properties of an operation that a graph cannot repeat, by torch's tag.
 _TAGS = {
     torch.Tag.data_dependent_output: "reads a value on the host",
     torch.Tag.dynamic_output_shape: "has a result whose shape depends on values",
     torch.Tag.nondeterministic_seeded: "draws random numbers",
 }
+# Operations whose results only have a shape that depends on values if an index is a mask.
 _INDEX_OPERATIONS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_MASK_DTYPES = (torch.bool, torch.uint8)
 # Methods that read the memory of a tensor on a CPU without an operation.
 _HOST_READS = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
+
+
+class CaptureError(Exception):
+    """A graph could not be captured. No operation was executed."""
 
 
 class Graph(Protocol):
@@ -69,7 +81,10 @@ class CudaGraph:
     """A CUDA graph with its own memory pool, which is freed with this object."""
 
     def capture(self, run: Callable[[], Any]) -> Any:
-        """Record and execute the operations of `run()`, and return its result."""
+        """Record and execute the operations of `run()`, and return its result.
+
+        After CaptureError, no operation was executed.
+        """
         self._graph = graph = torch.cuda.CUDAGraph()
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -81,13 +96,12 @@ class CudaGraph:
             try:
                 result = run()
                 graph.capture_end()
-            except BaseException:
-                # An invalid capture can only be ended. The generator would stay in the state of a
-                # capture.
+            except Exception as error:
+                # A capture that fails has to be ended, and its generator would refuse to continue.
                 with suppress(RuntimeError):
                     graph.capture_end()
                 generator.graphsafe_set_state(old_state)
-                raise
+                raise CaptureError(f"{type(error).__name__}: {error}") from error
         current.wait_stream(stream)
         self.replay()
         return result
@@ -97,6 +111,7 @@ class CudaGraph:
         self._graph.replay()
 
 
+_LOG_MESSAGE = "capture: the steps of {} run eagerly, because {}"
 # Class of graphs by type of device. Tests add a class for CPUs.
 GRAPHS: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph}
 
@@ -115,28 +130,38 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _TensorDescription(NamedTuple):
+    """Description of an argument that is a tensor.
+
+    Attributes:
+        origin: The operation of the step that made the memory, or a number of older memory.
+        layout: Offset, shape, strides, dtype and device.
+    """
+
+    origin: tuple[str, int]
+    layout: tuple[Any, ...]
+
+
 class StepDescription(TorchDispatchMode):
     """A mode that describes each operation of a step.
 
-    The description has the function, the arguments that are not tensors, and the shape, layout and
-    origin of each tensor. The origin is the operation of this step that made its memory, or the
-    memory itself.
+    If two steps have equal descriptions, a third step consists of the same operations on the same
+    memory with the same numbers, so a graph can repeat them.
 
     Attributes:
-        calls: Description of each operation.
-        obstacle: Why the step cannot be repeated by a graph, or "".
+        calls: Name and described arguments of each operation.
+        obstacle: Why a graph cannot repeat the step, or "".
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.calls: list[tuple[str, list[Any]]] = []
         self.obstacle = ""
-        self._is_cpu = device.type == "cpu"
-        self._host_reads = _HostReads(self._report)
-        # Index of the operation that made a storage. A weak reference keeps its number in use, so
-        # that no other storage gets this number during the step.
+        self._device, self._host_reads = device, _HostReads(self.report)
+        # Index of the operation that made a storage, by the storage's number. A weak reference
+        # reserves the number, even if the storage is freed during the step.
         self._makers: dict[int, tuple[int, StorageWeakRef]] = {}
-        # Storages that existed before the step, which later descriptions refer to by number.
+        # Storages that existed before the step. They are kept alive for the graph.
         self._old_storages: dict[int, Any] = {}
 
     def __enter__(self) -> "StepDescription":
@@ -148,130 +173,154 @@ class StepDescription(TorchDispatchMode):
         super().__exit__(*error)
         self._host_reads.__exit__(*error)
 
-    def _report(self, obstacle: str) -> None:
+    def report(self, obstacle: str) -> None:
+        """Set `obstacle`, unless it is set."""
         self.obstacle = self.obstacle or obstacle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, structure = tree_flatten((args, kwargs))
-        # Tensors from numbers and lists have the same values in both steps if these are equal.
+        # A tensor of Python numbers is new in each step, so its values are compared.
         is_constant = func is torch.ops.aten.lift_fresh.default
         described = [x.tolist() if is_constant else self._describe(x) for x in leaves]
         result = func(*args, **kwargs)
         results = _find_tensors(tree_leaves(result))
-        self._check(func, [x for x in leaves if isinstance(x, Tensor)], results, is_constant)
+        if not is_constant:
+            self._check(func, args, _find_tensors(leaves), results)
         for tensor in results:
             storage = tensor.untyped_storage()
-            number = storage._cdata
-            if number not in self._old_storages and number not in self._makers:
-                self._makers[number] = len(self.calls), StorageWeakRef(storage)
+            if not self._is_known(storage):
+                self._makers[storage._cdata] = len(self.calls), StorageWeakRef(storage)
         self.calls.append((str(func), [structure, *described]))
         return result
 
-    def _check(self, func: Any, inputs: list[Tensor], results: list[Tensor], is_new: bool) -> None:
-        """Set `obstacle` if an operation cannot be repeated by a graph."""
-        has_mask = any(x.dtype in (torch.bool, torch.uint8) for x in inputs[1:])
+    def _is_known(self, storage: Any) -> bool:
+        return storage._cdata in self._old_storages or storage._cdata in self._makers
+
+    def _check(self, func: Any, args: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
+        """Set `obstacle` if a graph cannot repeat an operation."""
+        tags = [tag for tag in _TAGS if tag in func.tags]
         if func._schema.name in _INDEX_OPERATIONS:
-            if has_mask:
-                self._report(f"{func} has a result whose shape depends on values")
-            return
-        for tag, reason in _TAGS.items():
-            if tag in func.tags:
-                self._report(f"{func} {reason}")
-        devices = {x.device.type for x in (*inputs, *results) if x.ndim}
-        if len(devices) > 1:
-            self._report(f"{func} copies between the host and the device")
-        if not self._is_cpu and not is_new:
-            old = self._old_storages
-            if any(x.is_cpu and x.untyped_storage()._cdata in old for x in inputs):
-                self._report(f"{func} reads a tensor in host memory")
+            has_mask = any(x.dtype in _MASK_DTYPES for x in inputs[1:])
+            tags = [torch.Tag.dynamic_output_shape] if has_mask else []
+        names = [argument.name for argument in func._schema.arguments]
+        if "dropout_p" in names and not any(args[names.index("dropout_p") :][:1]):
+            tags = []  # without dropout, attention draws no numbers
+        for tag in tags:
+            self.report(f"{func} {_TAGS[tag]}")
+        devices = {x.device for x in (*inputs, *results) if x.ndim}
+        has_old = any(x.untyped_storage()._cdata in self._old_storages for x in inputs if x.is_cpu)
+        if len(devices) > 1 or (has_old and self._device.type != "cpu"):
+            self.report(f"{func} reads or copies a tensor of a different device")
 
     def _describe(self, x: Any) -> Any:
-        """Return a description of an argument, which equals that of an argument with its effect."""
+        """Return a description of an argument. Arguments with equal descriptions are equal."""
         if not isinstance(x, Tensor):
             return type(x), repr(x) if isinstance(x, float) else x
         if is_traceable_wrapper_subclass(x):
             names, context = x.__tensor_flatten__()
             return type(x), context, x.shape, [self._describe(getattr(x, name)) for name in names]
         storage = x.untyped_storage()
-        maker = self._makers.get(storage._cdata)
-        if maker is None:
-            self._old_storages[storage._cdata] = storage
-        origin = ("memory", storage._cdata) if maker is None else ("operation", maker[0])
-        return origin, x.storage_offset(), x.shape, x.stride(), x.dtype, x.device
+        layout = x.storage_offset(), x.shape, x.stride(), x.dtype, x.device
+        if (maker := self._makers.get(storage._cdata)) is not None:
+            return _TensorDescription(("operation", maker[0]), layout)
+        self._old_storages[storage._cdata] = storage
+        return _TensorDescription(("memory", storage._cdata), layout)
 
-    def describe_result(self, result: Any) -> None:
-        """Describe the result of the step, whose only new tensor may be the logits."""
+    def add_result(self, result: Any) -> None:
+        """Describe the result of the step. Only the logits may be a new tensor."""
         tensors = _find_tensors(tree_leaves(result))
         self.calls.append(("the result", [self._describe(x) for x in tensors]))
         logits = getattr(result, "logits", None)
         if any(x is not logits and x.untyped_storage()._cdata in self._makers for x in tensors):
-            self._report("the model returns new tensors in addition to the logits")
+            self.report("the model returns new tensors in addition to the logits")
 
     def find_difference(self, other: "StepDescription") -> str:
-        """Return why the steps differ, or "" if they are equal."""
-        for (name, mine), (other_name, others) in zip(self.calls, other.calls, strict=False):
-            if name != other_name:
-                return f"a step calls {name}, and the next step {other_name}"
-            for x, y in zip(mine, others, strict=False):
-                if x != y:
-                    return f"an argument of {name} is {_shorten(x)}, and in the next step " + (
-                        _shorten(y)
-                    )
-        numbers = len(self.calls), len(other.calls)
-        return "" if numbers[0] == numbers[1] else "a step has {} operations, the next {}".format(
-            *numbers
-        )
+        """Return the first difference from the previous step `other`, or ""."""
+        for (name, arguments), (old_name, old_arguments) in zip(
+            self.calls, other.calls, strict=False
+        ):
+            if name != old_name:
+                return f"a step calls {name} where the previous step calls {old_name}"
+            for new, old in zip(arguments, old_arguments, strict=False):
+                if new != old:
+                    return f"{name} {_explain_difference(new, old)}"
+        is_longer = len(self.calls) != len(other.calls)
+        return "steps have different numbers of operations" if is_longer else ""
 
 
-def _find_tensors(leaves: list[Any]) -> list[Tensor]:
-    """Return the tensors among `leaves`. Tensors inside a wrapper are listed instead of it."""
-    tensors = []
+def _explain_difference(new: Any, old: Any) -> str:
+    if isinstance(new, _TensorDescription) and isinstance(old, _TensorDescription):
+        if new.layout == old.layout:
+            return "reads different memory in each step"
+        return "reads tensors of different sizes in each step"
+    return f"gets {new!s:.80} after {old!s:.80} in the previous step"
+
+
+def _find_tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among `leaves`, and those inside wrappers instead of the wrappers."""
+    tensors = list[Tensor]()
     for x in leaves:
         if isinstance(x, Tensor) and is_traceable_wrapper_subclass(x):
-            tensors += _find_tensors([getattr(x, name) for name in x.__tensor_flatten__()[0]])
+            tensors += _find_tensors(getattr(x, name) for name in x.__tensor_flatten__()[0])
         elif isinstance(x, Tensor):
             tensors.append(x)
     return tensors
 
 
-def _shorten(x: Any) -> str:
-    return str(x)[:100]
-
-
 class _Inputs:
-    """The inputs of a step as a list of tensors, and all other data as a comparable key."""
+    """The inputs of a step.
+
+    Attributes:
+        tensors: All tensors, including those inside wrappers.
+        key: Everything else, and the shapes, dtypes and devices of the tensors.
+    """
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         leaves, self._structure = tree_flatten(inputs)
-        self.tensors: list[Tensor] = []
-        self._parts: list[Any] = []
-        for x in leaves:
-            if isinstance(x, Tensor) and is_traceable_wrapper_subclass(x):
-                names, context = x.__tensor_flatten__()
-                self.tensors += [getattr(x, name) for name in names]
-                self._parts.append((type(x), names, context, x.shape, x.stride()))
-            elif isinstance(x, Tensor):
-                self.tensors.append(x)
-                self._parts.append(Tensor)
-            else:
-                self._parts.append(x)
-        self.key = self._structure, self._parts, [(x.shape, x.dtype, x.device) for x in self.tensors]
+        self._parts = [_split_leaf(x) for x in leaves]
+        self.tensors = _find_tensors(leaves)
+        layouts = [(x.shape, x.dtype, x.device) for x in self.tensors]
+        self.key = self._structure, self._parts, layouts
 
     def make_buffers(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """Return contiguous copies of the tensors, and the inputs made of these copies."""
+        """Return contiguous copies of the tensors, and inputs that consist of these copies."""
         copies = [x.clone(memory_format=torch.contiguous_format) for x in self.tensors]
-        remaining, leaves = iter(copies), []
+        remaining = iter(copies)
+        leaves = []
         for part in self._parts:
-            if part is Tensor:
-                leaves.append(next(remaining))
-            elif isinstance(part, tuple) and isinstance(part[0], type):
-                wrapper, names, context, shape, stride = part
-                inner = {name: next(remaining) for name in names}
-                leaves.append(wrapper.__tensor_unflatten__(inner, context, shape, stride))
-            else:
+            if not isinstance(part, _Part):
                 leaves.append(part)
+            elif part.wrapper is Tensor:
+                leaves.append(next(remaining))
+            else:
+                inner = {name: next(remaining) for name in part.names}
+                leaves.append(part.wrapper.__tensor_unflatten__(inner, *part.metadata))
         return copies, tree_unflatten(leaves, self._structure)
+
+
+class _Part(NamedTuple):
+    """A tensor among the inputs, without its values.
+
+    Attributes:
+        wrapper: Type of a wrapper, or `Tensor`.
+        names: Names of the tensors inside the wrapper.
+        metadata: Other arguments of its `__tensor_unflatten__`.
+    """
+
+    wrapper: Any
+    names: tuple[str, ...] = ()
+    metadata: tuple[Any, ...] = ()
+
+
+def _split_leaf(x: Any) -> Any:
+    """Return a `_Part` for a tensor, and any other object unchanged."""
+    if not isinstance(x, Tensor):
+        return x
+    if not is_traceable_wrapper_subclass(x):
+        return _Part(Tensor)
+    names, context = x.__tensor_flatten__()
+    return _Part(type(x), tuple(names), (context, x.shape, x.stride()))
 
 
 class CapturedStep:
@@ -280,7 +329,7 @@ class CapturedStep:
     Attributes:
         model: The model.
         cache: Cache of the decoder's self-attention.
-        max_length: Number of tokens that the call may store.
+        max_length: Number of tokens per sequence that the call may store.
         reason: Why the steps of this call are not captured, or "".
         num_steps, num_replays: Number of calls, and of calls that replayed a graph.
     """
@@ -289,11 +338,14 @@ class CapturedStep:
         self.model, self.cache, self.max_length = model, cache, max_length
         self.reason = ""
         self.num_steps = self.num_replays = 0
-        self._num_left = 0  # number of tokens for which there are pages
+        self._num_left = 0  # number of tokens for which pages are reserved
+        # A fork of the cache and the function that prepares the inputs, until a step has succeeded.
+        self._backup: FP8PagedCache | None = None
+        self._prepare: Callable[[], dict[str, Any]] = dict
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the graph, and all that belongs to it."""
+        """Drop the graph and everything that belongs to it."""
         self._key: Any = None
         self._state: list[Any] = []
         self._descriptions: list[StepDescription] = []
@@ -301,76 +353,92 @@ class CapturedStep:
         self._result: Any = None
 
     def begin(self) -> None:
-        """Prepare for the steps after a prompt, if there are enough."""
+        """Reserve pages after the prompt, if enough steps may follow."""
         length = self.cache.host_length()
-        if length + MIN_NEW_TOKENS - 1 <= self.max_length:
+        # Drafts and assisted decoding remove tokens after each step, so they record the past.
+        records_past = any(x.record_past for x in self.cache._paged.groups.values())
+        if 0 < length <= self.max_length + 1 - MIN_NEW_TOKENS and not records_past:
+            if not self.cache.options.is_preallocated:
+                self._backup = self.cache.fork()
+            self._num_key_changes = 0
             self.reserve()
 
-    def reserve(self) -> None:
-        """Reserve pages for the next steps. The next steps record a new graph."""
+    def end(self) -> None:
+        """Free the graph and reserved pages, and log why steps were not captured."""
         self._forget()
-        paged, length = self.cache._paged, self.cache.host_length()
-        if self.cache.options.is_preallocated:
-            self._num_left = self.cache.options.max_cache_len - length
-            return
+        self.cache._paged.unreserve()
+        if self.reason:
+            warn_once(_LOG_MESSAGE.format(type(self.model).__name__, self.reason))
+
+    def reserve(self) -> None:
+        """Reserve pages for the next steps, whose addresses are then constant."""
+        self._forget()
         self._num_left = 0
-        if length >= self.max_length:
-            return
+        cache, paged = self.cache, self.cache._paged
         paged.unreserve()
-        if set(paged.read_lengths()) != {length} or not all(
-            layer.is_compileable for layer in self.cache.stock_layers
-        ):
-            self.refuse("layers of transformers grow, or layers have different lengths")
-            return
-        # The pages of a window would all stay until the next call of this method.
-        has_windows = any(window is not None for window in paged.groups)
-        num_reserved = max(MIN_RESERVED_TOKENS, 0 if has_windows else length // RESERVED_DIVISOR)
-        capacity = min(length + num_reserved, self.max_length)
-        try:
-            paged.reserve(capacity)
-        except OutOfPagesError as error:
-            self.refuse(str(error))
-        else:
-            self._num_left = capacity - length
+        length = cache.host_length()
+        counting_layers = [x for x in cache.stock_layers if counts_on_host(x)]
+        if counting_layers or {*paged.read_lengths()} != {length}:
+            name = type(counting_layers[0]).__name__ if counting_layers else "a layer without steps"
+            self.refuse(f"the cache has {name}")
+        elif cache.options.max_cache_len is not None:
+            self._num_left = cache.options.max_cache_len - length
+        elif length < self.max_length:
+            # Pages of a window that no step reads any more are only freed by this method.
+            has_windows = any(window is not None for window in paged.groups)
+            share = 0 if has_windows else length // RESERVED_DIVISOR
+            capacity = min(length + max(MIN_RESERVED_TOKENS, share), self.max_length)
+            try:
+                paged.reserve(capacity)
+                self._num_left = capacity - length
+            except OutOfPagesError as error:
+                self.refuse(str(error))
 
     def refuse(self, reason: str) -> None:
         """Run all further steps of this call eagerly."""
         self.reason = reason
+        self._backup = None
         self._forget()
         self.cache._paged.unreserve()
-        name = type(self.model).__name__
-        warn_once(f"capture: the steps of {name} run eagerly, because {reason}")
 
-    def end(self) -> None:
-        """Free the graph, and the pages that were reserved."""
-        self._forget()
-        self.cache._paged.unreserve()
+    def prepare(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the inputs of a step, which `run()` prepares for the cache."""
+        self._prepare = run
+        try:
+            return run()
+        except Exception as error:  # models that need a growing cache raise any error
+            if self._backup is None:
+                raise
+            self._restore(error)
+            return run()
+
+    def _restore(self, error: Exception) -> None:
+        """Restore the cache as it was before a step that raised `error`."""
+        vars(self.cache).update(vars(self._backup))
+        message = f"{type(error).__name__}: {error}"
+        self.refuse(f"it cannot use a preallocated cache ({message:.150})")
 
     def __call__(self, **inputs: Any) -> Any:
-        """Compute a step. The logits of a replay are overwritten by the next replay."""
+        """Compute a step. The next replay overwrites the logits."""
         self.num_steps += 1
-        can_capture = self._num_left > 0 and not self.reason
-        result = self._run(inputs) if can_capture else self.model(**inputs)
+        if self.reason or self._num_left < 1:
+            return self.model(**inputs)
+        ids = inputs.get("input_ids", inputs.get("decoder_input_ids"))
+        if ids is None or ids.shape[1] != 1 or not self.cache.is_compileable:
+            result = self.model(**inputs)
+            self.reserve()
+            return result
+        result = self._run(inputs)
         self._num_left -= 1
-        is_growing = not self.cache.options.is_preallocated
-        if is_growing and can_capture and not self.reason:
-            if self._num_left < 1 or not self.cache._paged.is_reserved:
-                self.reserve()
+        if not self.reason and self._num_left < 1:
+            self.reserve()
         return result
 
-    def _find_state(self) -> list[Any]:
-        """Return objects that are replaced when an address in the cache changes."""
-        paged = self.cache._paged
-        layers = [(x.length, x.length.table, x.pool.blocks.offsets) for x in paged.stores]
-        return [x for layer in layers for x in layer] + [paged.stores[0].length.is_empty]
-
     def _run(self, inputs: dict[str, Any]) -> Any:
-        if not self.cache.is_compileable:
-            return self.model(**inputs)
-        new = _Inputs(inputs)
-        state = self._find_state()
-        is_same = new.key == self._key and all(map(operator.is_, state, self._state))
-        if not is_same:
+        """Describe, capture or replay a step of one token per sequence."""
+        new, state = _Inputs(inputs), self._find_state()
+        if new.key != self._key or not all(map(operator.is_, state, self._state)):
+            self._num_key_changes += 1
             self._forget()
             self._key, self._state = new.key, state
             self._buffers, self._inputs = new.make_buffers()
@@ -381,22 +449,51 @@ class CapturedStep:
             return self._result
         if len(self._descriptions) < 2:
             return self._describe()
-        self._graph = GRAPHS[self.model.device.type]()
-        self._result = self._graph.capture(lambda: self.model(**self._inputs))
+        graph = GRAPHS[self.model.device.type]()
+        try:
+            self._result = graph.capture(lambda: self.model(**self._inputs))
+        except CaptureError as error:
+            result = self.model(**self._inputs)
+            self.refuse(str(error))
+            return result
+        self._graph = graph
         return self._result
 
+    def _find_state(self) -> list[Any]:
+        """Return objects that are replaced when an address in the cache changes."""
+        stores = self.cache._paged.stores
+        layers = [(x.length, x.length.table, x.pool.blocks.offsets) for x in stores]
+        return [stores[0].length.is_empty, *itertools.chain(*layers)]
+
     def _describe(self) -> Any:
-        """Compute a step eagerly, and decide whether the next steps can be captured."""
-        with StepDescription(self.model.device) as description:
-            result = self.model(**self._inputs)
-        description.describe_result(result)
+        """Compute a step eagerly, and decide whether a graph can repeat it."""
+        description = StepDescription(self.model.device)
+        try:
+            with description:
+                result = self.model(**self._inputs)
+        except Exception as error:  # as in `prepare`
+            if self._backup is None:
+                raise
+            self._restore(error)
+            return self.model(**self._prepare(), return_dict=True)
+        self._backup = None
+        description.add_result(result)
         reason = description.obstacle
         if not reason and self._descriptions:
-            reason = self._descriptions[0].find_difference(description)
+            reason = description.find_difference(self._descriptions[0])
+        elif self._num_key_changes > MAX_KEY_CHANGES:
+            reason = "its inputs have different shapes or constants in each step"
         self._descriptions.append(description)
         if reason:
             self.refuse(reason)
         return result
+
+
+def counts_on_host(layer: Any) -> bool:
+    """Return whether a layer of transformers counts its tokens in Python, as a graph cannot."""
+    if not layer.is_compileable:
+        return True
+    return getattr(layer, "keys", None) is not None and isinstance(layer.get_seq_length(), int)
 
 
 class _Thread(threading.local):
@@ -430,8 +527,10 @@ def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: An
     if config.disable_compile or config.prefill_chunk_size or cache.options.offloading:
         return False
     model = method.model
-    if reason := find_refusal(model):
-        warn_once(f"capture: the steps of {type(model).__name__} run eagerly, because {reason}")
+    has_graphs = model.device.type in GRAPHS
+    reason = find_refusal(model) if has_graphs else f"{model.device} has no graphs"
+    if reason:
+        warn_once(_LOG_MESSAGE.format(type(model).__name__, reason))
         return False
     embeddings = model_kwargs.get("inputs_embeds")
     num_embeddings = 0 if embeddings is None else embeddings.shape[1]
@@ -446,6 +545,13 @@ def get_forward(method: ModelMethod, compile_config: Any) -> Any:
         return method.original_method(compile_config)
     _thread.last_step = weakref.ref(new_step)
     return new_step
+
+
+def prepare_inputs(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
+    """Prepare the inputs of a step with the function `method.arguments[0]`."""
+    run = partial(method.arguments[0], method, *args, **kwargs)
+    step = _thread.last_step()
+    return run() if step is None or step.model is not method.model else step.prepare(run)
 
 
 @contextmanager
@@ -465,9 +571,9 @@ def decode(method: ModelMethod) -> Iterator[None]:
 def find_refusal(model: Any) -> str:
     """Return why no step of a model can be captured, or ""."""
     modules = list(model.modules())
-    hooks = [h for x in modules for h in (*x._forward_hooks.values(), *x._forward_pre_hooks.values())]
-    if model.device.type not in GRAPHS:
-        return f"a {model.device.type} device has no graphs"
+    hooks = [
+        h for x in modules for h in (*x._forward_hooks.values(), *x._forward_pre_hooks.values())
+    ]
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is on several devices"
     if any(hasattr(x, "_hf_hook") for x in modules):

@@ -61,9 +61,11 @@ class LayerStore:
         self.mark_addresses()
 
     def set_length(self, length: HostLength | DeviceLength) -> None:
-        """Replace the length of an initialized layer, without a change of its contents."""
+        """Replace the length of an initialized layer, which keeps its contents."""
         self.length, self.group = length, length.group
         self.pool.memory.grow(self.group.table.allocator.capacity)
+        if self.indexer is not None:
+            self.indexer.set_capacity(length.max_tokens, length.count_stored())
         self.mark_addresses()
         if isinstance(length, DeviceLength):
             length.fill_plan(1)

@@ -260,9 +260,7 @@ class PagedLayers:
         used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
         # Static layers of transformers return columns without tokens, which only a mask hides.
-        is_preallocated = (
-            is_stored and num_columns == max_tokens and not self._has_static_layers
-        )
+        is_preallocated = is_stored and num_columns == max_tokens and not self._has_static_layers
         growing, sizes = max_tokens is None, (num_tokens, num_columns, start)
         return MaskRequest(sizes, is_preallocated, growing, is_stored, used_observer)
 

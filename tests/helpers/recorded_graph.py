@@ -40,7 +40,9 @@ class RecordedGraph(TorchDispatchMode):
             leaves = tree_leaves(func(*args, **kwargs))
             for old, new in zip(tree_leaves(result), leaves, strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+                    # An expanded tensor has one element in memory for many.
+                    index = tuple(slice(None if x else 1) for x in old.stride())
+                    old[index].copy_(new[index])
 
 
 @contextmanager
