@@ -56,6 +56,7 @@ class PagedLayers:
         stores: The stores of the paged layers, in the same order.
         padding_observer: Observer of the padding of the cache's sequences.
         is_open_ended: Whether layers are added as the model uses them.
+        num_changes: Number of operations other than steps that may have changed the layers.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class PagedLayers:
         self._uses_flex = False  # whether attention in the current step is flex attention
         # The lengths of growing layers while they are preallocated (see `reserve`).
         self._growing_lengths: list[HostLength] = []
+        self.num_changes = 0
         patch_kv_wrapper()
 
     # -- creation of layers ------------------------------------------------------------------
@@ -266,11 +268,6 @@ class PagedLayers:
 
     # -- steps at constant addresses ---------------------------------------------------------
 
-    @property
-    def is_reserved(self) -> bool:
-        """Whether growing layers are preallocated for now (see `reserve`)."""
-        return bool(self._growing_lengths)
-
     def reserve(self, max_tokens: int) -> None:
         """Make growing layers preallocated until `unreserve`, so that a step changes no address.
 
@@ -280,7 +277,6 @@ class PagedLayers:
         Raises:
             OutOfPagesError: The budget would be exceeded. The layers keep growing.
         """
-        self.unreserve()
         length = self.read_lengths()[0]
         span = length, max_tokens, self.batch
         for group in self.groups.values():
@@ -310,6 +306,7 @@ class PagedLayers:
         This synchronizes with the device. Every operation that changes the layers other than by a
         step calls this method first.
         """
+        self.num_changes += 1
         if not self._growing_lengths:
             return False
         lengths = self.read_lengths()
