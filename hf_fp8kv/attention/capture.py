@@ -35,7 +35,7 @@ from transformers import EncoderDecoderCache
 from ..cache.cache import FP8PagedCache
 from ..errors import OutOfPagesError
 from ..modeling.methods import ModelMethod
-from ..modeling.model_support import CACHE
+from ..modeling.model_support import CACHE, with_cache
 from ..utils.warn_once import warn_once
 
 # Environment variable that turns captured steps off if it is "0".
@@ -398,6 +398,21 @@ def counts_on_host(layer: Any) -> bool:
     """Return whether a layer of transformers counts its tokens in Python, which a graph cannot."""
     has_keys = getattr(layer, "keys", None) is not None
     return not layer.is_compileable or (has_keys and isinstance(layer.get_seq_length(), int))
+
+
+def find_obstacle(model: Any, cache: FP8PagedCache) -> str:
+    """Run `model` on a few tokens. Return why its steps cannot be captured, or ""."""
+    step = CapturedStep(model, cache, 2 + MIN_NEW_TOKENS)
+    inputs = {"input_ids": torch.ones((1, 2), dtype=torch.long, device=model.device)}
+    inputs |= with_cache(model, cache)
+    model(**inputs)
+    inputs["input_ids"] = inputs["input_ids"][:, :1]
+    step.begin()
+    step.prepare(lambda: inputs)
+    for _ in range(2):
+        step(**inputs)
+    step.end()
+    return find_refusal(model) or step.reason
 
 
 class _Thread(threading.local):

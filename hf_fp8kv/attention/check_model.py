@@ -23,6 +23,7 @@ from ..modeling.model_support import (
     with_cache,
 )
 from . import latent
+from .capture import find_obstacle
 from .deterministic import (
     FunctionWatch,
     check_deterministic,
@@ -69,6 +70,8 @@ class ModelReport:
         refused: Reason why the model cannot use the cache, or "".
         probed: Whether the model was run. Otherwise, only its class and config were read.
         note: Additional information about the model, or "".
+        capture_obstacle: Why `enable(model, capture=True)` does not capture its steps. "" if they
+            can be captured, or if the model was not run.
     """
 
     model: str
@@ -76,6 +79,7 @@ class ModelReport:
     refused: str = ""
     probed: bool = False
     note: str = ""
+    capture_obstacle: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -106,6 +110,8 @@ class ModelReport:
                 lines.append(f"  {layer.path} (layer {layer.index}, {layer.kind}): {layer.why}")
         if self.note:
             lines.append(f"  note: {self.note}")
+        if self.capture_obstacle:
+            lines.append(f"  steps are not captured: {self.capture_obstacle}")
         return "\n".join(lines)
 
 
@@ -132,14 +138,16 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         return ModelReport(name, (), str(error))
     uses_interface = model._can_set_attn_implementation()
     paths: dict[int, str] | None = None
+    obstacle = ""
     if probe and uses_interface and not model.config.is_encoder_decoder:
-        paths = _probe_layers(model, cache)
+        paths, obstacle = _probe_layers(model, cache)
     layers = tuple(
         _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
     notes = describe_rounding(model), find_replacement(model.config)
-    return ModelReport(name, layers, probed=paths is not None, note=". ".join(filter(None, notes)))
+    note = ". ".join(filter(None, notes))
+    return ModelReport(name, layers, "", paths is not None, note, obstacle)
 
 
 def _report_layer(
@@ -166,8 +174,11 @@ def _report_layer(
     return LayerReport(index, kind, path, why)
 
 
-def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | None:
-    """Run the model on two tokens, then on one, and return the path of each layer."""
+def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, str]:
+    """Run the model on a few tokens.
+
+    Return the path of each layer, and why steps cannot be captured. (None, "") means an error.
+    """
     paths: dict[int, str] = {}
 
     def record(module: Any, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
@@ -185,10 +196,10 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str
             model(input_ids=ids, **with_cache(model, cache))
             paths.clear()
             model(input_ids=ids[:, :1], **with_cache(model, cache))
+            return paths, find_obstacle(model, FP8PagedCache(model.config, backend="torch"))
     except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
-        return None
-    return paths
+        return None, ""
 
 
 def probe_deterministic(
