@@ -150,8 +150,9 @@ class StepDescription(TorchDispatchMode):
             has_mask = any(x.dtype in _MASK_DTYPES for x in inputs[1:])
             tags = [torch.Tag.dynamic_output_shape] if has_mask else []
         names = [argument.name for argument in func._schema.arguments]
-        if "dropout_p" in names and not any(args[names.index("dropout_p") :][:1]):
-            tags = []  # attention without dropout draws no numbers
+        for index, name in enumerate(names):
+            if name in ("dropout_p", "train") and args[index : index + 1] in ((), (False,)):
+                tags = []  # without dropout, an operation draws no numbers
         devices = {x.device for x in (*inputs, *results) if x.ndim}
         has_old = any(x.untyped_storage()._cdata in self._old_storages for x in inputs if x.is_cpu)
         for tag in tags:
@@ -278,18 +279,17 @@ class CapturedStep:
         self._num_left = self._num_key_changes = 0
         cache, paged = self.cache, self.cache._paged
         paged.unreserve()
-        length = cache.host_length()
+        length = cache._count_tokens()
+        capacity = cache.options.max_cache_len
         counting = [type(x).__name__ for x in cache.stock_layers if counts_on_host(x)]
-        if counting or not paged.stores:
-            self.refuse(
-                f"{counting[0] if counting else 'a cache without pages'} counts tokens on the host"
-            )
-        elif {*paged.read_lengths()} != {length}:
+        if counting or not (paged.stores or capacity):
+            self.refuse(f"{(*counting, 'the model')[0]} counts tokens on the host")
+        elif {length, *paged.read_lengths()} != {length}:
             self.refuse("the layers of the cache have different lengths")
         elif not 0 < length <= self.max_length + 1 - MIN_NEW_TOKENS:
             return
-        elif cache.options.max_cache_len is not None:
-            self._num_left = cache.options.max_cache_len - length
+        elif capacity is not None:
+            self._num_left = capacity - length
         else:
             # Pages of a window that no step reads any more are only freed by this method.
             has_windows = any(window is not None for window in paged.groups)
