@@ -82,6 +82,9 @@ def enable(
             tokens, so add adapters before this call.
         training: None or "stored". With "stored", the model is run on three tokens, so call
             `enable` before the model is compiled, wrapped or sharded.
+        capture: Whether `generate()` captures its decode step in a CUDA graph, without compiling,
+            and replays it. Steps that a graph cannot repeat run eagerly, and one log line has the
+            reason. On a CPU all steps run eagerly.
         reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, so that only
             the tokens after the shared tokens are computed. False assumes that the tokens of the
             cache are the beginning of the prompt.
