@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from transformers import EncoderDecoderCache
 
 from ..cache.cache import FP8PagedCache
+from ..cache.paged_tensor import PagedKV
 from ..errors import OutOfPagesError
 from ..modeling.methods import ModelMethod
 from ..modeling.model_support import CACHE, with_cache
@@ -59,7 +60,7 @@ _LOG_MESSAGE = "capture: the steps of {} run eagerly, because {}"
 
 
 class CaptureError(Exception):
-    """A graph could not be captured. No operation was executed."""
+    """A step cannot be captured. If `capture` raises it, no operation was executed."""
 
 
 class CudaGraph:
@@ -110,13 +111,17 @@ class StepDescription(TorchDispatchMode):
     Attributes:
         calls: Name and described arguments of each operation.
         obstacle: Why a graph cannot repeat the step, or "".
+
+    Raises:
+        CaptureError: The step reads dense keys and values of pages that are only reserved. Code
+            that ignores the mask would attend to positions without tokens.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_reserved: bool) -> None:
         super().__init__()
         self.calls: list[tuple[str, list[Any]]] = []
         self.obstacle = ""
-        self._device = device
+        self._device, self._is_reserved = device, is_reserved
         # Index of the operation that made a storage, by the storage's number. A weak reference
         # reserves the number, even if the storage is freed during the step.
         self._makers: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -129,6 +134,12 @@ class StepDescription(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, structure = tree_flatten((args, kwargs or {}))
+        is_gather = func._schema.name.startswith("hf_fp8kv::gather")
+        reads_dense = (is_gather and args[5]) or any(
+            isinstance(x, PagedKV) and x.is_ragged for x in leaves
+        )
+        if reads_dense and self._is_reserved:
+            raise CaptureError("it reads dense keys and values of reserved positions")
         # A tensor of Python numbers is new in each step, so its values are compared.
         is_constant = func is torch.ops.aten.lift_fresh.default
         described = [x.tolist() if is_constant else self._describe(x) for x in leaves]
@@ -324,8 +335,7 @@ class CapturedStep:
         if self._backup is None:
             raise error
         vars(self.cache).update(vars(self._backup))
-        text = f"{type(error).__name__}: {error}"
-        self.refuse(f"it cannot use a preallocated cache ({text:.150})")
+        self.refuse(f"it needs a growing cache ({type(error).__name__}: {error})"[:200])
 
     def __call__(self, **inputs: Any) -> Any:
         """Compute a step. The next replay overwrites the logits."""
@@ -374,7 +384,8 @@ class CapturedStep:
 
     def _describe(self) -> Any:
         """Compute a step eagerly, and decide whether a graph can repeat it."""
-        description = StepDescription(self.model.device)
+        is_reserved = not self.cache.options.is_preallocated
+        description = StepDescription(self.model.device, is_reserved=is_reserved)
         try:
             with description:
                 result = self.model(**self._inputs)

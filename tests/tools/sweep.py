@@ -119,13 +119,18 @@ class Row:
 
 
 def generate(
-    model: PreTrainedModel, inputs: Inputs, cache: Any = None, new_tokens: int = NEW_TOKENS
+    model: PreTrainedModel,
+    inputs: Inputs,
+    cache: Any = None,
+    new_tokens: int = NEW_TOKENS,
+    *,
+    inference: bool = True,
 ) -> Answer:
     """Return the greedy answer with a cache. None means the model's default cache."""
     arguments = {name: value.clone() for name, value in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
-    with torch.inference_mode():
+    with torch.inference_mode(inference):
         output = model.generate(
             **arguments, max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
@@ -319,19 +324,22 @@ def check_capture(name: str, **options: Any) -> str:
 
     def run(graph: Any, **keywords: Any) -> tuple[Answer, Any]:
         enable(model, dtype="model", page_size=8, **options, **keywords)
+        # Inference mode sends operations through the dispatcher that modes otherwise see in parts.
+        # Their last bits may differ from those without a mode.
         with recorded_graphs(graph) as steps:
-            answer = generate(model, inputs, new_tokens=CAPTURED_TOKENS)
+            answer = generate(model, inputs, new_tokens=CAPTURED_TOKENS, inference=False)
         return answer, steps[-1] if steps else None
 
     stock, _ = run(RecordedGraph)
     eager, _ = run(_EagerGraph, capture=True)
     captured, step = run(RecordedGraph, capture=True)
-    is_equal = torch.equal(captured.logits.nan_to_num(), eager.logits.nan_to_num())
-    if not is_equal or compare(stock, captured).status not in ("equal", "close"):
-        return "WRONG"
+    for other in (stock, eager):
+        if not torch.equal(captured.logits.nan_to_num(), other.logits.nan_to_num()):
+            return "WRONG"
     if step is not None and step.num_replays:
         return "equal"
     reason = "the model makes its own cache" if step is None else step.reason
+    reason = reason or "the cache has more tokens than the call allows"
     if "counts tokens on the host" in reason and not options:
         outcome = attempt(lambda: Outcome(check_capture(name, max_cache_len=64)))
         return "equal (max_cache_len)" if outcome.status == "equal" else reason
