@@ -47,11 +47,15 @@ MIN_NEW_TOKENS = 16
 MIN_RESERVED_TOKENS, RESERVED_DIVISOR = 1024, 8
 # Maximum number of times that the inputs of a call may change their shapes.
 MAX_KEY_CHANGES = 4
+# Maximum relative error of the logits of a step, from a different order of sums.
+MAX_ERROR = 0.03
+_MAX_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
 # What a graph cannot repeat, by torch's tag of an operation.
+_RANDOM = "draws random numbers"
 _TAGS = {
     torch.Tag.data_dependent_output: "reads a value on the host",
     torch.Tag.dynamic_output_shape: "has a result whose shape depends on values",
-    torch.Tag.nondeterministic_seeded: "draws random numbers",
+    torch.Tag.nondeterministic_seeded: _RANDOM,
 }
 # The shape of their results only depends on values if an index is a mask.
 _INDEX_OPERATIONS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
@@ -125,6 +129,8 @@ class StepDescription(TorchDispatchMode):
         # Index of the operation that made a storage, by the storage's number. A weak reference
         # reserves the number, even if the storage is freed during the step.
         self._makers: dict[int, tuple[int, StorageWeakRef]] = {}
+        # Numbers of the storages that operations have changed.
+        self._written: set[int] = set()
         # Storages that existed before the step. They are kept alive for the graph.
         self._old_storages: dict[int, Any] = {}
 
@@ -147,6 +153,9 @@ class StepDescription(TorchDispatchMode):
         results = _find_tensors(tree_leaves(result))
         if not is_constant:
             self._check(func, args, _find_tensors(leaves), results)
+        if func._schema.is_mutable:
+            written = _find_tensors(args[:1])
+            self._written |= {x.untyped_storage()._cdata for x in written}
         for storage in (x.untyped_storage() for x in results):
             number = storage._cdata
             if number not in self._old_storages and number not in self._makers:
@@ -184,6 +193,10 @@ class StepDescription(TorchDispatchMode):
             self._old_storages[storage._cdata] = storage
         origin = ("memory", storage._cdata) if maker is None else ("operation", maker[0])
         return Tensor, origin, (x.storage_offset(), x.shape, x.stride(), x.dtype, x.device)
+
+    def writes_to(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether an operation has changed one of `tensors`."""
+        return any(x.untyped_storage()._cdata in self._written for x in _find_tensors(tensors))
 
     def add_result(self, result: Any) -> None:
         """Describe the result of the step. Only the logits may be a new tensor."""
@@ -259,6 +272,8 @@ class CapturedStep:
         self._num_left = 0  # number of tokens for which pages are reserved
         # A fork of the cache and the function that prepares the inputs, until a step has succeeded.
         self._backup: FP8PagedCache | None = None
+        # The attributes of each module with a copy of them, for the same purpose.
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._prepare: Callable[[], dict[str, Any]] = dict
         self._forget()
 
@@ -275,6 +290,9 @@ class CapturedStep:
         if not any(x.record_past for x in self.cache._paged.groups.values()):
             if not self.cache.options.is_preallocated:
                 self._backup = self.cache.fork()
+                modules = self.model.modules()
+                states = [state for m in modules for state in (vars(m), m._buffers)]
+                self._attributes = [(state, dict(state)) for state in states]
             self.reserve()
 
     def end(self) -> None:
@@ -324,18 +342,26 @@ class CapturedStep:
         try:
             return run()
         except Exception as error:
-            self._restore(error)
+            self._undo_first_step(error)
             return run()
 
-    def _restore(self, error: Exception) -> None:
-        """Restore the cache before a failed step, whose model may need a growing cache.
+    def _undo_first_step(self, error: Exception) -> None:
+        """Undo a first step that raised `error`, because the model may need a growing cache.
 
-        Raise `error` if a step has already succeeded.
+        Raise the error of a later step.
         """
         if self._backup is None:
             raise error
-        vars(self.cache).update(vars(self._backup))
+        self._restore(self._backup)
         self.refuse(f"it needs a growing cache ({type(error).__name__}: {error})"[:200])
+
+    def _restore(self, backup: FP8PagedCache) -> None:
+        """Restore the cache and the attributes of all modules."""
+        vars(self.cache).update(vars(backup))
+        for attributes, old_attributes in self._attributes:
+            for name in attributes.keys() - old_attributes.keys():
+                del attributes[name]
+            attributes.update(old_attributes)
 
     def __call__(self, **inputs: Any) -> Any:
         """Compute a step. The next replay overwrites the logits."""
@@ -390,18 +416,39 @@ class CapturedStep:
             with description:
                 result = self.model(**self._inputs)
         except Exception as error:
-            self._restore(error)
+            self._undo_first_step(error)
             return self.model(**self._prepare(), return_dict=True)
-        self._backup = None
         description.add_result(result)
-        reason = description.obstacle
+        if description.writes_to(self.model.buffers()):
+            description.report("the model changes its buffers")
+        elif self._backup is not None and _RANDOM not in description.obstacle:
+            result = self._compare(result, self._backup)
+        self._backup = None
         if self._num_key_changes > MAX_KEY_CHANGES:
-            reason = "its inputs have different shapes or constants in each step"
-        elif not reason and self._descriptions:
-            reason = description.find_difference(self._descriptions[0])
+            description.report("its inputs have different shapes or constants in each step")
+        elif self._descriptions:
+            description.report(description.find_difference(self._descriptions[0]))
         self._descriptions.append(description)
-        if reason:
-            self.refuse(reason)
+        if description.obstacle and not self.reason:
+            self.refuse(description.obstacle)
+        return result
+
+    def _compare(self, reserved: Any, backup: FP8PagedCache) -> Any:
+        """Compute the first step again with the growing cache, and return its result.
+
+        Results may differ because masks for preallocated caches have other shapes, and a model may
+        use masks for more than attention. If they are equal up to the order of sums, continue with
+        the reserved pages.
+        """
+        reserved_cache = dict(vars(self.cache))
+        self._restore(backup)
+        result = self.model(**self._prepare(), return_dict=True)
+        logits = result.logits.float()
+        error = (reserved.logits.float() - logits).norm() / logits.norm()
+        if error <= _MAX_ERRORS.get(result.logits.dtype, MAX_ERROR):
+            vars(self.cache).update(reserved_cache)
+        else:
+            self.refuse("its results differ with a preallocated cache")
         return result
 
 
