@@ -122,7 +122,7 @@ class StepDescription(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, *, is_reserved: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, list[Any]]] = []
         self.obstacle = ""
         self._device, self._is_reserved = device, is_reserved
@@ -184,9 +184,9 @@ class StepDescription(TorchDispatchMode):
         """Return a description of an argument. A tensor has an origin, and its layout."""
         if not isinstance(x, Tensor):
             return type(x), repr(x) if isinstance(x, float) else x
-        if is_traceable_wrapper_subclass(x):
-            names, context = x.__tensor_flatten__()
-            return type(x), context, x.shape, [self._describe(getattr(x, name)) for name in names]
+        if wrapped := _flatten(x):
+            inner = [self._describe(getattr(x, name)) for name in wrapped[0]]
+            return type(x), wrapped[1], x.shape, inner
         storage = x.untyped_storage()
         maker = self._makers.get(storage._cdata)
         if maker is None:
@@ -224,12 +224,20 @@ class StepDescription(TorchDispatchMode):
         return "steps have different numbers of operations" if is_longer else ""
 
 
+def _flatten(x: Any) -> Any:
+    """Return the names of the tensors inside a wrapper such as a compact mask, and its constants.
+
+    Return None for any other object.
+    """
+    return x.__tensor_flatten__() if is_traceable_wrapper_subclass(x) else None
+
+
 def _find_tensors(objects: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among objects, and the tensors inside wrappers instead of the wrappers."""
     tensors = list[Tensor]()
     for x in objects:
-        if isinstance(x, Tensor) and is_traceable_wrapper_subclass(x):
-            tensors += _find_tensors(getattr(x, name) for name in x.__tensor_flatten__()[0])
+        if wrapped := _flatten(x):
+            tensors += _find_tensors(getattr(x, name) for name in wrapped[0])
         elif isinstance(x, Tensor):
             tensors.append(x)
     return tensors
@@ -239,19 +247,18 @@ def _copy(x: Any) -> Any:
     """Return a contiguous copy of a tensor, and any other object unchanged."""
     if not isinstance(x, Tensor):
         return x
-    if not is_traceable_wrapper_subclass(x):
+    if not (wrapped := _flatten(x)):
         return x.clone(memory_format=torch.contiguous_format)
-    names, context = x.__tensor_flatten__()
-    copies = {name: _copy(getattr(x, name)) for name in names}
-    return type(x).__tensor_unflatten__(copies, context, x.shape, x.stride())
+    copies = {name: _copy(getattr(x, name)) for name in wrapped[0]}
+    wrapper: Any = type(x)
+    return wrapper.__tensor_unflatten__(copies, wrapped[1], x.shape, x.stride())
 
 
 def _make_key(x: Any) -> Any:
     """Return everything but the values of a tensor, and any other object unchanged."""
     if not isinstance(x, Tensor):
         return x
-    is_wrapper = is_traceable_wrapper_subclass(x)
-    return type(x), is_wrapper and x.__tensor_flatten__(), x.shape, x.dtype, x.device
+    return type(x), _flatten(x), x.shape, x.dtype, x.device
 
 
 class CapturedStep:
