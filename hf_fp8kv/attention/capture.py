@@ -498,7 +498,7 @@ _thread = _Thread()
 
 
 def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: Any) -> bool:
-    """Return whether `generate()` asks `get_forward` for the forward of its steps.
+    """Return whether `generate()` gets the forward of its steps from `get_forward`.
 
     `config` is the generation config of this call.
     """
