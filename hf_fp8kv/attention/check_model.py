@@ -196,10 +196,13 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, st
             model(input_ids=ids, **with_cache(model, cache))
             paths.clear()
             model(input_ids=ids[:, :1], **with_cache(model, cache))
-            return paths, find_obstacle(model, FP8PagedCache(model.config, backend="torch"))
+            # The attention also records the calls of `find_obstacle`.
+            probed_paths = paths.copy()
+            obstacle = find_obstacle(model, FP8PagedCache(model.config, backend="torch"))
     except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None, ""
+    return probed_paths, obstacle
 
 
 def probe_deterministic(

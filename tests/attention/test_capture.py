@@ -340,6 +340,21 @@ def test_a_model_that_needs_a_growing_cache_runs_eagerly() -> None:
     assert "expected a growing cache" in step.reason
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt_neo", "reads dense keys"),  # ignores the mask of positions without tokens
+        ("seq2seq/nllb-moe", "results differ"),  # uses the mask to choose experts
+    ],
+)
+def test_models_that_differ_with_a_preallocated_cache_run_eagerly(name: str, reason: str) -> None:
+    expected = run_eagerly(*build_variant(name))
+    actual, step = run_captured(*build_variant(name))
+    assert_equal(actual, expected)
+    assert step is not None
+    assert reason in step.reason
+
+
 class FailingGraph(RecordedGraph):
     """A graph whose capture fails before an operation."""
 

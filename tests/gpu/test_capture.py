@@ -118,6 +118,7 @@ def test_the_memory_of_a_graph_is_freed_with_its_call() -> None:
     assert sizes[-1] <= sizes[1]
 
 
+@needs_gpu  # Triton's interpreter runs in one thread
 def test_threads_have_their_own_graphs() -> None:
     model, inputs = make_model("gqa")
     prompts = [{name: x.roll(i, 0) for name, x in inputs.items()} for i in range(2)]

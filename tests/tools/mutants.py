@@ -397,6 +397,27 @@ MUTANTS = (
         "            positions %= self.window", "            positions %= self.window + 1",
         "tests/serving/test_serving.py tests/serving/test_serving_layouts.py",
     ),
+    # Captured steps.
+    Mutant(
+        "capture: different steps are captured", "attention/capture.py",
+        "                if new != previous:", "                if False:",
+        "tests/attention/test_capture.py",
+    ),
+    Mutant(
+        "capture: a changed cache meets an old graph", "cache/paged_layers.py",
+        "        self.num_changes += 1\n", "",
+        "tests/attention/test_capture.py",
+    ),
+    Mutant(
+        "capture: dense keys of reserved positions are read", "attention/capture.py",
+        "if reads_dense and self._is_reserved:", "if False:",
+        "tests/attention/test_capture.py",
+    ),
+    Mutant(
+        "capture: the first step is not compared", "attention/capture.py",
+        "            result = self._compare(result, self._backup)\n", "            pass\n",
+        "tests/attention/test_capture.py",
+    ),
 )  # fmt: skip
 
 
