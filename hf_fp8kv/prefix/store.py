@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -136,6 +136,14 @@ class PrefixStore:
         with self._mutex:
             for name, increment in increments.items():
                 self._counts[name] += increment
+
+    def lock(self) -> AbstractContextManager[int | None]:
+        """Hold the lock of the folder in a `with` block, or yield None if another process writes.
+
+        Raises:
+            OSError, ImportError: The folder cannot be locked.
+        """
+        return self._folder.lock(_LOCK_SECONDS)
 
     # -- reading -----------------------------------------------------------------------------
 
