@@ -28,17 +28,11 @@ from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePla
 from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.identity import sample_model
-from ..modeling.model_support import (
-    accepts_argument,
-    caches_latents,
-    config_field,
-    find_base_model,
-    unwrap_adapters,
-)
+from ..modeling.model_support import accepts_argument, caches_latents, config_field, find_base_model
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
-from ..utils.digests import can_sample, digest_decoder, digest_of
+from ..utils.digests import digest_decoder, digest_of
 from .choose import center_and_rotate, pick_candidate
 from .observe import Batch, find_input_device, find_paged_layers, nan_error
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
@@ -66,7 +60,7 @@ _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=Tr
 _MAX_EXTRA_BYTES = 0.04
 # Maximum number of parameters times tokens that a CPU computes to choose the default plan. It is
 # about 10 seconds on two cores.
-_MAX_CPU_PRODUCTS = 6e11
+_MAX_CPU_PRODUCTS = 7e11
 # Names of config fields with ids of special, image, audio and video tokens.
 _SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|index|indices)")
 # Arguments, besides `dtype`, that define how a cache stores K and V.
@@ -105,7 +99,7 @@ def choose_plan(
     on one machine.
 
     Caches of a model without an argument about storage use this plan. On a CPU, they choose it with
-    fewer passes if parameters times tokens exceed 6e11, or use fp8_e3m4 instead. This function and
+    fewer passes if parameters times tokens exceed 7e11, or use fp8_e3m4 instead. This function and
     dtype="adaptive" have no such limit.
 
     Args:
@@ -175,11 +169,13 @@ def resolve_plan(
         )
     if given or not (is_adaptive or dtype is None):
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
-    model = unwrap_adapters(model)
     is_split = getattr(keywords.get("tensor_parallel"), "size", 1) > 1
     plan: Plan | None = vars(model).get(_FROZEN_ATTRIBUTE)
     if plan is None and (is_adaptive or _FROZEN_ATTRIBUTE not in vars(model)):
         plan = _find_plan(model, prefix_store, is_split=is_split, must_choose=is_adaptive)
+    elif isinstance(plan, StoragePlan) and prefix_store is not None:
+        # Later processes take it. If the folder has a different plan, the model keeps this plan.
+        share_plan(_find_shared_file(model, prefix_store), plan, prefix_store)
     return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
 
 
@@ -228,17 +224,13 @@ def _find_plan(
     choice: _Choice = vars(model).get(_CHOICE_ATTRIBUTE, _Choice("unknown", None))
     key, shared_path = "", None
     try:
-        model_key = digest_of(
-            sample_model(model), type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES
-        )
-        can_keep = can_sample(model)  # otherwise the key is random
-        if store is not None and can_keep:
-            shared_path = find_plan_file(store.path, model_key)
+        if store is not None:
+            shared_path = _find_shared_file(model, store)
             if (plan := read_plan(shared_path)) is not None:
                 return plan
         passes = Passes() if must_choose else _limit_passes(model)
         is_split = not must_choose and (is_split or _is_split(model))
-        facts = (model_key, find_input_device(model).type, is_split)
+        facts = (_compute_key(model), find_input_device(model).type, is_split)
         key = digest_of(facts, passes)
         known_keys = (key, digest_of(facts, Passes()))  # a plan of dtype="adaptive" is kept
         if choice.key not in known_keys or (must_choose and choice.plan is None):
@@ -246,12 +238,11 @@ def _find_plan(
                 raise ConfigError("the model is split over processes")
             if passes is None:
                 raise ConfigError("a CPU would take too long for a model of this size")
-            path = find_plan_file(Path(constants.HF_HOME) / "hf_fp8kv", key)
-            plan = read_plan(path) if can_keep else None
+            path = find_plan_file(Path(constants.HF_HOME) / "hf_fp8kv", key, model)
+            plan = read_plan(path)
             if plan is None:
                 plan = _choose(model, None, passes, _MAX_EXTRA_BYTES)
-                if can_keep:
-                    write_plan(path, plan)
+                write_plan(path, plan)
             choice = _Choice(key, plan)
     except Exception as error:
         if must_choose:
@@ -264,9 +255,20 @@ def _find_plan(
             )  # fmt: skip
         choice = _Choice(key, None)
     vars(model)[_CHOICE_ATTRIBUTE] = choice
-    if store is None or shared_path is None or choice.plan is None:
+    if store is None or choice.plan is None:
         return choice.plan
-    return share_plan(store, shared_path, choice.plan)
+    return share_plan(shared_path, choice.plan, store)
+
+
+def _compute_key(model: PreTrainedModel) -> str:
+    """Return a digest of the model, and of everything else that its plan depends on."""
+    facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES)
+    return digest_of(sample_model(model), facts)
+
+
+def _find_shared_file(model: PreTrainedModel, store: PrefixStore) -> Path | None:
+    """Return the file of the model's plan in a store's folder, for all types of devices."""
+    return find_plan_file(store.path, _compute_key(model), model)
 
 
 def _limit_passes(model: PreTrainedModel) -> Passes | None:

@@ -6,34 +6,44 @@ damaged file and a renamed file are detected.
 """
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 
+import torch
+
 from ..prefix.store import PrefixStore
 from ..scales.checkpoint.checkpoint import KV_FILE
-from ..scales.formats.files import HfFp8kv, parse_kv_scales
+from ..scales.formats.files import METADATA_KEY, HfFp8kv, parse_kv_scales
 from ..scales.kv_scales import StoragePlan, wrap_scales
-from ..utils.files import read_regular_file, write_all
+from ..utils.digests import can_sample
+from ..utils.files import parse_metadata, read_regular_file, write_all
 
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 28
 
 
-def find_plan_file(folder: Path, key: str) -> Path:
-    """Return the path of a plan. In the folder of a store, it has no name of a page."""
-    return folder / "plans" / f"{key}.plan"
+def find_plan_file(folder: Path, key: str, model: torch.nn.Module) -> Path | None:
+    """Return the path of a model's plan, or None if the key is random, because it has no samples.
+
+    In the folder of a prefix store, the path is not the path of a page.
+    """
+    return folder / "plans" / f"{key}.plan" if can_sample(model) else None
 
 
-def read_plan(path: Path) -> StoragePlan | None:
+def read_plan(path: Path | None) -> StoragePlan | None:
     """Return the plan in a file, or None if the file is missing, unreadable or damaged."""
+    if path is None:
+        return None
     try:
         contents = read_regular_file(path, _MAX_BYTES)
         digest = contents[: hashlib.sha256().digest_size]
         contents = contents[len(digest) :]
         if digest != _digest(path, contents):
             raise ValueError("its bytes or its name have changed since it was written")
-        plan = wrap_scales(parse_kv_scales(contents, str(path)))
+        origin = json.loads(parse_metadata(contents)[METADATA_KEY])["origin"]
+        plan = wrap_scales(parse_kv_scales(contents, origin))
         return plan if isinstance(plan, StoragePlan) else None
     except FileNotFoundError:
         return None
@@ -42,8 +52,10 @@ def read_plan(path: Path) -> StoragePlan | None:
         return None
 
 
-def write_plan(path: Path, plan: StoragePlan) -> None:
+def write_plan(path: Path | None, plan: StoragePlan) -> None:
     """Write a plan atomically. Errors of the disk are only logged."""
+    if path is None:
+        return
     contents = HfFp8kv().make_files(plan)[KV_FILE]
     try:
         write_all({path: _digest(path, contents) + contents})
@@ -51,7 +63,7 @@ def write_plan(path: Path, plan: StoragePlan) -> None:
         logger.debug("the plan is not written to %s: %s", path, error)
 
 
-def share_plan(store: PrefixStore, path: Path, plan: StoragePlan) -> StoragePlan:
+def share_plan(path: Path | None, plan: StoragePlan, store: PrefixStore) -> StoragePlan:
     """Return the plan in a file of a store's folder. The first process writes the file."""
     try:
         with store.lock() as lock:
