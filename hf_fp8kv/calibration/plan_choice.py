@@ -274,7 +274,7 @@ def _find_shared_file(model: PreTrainedModel, store: PrefixStore) -> Path | None
 def _limit_passes(model: PreTrainedModel) -> Passes | None:
     """Return the passes of a default plan. Only parameters on the CPU or on a disk are counted."""
     num_parameters = sum(x.numel() for x in model.parameters() if x.device.type in ("cpu", "meta"))
-    num_tokens = _find_window_length(model)
+    num_tokens = len(_draw_window(model))
     num_positions = len(_list_first_positions(model, num_tokens))
     return count_passes(num_parameters, num_tokens, num_positions)
 
@@ -282,14 +282,9 @@ def _limit_passes(model: PreTrainedModel) -> Passes | None:
 def _is_split(model: PreTrainedModel) -> bool:
     """Return whether several processes have parts of the model."""
     mesh = getattr(model, "_device_mesh", None)  # of tensor parallelism in transformers
-    if mesh is not None and mesh.size() > 1:
-        return True
     # Attributes of DTensor, and of DeepSpeed's parameters in ZeRO-3, which have no elements.
-    return any(hasattr(x, "placements") or hasattr(x, "ds_tensor") for x in model.parameters())
-
-
-def _find_window_length(model: PreTrainedModel) -> int:
-    return min(_MAX_WINDOW_TOKENS, find_max_positions(model))
+    has_parts = any(hasattr(x, "placements") or hasattr(x, "ds_tensor") for x in model.parameters())
+    return has_parts or (mesh is not None and mesh.size() > 1)
 
 
 def _draw_window(model: PreTrainedModel) -> Tensor:
@@ -298,11 +293,11 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
     A model with images may have a larger embedding than its text has tokens.
     """
     config = model.config.get_text_config(decoder=True)
-    sizes = [getattr(model.get_input_embeddings(), "num_embeddings", None)]
-    sizes.append(config_field(config, "vocab_size"))
+    num_embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    sizes = (num_embeddings, config_field(config, "vocab_size"))
     vocab_size = min((n for n in sizes if isinstance(n, int) and n > 0), default=1)
     generator = torch.Generator("cpu").manual_seed(0)
-    length = _find_window_length(model)
+    length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
     ids = torch.randint(vocab_size, (length,), generator=generator, device="cpu")
     generation_config = getattr(model, "generation_config", None)
     configs = [x.to_dict() for x in (model.config, generation_config) if x is not None]
