@@ -76,10 +76,12 @@ class PrefixStore:
     enable(model, prefix_store=store)
     ```
 
-    Several processes may share the folder. Its folder `plans` has the first plan of each model, which
-    later processes use. These files do not count towards `max_bytes`. A file that is damaged, or does not match its name, is
+    Several processes may share the folder. A file that is damaged, or does not match its name, is
     ignored with a warning, and removed. If a write fails (full disk, no permission), a message is
     logged once, and nothing is stored from then on. Reading continues.
+
+    The folder `plans` has the first plan of each model, which later processes use. These files do
+    not count towards `max_bytes`.
 
     Args:
         path: The folder. It is created if it does not exist. "~" is the home folder.
