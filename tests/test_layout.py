@@ -29,7 +29,7 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1094, "bench": 404, "cache": 2038, "calibration": 1640, "card": 997, "cli": 855,
+    "attention": 1094, "bench": 404, "cache": 2038, "calibration": 1642, "card": 997, "cli": 855,
     "enabling": 177, "errors": 24, "formats": 202, "__init__": 26, "modeling": 423, "ops": 2714,
     "paging": 1029, "prefix": 1035, "scales": 1708, "server": 2546, "serving": 1063, "utils": 339,
     "vllm": 553,
