@@ -69,7 +69,7 @@ def measure_outliers(
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
-    caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")}
+    caches = {key: CONTENDERS[key] for key in ("default", "fp8")}
     for key, plan in _PLANS.items():
         caches[key] = Contender(str(plan), partial(_make_cache, plan))
     scores = defaultdict[tuple[str, str], list[Scores]](list)

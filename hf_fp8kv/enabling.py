@@ -17,7 +17,7 @@ from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import get_attn_implementations, set_attn_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
 from .cache.cache import NOT_KEPT, FP8PagedCache
-from .calibration.plan_choice import resolve_plan
+from .calibration.plan_choice import freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
@@ -86,7 +86,9 @@ def enable(
         prefix_store: Store from which each `generate()` restores pages of the prompt, and to which
             it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
         cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
-            dtype="adaptive" uses the plan of `choose_plan(model)`, which is cached in the model.
+            dtype="adaptive" is the default: the plan of `choose_plan(model)`, which the model keeps
+            until `disable`. Any of `dtype`, `key_dtype`, `value_dtype`, `plan` and `scales` replaces
+            it.
 
     Returns:
         The model.
@@ -107,25 +109,30 @@ def enable(
             f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
             "the model without enable()"
         )
+    if prefix_store is not None and not reuse_prefix:
+        raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
+    given_plan = cache_keywords.get("plan")
     cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
-    cache_keywords = resolve_plan(base, cache_keywords)
+    cache_keywords = resolve_plan(base, cache_keywords, prefix_store=prefix_store)
+    is_chosen = given_plan is None and cache_keywords["plan"] is not None
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
     cache = _build_cache(base.config, cache_keywords)  # raises if a keyword is invalid
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
-    warn_if_stale(base, cache.options.scales)
+    if not is_chosen:  # a chosen plan is for these weights, and the check reads all of them
+        warn_if_stale(base, cache.options.scales)
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
-        if not reuse_prefix:
-            raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
         # These results are cached, so the first `generate()` does not wait for them.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED_ATTENTION in vars(base):
         disable(base)
+    if is_chosen:
+        freeze_plan(base, cache_keywords["plan"])
     old_attention = get_attn_implementations(base)
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)
@@ -160,6 +167,7 @@ def disable(model: _Model) -> _Model:
     base = find_generating_model(find_base_model(model, "generate"))
     old_attention = vars(base).pop(_SAVED_ATTENTION, None)
     if old_attention is not None:
+        unfreeze_plan(base)
         remove_methods(base)
         remove_rounding(base)
         remove_deterministic(base, __name__)

@@ -93,8 +93,8 @@ class CacheOptions:
             )
         if dtype == ADAPTIVE:
             raise ConfigError(
-                f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model. Pass "
-                f"plan=hf_fp8kv.choose_plan(model), or call enable(model, dtype={ADAPTIVE!r})"
+                f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model. Pass the "
+                "model instead of its config: FP8PagedCache(model)"
             )
         new_plan = parse_plan(plan)
         arguments = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}

@@ -9,9 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, Quanti
 
 from ..bench.reporting import count_bytes
 from ..cache.cache import FP8PagedCache
-from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError, FP8KVError
-from ..formats import ADAPTIVE
 from ..formats.rotation import rotate
 from ..scales.checkpoint.configs import describe_kv_scales
 
@@ -123,11 +121,8 @@ def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
 
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
 CONTENDERS = {
-    "default": Contender("FP8PagedCache, the default", _paged()),
-    "adaptive": Contender(
-        'FP8PagedCache, dtype="adaptive"',
-        lambda model: FP8PagedCache(model.config, **resolve_plan(model, {"dtype": ADAPTIVE})),
-    ),
+    "default": Contender('FP8PagedCache, dtype="adaptive"', FP8PagedCache),
+    "fp8_e3m4": Contender('FP8PagedCache, dtype="fp8_e3m4"', _paged(dtype="fp8_e3m4")),
     "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
     CHECKPOINT: Contender(
         "FP8PagedCache, the checkpoint's scales",
@@ -149,7 +144,7 @@ CONTENDERS = {
         lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
     ),
 }  # fmt: skip
-STANDARD_CACHES = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
+STANDARD_CACHES = ("default", "fp8_e3m4", "fp8", "QuantizedCache", FLOOR)
 
 
 def choose_contenders(
