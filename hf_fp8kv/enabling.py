@@ -19,6 +19,7 @@ from .attention.training import install_rounding, prepare_rounding, remove_round
 from .cache.cache import NOT_KEPT, FP8PagedCache
 from .calibration.plan_choice import freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
+from .formats import ADAPTIVE
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import (
@@ -87,8 +88,8 @@ def enable(
             it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
         cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
             dtype="adaptive" is the default: the plan of `choose_plan(model)`, which the model keeps
-            until `disable`. Any of `dtype`, `key_dtype`, `value_dtype`, `plan` and `scales` replaces
-            it.
+            until `disable`. `key_dtype`, `value_dtype`, `plan`, `scales` and any other `dtype`
+            replace the plan.
 
     Returns:
         The model.
@@ -111,16 +112,19 @@ def enable(
         )
     if prefix_store is not None and not reuse_prefix:
         raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
-    given_plan = cache_keywords.get("plan")
-    cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
-    cache_keywords = resolve_plan(base, cache_keywords, prefix_store=prefix_store)
-    is_chosen = given_plan is None and cache_keywords["plan"] is not None
+    given_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
+    cache_keywords = resolve_plan(base, given_keywords, prefix_store=prefix_store)
+    # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.
+    is_default = any(
+        cache_keywords.get(name) is not None and given_keywords.get(name) in (None, ADAPTIVE)
+        for name in ("dtype", "plan")
+    )
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
     cache = _build_cache(base.config, cache_keywords)  # raises if a keyword is invalid
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
-    if not is_chosen:  # a chosen plan is for these weights, and the check reads all of them
+    if not is_default:  # a chosen plan is for these weights, and the check reads all of them
         warn_if_stale(base, cache.options.scales)
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))
@@ -131,7 +135,7 @@ def enable(
         load_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED_ATTENTION in vars(base):
         disable(base)
-    if is_chosen:
+    if is_default:
         freeze_plan(base, cache_keywords["plan"])
     old_attention = get_attn_implementations(base)
     if base._can_set_attn_implementation():

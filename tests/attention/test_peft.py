@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import PrefixStore, enable
+from hf_fp8kv import FP8PagedCache, PrefixStore, choose_plan, disable, enable
 from hf_fp8kv.calibration.plan_choice import resolve_plan
 from tests.helpers.tiny_models import build_variant
 
@@ -78,6 +78,23 @@ def test_three_processes_share_a_folder(tmp_path: Path) -> None:
             assert ("is not used" in process.stderr) == (seed > 0), case
             answers.setdefault(method, set()).add(str(result["answer"]))
     assert all(len(texts) == 3 for texts in answers.values()), "an adapter has no effect"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_with_an_adapter_has_a_plan(method: str) -> None:
+    pytest.importorskip("peft")
+    ids = torch.randint(2, 98, (1, 20), generator=torch.Generator().manual_seed(1))
+    model = make_model(method, seed=1)
+    digest = choose_plan(model).digest
+    enable(model)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    assert output.past_key_values.options.scales.digest == digest
+    assert FP8PagedCache(model).options.scales.digest == digest
+    disable(model)
+    # LoRA changes keys, and the other methods add tokens.
+    base_digest = choose_plan(make_model(method, seed=0)).digest
+    assert (base_digest != digest) == (method == "LoRA")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's own

@@ -184,7 +184,7 @@ CENTERED = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlan, got"),
         ({"plan": {1: LayerPlan(CENTERED.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, r"\. Leave 'centered' out"),
-        ({"dtype": "adaptive"}, r"choose_plan\(model\)"),
+        ({"dtype": "adaptive"}, r"FP8PagedCache\(model\)"),
     ],
     ids=str,
 )  # fmt: skip
