@@ -26,6 +26,7 @@ from .check_model import find_stock_layers
 from .compact import CompactMask
 from .deterministic import check_padding
 from .fp8_paged import ROUNDING, Call, attend_dense, attend_stored, drop_mask, requires_dense
+from .latent import reads_stored_latents
 from .switching import eval_mode, watched_attention
 
 
@@ -184,7 +185,8 @@ def _probe_roundings(
     roundings: dict[torch.nn.Module, StoredRounding] = {}
 
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _kwargs: Any) -> None:
-        if isinstance(key, PagedKV) and isinstance(value, PagedKV):
+        is_stored = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+        if is_stored and not reads_stored_latents(module):
             initialized = [layer for layer in cache.paged_layers if layer.store.is_initialized]
             owners = [x for x in initialized if x.store.pool.blocks.tensors[0] is key.block]
             if len(owners) == 1 and value.block is key.block:

@@ -355,7 +355,7 @@ def test_skipped_layers_are_not_paged() -> None:
         ({"scales": KVScales.uniform(1)}, r"layers \[1\]"),
         ({"tensor_parallel": TensorParallel(2, 2)}, "tp_rank=2 and tp_size=2"),
         ({"tensor_parallel": (0, 2)}, r"expected the result of hf_fp8kv.tensor_parallel\(model\)"),
-        ({"config": "some/model"}, r"model\.config"),
+        ({"config": "some/model"}, r"FP8PagedCache\(model\)"),
         ({"config": None, "max_cache_len": 64}, "max_cache_len"),
         ({"config": None, "skip_layers": [0]}, "skip_layers"),
         ({"offloading": True, "max_cache_len": 64}, "offloading: expected a cache that grows"),
