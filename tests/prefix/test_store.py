@@ -85,7 +85,7 @@ class StoreUser:
         self.model.__class__ = type(model_class.__name__, (model_class,), members)
 
     def make_cache(self) -> FP8PagedCache:
-        return FP8PagedCache(self.model.config, prefill="stored", **self.keywords)
+        return FP8PagedCache(self.model, prefill="stored", **self.keywords)
 
     def check_answer(self, ids: torch.Tensor, **keywords: Any) -> int:
         """Compare an answer to the answer without a store. Return the number of computed tokens."""
@@ -1114,7 +1114,7 @@ def test_caches_of_the_caller_use_the_store_or_are_refused(tmp_path: Path) -> No
     """A cache that is refused does not change."""
     user, ids = StoreUser(tmp_path), make_ids(40)
     for keywords in ({}, {"prefill": "stored", "config": None}):
-        cache = FP8PagedCache(**{"config": user.model.config, **keywords})
+        cache = FP8PagedCache(**{"config": user.model, **keywords})
         with pytest.raises(ConfigError, match=r"Make the cache with prefill|with a config"):
             user.model.generate(ids, past_key_values=cache, **GREEDY)
         assert cache.host_length() == 0
@@ -1130,7 +1130,7 @@ def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dynamic"):
         enable(model, prefix_store=PrefixStore(tmp_path))
     # The config of the text model, and the RoPE of each type of layers, are also checked.
-    options = FP8PagedCache(model.config, prefill="stored").options
+    options = FP8PagedCache(model, prefill="stored").options
     nested_config = LlavaConfig(text_config=model.config)
     typed_config = copy.deepcopy(nested_config)
     default_rope = {"rope_type": "default"}
