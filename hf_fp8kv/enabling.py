@@ -19,7 +19,7 @@ from .attention.training import install_rounding, prepare_rounding, remove_round
 from .cache.cache import NOT_KEPT, FP8PagedCache
 from .calibration.plan_choice import freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
-from .formats import ADAPTIVE
+from .formats import ADAPTIVE, DEFAULT_DTYPE
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import (
@@ -304,7 +304,7 @@ def _make_cache(
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
-    plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
+    plan = DEFAULT_DTYPE if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
     return EncoderDecoderCache(cache, _build_cache(config, keywords))
 

@@ -35,7 +35,7 @@ is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", defa
 _WRAPPED_MODELS = ("module", "pretrained_model", "model")
 
 
-def unwrap_adapters(model: Any) -> Any:
+def unwrap_model(model: Any) -> Any:
     """Return the model inside the wrappers of PEFT and torch.compile, and other objects unchanged.
 
     Adapters of PEFT are part of the model's layers.
@@ -51,12 +51,12 @@ def unwrap_adapters(model: Any) -> Any:
 
 
 def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
-    """Return `unwrap_adapters(model)`.
+    """Return `unwrap_model(model)`.
 
     Raise ConfigError unless it is a model of transformers that has `method`, or `attribute` if it
     is given.
     """
-    base = unwrap_adapters(model)
+    base = unwrap_model(model)
     if isinstance(base, PreTrainedModel) and hasattr(base, attribute or method or "forward"):
         return base
     names = (x for x in _WRAPPED_MODELS if isinstance(getattr(base, x, None), PreTrainedModel))

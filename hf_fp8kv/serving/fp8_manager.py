@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.switching import get_attn_implementations, set_attn_implementations
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_adapters
+from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_model
 from ..ops import choose_backend
 from .config import ServingConfig
 from .engines import (
@@ -94,7 +94,7 @@ class ManagerFactory:
 
 def find_factory(model: Any) -> ManagerFactory | None:
     """Return the factory that `enable` set on a model, or None if the model is not enabled."""
-    factory = getattr(unwrap_adapters(model), "__dict__", {}).get(_METHOD_NAME)
+    factory = getattr(unwrap_model(model), "__dict__", {}).get(_METHOD_NAME)
     return factory if isinstance(factory, ManagerFactory) else None
 
 
