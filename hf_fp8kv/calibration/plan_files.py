@@ -65,6 +65,8 @@ def write_plan(path: Path | None, plan: StoragePlan) -> None:
 
 def share_plan(path: Path | None, plan: StoragePlan, store: PrefixStore) -> StoragePlan:
     """Return the plan in a file of a store's folder. The first process writes the file."""
+    if (first_plan := read_plan(path)) is not None:
+        return first_plan  # without waiting for a process that writes
     try:
         with store.lock() as lock:
             if lock is not None and (first_plan := read_plan(path)) is not None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, choose_plan, disable, enable
+from hf_fp8kv.calibration.plan_choice import resolve_plan
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.full
@@ -38,6 +39,25 @@ SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("RoadConfig", {}, {"group_size": 16}, {"group_size": 32}),
     ("LoraConfig", {"r": 4}, {"use_dora": False}, {"use_dora": True}),
 ]  # fmt: skip
+
+
+def test_each_adapter_has_a_plan() -> None:
+    """A model chooses its plan again with a different adapter, once in all processes."""
+    peft = pytest.importorskip("peft")
+    base = build_variant("llama", seed=5, max_position_embeddings=8192)[0]
+    config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config, "first")
+    model.add_adapter("second", config)
+    calls: list[int] = []
+    base.register_forward_pre_hook(lambda *_: calls.append(1))
+    digests: dict[str, str] = {}
+    for name in ("first", "second", "first"):
+        model.set_adapter(name)
+        calls.clear()
+        digest = resolve_plan(base, {})["plan"].digest
+        assert bool(calls) == (name not in digests)
+        assert digests.setdefault(name, digest) == digest
+    assert len({*digests.values()}) == 2
 
 
 def test_three_processes_share_a_folder(tmp_path: Path) -> None:

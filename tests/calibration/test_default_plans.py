@@ -315,21 +315,6 @@ def test_copies_of_a_model_keep_its_plan(copy_model: Any, own_plan: Any, home: P
     assert resolve_and_count(copy_model(model)) == (own_plan.digest, 0)
 
 
-def test_each_adapter_has_a_plan() -> None:
-    peft = pytest.importorskip("peft")
-    base = make_model()
-    config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(base, config, "first")
-    model.add_adapter("second", config)
-    digests = {}
-    for name in ("first", "second", "first"):
-        model.set_adapter(name)
-        digest, num_passes = resolve_and_count(base)
-        assert (num_passes == 0) == (name in digests)
-        assert digests.setdefault(name, digest) == digest
-    assert len({*digests.values()}) == 2
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 

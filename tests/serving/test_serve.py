@@ -102,13 +102,13 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path, 
     plan.save_pretrained(tmp_path)
     resolve = hf_fp8kv.serving.resolve_plan
 
-    def resolve_and_record(*args):
-        resolved.append(resolve(*args))
+    def resolve_and_record(*args, **keywords):
+        resolved.append(resolve(*args, **keywords))
         return resolved[-1]
 
     monkeypatch.setattr(hf_fp8kv.serving, "resolve_plan", resolve_and_record)
     expected = generate_paged(folder, "which plan", 12, plan=plan)
-    for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
+    for options in ((), ("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with hosting(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
         (keywords,) = resolved

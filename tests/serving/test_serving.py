@@ -330,8 +330,9 @@ class TestManagers:
         for owner in (type(llama), ContinuousBatchingManager, ContinuousMixin):
             modules = {getattr(member, "__module__", "") or "" for member in vars(owner).values()}
             assert not any(name.startswith("hf_fp8kv") for name in modules), owner
-        attributes = set(vars(make_model("llama")))
-        assert set(vars(serving.disable(llama))) == attributes
+        new_model = make_model("llama")
+        FP8PagedCache(new_model)  # the model keeps its plan
+        assert set(vars(serving.disable(llama))) == set(vars(new_model))
         assert not llama._forward_pre_hooks
 
     def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
@@ -519,7 +520,7 @@ class TestManagers:
 
     def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
         assert serving.read_usage(llama) is None
-        serving.enable(llama)
+        serving.enable(llama, dtype="fp8_e3m4")
         assert serving.read_usage(llama) is None
         with open_manager(llama) as manager:
             manager.warmup()
