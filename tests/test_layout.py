@@ -29,9 +29,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1094, "bench": 404, "cache": 2038, "calibration": 1452, "card": 997, "cli": 855,
-    "enabling": 177, "errors": 24, "formats": 202, "__init__": 26, "modeling": 423, "ops": 2714,
-    "paging": 1029, "prefix": 1037, "scales": 1705, "server": 2546, "serving": 1062, "utils": 322,
+    "attention": 1090, "bench": 396, "cache": 1792, "calibration": 1457, "card": 997, "cli": 854,
+    "enabling": 168, "errors": 24, "formats": 202, "__init__": 26, "modeling": 422, "ops": 2712,
+    "paging": 1029, "prefix": 1034, "scales": 1705, "server": 2546, "serving": 1054, "utils": 322,
     "vllm": 553,
 }  # fmt: skip
 

@@ -85,16 +85,13 @@ class FP8PagedCache(DynamicCache):
             with full attention.
         dtype: Format of K and V: "fp8_e3m4", "fp8_e4m3" (also "fp8" or "fp8_e4m3fn"),
             "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "model" for the model's dtype. None
-            means "fp8_e3m4", or "fp8_e4m3" if `scales` are given. K is then stored minus a center
-            from each sequence's first call, unless `scales`, prefill="stored" or a `key_dtype` is
-            given.
+            means "fp8_e3m4", or "fp8_e4m3" if `scales` are given.
         key_dtype: Format of K, instead of `dtype`.
         value_dtype: Format of V, instead of `dtype`.
         plan: Storage plan, instead of the three arguments above: a `StoragePlan` (see
             `choose_plan`) or its path, a `LayerPlan` or a mapping from layers to them, or a
-            description such as "fp8_e3m4 centered" or ("int8 rotated centered", "fp8_e2m5
-            rotated"). If a plan has no centers, "centered" K uses a center from each sequence's
-            first call.
+            description such as "fp8_e2m5 rotated" or ("int8 rotated", "fp8_e2m5 rotated"). Only
+            a `StoragePlan` can have "centered" K, because it contains the centers.
         scales: Static scales: a `KVScales`, a file, a folder, or a repository of the Hub. If they
             have a plan, leave out the arguments above. A number is a constant scale in the unit of
             the stored format (`real = stored * scale`). None means dynamic scales, one per token

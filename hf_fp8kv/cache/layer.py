@@ -153,7 +153,6 @@ class FP8PagedLayer(CacheLayerMixin):
         if not is_compiling:
             store.pool.memory.grow(store.group.table.allocator.capacity)
             store.fetch_pages()
-        encoding.update_center(key, is_first=is_first)
         reads_pages = not is_first or self.options.prefill == "stored"
         if (handles := store.write(key, value, reads=reads_pages)) is not None:
             return handles
@@ -233,8 +232,7 @@ class FP8PagedLayer(CacheLayerMixin):
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Encode keys and values, and store them instead of all stored tokens.
 
-        If they equal the first stored tokens, only the later tokens are removed. The plan and the
-        center of the first call remain.
+        If they equal the first stored tokens, only the later tokens are removed.
 
         Raises:
             ConfigError: There are more tokens than before, their shapes or dtypes differ, or the

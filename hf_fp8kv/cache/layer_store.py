@@ -55,8 +55,6 @@ class LayerStore:
         num_pages = self.length.allocate(batch, self.encoding.device)
         if not self.pool.is_allocated:
             self.pool.allocate(key, value, num_pages, single_block=is_preallocated)
-        if is_preallocated:
-            self.encoding.allocate_center(batch, self.pool.num_heads, self.pool.k_dim)
         self._is_prepared = True
         self.mark_addresses()
 
@@ -154,9 +152,7 @@ class LayerStore:
         self.drop_removed_tokens(length)
 
     def drop_removed_tokens(self, length: int) -> None:
-        """Drop centers and indexer keys after tokens are removed, so that `length` are left."""
-        if not length and self.length.max_tokens is None:
-            self.encoding.k_center = None
+        """Drop indexer keys after tokens are removed, so that `length` are left."""
         if self.indexer is not None:
             self.indexer.trim(length)
 
@@ -193,14 +189,12 @@ class LayerStore:
 
         A cache from a file is on a single device, but the model's layers may be on several devices.
         """
-        self.pool.device, encoding = device, self.encoding
+        self.pool.device = device
         if isinstance(self.pool.memory, OffloadBlocks):
             self.pool.memory.device = device
         # These tensors are later written in inference mode and outside it.
         with torch.inference_mode(False), torch.no_grad():
-            encoding.prepare(*self.pool.make_empty_tokens(1))
-            if encoding.k_center is not None:
-                encoding.k_center = encoding.k_center.to(device)
+            self.encoding.prepare(*self.pool.make_empty_tokens(1))
             self.move_memory(device)
             self.update_table()
 
@@ -215,16 +209,13 @@ class LayerStore:
         tensors = get_tensors(source.indexer) if source.indexer is not None and length else {}
         if "indexer_keys" in tensors:
             tensors["indexer_keys"] = tensors["indexer_keys"][:, :length]
-        self.restore(length, source.encoding.k_center, tensors)
+        self.restore(length, tensors)
 
-    def restore(
-        self, length: int, center: torch.Tensor | None, indexer_tensors: dict[str, torch.Tensor]
-    ) -> None:
+    def restore(self, length: int, indexer_tensors: dict[str, torch.Tensor]) -> None:
         """Set the contents of a new growing layer, except the block table and the pages.
 
         Args:
             length: Number of stored tokens.
-            center: Center of K, `[B, Hkv, Dk]`, float32, or None.
             indexer_tensors: Tensors of the layer's indexer by name, which are copied.
         """
         self.group.lengths[self.length.member] = length
@@ -232,7 +223,7 @@ class LayerStore:
             self.indexer.set_tensors(indexer_tensors)
         if self.pool.is_allocated:
             self.encoding.prepare(*self.pool.make_empty_tokens(self.group.table.batch))
-            self.encoding.k_center, self._is_prepared = center, True
+            self._is_prepared = True
 
     def copy_from(self, source: "LayerStore") -> None:
         """Copy the contents of a growing layer to this new preallocated layer.
@@ -255,8 +246,6 @@ class LayerStore:
         new_pages = length.table[:, first:stop].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first:stop].reshape(-1))
         self.pool.memory.put(new_pages, rows.to(new_pages.device))
-        if source.encoding.k_center is not None:
-            self.encoding.set_center(source.encoding.k_center)
         length.set(source.length.count_stored())
         length.fill_plan(1)
 

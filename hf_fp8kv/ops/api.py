@@ -263,11 +263,8 @@ def _attend_per_token(
         chunk, end = slice(first, first + chunk_size), stop
         if host_lengths is not None:
             end = min(stop, max(start + 1, host_lengths[first]))
-        center, num_columns = pages.k.center, -(-end // pages.page_size)
-        chunk_pages = pages._replace(
-            k=pages.k._replace(center=None if center is None else center[sequences[chunk]]),
-            table=pages.table[sequences[chunk], :num_columns],
-        )
+        num_columns = -(-end // pages.page_size)
+        chunk_pages = pages._replace(table=pages.table[sequences[chunk], :num_columns])
         mask, bias = (select_tokens(x, chunk, end) for x in (spec.mask, spec.bias))
         chunk_spec = spec._replace(mask=mask, bias=bias, bounds=None)
         args = token_queries[chunk], chunk_pages, token_lengths[chunk], start, end, chunk_spec

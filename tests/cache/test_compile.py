@@ -21,10 +21,11 @@ from hf_fp8kv import FP8PagedCache, OutOfPagesError
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import list_tensors
 from tests.helpers.assertions import assert_same
+from tests.helpers.planned import centered_scales
 from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import build_variant
 
-STATIC = {"scales": 0.05, "plan": "fp8 centered"}
+STATIC = {"scales": centered_scales()}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,

@@ -151,7 +151,7 @@ def make_pages() -> Pages:
     v = torch.zeros(NUM_PAGES, HEADS, DIM, PAGE_SIZE, dtype=torch.uint8)
     scales = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16)
     sides = (
-        StoredSide(None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM), k,
+        StoredSide(None, torch.zeros(HEADS, DIM), "fp8_e4m3", DIM), k,
         StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM), v,
     )  # fmt: skip
     return pack_pages(*sides, scales, torch.zeros(BATCH, NUM_COLUMNS, dtype=torch.int32))

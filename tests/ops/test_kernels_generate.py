@@ -15,6 +15,7 @@ from transformers import CompileConfig
 
 from hf_fp8kv import FP8PagedCache, ops, serving
 from tests.helpers.assertions import assert_same
+from tests.helpers.planned import centered_scales
 from tests.helpers.serving_tools import generate_batch, greedy
 from tests.helpers.tiny_models import build_variant
 
@@ -47,7 +48,7 @@ def generate_tokens(
 
 
 PREALLOCATED = {"max_cache_len": 40}
-CENTERED = {"scales": 0.05, "plan": "fp8 centered"}
+CENTERED = {"scales": centered_scales()}
 
 
 # Each architecture runs with a growing and a preallocated cache, each format with either.

@@ -105,7 +105,7 @@ def _write(
         k_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
         center_ptr = k.center
         if center_ptr is not None:
-            center_ptr += (b.to(tl.int64) * NUM_HEADS + h) * K.dim
+            center_ptr += h * K.dim
         write_side(
             k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, num_past, num_tokens,
             limit, num_columns, K, K_FORMAT, PAGE_SIZE, TILE, TRANSPOSED=False,
