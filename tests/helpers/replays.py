@@ -275,7 +275,7 @@ def check_after_recording(
     """
     for recordings in replay.recordings.values():
         recordings.clear()
-    backend._NO_SHARED_TENSORS.recordings.clear()
+    replay.NO_SHARED_TENSORS.recordings.clear()
     compare_with_replay(operation, first, f"before {label}")
     with context():
         compare_with_replay(operation, second, f"with {label}")
