@@ -9,7 +9,7 @@ from .. import ops
 from ..ops import Pages
 from ..ops.blocks import locate_pages
 from ..paging.layer_group import Positions
-from ..paging.lengths import DeviceLength, FixedPositions, HostLength
+from ..paging.lengths import AnyPositions, DeviceLength, HostLength
 from ..paging.offloading import OffloadBlocks
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
@@ -79,7 +79,7 @@ class LayerStore:
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def reserve(self, key: torch.Tensor, value: torch.Tensor) -> Positions | FixedPositions:
+    def reserve(self, key: torch.Tensor, value: torch.Tensor) -> AnyPositions:
         """Reserve pages for new tokens, on the device of the model's layer.
 
         Raises the errors of `allocate` and of `length.reserve`. The layer then has the same tokens.
@@ -103,7 +103,7 @@ class LayerStore:
         return positions
 
     def write_long(
-        self, key: torch.Tensor, value: torch.Tensor, positions: Positions | FixedPositions,
+        self, key: torch.Tensor, value: torch.Tensor, positions: AnyPositions,
         *, reads: bool,
     ) -> Pages:  # fmt: skip
         """Store a long call, and return the pages that its queries read.
@@ -141,7 +141,7 @@ class LayerStore:
         return pages
 
     def make_handles(
-        self, pages: Pages, lengths: torch.Tensor, positions: Positions | FixedPositions
+        self, pages: Pages, lengths: torch.Tensor, positions: AnyPositions
     ) -> tuple[PagedKV, PagedKV]:
         """Return handles on the keys and values of a call, with `lengths` as in `ops.write`."""
         num_rows, backend = self._count_query_rows(positions.num_tokens), self.encoding.backend

@@ -286,10 +286,10 @@ _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 # By the dispatcher's name of an operation: its function, and a function that dispatches it.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-_DISPATCHERS: dict[str, Callable[..., Any]] = {}
+_DISPATCHERS: dict[str, Callable[..., Tensor]] = {}
 
 
-def _get_dispatcher(name: str, backend: str) -> Callable[..., Any]:
+def _get_dispatcher(name: str, backend: str) -> Callable[..., Tensor]:
     """Return a function that calls an operation through the dispatcher.
 
     Its arguments are the operation's arguments in order, except that `spec` and `pages` come last.

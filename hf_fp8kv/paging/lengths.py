@@ -4,7 +4,7 @@
 preallocated layers, whose steps only write into existing tensors.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -37,6 +37,9 @@ class FixedPositions(NamedTuple):
     def locate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block table and the lengths."""
         return self.table, self.lengths
+
+
+AnyPositions: TypeAlias = Positions | FixedPositions
 
 
 class HostLength:
@@ -76,19 +79,20 @@ class HostLength:
         start = self.group.lengths[self.member]
         return self.group.reserve(start, start + num_tokens, batch)
 
-    def record(self, positions: Positions) -> None:
+    def record(self, positions: AnyPositions) -> None:
         """Record that the tokens of a call are stored."""
-        self.group.lengths[self.member] = positions.stop
+        self.group.lengths[self.member] += positions.num_tokens
 
     def get_work_plan(
         self,
-        positions: Positions,
+        positions: AnyPositions,
         device: torch.device,
         num_heads: int,
         num_rows: int,
         backend: str,
     ) -> torch.Tensor | None:
         """Return the work plan for a number of KV heads and of query rows per KV head, or None."""
+        assert isinstance(positions, Positions)
         return positions.get_work_plan(device, num_heads, num_rows, backend)
 
     def check_crop(self, num_tokens: int, num_stored: int) -> None:
@@ -199,13 +203,13 @@ class DeviceLength:
         # Clamp, because tokens past the end are not stored, and a GPU cannot raise an error.
         return self.table.long().gather(1, column.clamp(max=self.table.shape[1] - 1))
 
-    def record(self, positions: FixedPositions) -> None:
+    def record(self, positions: AnyPositions) -> None:
         """Record that the tokens of a call are stored, and fill the group's work plan."""
         if self.is_empty:
             self.is_empty = False
             if not torch.compiler.is_compiling():
                 self._upper_bound = max(self._upper_bound, positions.num_tokens)
-        self.lengths.copy_(positions.lengths)
+        self.lengths.copy_(positions.locate(self.lengths.device)[1])
         self.fill_plan(positions.num_tokens)
 
     def fill_plan(self, num_tokens: int) -> None:
@@ -215,7 +219,7 @@ class DeviceLength:
             ops.fill_plan(self._plan, self.lengths, num_tokens, window, 0, *self._plan_arguments)
 
     def get_work_plan(
-        self, positions: FixedPositions, device: torch.device, num_heads: int, num_rows: int,
+        self, positions: AnyPositions, device: torch.device, num_heads: int, num_rows: int,
         backend: str,
     ) -> torch.Tensor | None:  # fmt: skip
         """Return the group's work plan, or None if the backend has no plans."""
