@@ -207,7 +207,6 @@ def _prepare_cache(
         model_kwargs[CACHE] = cache
         if not generation_config.return_dict_in_generate:
             _get_self_attention_cache(cache).model_sample = NOT_KEPT
-        _pass_padding(cache, model_kwargs.get("attention_mask"))
         if is_draft:
             cache.activate_past_recording()
         _install_prefix_conversion(model, keywords)
@@ -257,12 +256,11 @@ def _get_self_attention_cache(cache: Any) -> Any:
 def _pad_to_full_length(layer: Any) -> list[torch.Tensor]:
     """Return the keys and values of a layer, with padding for the tokens before its window.
 
-    No query attends to these tokens. They are padded with the mean, which does not change centers.
+    No query attends to these tokens.
     """
     states, num_tokens = [], layer.get_seq_length()
     for dense in (layer.keys, layer.values):
-        padding = dense.mean(2, keepdim=True).expand(-1, -1, num_tokens - dense.shape[2], -1)
-        states.append(torch.cat([padding, dense], 2))
+        states.append(torch.nn.functional.pad(dense, (0, 0, num_tokens - dense.shape[2], 0)))
     return states
 
 
@@ -307,14 +305,3 @@ def _make_cache(
     plan = DEFAULT_DTYPE if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
     return EncoderDecoderCache(cache, _build_cache(config, keywords))
-
-
-def _pass_padding(cache: Any, mask: torch.Tensor | None) -> None:
-    """Pass the padding mask of a `generate()` to a new cache, which centers K without padding.
-
-    Without this call, cross-attention caches and other attention functions get no mask.
-    """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.cross_attention_cache
-    for layer in cache.paged_layers[:1]:
-        layer.store.encoding.padding_observer.prompt_mask = mask

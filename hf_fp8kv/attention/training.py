@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..cache.cache import FP8PagedCache
-from ..cache.centers import PaddingObserver
 from ..cache.encoding import Encoding
 from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV, make_handles
@@ -44,7 +43,7 @@ class StoredRounding:
             ScaleError: The static scales have a different number of heads or a different head size.
         """
         self.index, self._options = index, options
-        self._encoding = Encoding(index, options, PaddingObserver())
+        self._encoding = Encoding(index, options)
         self._device: torch.device | None = None  # a model on "meta" is moved to a device later
         options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
@@ -65,7 +64,6 @@ class StoredRounding:
             key, value = without_grad(key), without_grad(value)
             pool = self._options.make_pool(encoding.plan)
             pool.allocate(key, value, batch * num_pages)
-            encoding.update_center(key, is_first=True)
             table = torch.arange(batch * num_pages, dtype=torch.int32, device=key.device)
             lengths = torch.full((batch,), num_tokens, dtype=torch.int32, device=key.device)
             pages = encoding.make_pages(pool, table.view(batch, num_pages))

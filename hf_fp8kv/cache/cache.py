@@ -105,9 +105,8 @@ class FP8PagedCache(DynamicCache):
         value_dtype: Format of V, instead of `dtype`.
         plan: Storage plan, instead of the three arguments above: a `StoragePlan` (see
             `choose_plan`) or its path, a `LayerPlan` or a mapping from layers to them, or a
-            description such as "fp8_e3m4 centered" or ("int8 rotated centered", "fp8_e2m5
-            rotated"). If a plan has no centers, "centered" K uses a center from each sequence's
-            first call.
+            description such as "fp8_e2m5 rotated" or ("int8 rotated", "fp8_e2m5 rotated"). Only
+            a `StoragePlan` can have "centered" K, because it contains the centers.
         scales: Static scales: a `KVScales`, a file, a folder, or a repository of the Hub. If they
             have a plan, leave out the arguments above. A number is a constant scale in the unit of
             the stored format (`real = stored * scale`). None means dynamic scales, one per token

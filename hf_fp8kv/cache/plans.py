@@ -54,8 +54,7 @@ def parse_plan(plan: object) -> Plan | None:
     else:
         raise ConfigError(
             "plan: expected a StoragePlan, a LayerPlan, a LayerPlan for each layer, or text, got "
-            f"{plan!r}. Pass, for example, plan='fp8_e3m4 centered' or plan=('int8 rotated', "
-            "'fp8_e2m5 rotated')"
+            f"{plan!r}. Pass, for example, plan=('int8 rotated', 'fp8_e2m5 rotated')"
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:

@@ -46,14 +46,13 @@ class Contender:
     def make_stored(self, model: PreTrainedModel) -> Any:
         """Return an empty cache whose first call also attends to stored states.
 
-        None means that the first call needs unrounded states: for its center, or always as in
-        `QuantizedCache`.
+        None means that the cache returns unrounded states of its first call, as `QuantizedCache`.
         """
         cache = self.make(model)
         if isinstance(cache, RoundedCache):
             cache.prefill = "stored"
             return cache
-        if not isinstance(cache, FP8PagedCache) or cache.options.has_first_call_centers:
+        if not isinstance(cache, FP8PagedCache):
             return None
         options = replace(cache.options, prefill="stored")
         return FP8PagedCache.from_options(model.config, options, ())
@@ -154,7 +153,7 @@ def choose_contenders(
 
     Args:
         model: The model.
-        names: Keys of `CONTENDERS`, or plans such as "int8 rotated centered". Empty means the
+        names: Keys of `CONTENDERS`, or plans such as "int8 rotated". Empty means the
             standard caches, and the checkpoint's scales if it declares any.
         scales: Folder or repository of static scales to measure as well.
 

@@ -121,7 +121,7 @@ Plan = Annotated[
     typer.Option(
         metavar="PATH|TEXT",
         help="Storage plan, instead of the three options above: the path of a saved result of "
-        "choose_plan, or text such as 'fp8_e3m4 centered'.",
+        "choose_plan, or text such as 'int8 rotated'.",
     ),
 ]
 StaticScales = Annotated[

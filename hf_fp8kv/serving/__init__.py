@@ -68,8 +68,7 @@ def enable(
             its plan while weights change.
         key_dtype: Overrides `dtype` for K.
         value_dtype: Overrides `dtype` for V.
-        plan: As for `FP8PagedCache`. Requests share pages, so a plan with "centered" K must contain
-            the centers, as a plan of `choose_plan` does.
+        plan: As for `FP8PagedCache`.
         backend: As for `FP8PagedCache`.
         probe: Whether to run the model on two short sequences, packed as in an engine and each
             alone, and compare the logits. Models that count positions themselves, or do not pass

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cache.options import CacheOptions
-from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
 from ..prefix.pages import digest_options
@@ -35,14 +34,7 @@ class ServingConfig:
 
         Raises ConfigError, ScaleError or BackendError, like `enable`.
         """
-        options = CacheOptions.parse(prefill="stored", **keywords)
-        if options.has_first_call_centers:
-            raise ConfigError(
-                "plan: expected a plan or scales that carry the centers of K, got none. The engine "
-                "shares pages between requests, so requests cannot have separate centers. Make "
-                "centers with hf_fp8kv.choose_plan(model), or store K without centers"
-            )
-        return cls(options, prefix_store)
+        return cls(CacheOptions.parse(prefill="stored", **keywords), prefix_store)
 
     def identify(self, model: Any, page_size: int) -> str:
         """Return a digest of everything that stored pages depend on, except the tokens."""

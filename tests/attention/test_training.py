@@ -19,7 +19,7 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.attention.switching import eval_mode
 from hf_fp8kv.attention.training import StoredRounding
-from hf_fp8kv.formats import FORMATS, LayerPlan
+from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE
 from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import build_variant
@@ -248,12 +248,6 @@ def test_rounding_can_be_suspended_and_disabled() -> None:
 REFUSED_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown mode": ("gqa", {"training": "exact"}, "training: expected None or 'stored'"),
     "exact prefill": ("gqa", {"prefill": "exact"}, "expected prefill='stored', got 'exact'"),
-    "centers": ("gqa", {"plan": "fp8 centered"}, "expected a plan that carries the centers"),
-    "centers in a plan": (
-        "gqa",
-        {"plan": LayerPlan.parse("int8 centered", "int8")},
-        "carries the centers",
-    ),
     "encoder-decoder": ("cross_attention", {}, "which is an encoder-decoder"),
     "separate attention code": ("alibi", {}, "its own attention code"),
     "latent": ("latent", {}, r"got layers \[0, 1\] of DeepseekV3ForCausalLM"),

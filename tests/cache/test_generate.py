@@ -175,7 +175,7 @@ class TestStoredPrefill:
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
-        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"plan": "fp8 centered"}),
+        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"dtype": "int8"}),
         ("kv_sharing", {}), ("hybrid", {}),
     ],
     ids=str,

@@ -512,18 +512,17 @@ def test_the_docs_contain_the_values_of_the_cards():
             measures, *columns = make_columns(card).values()
             indices = [measures.index(title) for title in header.strip("| ").split(" | ")[2:]]
             for cache, column in zip(card["caches"], columns, strict=True):
-                value = column[measures.index("KL at 2,048")].split(" ")[0]
-                assert kl.setdefault((cache, name), value) == value  # the default is in both files
+                if cache == "default":  # the default of that time had centers of a first call
+                    continue
+                kl[cache, name] = column[measures.index("KL at 2,048")].split(" ")[0]
                 if path.startswith("cards"):
                     cells = [column[n] for n in indices]
                 else:  # this file lacks the floor to which drift is relative
                     cells = ["" if "drift" in measures[n] else column[n] for n in indices]
-                if cache != "default" or path.startswith("cards"):
-                    assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines
+                assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines
     for title, cache in (
-        ("the default: E3M4, centered K", "default"),
-        ('the same without a center: `dtype="fp8_e3m4"`', "fp8_e3m4"),
-        ('`dtype="adaptive"`, from random tokens', "adaptive"),
+        ('the default with a model: a plan, `dtype="adaptive"`', "adaptive"),
+        ('the default with only a config: `dtype="fp8_e3m4"`', "fp8_e3m4"),
         ('`dtype="fp8"`: E4M3, a scale per token and head', "fp8"),
         ("E4M3 with scale 1.0, as in servers without scales", "fp8-1.0"),
         ("q8_0 of llama.cpp", "q8_0"),

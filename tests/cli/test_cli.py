@@ -55,9 +55,9 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
         (["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16"], 1 / 2 + 1 / 16),
         (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
         (["--kv-cache-dtype", "int8", "--value-dtype", "fp8_e2m5", "--scales", "1.0"], 1 / 2),
-        (["--plan", "fp8_e3m4 centered", "--scales", "1.0"], 1 / 2),
+        (["--plan", "fp8_e3m4", "--scales", "1.0"], 1 / 2),
     ],
-    ids=["constant", "dynamic", "alias-small-pages", "unquantized-keys", "two-formats", "centered"],
+    ids=["constant", "dynamic", "alias-small-pages", "unquantized-keys", "two-formats", "plan"],
 )
 def test_bytes_per_token_match_the_formats(generate, options, ratio):
     dense_run, paged_run = generate(*options)["runs"]

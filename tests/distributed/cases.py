@@ -325,9 +325,6 @@ EQUAL_CASES: dict[str, tuple[str, Case]] = {
     "per channel": ("4q-2kv", make_generate_case("fp8_paged", "channel")),
     "centers": ("8q-4kv", make_generate_case("fp8_paged", "centers")),
     "dynamic": ("4q-2kv", make_generate_case("fp8_paged", None)),
-    "dynamic, center of the first call": (
-        "biased-keys", make_generate_case("fp8_paged", None, plan="fp8_e3m4 centered"),
-    ),
     "unquantized keys": ("4q-2kv", make_generate_case("fp8_paged", "head", key_dtype="auto")),
     "exact prefill": ("4q-2kv", make_generate_case("fp8_paged", "head", prefill="exact")),
     "preallocated": ("4q-2kv", make_generate_case("fp8_paged", "head", max_cache_len=40)),

@@ -1092,7 +1092,6 @@ REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "prefill='stored'", {"prefill": "exact"}),
     ("gqa", "max_cache_len", {"max_cache_len": 64}),
     ("gqa", "a tensor-parallel model", {"tensor_parallel": TensorParallel(0, 2)}),
-    ("gqa", "first call", {"plan": "fp8 centered"}),
     ("gqa", "layers of other kinds", {"skip_layers": [0]}),
     ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
     ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
