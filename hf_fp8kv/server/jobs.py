@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from .errors import make_busy_error
+from .errors import make_busy_error, make_stopping_error
 
 _T = TypeVar("_T")
 MAX_WAITING_JOBS = 16  # of a pool for jobs that may take seconds
@@ -28,13 +28,14 @@ class JobPool:
         # A job waits here and not in the executor's queue, which would keep dropped jobs.
         self._free_threads = asyncio.Semaphore(num_threads)
         self._num_waiting, self._max_waiting = 0, max_waiting
+        self._is_closed = False
         self.num_running = 0  # includes jobs whose requests have ended
 
     async def run(self, function: Callable[..., _T], *args: object) -> _T:
         """Return the result of a function that runs in a thread.
 
         Raises:
-            APIError: Too many jobs wait for a thread.
+            APIError: Too many jobs wait for a thread, or the pool is closed.
         """
         if self._free_threads.locked() and self._num_waiting >= self._max_waiting:
             raise make_busy_error(f"at most {self._max_waiting} waiting long prompts or grammars")
@@ -43,6 +44,9 @@ class JobPool:
             await self._free_threads.acquire()
         finally:
             self._num_waiting -= 1
+        if self._is_closed:
+            self._free_threads.release()
+            raise make_stopping_error()
         self.num_running += 1
         job = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         job.add_done_callback(self._finish)
@@ -56,4 +60,5 @@ class JobPool:
 
     def close(self) -> None:
         """Let the threads end after their running jobs. Do not wait for these jobs."""
+        self._is_closed = True
         self._executor.shutdown(wait=False)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.switching import get_attn_implementations, set_attn_implementations
+from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_adapters
@@ -124,6 +125,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         self._factory: ManagerFactory = vars(model)[_METHOD_NAME]
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
+        self.max_request_tokens = 0  # that the pages hold for one request, 0 before they exist
         with use_engine_attention(model):
             super().__init__(model=model, **kwargs)
             # Every rank of a tensor-parallel group hashes blocks with the key of the first rank.
@@ -176,14 +178,23 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
         """Do nothing, because the engine's steps already run in `use_engine_attention`."""
 
-    def add_request(self, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
-        """Add a request, like the stock method.
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        cache_salt: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Add a request, like the stock method. Allocate the pages if there are none yet.
 
         Requests share blocks of tokens only if they have the same `cache_salt`, or if both have
         none.
 
         Raises:
-            ConfigError: The salt is not a string, or is empty.
+            ConfigError: The pages are too few for the prompt and its new tokens, or the salt is
+                not a string, or is empty.
         """
         if cache_salt is not None:
             if not isinstance(cache_salt, str) or not cache_salt:
@@ -192,10 +203,32 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                     "cache_salt if requests may share pages with all other requests"
                 )
             kwargs[SALT_KEY] = cache_salt
-        return super().add_request(*args, **kwargs)
+        if self.is_tp_driver and self.background_thread_status.can_accept_new_requests() is None:
+            self._allocate_pages()
+            self._check_length(len(input_ids), max_new_tokens)
+        return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
+
+    def _check_length(self, num_tokens: int, max_new_tokens: int | None) -> None:
+        """Refuse a request that would outgrow all pages, which would end the engine."""
+        if max_new_tokens is None:
+            max_new_tokens = self.generation_config.max_new_tokens or 1
+        # The last token is never stored.
+        if num_tokens + max_new_tokens - 1 > self.max_request_tokens:
+            raise ConfigError(
+                "input_ids: expected a prompt and new tokens that fit the engine's pages, which "
+                f"hold {self.max_request_tokens} tokens of one request, got {num_tokens} tokens "
+                f"and max_new_tokens={max_new_tokens}. Shorten the prompt, reduce max_new_tokens, "
+                "or increase num_blocks"
+            )
+
+    def make_cache(self) -> FP8PagedCache:
+        """Return an empty cache for `generate()` that stores K and V like the engine's pages."""
+        keywords = self._factory.config.keywords
+        return FP8PagedCache(self.model.config, prefill="stored", **keywords)
 
     def start(self) -> None:
         """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
+        self._allocate_pages()
         if not self.is_running():
             self._attention = ExitStack()
             self._attention.enter_context(use_engine_attention(self.model))
@@ -204,6 +237,11 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         except BaseException:  # no thread started, which would restore the attention
             self._attention.close()
             raise
+
+    def _allocate_pages(self) -> None:
+        if self.batch_processor is None:
+            with use_engine_attention(self.model):
+                self.batch_processor = self._create_batch_processor()
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         with self._attention, exact_states(is_engine_step=True):
@@ -226,6 +264,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if self._noise_warper is not None:
             self._noise_warper.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
+        self.max_request_tokens = processor.cache.compute_max_request_tokens()
         self.on_processor(processor)
         return processor
 
