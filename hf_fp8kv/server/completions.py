@@ -13,13 +13,12 @@ from .errors import APIError
 from .sampling import TokenLogprob
 from .schemas import ChatBody, CompletionBody
 from .text import AnswerPart
-from .token_texts import TextPlace, TokenTexts, is_complete
+from .token_texts import TokenTexts
 
 # Parts of answers, each with its choice. None is the end of an answer.
 ChoiceParts = Sequence[tuple[Choice, AnswerPart | None]]
 # A token, whether it is the first token of its text, and the index of its first character.
 _PlacedEntry = tuple[TokenLogprob, bool, int]
-_Span = tuple[int, int]
 DONE_EVENT = "data: [DONE]\n\n"
 
 
@@ -29,10 +28,10 @@ def format_event(event: dict[str, Any]) -> str:
 
 
 class Echo(NamedTuple):
-    """A prompt before its answer. `spans` are the tokens' spans in a text that was tokenized."""
+    """A prompt before its answer, and the index of each token's first character."""
 
     text: str
-    spans: list[_Span] | None = None
+    offsets: list[int]
 
 
 class CompletionWriter:
@@ -129,11 +128,10 @@ class CompletionWriter:
         if not isinstance(self._body, CompletionBody) or not self._body.echo:
             return None
         prompt = self._body.prompts[choice.index // self._body.n]
-        if not isinstance(prompt, str):
-            return Echo(self._texts.decode(prompt))
+        text = prompt if isinstance(prompt, str) else self._texts.decode(prompt)
         if not self._has_logprobs:
-            return Echo(prompt)
-        return Echo(prompt, self._texts.find_spans(prompt, self._body.add_special_tokens))
+            return Echo(text, [])
+        return Echo(text, self._texts.find_offsets(prompt, self._body.add_special_tokens))
 
     def format_error(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
@@ -173,7 +171,6 @@ class _LogprobWriter:
         self._prompt_logprobs = choice.prompt_logprobs  # filled in while the request runs
         self._num_sent = 0  # number of the answer's tokens whose log-probabilities were returned
         self._start = 0  # number of characters before the answer
-        self._place = TextPlace()
 
     def take_logprobs(self, num_tokens: int, echo: Echo | None, *, is_chat: bool) -> dict[str, Any]:
         """Return the log-probabilities of the answer's first `num_tokens` tokens, each only once.
@@ -199,33 +196,16 @@ class _LogprobWriter:
 
     def _find_prompt(self, echo: Echo) -> list[_PlacedEntry]:
         """Return the entries of the prompt with their places in its text."""
-        entries, place = list[_PlacedEntry](), TextPlace()
-        spans: Sequence[_Span | None] = echo.spans or [None] * len(self._sequence.prompt)
-        for entry, span in zip(self._prompt_logprobs or (), spans, strict=True):
-            is_first, old_offset = place.is_first, place.offset
-            # A token that the tokenizer adds has an empty span, and is not in the text.
-            is_in_text = span is None or span[0] < span[1]
-            data = self._texts.get_bytes(entry.token, is_first) if is_in_text else None
-            offset = place.advance(data)
-            if span is not None and is_in_text:  # the span may begin after a space
-                offset = min(span[0], old_offset)
-                place.set_offset(span[1])
-            entries.append((entry, is_first, offset))
-        self._start = self._place.offset = len(echo.text)
-        return entries
+        self._start = len(echo.text)
+        entries = zip(self._prompt_logprobs or (), echo.offsets, strict=True)
+        return [(entry, offset == 0, offset) for entry, offset in entries]
 
     def _find_next(self, entry: TokenLogprob) -> _PlacedEntry:
         """Return the next entry of the answer with its place in the text."""
-        place, index = self._place, self._num_sent
-        old_end, end = self._decoder.text_ends[index : index + 2]
-        is_first, self._num_sent = place.is_first, index + 1
-        data = self._get_bytes(entry.token, is_first)
-        offset = place.advance(data)
-        if data is not None and end > old_end:  # the text of all tokens up to this one is complete
-            place.set_offset(self._start + end)
-            if is_complete(data):
-                offset = place.offset - len(data.decode())
-        return entry, is_first, offset
+        old_end, end = self._decoder.text_ends[self._num_sent : self._num_sent + 2]
+        self._num_sent += 1
+        offset = self._texts.find_offset(entry.token, old_end, end)
+        return entry, old_end == 0, self._start + offset
 
     def _get_bytes(self, token: int, is_first: bool) -> bytes | None:
         """Return the bytes of a token of the answer, or None if the text omits the token."""

@@ -430,7 +430,7 @@ class ToolBody(Body):
     def prompt_lengths(self) -> list[int]:
         """The number of characters of each prompt."""
         names = {"messages", "input", "instructions", "tools"}
-        values = walk_values(self.model_dump(include=names))
+        values = walk_values(self.model_dump(include=names, warnings=False))
         return [sum(len(value) for value in values if isinstance(value, str))]
 
     @property

@@ -37,6 +37,7 @@ class AnswerDecoder:
         parser: A ResponseParser of transformers, which finds reasoning and calls in the text.
         forced_tool: Name of the tool whose arguments are the text. "" means that the text is a list
             of calls. None means that no call is forced.
+        skips_special: Whether the text omits special tokens. A parser reads them.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class AnswerDecoder:
         min_tokens: int = 0,
         parser: Any = None,
         forced_tool: str | None = None,
+        skips_special: bool = True,
     ) -> None:
         self.stop_strings, self._min_tokens = stop_strings, min_tokens
         self.hidden_tokens, self._forced_tool = hidden_tokens, forced_tool
         self._parser = parser = None if forced_tool is not None else parser
-        self._tokenizer, self._skip_special = tokenizer, parser is None
+        self._tokenizer, self._skip_special = tokenizer, skips_special and parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._skip_special)
         self._undecoded: list[int] = []  # tokens whose text has not been returned
         self._held_text, self.is_stopped = "", False
