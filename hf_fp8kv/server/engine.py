@@ -150,7 +150,7 @@ class Engine:
         manager.register_result_handler(request_id, outputs.put_nowait)
         sequence.submitted_at = time.perf_counter()
         try:
-            manager.add_request(
+            accepted_id = manager.add_request(
                 sequence.prompt,
                 request_id=request_id,
                 max_new_tokens=sequence.max_new_tokens,
@@ -160,7 +160,8 @@ class Engine:
                 cache_salt=sequence.cache_salt,
                 **{SEQUENCE_KEY: sequence},
             )
-            self._require_alive()
+            if accepted_id is None:
+                raise make_stopping_error(self.failure)
             self.num_prompt_tokens += len(sequence.prompt)
             while not is_finished:
                 output = await outputs.get()

@@ -1,6 +1,7 @@
 """transformers' ContinuousBatchingManager over FP8 pages, and the factory that makes it."""
 
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from transformers.generation.continuous_batching.requests import RequestState
 
 from ..attention.switching import get_attn_implementations, set_attn_implementations
 from ..cache.cache import FP8PagedCache
@@ -122,6 +124,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     """A ContinuousBatchingManager whose engine stores FP8 pages and attends to the stored bytes."""
 
     def __init__(self, *, model: Any, **kwargs: Any) -> None:
+        self.batch_processor: Any
         self._factory: ManagerFactory = vars(model)[_METHOD_NAME]
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
@@ -203,23 +206,51 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                     "cache_salt if requests may share pages with all other requests"
                 )
             kwargs[SALT_KEY] = cache_salt
-        if self.is_tp_driver and self.background_thread_status.can_accept_new_requests() is None:
-            self._allocate_pages()
-            self._check_length(len(input_ids), max_new_tokens)
+        error = self._find_length_error(input_ids, max_new_tokens)
+        if error is not None:
+            raise error
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 
-    def _check_length(self, num_tokens: int, max_new_tokens: int | None) -> None:
-        """Refuse a request that would outgrow all pages, which would end the engine."""
+    def add_requests(
+        self, inputs: list[list[int]], max_new_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> list[str]:
+        """Add requests, like the stock method. `generate_batch` calls it.
+
+        A request that does not fit the pages gets an output with the error, and does not prevent
+        the others.
+        """
+        errors = [self._find_length_error(input_ids, max_new_tokens) for input_ids in inputs]
+        fitting = [x for x, error in zip(inputs, errors, strict=True) if error is None]
+        added_ids = iter(super().add_requests(fitting, max_new_tokens, *args, **kwargs))
+        request_ids = []
+        for input_ids, error in zip(inputs, errors, strict=True):
+            request_id = next(added_ids) if error is None else uuid.uuid4().hex
+            request_ids.append(request_id)
+            if error is not None:
+                children = range(self.num_return_sequences - 1)
+                for output_id in (*(f"{request_id}__child#{n}" for n in children), request_id):
+                    state = RequestState(output_id, list(input_ids))
+                    self.output_router.fail_and_deliver(state, error)
+        return request_ids
+
+    def _find_length_error(
+        self, input_ids: list[int], max_new_tokens: int | None
+    ) -> ConfigError | None:
+        """Return the error for a request that would outgrow all pages, which ends the engine."""
+        if self.background_thread_status.can_accept_new_requests() is not None:
+            return None  # the stock method ignores the request
+        self._allocate_pages()
         if max_new_tokens is None:
             max_new_tokens = self.generation_config.max_new_tokens or 1
         # The last token is never stored.
-        if num_tokens + max_new_tokens - 1 > self.max_request_tokens:
-            raise ConfigError(
-                "input_ids: expected a prompt and new tokens that fit the engine's pages, which "
-                f"hold {self.max_request_tokens} tokens of one request, got {num_tokens} tokens "
-                f"and max_new_tokens={max_new_tokens}. Shorten the prompt, reduce max_new_tokens, "
-                "or increase num_blocks"
-            )
+        if len(input_ids) + max_new_tokens - 1 <= self.max_request_tokens:
+            return None
+        return ConfigError(
+            "input_ids: expected a prompt and new tokens that fit the engine's pages, which hold "
+            f"{self.max_request_tokens} tokens of one request, got {len(input_ids)} tokens and "
+            f"max_new_tokens={max_new_tokens}. Shorten the prompt, reduce max_new_tokens, or "
+            "increase num_blocks"
+        )
 
     def make_cache(self) -> FP8PagedCache:
         """Return an empty cache for `generate()` that stores K and V like the engine's pages."""

@@ -279,6 +279,41 @@ def test_a_prompt_without_an_answer_gets_logprobs(server, model):
     assert server.ask(COMPLETIONS, {**fields, "prompt": prompt + "x"})[0] == 400
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("start", [0, 12])
+def test_logprobs_omit_the_tokens_of_a_stop_string(server, path, stream, start):
+    """The usage counts these tokens, which the model has generated."""
+    fields = {"messages": MESSAGES, "logprobs": True} if path == CHAT else {"prompt": "why"}
+    fields |= {"max_tokens": 40} | ({} if path == CHAT else {"logprobs": 1})
+    (choice,) = get_choices(server, path, **fields)
+    text = choice["message"]["content"] if path == CHAT else choice["text"]
+    stop = text[start : start + 4]
+    fields |= {"stop": [stop, "no such text"], "stream": stream}
+    (choice,) = get_choices(server, path, **fields)
+    parts = choice["logprobs"] if stream else [choice["logprobs"]]
+    if path == CHAT:
+        tokens = [entry["token"] for part in parts if part for entry in part["content"]]
+    else:
+        tokens = [token for part in parts for token in part["tokens"]]
+    kept_text = text[: text.index(stop)]
+    assert "".join(tokens) == kept_text
+    assert choice["finish_reason"] == "stop"
+    if not stream:
+        usage = server.answer(path, **fields)["usage"]
+        assert usage["completion_tokens"] == len(kept_text + stop)
+
+
+def test_a_decoder_counts_the_tokens_of_the_returned_text(folder):
+    """Text that may begin a stop string is returned later than its tokens arrive."""
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    decoder = AnswerDecoder(tokenizer, stop_strings=["aab"])
+    counts = [[part.num_tokens for part in decoder.add_tokens(encode(x))] for x in "xaaaab"]
+    assert counts == [[1], [], [], [2], [3], []]
+    assert decoder.finish() == []
+    assert (decoder.num_tokens, decoder.num_kept_tokens) == (6, 3)
+
+
 def test_logprobs_of_impossible_tokens_are_finite():
     minus_infinity = float("-inf")
     (entry,) = sampling.make_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)

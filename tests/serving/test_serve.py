@@ -171,6 +171,31 @@ def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server
     assert [get_finish_reason(20), get_finish_reason(19)] == ["stop", "length"]
 
 
+def test_an_echoed_prompt_has_the_logprobs_of_the_engine(server):
+    """The prompt is scored outside the engine, with the same 8-bit keys and values."""
+
+    def score(prompt: str) -> dict:
+        fields = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2}
+        return server.answer(COMPLETIONS, **fields)["choices"][0]["logprobs"]
+
+    fields = {"prompt": STORY, "max_tokens": 60, "logprobs": 2}
+    (choice,) = server.answer(COMPLETIONS, **fields)["choices"]
+    full_text, generated = STORY + choice["text"], choice["logprobs"]
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(server.answer, COMPLETIONS, **fields) for _ in range(3)]
+        scores = [pool.submit(score, text).result() for text in (full_text, full_text, STORY)]
+        assert [x.result()["choices"][0]["text"] for x in answers] == [choice["text"]] * 3
+    assert scores[0] == scores[1]
+    for name in ("token_logprobs", "top_logprobs"):
+        echoed_values, expected_values = scores[0][name][len(STORY) :], generated[name]
+        assert echoed_values[-1] == pytest.approx(expected_values[-1], abs=1e-3)
+        for echoed, expected in zip(echoed_values, expected_values, strict=True):
+            assert echoed == pytest.approx(expected, abs=1e-3)
+    assert scores[2]["token_logprobs"] == pytest.approx(
+        scores[0]["token_logprobs"][: len(STORY)], abs=1e-3
+    )
+
+
 def test_streams_name_the_requested_model(server):
     name = read_json(server, "/v1/models")["data"][0]["id"]
     limits = {"max_tokens": 2, "stream": True}
