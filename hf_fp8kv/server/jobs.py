@@ -28,7 +28,6 @@ class JobPool:
         # A job waits here and not in the executor's queue, which would keep dropped jobs.
         self._free_threads = asyncio.Semaphore(num_threads)
         self._num_waiting, self._max_waiting = 0, max_waiting
-        self._is_closed = False
         self.num_running = 0  # includes jobs whose requests have ended
 
     async def run(self, function: Callable[..., _T], *args: object) -> _T:
@@ -44,11 +43,12 @@ class JobPool:
             await self._free_threads.acquire()
         finally:
             self._num_waiting -= 1
-        if self._is_closed:
+        try:
+            job = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        except RuntimeError:  # the pool is closed
             self._free_threads.release()
-            raise make_stopping_error()
+            raise make_stopping_error() from None
         self.num_running += 1
-        job = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         job.add_done_callback(self._finish)
         return await asyncio.shield(job)
 
@@ -60,5 +60,4 @@ class JobPool:
 
     def close(self) -> None:
         """Let the threads end after their running jobs. Do not wait for these jobs."""
-        self._is_closed = True
         self._executor.shutdown(wait=False)

@@ -64,7 +64,7 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }  # fmt: skip
-# Fields that this server refuses, and what to use instead.
+# Fields that this server refuses, and their replacements.
 _REPLACEMENTS = {
     "prompt_logprobs": "echo and logprobs of /v1/completions",
     "bad_words": "logit_bias for single tokens, or structured_outputs.regex",
@@ -477,7 +477,7 @@ class ChatBody(ToolBody):
 
 
 class CompletionBody(Body):
-    """POST /v1/completions. The properties have the same meaning as in the other bodies."""
+    """POST /v1/completions. The properties mean the same as in a ChatBody."""
 
     forced_tool: ClassVar[None] = None
     prompt: _AnyPrompt
@@ -519,7 +519,7 @@ class CompletionBody(Body):
 
 
 class ResponseBody(ToolBody):
-    """POST /v1/responses. The properties have the same meaning as in the other bodies."""
+    """POST /v1/responses. The properties mean the same as in a ChatBody."""
 
     echo: ClassVar[bool] = False
     n: ClassVar[int] = 1

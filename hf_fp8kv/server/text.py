@@ -95,7 +95,7 @@ class AnswerDecoder:
 
     @property
     def num_kept_tokens(self) -> int:
-        """The number of tokens without those of the stop string that ended the answer."""
+        """The number of tokens, except for the tokens of the stop string that ended the answer."""
         return self._num_released if self.is_stopped else self.num_tokens
 
     def _decode(self, token: int) -> str:

@@ -216,8 +216,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     ) -> list[str]:
         """Add requests, like the stock method. `generate_batch` calls it.
 
-        A request that does not fit the pages gets an output with the error, and does not prevent
-        the others.
+        A request that does not fit the pages gets an output with the error. All other requests
+        run.
         """
         errors = [self._find_length_error(input_ids, max_new_tokens) for input_ids in inputs]
         fitting = [x for x, error in zip(inputs, errors, strict=True) if error is None]
