@@ -1,6 +1,7 @@
 """The configuration of a model's engine, checked before any engine is made."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ class ServingConfig:
 
     options: CacheOptions  # except the page size, for which the engine has a separate setting
     prefix_store: PrefixStore | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of `parse`
 
     @classmethod
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
@@ -34,7 +36,8 @@ class ServingConfig:
 
         Raises ConfigError, ScaleError or BackendError, like `enable`.
         """
-        return cls(CacheOptions.parse(prefill="stored", **keywords), prefix_store)
+        options = CacheOptions.parse(prefill="stored", **keywords)
+        return cls(options, prefix_store, keywords)
 
     def identify(self, model: Any, page_size: int) -> str:
         """Return a digest of everything that stored pages depend on, except the tokens."""

@@ -752,7 +752,36 @@ class TestRequestLimit:
             assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
             prompt = [3] * (max_tokens - NEW_TOKENS + 1)  # the last token is never stored
             assert len(generate_batch(model, [prompt], pages=6)[0]) == NEW_TOKENS
+            long_and_short = [[*prompt, 3], [4, 5]]
+            outputs = model.generate_batch(
+                long_and_short, greedy(num_return_sequences=2), batching(pages=6)
+            )
+            errors = [output.error for output in outputs.values()]
+            assert len(errors) == 4
+            assert errors[2:] == [None, None]
+            assert all(f"hold {max_tokens} tokens of one request" in x for x in errors[:2])
         manager.batch_processor = None
+
+    @pytest.mark.parametrize("is_running", [False, True])
+    def test_a_request_that_outgrows_the_pages_is_refused(
+        self, llama: Any, is_running: bool
+    ) -> None:
+        """The engine continues. Without pages, the first request allocates them."""
+        serving.enable(llama)
+        manager = llama.init_continuous_batching(greedy(), batching(pages=6))
+        if is_running:
+            manager.start()
+        for num_tokens, max_new_tokens in ((1000, 1), (3, 1000), (1000, None)):
+            with pytest.raises(ConfigError, match=r"input_ids: expected .* increase num_blocks"):
+                manager.add_request([3] * num_tokens, max_new_tokens=max_new_tokens)
+        manager.add_request([3] * (manager.max_request_tokens - 1), max_new_tokens=2)
+        if not is_running:
+            manager.start()
+        output = manager.get_result(timeout=60)
+        manager.stop(block=True)
+        assert output.error is None
+        assert len(output.generated_tokens) == 2
+        assert manager.add_request([3] * 1000, max_new_tokens=1) is None  # as without FP8 pages
 
 
 class TestRunningEngines:
