@@ -57,7 +57,7 @@ def build(name: str, seed: int = 0) -> tuple[PreTrainedModel, Inputs]:
         model.to("meta")
     if name == "NaN":
         with torch.no_grad():
-            model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
+            model.model.layers[1].self_attn.v_proj.weight.fill_(torch.nan)
     return model, inputs
 
 
