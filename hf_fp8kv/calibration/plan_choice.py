@@ -58,8 +58,8 @@ _FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 # Maximum share of bytes that layers in the model's dtype add to a cache, unless the caller sets it.
 _MAX_EXTRA_BYTES = 0.04
-# Maximum number of parameters times tokens that a CPU computes to choose the default plan. It is
-# about 10 seconds on two cores.
+# Maximum number of parameters times tokens that a CPU computes to choose the default plan. With two
+# threads of a Xeon, Qwen2.5 0.5B (630 million parameters, float32, 8 passes) takes 9 seconds.
 _MAX_CPU_PRODUCTS = 7e11
 # Names of config fields with ids of special, image, audio and video tokens.
 _SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|index|indices)")
