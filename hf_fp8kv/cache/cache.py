@@ -180,22 +180,24 @@ class FP8PagedCache(DynamicCache):
             "dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype, "scales": scales,
             "plan": plan, "tensor_parallel": tensor_parallel,
         }  # fmt: skip
+        model_config: Any = config
         if isinstance(config, torch.nn.Module):
             model = find_generating_model(find_base_model(config))
-            config = model.config
-            check_config(config)
+            model_config = model.config
             keywords["tensor_parallel"] = tensor_parallel or find_rank(model)
+        if model_config is not None:
+            check_config(model_config)
+        if model_config is not config:
             keywords = plans.resolve_plan(model, keywords)
-        elif config is not None:
-            check_config(config)
-        decoder = None if config is None else config.get_text_config(decoder=True)
+        decoder = None if model_config is None else model_config.get_text_config(decoder=True)
         options = CacheOptions.parse(
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, offloading=offloading, is_latent=caches_latents(decoder), **keywords,
         )  # fmt: skip
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
-        if config and options.scales is None and (declared := describe_kv_scales(config)):
+        declared = "" if model_config is None else describe_kv_scales(model_config)
+        if declared and options.has_dynamic_scales:
             warn_once(
                 f"this checkpoint declares static KV scales ({declared}), but this cache uses "
                 "dynamic scales instead. FP8PagedCache.from_pretrained(...) or scales=... uses the "
