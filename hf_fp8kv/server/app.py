@@ -22,7 +22,7 @@ from . import schemas
 from .choices import Choice, ChoiceMaker, RunningRequest
 from .completions import ChoiceParts, CompletionWriter
 from .config import KEY_VARIABLE, ServerConfig
-from .engine import Engine
+from .engine import STOP_TIMEOUT_SECONDS, Engine
 from .errors import INTERNAL_MESSAGE, APIError, make_busy_error, make_stopping_error
 from .jobs import MAX_WAITING_JOBS, JobPool
 from .metrics import Metrics
@@ -98,12 +98,15 @@ class Application:
             self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
             self.is_stopping, self.engine = False, engine
 
-    def stop(self) -> None:
-        """Stop the engine, which fails running requests. Do nothing if it is not started."""
+    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
+        """Stop the engine, which fails running requests. Do nothing if it is not started.
+
+        `timeout` limits the seconds that this waits for a running step.
+        """
         with self._lock:
             if self.engine is not None:
                 self.is_stopping = True
-                has_ended = self.engine.stop()
+                has_ended = self.engine.stop(timeout)
                 self.engine = None
                 pools = (self._choice_maker.grammars.pool, self._long_pool, self._short_pool)
                 self.is_busy = not has_ended or any(pool.num_running for pool in pools)

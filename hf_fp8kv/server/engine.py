@@ -27,7 +27,7 @@ from .sampling import SEQUENCE_KEY, Sampler, Sequence, TokenLogprob, make_logpro
 
 logger = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_SECONDS = 30.0
+STOP_TIMEOUT_SECONDS = 30.0
 # Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
 # minutes while a prompt is computed. Short steps read the weights more often, which costs little.
 _MAX_CPU_STEP_TOKENS = 256
@@ -98,15 +98,15 @@ class Engine:
         # Maximum number of tokens of a prompt and its answer.
         self.max_tokens = min(n for n in limits if isinstance(n, int) and n > 0)
 
-    def stop(self) -> bool:
+    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> bool:
         """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended."""
         manager, self._manager = self._manager, None
         if manager is None:
             return True
-        manager.stop(block=True, timeout=_STOP_TIMEOUT_SECONDS, hard_stop=True)
+        manager.stop(block=True, timeout=timeout, hard_stop=True)
         is_running: bool = manager.is_running()
         if is_running:
-            logger.error("the engine's thread did not end within %g s", _STOP_TIMEOUT_SECONDS)
+            logger.error("the engine's thread did not end within %g s", timeout)
         return not is_running
 
     @property
