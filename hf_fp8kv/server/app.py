@@ -123,7 +123,10 @@ class Application:
     def fail_requests(self) -> None:
         """End all unfinished requests with an error."""
         for running_request in list(self.metrics.unfinished_answers):
-            running_request.fail(make_stopping_error())
+            running_request.fail(self._make_stopping_error())
+
+    def _make_stopping_error(self) -> APIError:
+        return make_stopping_error(None if self.engine is None else self.engine.failure)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _parent: Any = None) -> AsyncIterator[None]:
@@ -174,7 +177,8 @@ class Application:
             if not self.is_stopping:
                 raise
             if not has_started:
-                await make_stopping_error().to_response()(scope, receive, send_and_record)
+                answer = self._make_stopping_error().to_response()
+                await answer(scope, receive, send_and_record)
         except Exception:  # `_make_error_response` has logged the error
             if scope[_TIMEOUT_KEY].expired():
                 status = _CLIENT_LEFT_STATUS
@@ -207,7 +211,7 @@ class Application:
         """Return the engine. Raise APIError if it does not accept requests."""
         engine = self.engine
         if self.is_stopping or engine is None:
-            raise make_stopping_error()
+            raise self._make_stopping_error()
         if not engine.is_alive():
             message = f"the engine is not running: {self.failure}"
             raise APIError(503, message, code="engine_dead")
