@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.cache.rope_rotation import RopeRotation
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.card.caches import CONTENDERS, Contender
 from hf_fp8kv.card.measure import summarize_scores
@@ -37,10 +36,7 @@ _REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
 _TEXT_KINDS = ("code", "prose", "manual", "chat")
 # Number of tokens before the scored tokens, and number of scored tokens.
 _POSITION, _SCORED_TOKENS = 768, 256
-_PLANS = {
-    "plain": ("fp8_e3m4", "fp8_e3m4"),
-    "e2m5": ("fp8_e2m5 rotated centered", "fp8_e2m5 rotated"),
-}
+_PLANS = {"plain": ("fp8_e3m4", "fp8_e3m4"), "e2m5": ("fp8_e2m5 rotated", "fp8_e2m5 rotated")}
 
 
 def measure_outliers(
@@ -56,8 +52,7 @@ def measure_outliers(
     """Return rows with `cache`, `prompt`, `kl`, `kl_error`, `ratio`, `ratio_high` and `k_rotated`.
 
     `ratio` is the ratio of the mean KL to plain E3M4, `ratio_high` its upper bound at 95 %, and
-    `k_rotated` the number of layers whose K is rotated. Caches with a center of the first call have
-    no row for stored prompts.
+    `k_rotated` the number of layers whose K is rotated.
 
     Args:
         model: The model, in float32.
@@ -69,7 +64,7 @@ def measure_outliers(
         progress: Function that is called with the name of each text.
     """
     run = describe_run("outliers", device=str(model.device))
-    caches = {key: CONTENDERS[key] for key in ("default", "adaptive", "fp8")}
+    caches = {key: CONTENDERS[key] for key in ("default", "fp8")}
     for key, plan in _PLANS.items():
         caches[key] = Contender(str(plan), partial(_make_cache, plan))
     scores = defaultdict[tuple[str, str], list[Scores]](list)
@@ -125,7 +120,8 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
         head_stride: Every `head_stride`-th head gets outliers. The first head depends on the layer.
 
     Raises:
-        ConfigError: RoPE is not applied directly to the outputs of `q_proj` and `k_proj`.
+        ConfigError: RoPE is not applied directly to the outputs of `q_proj` and `k_proj`, or does
+            not pair channels i and i + D / 2.
     """
     modules: list[Any] = [
         module
@@ -137,12 +133,12 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
     originals = [weight.detach().clone() for weight in weights]
     logits_before = _compute_logits(model)
     try:
-        num_planted = sum(_plant_outliers(model, module, factor, head_stride) for module in modules)
+        num_planted = sum(_plant_outliers(module, factor, head_stride) for module in modules)
         change = (_compute_logits(model) - logits_before).std() / logits_before.std()
         if not num_planted or not change < _TOLERANCE:
             raise ConfigError(
-                "model: expected q_proj and k_proj that RoPE follows directly, got "
-                f"{type(model).__name__}. Choose a model without norms of Q and K."
+                "model: expected q_proj and k_proj that RoPE follows directly, and pairs of "
+                f"channels i and i + D / 2, got {type(model).__name__}. Choose a Llama or Qwen2"
             )
         yield
     finally:
@@ -158,24 +154,19 @@ def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
     return logits.float()
 
 
-def _plant_outliers(model: PreTrainedModel, module: Any, factor: float, head_stride: int) -> int:
+def _plant_outliers(module: Any, factor: float, head_stride: int) -> int:
     """Plant outliers in one attention module, and return the number of planted channels."""
-    config = model.config.get_text_config(decoder=True)
     layer = module.layer_idx
-    rope = RopeRotation.from_config(config)(layer)
     dim = module.head_dim
-    num_pairs = int(dim * rope.paired_fraction) // 2
-    if not num_pairs:
-        return 0
+    num_pairs = dim // 2
     num_planted = 0
     num_heads = module.k_proj.out_features // dim
     group_size = module.q_proj.out_features // dim // num_heads  # query heads of a KV head
     for head in range(layer % min(head_stride, num_heads), num_heads, head_stride):
         # Together, the outliers of all layers have every frequency of RoPE.
         for pair in {(5 + 7 * layer) % num_pairs, (20 + 3 * layer + head) % num_pairs}:
-            channels = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + num_pairs)
-            num_planted += len(channels)
-            for channel in channels:
+            num_planted += 2
+            for channel in (pair, pair + num_pairs):
                 _scale_row(module.k_proj, head * dim + channel, factor)
                 for query_head in range(head * group_size, (head + 1) * group_size):
                     _scale_row(module.q_proj, query_head * dim + channel, 1 / factor)

@@ -45,7 +45,7 @@ _PLAN = "plan "
 _PLANS = ("plan 0%", "plan 2%", "plan 4%", "plan 8%")
 # Number of passages, and caches, by the number of tokens of a prompt.
 CASES: dict[int, tuple[int, Sequence[str]]] = {
-    1024: (12, ("default", BASELINE, "fp8", *_PLANS)),
+    1024: (12, (BASELINE, "fp8", *_PLANS)),
     4096: (4, _PLANS[::2]),
 }
 _BYTES_TOKENS = 4096  # tokens of a cache whose bytes are counted

@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or demo_model_path())
     model = enable(AutoModelForCausalLM.from_pretrained(name).float())
-    cache = FP8PagedCache(model.config)
+    cache = FP8PagedCache(model)
     chat: list[dict[str, str]] = []
     for question in [*args.questions, args.questions[-1]]:
         if chat and chat[-2]["content"] == question:

@@ -40,10 +40,10 @@ def main() -> None:
     ids_by_position = zip(*(prompt[0].tolist() for prompt in prompts), strict=False)
     are_equal = [len(set(ids)) == 1 for ids in ids_by_position]
     num_shared = [*are_equal[:-1], False].index(False)  # leaves at least one token
-    answer(prompts[0][:, :64], FP8PagedCache(model.config))  # warm up
+    answer(prompts[0][:, :64], FP8PagedCache(model))  # warm up
 
     start = time.perf_counter()
-    cache = FP8PagedCache(model.config, prefill="stored")
+    cache = FP8PagedCache(model, prefill="stored")
     model(prompts[0][:, :num_shared], past_key_values=cache, logits_to_keep=1)
     print(f"shared: {num_shared} tokens in {cache.budget.num_held} pages")
     forks = [cache.fork() for _ in prompts]
@@ -51,7 +51,7 @@ def main() -> None:
     fork_seconds = time.perf_counter() - start
 
     start = time.perf_counter()
-    caches = [FP8PagedCache(model.config, prefill="stored") for _ in prompts]
+    caches = [FP8PagedCache(model, prefill="stored") for _ in prompts]
     separate_answers = [answer(*pair) for pair in zip(prompts, caches, strict=True)]
     separate_seconds = time.perf_counter() - start
 

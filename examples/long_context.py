@@ -34,7 +34,7 @@ def main() -> None:
     question = tokenizer(
         "\n\nThe text above describes", return_tensors="pt", add_special_tokens=False
     ).input_ids
-    cache = FP8PagedCache(model.config, max_pages=args.max_pages, page_size=PAGE_SIZE)
+    cache = FP8PagedCache(model, max_pages=args.max_pages, page_size=PAGE_SIZE)
     try:
         for chunk in document.split(args.chunk, dim=1):
             model(chunk.to(model.device), past_key_values=cache, logits_to_keep=1)

@@ -20,7 +20,7 @@ from hf_fp8kv import FP8PagedCache, demo_model_path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: the demo model.")
-    parser.add_argument("--dtype", help="fp8_e3m4 (the default), fp8_e4m3, int8, ...")
+    parser.add_argument("--dtype", help="adaptive (the default), fp8, int8, ...")
     parser.add_argument("--prompt-tokens", type=int, default=2000, help="Tokens of the prompt.")
     parser.add_argument("--new-tokens", type=int, default=24, help="Tokens of each answer.")
     args = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> None:
     model.to(device)
 
     dynamic_cache = DynamicCache(config=model.config)
-    paged_cache = FP8PagedCache(model.config, dtype=args.dtype)
+    paged_cache = FP8PagedCache(model, dtype=args.dtype)
     # All answers have the same length, so that times and bytes can be compared.
     lengths = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens}
     log_probs, answers = [], []

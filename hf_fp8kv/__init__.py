@@ -9,8 +9,10 @@ import typing as _typing
 
 from .attention.check_model import ModelReport, check_model
 from .attention.fp8_paged import register as _register
+from .cache import plans as _plans
 from .cache.cache import FP8PagedCache, MemoryFootprint
 from .calibration import calibrate, choose_plan, measure
+from .calibration.plan_choice import resolve_plan as _resolve_plan
 from .enabling import disable, enable
 from .errors import BackendError, ConfigError, FP8KVError, OutOfPagesError, ScaleError
 from .formats import LayerPlan, SidePlan
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _register()
+_plans.resolve_plan = _resolve_plan
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -18,8 +18,9 @@ from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import get_attn_implementations, set_attn_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
 from .cache.cache import NOT_KEPT, FP8PagedCache
-from .calibration.plan_choice import resolve_plan
+from .calibration.plan_choice import freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
+from .formats import ADAPTIVE, DEFAULT_DTYPE
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import (
@@ -91,7 +92,9 @@ def enable(
         prefix_store: Store from which each `generate()` restores pages of the prompt, and to which
             it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
         cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
-            dtype="adaptive" uses the plan of `choose_plan(model)`, which is cached in the model.
+            dtype="adaptive" is the default: the plan of `choose_plan(model)`, which the model keeps
+            until `disable`. `key_dtype`, `value_dtype`, `plan`, `scales` and any other `dtype`
+            replace the plan.
 
     Returns:
         The model.
@@ -112,25 +115,33 @@ def enable(
             f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
             "the model without enable()"
         )
-    cache_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
-    cache_keywords = resolve_plan(base, cache_keywords)
+    if prefix_store is not None and not reuse_prefix:
+        raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
+    given_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
+    cache_keywords = resolve_plan(base, given_keywords, prefix_store=prefix_store)
+    # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.
+    is_default = any(
+        cache_keywords.get(name) is not None and given_keywords.get(name) in (None, ADAPTIVE)
+        for name in ("dtype", "plan")
+    )
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
     cache = _build_cache(base.config, cache_keywords)  # raises if a keyword is invalid
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
-    warn_if_stale(base, cache.options.scales)
+    if not is_default:  # a chosen plan is for these weights, and the check reads all of them
+        warn_if_stale(base, cache.options.scales)
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))
     if prefix_store is not None:
         check_store(prefix_store, cache.options, base.config, cache)
-        if not reuse_prefix:
-            raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
         # These results are cached, so the first `generate()` does not wait for them.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED_ATTENTION in vars(base):
         disable(base)
+    if is_default:
+        freeze_plan(base, cache_keywords["plan"])
     old_attention = get_attn_implementations(base)
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)
@@ -171,6 +182,7 @@ def disable(model: _Model) -> _Model:
     base = find_generating_model(find_base_model(model, "generate"))
     old_attention = vars(base).pop(_SAVED_ATTENTION, None)
     if old_attention is not None:
+        unfreeze_plan(base)
         remove_methods(base)
         remove_rounding(base)
         remove_deterministic(base, __name__)
@@ -206,7 +218,6 @@ def _prepare_cache(
         model_kwargs[CACHE] = cache
         if not generation_config.return_dict_in_generate:
             _get_self_attention_cache(cache).model_sample = NOT_KEPT
-        _pass_padding(cache, model_kwargs.get("attention_mask"))
         if is_draft:
             cache.activate_past_recording()
         _install_prefix_conversion(model, keywords)
@@ -256,12 +267,11 @@ def _get_self_attention_cache(cache: Any) -> Any:
 def _pad_to_full_length(layer: Any) -> list[torch.Tensor]:
     """Return the keys and values of a layer, with padding for the tokens before its window.
 
-    No query attends to these tokens. They are padded with the mean, which does not change centers.
+    No query attends to these tokens.
     """
     states, num_tokens = [], layer.get_seq_length()
     for dense in (layer.keys, layer.values):
-        padding = dense.mean(2, keepdim=True).expand(-1, -1, num_tokens - dense.shape[2], -1)
-        states.append(torch.cat([padding, dense], 2))
+        states.append(torch.nn.functional.pad(dense, (0, 0, num_tokens - dense.shape[2], 0)))
     return states
 
 
@@ -303,17 +313,6 @@ def _make_cache(
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
-    plan = None if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
+    plan = DEFAULT_DTYPE if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
     return EncoderDecoderCache(cache, _build_cache(config, keywords))
-
-
-def _pass_padding(cache: Any, mask: torch.Tensor | None) -> None:
-    """Pass the padding mask of a `generate()` to a new cache, which centers K without padding.
-
-    Without this call, cross-attention caches and other attention functions get no mask.
-    """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.cross_attention_cache
-    for layer in cache.paged_layers[:1]:
-        layer.store.encoding.padding_observer.prompt_mask = mask

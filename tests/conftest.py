@@ -1,4 +1,4 @@
-"""Set up all tests: no network, fixed seeds, the number of threads, devices, and two tiers.
+"""Set up all tests: no network, a new HF_HOME, fixed seeds, threads, devices, and two tiers.
 
 `make test` runs the fast tier, which tests every behavior once. Tests marked `full` only run in
 `make test-all`. Tests marked `gpu` need a GPU that torch finds.
@@ -7,6 +7,8 @@
 import gc
 import os
 from pathlib import Path
+
+from tests.helpers import hf_home
 
 # huggingface_hub and transformers read this variable when they are imported, so it is set first.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -51,6 +53,10 @@ for _name, _max_examples, _max_steps in (("fast", 25, 20), ("full", 60, 30)):
         stateful_step_count=_max_steps,
         phases=[phase for phase in hypothesis.Phase if _name == "full" or phase.name != "shrink"],
     )
+
+
+def pytest_unconfigure() -> None:
+    hf_home.remove_folder()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -127,11 +133,17 @@ def _restore_default_dtype() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
     """Return the folder of the demo model (SmolLM2-135M-Instruct, bf16), converted on first use."""
+    from huggingface_hub import constants
+
     from hf_fp8kv.errors import ConfigError
     from hf_fp8kv.utils import demo_model
 
     try:
-        return demo_model.demo_model_path()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(constants, "HF_HOME", hf_home.ORIGINAL_HF_HOME)
+            path = demo_model.demo_model_path()
+        hf_home.link_models()
+        return path
     except ConfigError as error:
         if os.environ.get("CI"):
             raise  # CI installs the model, and a skip would hide half of the tests

@@ -220,7 +220,7 @@ def test_the_notebook_measures_each_cache(num_layers, capsys):  # noqa: F811
         exec(source, namespace)
     output = capsys.readouterr().out
     assert f"LlamaForCausalLM: {num_layers} layers: {num_layers} fused" in output
-    for title in ("DynamicCache", "default", "adaptive", "E4M3"):
+    for title in ("DynamicCache", "default", "E3M4", "E4M3"):
         (token_bytes,) = read_numbers(rf"{title} +([\d,]+) bytes per token", output)
         assert token_bytes == num_layers * (DENSE_BYTES if title == "DynamicCache" else PAGED_BYTES)
         kl, agreement = read_numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", output)

@@ -29,9 +29,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1503, "bench": 404, "cache": 2109, "calibration": 1453, "card": 997, "cli": 855,
-    "enabling": 183, "errors": 24, "formats": 202, "__init__": 26, "modeling": 423, "ops": 2714,
-    "paging": 1037, "prefix": 1037, "scales": 1705, "server": 2546, "serving": 1063, "utils": 322,
+    "attention": 1501, "bench": 396, "cache": 1885, "calibration": 1646, "card": 995, "cli": 852,
+    "enabling": 181, "errors": 24, "formats": 202, "__init__": 29, "modeling": 426, "ops": 2725,
+    "paging": 1058, "prefix": 1032, "scales": 1708, "server": 2418, "serving": 1104, "utils": 339,
     "vllm": 553,
 }  # fmt: skip
 

@@ -161,9 +161,7 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
     k, v = (
         side._replace(
             static_scale=None if side.static_scale is None else side.static_scale[head_slice],
-            center=None
-            if side.center is None
-            else side.center[sequence : sequence + 1, head_slice],
+            center=None if side.center is None else side.center[head_slice],
         )
         for side in (pages.k, pages.v)
     )

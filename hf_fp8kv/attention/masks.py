@@ -67,8 +67,6 @@ def fp8_paged_mask(
             f"{tuple(attention_mask.shape)}. Pass the mask of this batch"
         )
     request = step.take_request(q_length, kv_length, kv_offset)
-    if request.observer is not None:
-        request.observer.record_padding(attention_mask, q_offset, q_length)
     first_query: Any = q_offset  # transformers declares an int, but may pass a tensor
     is_preallocated, config = request.is_preallocated, kwargs.get("config")
     # Without a cache, positions may be packed, so the pattern is not plain.

@@ -65,8 +65,8 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
         module: {x: vars(module).pop(x) for x in (ROUNDING, DETERMINISTIC) if x in vars(module)}
         for module in model.modules()
     }
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module, attributes in removed_attributes.items():

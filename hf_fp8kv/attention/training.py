@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from ..cache.cache import FP8PagedCache
-from ..cache.centers import PaddingObserver
 from ..cache.encoding import Encoding
 from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV, make_handles
@@ -26,6 +25,7 @@ from .check_model import find_stock_layers
 from .compact import CompactMask
 from .deterministic import check_padding
 from .fp8_paged import ROUNDING, Call, attend_dense, attend_stored, drop_mask, requires_dense
+from .latent import reads_stored_latents
 from .switching import eval_mode, watched_attention
 
 
@@ -43,7 +43,7 @@ class StoredRounding:
             ScaleError: The static scales have a different number of heads or a different head size.
         """
         self.index, self._options = index, options
-        self._encoding = Encoding(index, options, PaddingObserver())
+        self._encoding = Encoding(index, options)
         self._device: torch.device | None = None  # a model on "meta" is moved to a device later
         options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
@@ -64,7 +64,6 @@ class StoredRounding:
             key, value = without_grad(key), without_grad(value)
             pool = self._options.make_pool(encoding.plan)
             pool.allocate(key, value, batch * num_pages)
-            encoding.update_center(key, is_first=True)
             table = torch.arange(batch * num_pages, dtype=torch.int32, device=key.device)
             lengths = torch.full((batch,), num_tokens, dtype=torch.int32, device=key.device)
             pages = encoding.make_pages(pool, table.view(batch, num_pages))
@@ -184,7 +183,8 @@ def _probe_roundings(
     roundings: dict[torch.nn.Module, StoredRounding] = {}
 
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _kwargs: Any) -> None:
-        if isinstance(key, PagedKV) and isinstance(value, PagedKV):
+        is_stored = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+        if is_stored and not reads_stored_latents(module):
             initialized = [layer for layer in cache.paged_layers if layer.store.is_initialized]
             owners = [x for x in initialized if x.store.pool.blocks.tensors[0] is key.block]
             if len(owners) == 1 and value.block is key.block:

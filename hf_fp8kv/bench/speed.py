@@ -6,7 +6,7 @@ of ratios within a turn. Keys and values are random, because the time does not d
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,10 @@ from transformers import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
-from ..cache.cache import FP8PagedCache
 from ..utils.environment import describe_run
 from .contenders import (
     DYNAMIC,
+    E3M4,
     E4M3,
     FOLDED,
     PAGED,
@@ -26,7 +26,6 @@ from .contenders import (
     Setup,
     Step,
     compute_ratios,
-    make_config,
     make_steps,
     store_and_attend,
     take_turns,
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 CHUNK_TOKENS = 256  # number of tokens in a chunk of a prompt
-# The default cache centers K. The same format given by name does not center K.
-_CENTERED, _UNCENTERED = "FP8PagedCache default", "FP8PagedCache e3m4"
-_FIRST_CALL_OPTIONS: dict[str, dict[str, Any]] = {_CENTERED: {}, _UNCENTERED: {"dtype": "fp8_e3m4"}}
 
 
 def measure_speed(
@@ -106,20 +102,14 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
 def _measure_first_call(setup: Setup, num_tokens: int, num_turns: int) -> list[dict[str, Any]]:
     """Return rows of a layer's first call, which stores its tokens and attends to them."""
-    config = make_config(setup.heads)
-    config.max_position_embeddings = 2**17  # the center of the default cache depends on it
-    inputs = setup.draw_inputs(num_tokens)
-    attend = functools.partial(store_and_attend, setup.make_layer(), *inputs)
-
-    def run_call(options: Mapping[str, Any]) -> None:
-        attend(FP8PagedCache(config, backend=setup.backend, **options), fp8_paged_attention)
-
+    attend = functools.partial(store_and_attend, setup.make_layer(), *setup.draw_inputs(num_tokens))
     steps: dict[str, Step] = {
-        name: functools.partial(run_call, options) for name, options in _FIRST_CALL_OPTIONS.items()
+        E3M4: lambda: attend(setup.make_paged_cache(E3M4), fp8_paged_attention),
+        DYNAMIC: lambda: attend(DynamicCache(), sdpa_attention_forward),
     }
     seconds = take_turns(steps, num_turns, setup.device)
     rows = _make_rows("first call", seconds, num_tokens)
-    return [*rows, _make_ratio_row("first call", seconds, _CENTERED, _UNCENTERED, num_tokens)]
+    return [*rows, _make_ratio_row("first call", seconds, E3M4, DYNAMIC, num_tokens)]
 
 
 def _measure_chunk(setup: Setup, context: int, num_turns: int) -> list[dict[str, Any]]:

@@ -16,13 +16,19 @@ from ..errors import ConfigError, FP8KVError, OutOfPagesError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
 from ..modeling.layer_specs import read_config, release_states
-from ..modeling.model_support import caches_latents, check_config
+from ..modeling.model_support import (
+    caches_latents,
+    check_config,
+    find_base_model,
+    find_generating_model,
+)
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
+from ..modeling.tensor_parallel import tensor_parallel as find_rank
 from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
-from . import serialization
+from . import plans, serialization
 from .layer import FP8PagedLayer, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -74,27 +80,33 @@ class FP8PagedCache(DynamicCache):
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, attn_implementation="fp8_paged")
-    out = model.generate(**inputs, past_key_values=FP8PagedCache(model.config))
+    out = model.generate(**inputs, past_key_values=FP8PagedCache(model))
     ```
+
+    A model has a storage plan, which `choose_plan` chooses for the first cache or `enable`. Later
+    caches use it until the weights change. A config alone has none, and then K and V are stored as
+    "fp8_e3m4", whose error is several times as large (docs/formats.md).
 
     Layers with full, sliding, chunked or indexed attention are paged. All other layers (linear,
     convolution, hybrid, dummy, or defined by a model) are transformers' layers, without changes.
 
     Args:
-        config: The model's config. None means that layers are added as the model uses them, all
-            with full attention.
+        config: The model, or its config. A model also determines the plan and `tensor_parallel`,
+            unless they are given. The cache does not keep the model. For an encoder-decoder, the
+            cache is for the decoder's self-attention. Make the cache of the cross-attention from
+            the config. None means that layers are added as the model uses them, all with full
+            attention.
         dtype: Format of K and V: "fp8_e3m4", "fp8_e4m3" (also "fp8" or "fp8_e4m3fn"),
-            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "model" for the model's dtype. None
-            means "fp8_e3m4", or "fp8_e4m3" if `scales` are given. K is then stored minus a center
-            from each sequence's first call, unless `scales`, prefill="stored" or a `key_dtype` is
-            given.
+            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", "model" for the model's dtype, or
+            "adaptive" for the plan of the model. None means "adaptive" if a model is passed, and
+            no other argument says how to store. Otherwise, it means "fp8_e3m4", or "fp8_e4m3" if
+            `scales` are given.
         key_dtype: Format of K, instead of `dtype`.
         value_dtype: Format of V, instead of `dtype`.
         plan: Storage plan, instead of the three arguments above: a `StoragePlan` (see
             `choose_plan`) or its path, a `LayerPlan` or a mapping from layers to them, or a
-            description such as "fp8_e3m4 centered" or ("int8 rotated centered", "fp8_e2m5
-            rotated"). If a plan has no centers, "centered" K uses a center from each sequence's
-            first call.
+            description such as "fp8_e2m5 rotated" or ("int8 rotated", "fp8_e2m5 rotated"). Only
+            a `StoragePlan` can have "centered" K, because it contains the centers.
         scales: Static scales: a `KVScales`, a file, a folder, or a repository of the Hub. If they
             have a plan, leave out the arguments above. A number is a constant scale in the unit of
             the stored format (`real = stored * scale`). None means dynamic scales, one per token
@@ -148,7 +160,7 @@ class FP8PagedCache(DynamicCache):
 
     def __init__(
         self,
-        config: PreTrainedConfig | None = None,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
         *,
         dtype: str | torch.dtype | None = None,
         key_dtype: str | torch.dtype | None = None,
@@ -164,18 +176,28 @@ class FP8PagedCache(DynamicCache):
         tensor_parallel: TensorParallel | None = None,
         offloading: bool | int = False,
     ) -> None:
-        if config is not None:
-            check_config(config)
-        decoder = None if config is None else config.get_text_config(decoder=True)
+        keywords: dict[str, Any] = {
+            "dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype, "scales": scales,
+            "plan": plan, "tensor_parallel": tensor_parallel,
+        }  # fmt: skip
+        model_config: Any = config
+        if isinstance(config, torch.nn.Module):
+            model = find_generating_model(find_base_model(config))
+            model_config = model.config
+            keywords["tensor_parallel"] = tensor_parallel or find_rank(model)
+        if model_config is not None:
+            check_config(model_config)
+        if model_config is not config:
+            keywords = plans.resolve_plan(model, keywords)
+        decoder = None if model_config is None else model_config.get_text_config(decoder=True)
         options = CacheOptions.parse(
-            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
-            backend=backend, tensor_parallel=tensor_parallel, offloading=offloading,
-            is_latent=caches_latents(decoder),
+            backend=backend, offloading=offloading, is_latent=caches_latents(decoder), **keywords,
         )  # fmt: skip
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
-        if config and options.scales is None and (declared := describe_kv_scales(config)):
+        declared = "" if model_config is None else describe_kv_scales(model_config)
+        if declared and options.has_dynamic_scales:
             warn_once(
                 f"this checkpoint declares static KV scales ({declared}), but this cache uses "
                 "dynamic scales instead. FP8PagedCache.from_pretrained(...) or scales=... uses the "
@@ -187,7 +209,7 @@ class FP8PagedCache(DynamicCache):
         cls,
         repo_or_dir: str | os.PathLike[str],
         *,
-        config: PreTrainedConfig | None = None,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -202,7 +224,7 @@ class FP8PagedCache(DynamicCache):
 
         Args:
             repo_or_dir: A local folder, or a repository of the Hub.
-            config: The model's config. None means that it is read from `repo_or_dir`.
+            config: The model, or its config. None means that it is read from `repo_or_dir`.
             revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
             force_download, subfolder, trust_remote_code: As in transformers' `from_pretrained`.
             strict: Whether to raise an error if some scales are missing.

@@ -6,11 +6,8 @@ from .. import ops
 from ..formats import AUTO, SidePlan
 from ..modeling.tensor_parallel import check_split
 from ..ops import Pages, StoredSide
-from ..paging.blocks import zeros
 from ..paging.page_pool import PagePool
-from .centers import PaddingObserver
 from .options import CacheOptions
-from .rope_rotation import RopeRotation
 
 # Plan of values without channels. Some layers with latents have no RoPE part.
 _NO_VALUES_PLAN = SidePlan(AUTO)
@@ -24,10 +21,8 @@ class Encoding:
         plan: Storage plan of the layer.
         k_scale: Static scale of K, `[Hkv, Dk]`, float32, or None.
         v_scale: Static scale of V, `[Hkv, Dv]`, float32, or None.
-        k_center: Center of K, `[B, Hkv, Dk]`, float32, or None.
+        k_center: Center of K, `[Hkv, Dk]`, float32, or None.
         num_model_heads: Number of KV heads of the model if processes share them, otherwise None.
-        rope: Rotation of K by RoPE, or None if not known.
-        padding_observer: Observer of the padding of the cache's sequences.
         device: Device on which the layer computes.
     """
 
@@ -35,28 +30,22 @@ class Encoding:
     backend: str
 
     def __init__(
-        self,
-        index: int,
-        options: CacheOptions,
-        padding_observer: PaddingObserver,
-        num_model_heads: int | None = None,
-        rope: RopeRotation | None = None,
+        self, index: int, options: CacheOptions, num_model_heads: int | None = None
     ) -> None:
-        self.index, self.options, self.padding_observer = index, options, padding_observer
-        self.num_model_heads, self.rope = num_model_heads, rope
+        self.index = index
+        self.options = options
+        self.num_model_heads = num_model_heads
         self.plan = options.layer_plan(index)
         self.clear()
 
     def clear(self) -> None:
-        """Drop the center and the scales, which `prepare` looks up again."""
+        """Drop the scales and the center, which `prepare` looks up again."""
         self.k_scale: torch.Tensor | None = None
         self.v_scale: torch.Tensor | None = None
         self.k_center: torch.Tensor | None = None
-        self._static_center: torch.Tensor | None = None
-        self._is_preallocated = False
 
     def prepare(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Look up the static scales when the shapes are known.
+        """Look up the static scales and the center when the shapes are known.
 
         Raises:
             ScaleError: The scales have a different number of heads or a different head size.
@@ -65,42 +54,11 @@ class Encoding:
         num_heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
         check_split(self.index, num_heads, self.num_model_heads, self.options.tensor_parallel.size)
         scales = self.options.layer_scales(self.index, num_heads, k_dim, v_dim)
-        k, v, center = (None if x is None else x.to(key.device) for x in scales)
-        self.k_scale, self.v_scale, self._static_center = k, v, center
+        self.k_scale, self.v_scale, self.k_center = (
+            None if x is None else x.to(key.device) for x in scales
+        )
         self.backend = ops.choose_backend(self.options.backend, key.device)
         self.device = key.device
-
-    def allocate_center(self, batch: int, num_heads: int, head_dim: int) -> None:
-        """Allocate the center at a constant address, if the layer has a center."""
-        self._is_preallocated = True
-        if self._static_center is not None or self.plan.k.centered:
-            self.k_center = zeros((batch, num_heads, head_dim), torch.float32, self.device)
-
-    def update_center(self, key: torch.Tensor, *, is_first: bool) -> None:
-        """Set the center in the first call, or complete it for sequences that only had padding."""
-        observer = self.padding_observer
-        if not is_first:
-            if self.k_center is not None and observer.last_tokens is not None:
-                self.set_center(observer.complete_center(self.k_center, key, self.rope))
-        elif self._static_center is not None:
-            self.set_center(self._static_center.expand(key.shape[0], -1, -1).contiguous())
-        elif self.plan.k.centered:
-            self.set_center(observer.compute_center(key, self.rope))
-
-    def set_center(self, center: torch.Tensor) -> None:
-        """Set the center to subtract from K, `[B, Hkv, Dk]`, float32."""
-        if self._is_preallocated and self.k_center is not None:
-            self.k_center.copy_(center)
-        else:
-            self.k_center = center
-
-    def select_sequences(self, sequences: torch.Tensor) -> None:
-        """Select the centers of sequences `[B']`, in place if the batch size is unchanged."""
-        if self.k_center is not None:
-            selected = self.k_center[sequences.to(self.k_center.device)]
-            if self._is_preallocated and len(selected) != len(self.k_center):
-                self.k_center = zeros(tuple(selected.shape), torch.float32, selected.device)
-            self.set_center(selected)
 
     def make_pages(self, pool: PagePool, table: torch.Tensor) -> Pages:
         """Return the `Pages` of a pool, with block table `table`.

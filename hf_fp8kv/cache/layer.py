@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from .. import ops
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..paging.lengths import DeviceLength, HostLength
@@ -98,14 +99,7 @@ class FP8PagedLayer(CacheLayerMixin):
         self.store.group.record_past = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Look up the static scales, and allocate the pool for tokens of these shapes.
-
-        Raises:
-            ScaleError: The static scales do not fit.
-            ConfigError: The split of the model does not match `tensor_parallel`.
-            OutOfPagesError: A preallocated cache would exceed its budget.
-        """
-        self.store.encoding.prepare(key_states, value_states)
+        """Allocate the pool for tokens of these shapes (see `LayerStore.allocate`)."""
         self.store.allocate(key_states, value_states)
 
     def update(
@@ -131,33 +125,30 @@ class FP8PagedLayer(CacheLayerMixin):
         """
         store = self.store
         length, encoding = store.length, store.encoding
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling:
+        if not torch.compiler.is_compiling():
             check_tokens(self, key_states, value_states)
         elif length.max_tokens is None:
-            states: tuple[torch.Tensor, torch.Tensor]
-            states = _update_uncompiled(self, key_states, value_states)
-            return states
+            uncompiled: tuple[torch.Tensor, torch.Tensor]
+            uncompiled = _update_uncompiled(self, key_states, value_states)
+            return uncompiled
         else:
             refuse_export()
         key, value = without_grad(key_states), without_grad(value_states)
-        is_first, needs_allocation = length.is_empty, not store.is_initialized
-        if needs_allocation:
-            encoding.prepare(key, value)
-        elif not is_compiling and key.device != encoding.device:
-            store.move_to(key.device)
-        if not is_compiling:
-            length.reserve(key.shape[2], key.shape[0])
-        if needs_allocation:
-            store.allocate(key, value)
-        if not is_compiling:
-            store.pool.memory.grow(store.group.table.allocator.capacity)
-            store.fetch_pages()
-        encoding.update_center(key, is_first=is_first)
-        reads_pages = not is_first or self.options.prefill == "stored"
-        if (handles := store.write(key, value, reads=reads_pages)) is not None:
-            return handles
-        return self._pad_new_states(key_states), self._pad_new_states(value_states)
+        reads_pages = self.options.prefill == "stored" or not length.is_empty
+        positions = store.reserve(key, value)
+        table, lengths = positions.locate(encoding.device)
+        if positions.long_write is None:
+            pages = encoding.make_pages(store.pool, table)
+            ops.write(pages, key, value, lengths, encoding.backend, length.max_tokens)
+        else:
+            pages = store.write_long(key, value, positions, reads=reads_pages)
+        states: tuple[torch.Tensor, torch.Tensor]
+        if reads_pages:
+            states = store.make_handles(pages, lengths, positions)
+        else:
+            states = self._pad_new_states(key_states), self._pad_new_states(value_states)
+        length.record(positions)
+        return states
 
     def _uses_fp8_paged(self) -> bool:
         """Return whether the model uses "fp8_paged", which needs no padding in a first call."""
@@ -233,8 +224,7 @@ class FP8PagedLayer(CacheLayerMixin):
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Encode keys and values, and store them instead of all stored tokens.
 
-        If they equal the first stored tokens, only the later tokens are removed. The plan and the
-        center of the first call remain.
+        If they equal the first stored tokens, only the later tokens are removed.
 
         Raises:
             ConfigError: There are more tokens than before, their shapes or dtypes differ, or the
@@ -267,12 +257,13 @@ class FP8PagedLayer(CacheLayerMixin):
                 f"{num_new} different ones. Its indexer has keys of all tokens. Name the layer in "
                 "skip_layers, or use crop"
             )
-        group.prepare(0, num_new, batch)
+        group.reserve(0, num_new, batch)
         length.set(0)
-        length.reserve(num_new, batch)
-        store.pool.memory.grow(group.table.allocator.capacity)
-        store.fetch_pages()
-        store.write(without_grad(key), without_grad(value), reads=False)
+        positions, encoding = store.reserve(key, value), store.encoding
+        table, lengths = positions.locate(encoding.device)
+        pages = encoding.make_pages(store.pool, table)
+        ops.write(pages, without_grad(key), without_grad(value), lengths, encoding.backend)
+        length.record(positions)
 
 
 def _make_indexer_property(name: str) -> Any:

@@ -8,7 +8,8 @@ import torch
 from .. import ops
 from ..ops import Pages
 from ..ops.blocks import locate_pages
-from ..paging.lengths import Call, DeviceLength, HostLength, LongWrite
+from ..paging.layer_group import Positions
+from ..paging.lengths import AnyPositions, DeviceLength, HostLength
 from ..paging.offloading import OffloadBlocks
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
@@ -47,23 +48,28 @@ class LayerStore:
         return self._is_prepared and self.pool.is_allocated
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocate the pool for tokens of these shapes, after `Encoding.prepare`.
+        """Allocate the pool for tokens of these shapes.
 
-        Raise OutOfPagesError if a preallocated cache would exceed its budget.
+        Raises:
+            ScaleError: The static scales do not fit.
+            ConfigError: The split of the model does not match `tensor_parallel`.
+            OutOfPagesError: A preallocated cache would exceed its budget.
         """
-        batch, is_preallocated = key.shape[0], self.length.max_tokens is not None
-        num_pages = self.length.allocate(batch, self.encoding.device)
+        self.encoding.prepare(key, value)
+        self.length.allocate(key.shape[0], self.encoding.device)
+        self._allocate_pool(key, value)
+
+    def _allocate_pool(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not self.pool.is_allocated:
-            self.pool.allocate(key, value, num_pages, single_block=is_preallocated)
-        if is_preallocated:
-            self.encoding.allocate_center(batch, self.pool.num_heads, self.pool.k_dim)
+            is_preallocated = self.length.max_tokens is not None
+            self.pool.allocate(key, value, self.group.capacity, single_block=is_preallocated)
         self._is_prepared = True
         self.mark_addresses()
 
     def set_length(self, length: HostLength | DeviceLength) -> None:
         """Replace the length of an initialized layer, which keeps its contents."""
         self.length, self.group = length, length.group
-        self.pool.memory.grow(self.group.table.allocator.capacity)
+        self.pool.memory.grow(self.group.capacity)
         if self.indexer is not None:
             self.indexer.set_capacity(length.max_tokens, length.count_stored())
         self.mark_addresses()
@@ -83,63 +89,78 @@ class LayerStore:
 
     # -- tokens ------------------------------------------------------------------------------
 
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, *, reads: bool
-    ) -> tuple[PagedKV, PagedKV] | None:
-        """Store new tokens. Return handles on the keys and values to read if `reads`.
+    def reserve(self, key: torch.Tensor, value: torch.Tensor) -> AnyPositions:
+        """Reserve pages for new tokens, on the device of the model's layer.
 
-        After an error the layer has the same number of tokens as before.
+        Raises the errors of `allocate` and of `length.reserve`. The layer then has the same tokens.
         """
-        encoding, max_tokens = self.encoding, self.length.max_tokens
-        call = self.length.begin_call(key.shape[2], encoding.device, encoding.backend)
-        long_write, pages = call.long_write, encoding.make_pages(self.pool, call.table)
-        if long_write is not None and reads:
-            pages = self._write_long(key, value, call, long_write, pages)
-        else:
-            if long_write is not None:  # only the last pages of a long call are ever read
-                page_size, num_kept = pages.page_size, long_write.kept_pages.shape[1]
-                num_skipped = max(-(-call.num_tokens // page_size) - num_kept, 0) * page_size
-                key, value = key[:, :, num_skipped:], value[:, :, num_skipped:]
-            if isinstance(memory := self.pool.memory, OffloadBlocks):
-                memory.mark_written(self.group.table.pages_of(call.stop - key.shape[2], call.stop))
-            ops.write(pages, key, value, call.lengths, encoding.backend, max_tokens)
-        handles = self.make_handles(pages, call) if reads else None
-        self.length.end_call(call)
-        return handles
+        encoding, is_compiling = self.encoding, torch.compiler.is_compiling()
+        is_allocated = self.is_initialized
+        if not is_allocated:
+            encoding.prepare(key, value)
+        elif not is_compiling and key.device != encoding.device:
+            self.move_to(key.device)
+        positions = self.length.reserve(
+            key.shape[2], key.shape[0], encoding.device, encoding.backend, is_allocated=is_allocated
+        )
+        if not is_allocated:
+            self._allocate_pool(key, value)
+        if not is_compiling:
+            self.pool.memory.grow(self.group.capacity)
+            self.fetch_pages()
+            if isinstance(positions, Positions) and isinstance(self.pool.memory, OffloadBlocks):
+                self.pool.memory.mark_written(positions.find_written_pages())
+        return positions
 
-    def _write_long(
-        self, key: torch.Tensor, value: torch.Tensor, call: Call, write: LongWrite, pages: Pages
-    ) -> Pages:
-        """Store a long call in scratch pages, and copy the last window to the layer's pages.
+    def write_long(
+        self, key: torch.Tensor, value: torch.Tensor, positions: AnyPositions,
+        *, reads: bool,
+    ) -> Pages:  # fmt: skip
+        """Store a long call, and return the pages that its queries read.
 
-        Return the scratch pages, which hold the previous window, followed by the new tokens.
+        With `reads`, tokens are stored in scratch pages, which hold the previous window, followed
+        by the new tokens. The last window is copied to the layer's pages. Otherwise, only the last
+        tokens are stored.
         """
+        encoding, write = self.encoding, positions.long_write
+        assert write is not None
+        listed_pages, lengths = positions.locate(encoding.device)
+        pages = encoding.make_pages(self.pool, listed_pages)
         (batch, num_old), num_kept = write.old_pages.shape, write.kept_pages.shape[1]
-        num_pages = num_old + -(-call.num_tokens // pages.page_size)
+        num_new = -(-positions.num_tokens // pages.page_size)
+        if not reads:
+            num_skipped = max(num_new - num_kept, 0) * pages.page_size
+            key, value = key[:, :, num_skipped:], value[:, :, num_skipped:]
+            ops.write(pages, key, value, lengths, encoding.backend, self.length.max_tokens)
+            return pages
+        num_pages = num_old + num_new
         block = pages.block.new_zeros((batch, num_pages, pages.block.shape[1]))
         if num_old:
             rows = self.pool.blocks.take(write.old_pages.reshape(-1))
             block[:, :num_old] = rows.unflatten(0, (batch, num_old))
         device = block.device
         # Earlier positions have no scratch page, because they are not visible to any query.
-        column = torch.arange(call.table.shape[1], device=device) - write.first_page
+        column = torch.arange(listed_pages.shape[1], device=device) - write.first_page
         sequence = torch.arange(batch, device=device)[:, None]
         table = (sequence * num_pages + column.clamp(0, num_pages - 1)).int()
         scratch = block.flatten(0, 1)
         pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
-        ops.write(pages, key, value, call.lengths, self.encoding.backend, self.length.max_tokens)
+        ops.write(pages, key, value, lengths, encoding.backend, self.length.max_tokens)
         column = torch.arange(num_kept, device=device) + (write.first_kept_page - write.first_page)
         self.pool.memory.put(write.kept_pages.reshape(-1), block[sequence, column].flatten(0, 1))
         return pages
 
-    def make_handles(self, pages: Pages, call: Call) -> tuple[PagedKV, PagedKV]:
-        """Return handles on the keys and values of a call."""
-        is_preallocated, window = self.length.max_tokens is not None, self.group.window or 0
-        num_rows, backend = self._count_query_rows(call.num_tokens), self.encoding.backend
-        plan = self.length.plan(call, self.pool.num_heads, num_rows, backend)
+    def make_handles(
+        self, pages: Pages, lengths: torch.Tensor, positions: AnyPositions
+    ) -> tuple[PagedKV, PagedKV]:
+        """Return handles on the keys and values of a call, with `lengths` as in `ops.write`."""
+        num_rows, backend = self._count_query_rows(positions.num_tokens), self.encoding.backend
+        work_plan = self.length.get_work_plan(
+            positions, lengths.device, self.pool.num_heads, num_rows, backend
+        )
         return make_handles(
-            pages, call.lengths, plan, (self.pool.k_dtype, self.pool.v_dtype), call.start,
-            call.stop, window, is_preallocated, backend,
+            pages, lengths, work_plan, (self.pool.k_dtype, self.pool.v_dtype), positions.first,
+            positions.stop, self.group.window or 0, self.length.max_tokens is not None, backend,
         )  # fmt: skip
 
     def _count_query_rows(self, num_tokens: int) -> int:
@@ -155,8 +176,9 @@ class LayerStore:
         if not self.is_initialized or (self.length.max_tokens is None and self.length.is_empty):
             return None
         self.fetch_pages()
-        call = self.length.make_stored_call(self.encoding.device)
-        return self.make_handles(self.encoding.make_pages(self.pool, call.table), call)
+        positions = self.length.find_stored()
+        table, lengths = positions.locate(self.encoding.device)
+        return self.make_handles(self.encoding.make_pages(self.pool, table), lengths, positions)
 
     def crop_to(self, length: int) -> None:
         """Keep the first `length` tokens of this layer."""
@@ -164,9 +186,7 @@ class LayerStore:
         self.drop_removed_tokens(length)
 
     def drop_removed_tokens(self, length: int) -> None:
-        """Drop centers and indexer keys after tokens are removed, so that `length` are left."""
-        if not length and self.length.max_tokens is None:
-            self.encoding.k_center = None
+        """Drop indexer keys after tokens are removed, so that `length` are left."""
         if self.indexer is not None:
             self.indexer.trim(length)
 
@@ -174,7 +194,7 @@ class LayerStore:
         """Apply a change of a preallocated group's block table or device, in place if possible."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:
             offsets, device = self.pool.blocks.offsets, self.encoding.device
-            self.pool.memory.grow(self.group.table.allocator.capacity)
+            self.pool.memory.grow(self.group.capacity)
             if self.length.update_table(device) or self.pool.blocks.offsets is not offsets:
                 self.mark_addresses()
 
@@ -203,14 +223,12 @@ class LayerStore:
 
         A cache from a file is on a single device, but the model's layers may be on several devices.
         """
-        self.pool.device, encoding = device, self.encoding
+        self.pool.device = device
         if isinstance(self.pool.memory, OffloadBlocks):
             self.pool.memory.device = device
         # These tensors are later written in inference mode and outside it.
         with torch.inference_mode(False), torch.no_grad():
-            encoding.prepare(*self.pool.make_empty_tokens(1))
-            if encoding.k_center is not None:
-                encoding.k_center = encoding.k_center.to(device)
+            self.encoding.prepare(*self.pool.make_empty_tokens(1))
             self.move_memory(device)
             self.update_table()
 
@@ -225,16 +243,13 @@ class LayerStore:
         tensors = get_tensors(source.indexer) if source.indexer is not None and length else {}
         if "indexer_keys" in tensors:
             tensors["indexer_keys"] = tensors["indexer_keys"][:, :length]
-        self.restore(length, source.encoding.k_center, tensors)
+        self.restore(length, tensors)
 
-    def restore(
-        self, length: int, center: torch.Tensor | None, indexer_tensors: dict[str, torch.Tensor]
-    ) -> None:
+    def restore(self, length: int, indexer_tensors: dict[str, torch.Tensor]) -> None:
         """Set the contents of a new growing layer, except the block table and the pages.
 
         Args:
             length: Number of stored tokens.
-            center: Center of K, `[B, Hkv, Dk]`, float32, or None.
             indexer_tensors: Tensors of the layer's indexer by name, which are copied.
         """
         self.group.lengths[self.length.member] = length
@@ -242,7 +257,7 @@ class LayerStore:
             self.indexer.set_tensors(indexer_tensors)
         if self.pool.is_allocated:
             self.encoding.prepare(*self.pool.make_empty_tokens(self.group.table.batch))
-            self.encoding.k_center, self._is_prepared = center, True
+            self._is_prepared = True
 
     def copy_from(self, source: "LayerStore") -> None:
         """Copy the contents of a growing layer to this new preallocated layer.
@@ -255,9 +270,7 @@ class LayerStore:
             self.indexer.set_tensors(get_tensors(source.indexer))
         if not source.is_initialized:
             return
-        key, value = pool.make_empty_tokens(table.batch)
-        self.encoding.prepare(key, value)
-        self.allocate(key, value)
+        self.allocate(*pool.make_empty_tokens(table.batch))
         # A ring only holds the last pages.
         group, stop = length.group, table.num_columns
         first = max(table.first_page, stop - (group.ring_size or stop))
@@ -265,8 +278,6 @@ class LayerStore:
         new_pages = length.table[:, first:stop].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first:stop].reshape(-1))
         self.pool.memory.put(new_pages, rows.to(new_pages.device))
-        if source.encoding.k_center is not None:
-            self.encoding.set_center(source.encoding.k_center)
         length.set(source.length.count_stored())
         length.fill_plan(1)
 

@@ -40,8 +40,8 @@ class CacheOptions:
 
     Attributes:
         plan: Storage plan of all layers, or of each layer.
-        scales: Static scales (or only centers), a constant scale, a `StoragePlan` with its centers,
-            or None for dynamic scales.
+        scales: Static scales, a constant scale, a `StoragePlan` with its centers, or None for
+            dynamic scales.
         page_size: Slots (tokens) per page, a power of two from 8 to 1024.
         max_cache_len: Tokens per sequence of a preallocated cache. None means that it grows.
         max_pages: Maximum number of pages in use. None means no limit.
@@ -78,7 +78,7 @@ class CacheOptions:
 
         `is_latent` is whether K holds latents and V the RoPE parts of the keys (MLA). RoPE parts
         are a ninth of the values and distinguish keys, so they keep the model's dtype unless a
-        format is passed. Latents have no center, because all heads read them as keys and as values.
+        format is passed.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -93,8 +93,8 @@ class CacheOptions:
             )
         if dtype == ADAPTIVE:
             raise ConfigError(
-                f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model. Pass "
-                f"plan=hf_fp8kv.choose_plan(model), or call enable(model, dtype={ADAPTIVE!r})"
+                f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model. Pass the "
+                "model instead of its config: FP8PagedCache(model)"
             )
         new_plan = parse_plan(plan)
         arguments = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
@@ -110,20 +110,14 @@ class CacheOptions:
                 assert new_plan is not None
         else:
             common_format = None if dtype is None else parse_dtype(dtype)
-            # A center of each sequence halves the error of K in the default format. For other
-            # formats, the effect is not measured. With prefill="stored", results must not depend on
-            # how a sequence is split into calls.
-            is_exact = fields.get("prefill", cls.prefill) == "exact"
-            is_default = common_format is None and key_dtype is None and scales is None
-            centered = is_default and is_exact and not is_latent
             default = common_format or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
             k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
             v = AUTO if is_latent else default
             v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
             # Rotation compensates for a narrow range. Static scales are for unrotated values.
             rotated_formats = NARROW_FORMATS if scales is None else ()
-            k_plan = SidePlan(k, k in rotated_formats, centered)
-            new_plan = LayerPlan(k_plan, SidePlan(v, v in rotated_formats))
+            k_plan, v_plan = (SidePlan(name, name in rotated_formats) for name in (k, v))
+            new_plan = LayerPlan(k_plan, v_plan)
         options = cls(plan=new_plan, scales=scales, **fields)
         options.check()
         return options
@@ -134,6 +128,13 @@ class CacheOptions:
             raise ConfigError(
                 f"prefill: expected 'exact' or 'stored', got {self.prefill!r}. Leave it out, "
                 "unless a first call must also read stored keys and values"
+            )
+        plans = [self.plan] if isinstance(self.plan, LayerPlan) else self.plan.values()
+        if not isinstance(self.scales, KVScales) and any(plan.k.centered for plan in plans):
+            raise ConfigError(
+                "plan: expected the center of K for each layer with 'centered' K, got only the "
+                "word. Pass plan=hf_fp8kv.choose_plan(model), call enable(model), which chooses a "
+                "plan with centers, or leave 'centered' out"
             )
         check_supported_page_size(self.page_size, "page_size", "Leave it out for 64")
         for name in ("max_cache_len", "max_pages"):
@@ -166,14 +167,6 @@ class CacheOptions:
         """Whether each token and head has a separate scale."""
         return self.scales is None or (isinstance(self.scales, KVScales) and self.scales.is_dynamic)
 
-    @property
-    def has_first_call_centers(self) -> bool:
-        """Whether centers are computed from the first call."""
-        if isinstance(self.scales, KVScales) and self.scales.centered:
-            return False
-        plans = [self.plan] if isinstance(self.plan, LayerPlan) else self.plan.values()
-        return any(plan.k.centered for plan in plans)
-
     def check_stored(self, argument: str) -> None:
         """Raise ConfigError if the stored bytes depend on how a sequence is split into calls.
 
@@ -184,13 +177,6 @@ class CacheOptions:
                 f"{argument}: expected prefill='stored', got {self.prefill!r}, whose first call "
                 "reads unrounded K and V, so pages depend on how a sequence is split into calls. "
                 "Make the cache with prefill='stored'"
-            )
-        if self.has_first_call_centers:
-            raise ConfigError(
-                f"{argument}: expected a plan that carries the centers of K, got one without: the "
-                "center would be the mean of the first call, and so depend on how a sequence is "
-                "split into calls. Make the plan with hf_fp8kv.choose_plan(model), or store K "
-                "without centers"
             )
 
     def layer_plan(self, index: int) -> LayerPlan:

@@ -33,13 +33,11 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales
 from ..utils.digests import sample_weights
-from .centers import PaddingObserver
 from .encoding import Encoding
 from .indexers import INDEXED_CLASSES, Indexer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
-from .rope_rotation import RopeRotation
 
 # Only these exact classes are replaced by paged layers. Other subclasses store more than K and V.
 _PLAIN_CLASSES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -54,7 +52,6 @@ class PagedLayers:
         fixed_groups: The groups of a preallocated cache, otherwise empty.
         layers: The paged layers, in the order of the model.
         stores: The stores of the paged layers, in the same order.
-        padding_observer: Observer of the padding of the cache's sequences.
         is_open_ended: Whether layers are added as the model uses them.
         num_changes: Number of operations other than steps that may have changed the layers.
     """
@@ -67,7 +64,6 @@ class PagedLayers:
         self.fixed_groups: list[FixedPages] = []
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
-        self.padding_observer = PaddingObserver()
         self.is_open_ended = config is None
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
@@ -84,16 +80,19 @@ class PagedLayers:
     # -- creation of layers ------------------------------------------------------------------
 
     def add_layer(
-        self, index: int, window: int | None, pool: PagePool | None = None,
-        rope: RopeRotation | None = None, *, has_indexer: bool = False,
-    ) -> FP8PagedLayer:  # fmt: skip
+        self,
+        index: int,
+        window: int | None,
+        pool: PagePool | None = None,
+        *,
+        has_indexer: bool = False,
+    ) -> FP8PagedLayer:
         """Create a paged layer, add it to the group of its window, and return it.
 
         Args:
             index: Index of the layer in the model.
             window: Size of the sliding window, or None.
             pool: Pages that a fork shares, or None for new pages.
-            rope: Rotation of the keys by RoPE, or None if it is not known.
             has_indexer: Whether the layer has an indexer.
         """
         group = self._get_group(window)
@@ -101,7 +100,7 @@ class PagedLayers:
         if self.config is not None:
             num_query_heads = (count_heads(self.config, index) or 0) // num_processes
             num_kv_heads = count_kv_heads(self.config, index) if num_processes > 1 else None
-        encoding = Encoding(index, self.options, self.padding_observer, num_kv_heads, rope)
+        encoding = Encoding(index, self.options, num_kv_heads)
         pool = pool or self.options.make_pool(encoding.plan, self.budget, index)
         member = group.add(pool)
         length = (
@@ -155,13 +154,12 @@ class PagedLayers:
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
-        get_rotation = RopeRotation.from_config(config)
         skipped_layers = find_skipped_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             max_tokens, shares_kv = self.options.max_cache_len, reuses_kv(config, index)
             if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
-                rope, has_indexer = get_rotation(index), isinstance(layer, INDEXED_CLASSES)
-                layers[index] = self.add_layer(index, window, rope=rope, has_indexer=has_indexer)
+                has_indexer = isinstance(layer, INDEXED_CLASSES)
+                layers[index] = self.add_layer(index, window, has_indexer=has_indexer)
             elif shares_kv and max_tokens is not None:
                 layers[index] = Indexer(max_tokens)
             elif type(layer) is StaticSlidingWindowLayer and max_tokens is not None:
@@ -217,10 +215,9 @@ class PagedLayers:
         for window, group in self.groups.items():
             copy._get_group(window).record_past = group.record_past
         for store in self.stores:
-            index, rope = store.encoding.index, store.encoding.rope
             pool = store.pool if groups and store.is_initialized else None
             has_indexer = store.indexer is not None
-            copy.add_layer(index, store.group.window, pool, rope, has_indexer=has_indexer)
+            copy.add_layer(store.encoding.index, store.group.window, pool, has_indexer=has_indexer)
         return copy
 
     def _match_widths(self, layers: list[Any]) -> None:
@@ -255,16 +252,14 @@ class PagedLayers:
         self._check_complete()
         if self._has_static_layers and self.stores:
             self.stores[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
-        options, observer = self.options, self.padding_observer
+        options = self.options
         max_tokens = self.stores[0].length.max_tokens if self.stores else options.max_cache_len
         is_empty = not self.stores or self.stores[0].length.is_empty
-        needs_padding = options.has_first_call_centers and observer.begin_call(num_tokens, is_empty)
-        used_observer = observer if needs_padding else None
         is_stored = not is_empty or options.prefill == "stored"
         # Static layers of transformers return columns without tokens, which only a mask hides.
         is_preallocated = is_stored and num_columns == max_tokens and not self._has_static_layers
-        growing, sizes = max_tokens is None, (num_tokens, num_columns, start)
-        return MaskRequest(sizes, is_preallocated, growing, is_stored, used_observer)
+        sizes = num_tokens, num_columns, start
+        return MaskRequest(sizes, is_preallocated, max_tokens is None, is_stored)
 
     # -- steps at constant addresses ---------------------------------------------------------
 
@@ -319,7 +314,7 @@ class PagedLayers:
             layer.is_compileable = False
         self._growing_lengths.clear()
         for group in self.groups.values():
-            group.step = None
+            group.positions = None
             group.crop(0)
         return True
 
@@ -338,7 +333,6 @@ class PagedLayers:
         Raise OutOfPagesError, and change nothing, if a preallocated cache would exceed its budget.
         """
         self.unreserve()
-        self.padding_observer.last_tokens = None
         if not self.fixed_groups:
             for group in self.groups.values():
                 group.crop(num_tokens)
@@ -366,7 +360,6 @@ class PagedLayers:
         if self.layers and index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
             step.check_module = weakref.WeakMethod(self.check_module), weakref.ref(keys)
         if self.layers and index == self.layers[-1].index:
-            self.padding_observer.end_call()
             for group in self.groups.values():
                 group.finish_step()
         return self._uses_flex
@@ -428,7 +421,6 @@ class PagedLayers:
         for group in self.groups.values():
             group.is_incomplete = False
             group.table.allocator.recount()
-        self.padding_observer.last_tokens = None
         for layer in self.layers:
             layer.assigned.clear()
         if not self.fixed_groups:
@@ -491,7 +483,6 @@ class PagedLayers:
             if table.batch:
                 table.replace_rows(table.rows[rows], table.first_page)
         for store in self.stores:
-            store.encoding.select_sequences(sequences)
             if store.indexer is not None:
                 store.indexer.reorder_cache(sequences.long())
         if self.fixed_groups:
@@ -518,7 +509,7 @@ class PagedLayers:
             store.update_table()
 
     def _free_empty_pools(self) -> None:
-        """Drop the centers of layers without tokens, and free the memory of pools without pages."""
+        """Drop removed tokens of indexers, and free the memory of pools without pages."""
         for store in self.stores:
             store.drop_removed_tokens(store.length.count_stored())
             if store.pool.is_allocated and not store.group.table.allocator.num_held:

@@ -1,15 +1,20 @@
 """Parse the argument `plan` of a cache: a plan, its description, or a file."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..formats import ALIASES, AUTO, FORMATS, LayerPlan, SidePlan
 from ..scales.kv_scales import KVScales, StoragePlan
 
 Plan = StoragePlan | LayerPlan | Mapping[int, LayerPlan]
+# The package sets it to `calibration.plan_choice.resolve_plan`, which imports the cache.
+resolve_plan: Callable[[PreTrainedModel, Mapping[str, Any]], dict[str, Any]]
 
 
 def parse_plan(plan: object) -> Plan | None:
@@ -49,8 +54,7 @@ def parse_plan(plan: object) -> Plan | None:
     else:
         raise ConfigError(
             "plan: expected a StoragePlan, a LayerPlan, a LayerPlan for each layer, or text, got "
-            f"{plan!r}. Pass, for example, plan='fp8_e3m4 centered' or plan=('int8 rotated', "
-            "'fp8_e2m5 rotated')"
+            f"{plan!r}. Pass, for example, plan=('int8 rotated', 'fp8_e2m5 rotated')"
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,17 +28,14 @@ from .indexers import INDEXER_TENSORS, get_tensors
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .plans import parse_plan
-from .rope_rotation import RopeRotation
 from .tokens import Tokens
 
-VERSION = 4
+VERSION = 5
 _STOCK_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Positions are int32. A block table may have `_MIN_ENTRY_LIMIT` entries, or one entry for each byte
 # of a file if that is more.
 _MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
-# Keys in files of the fields of `RopeRotation`, in their order. A file names the rotation "turns".
-_ROPE_KEYS = ("base", "share", "moving", "mla", "neighbors", "positions")
 
 # Fields of `Tokens`, and the number of their dimensions.
 _TOKEN_FIELDS = {"ids": (2,), "mask": (2,), "positions": (2, 3), "features": (2,)}
@@ -80,11 +76,9 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
         tensors[f"groups.{group_index}.table"] = torch.from_numpy(numbers.reshape(rows.shape)).int()
         layers: list[Metadata] = []
         for store in (store for store in fork.stores if store.group is group):
-            index, rope, pool = store.encoding.index, store.encoding.rope, store.pool
+            index, pool = store.encoding.index, store.pool
             metadata: Metadata = {"index": index}
             layers.append(metadata)
-            if rope is not None:
-                metadata["turns"] = dict(zip(_ROPE_KEYS, astuple(rope), strict=True))
             if store.indexer is not None:
                 indexer_tensors = get_tensors(store.indexer)
                 metadata["indexer"] = list(indexer_tensors)
@@ -95,8 +89,6 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
                 # The pool of a layer with fewer tokens may not have grown to all pages yet.
                 pool.memory.grow(group.table.allocator.capacity)
                 tensors[f"layers.{index}.pages"] = pool.memory.take(pages)
-                if store.encoding.k_center is not None:
-                    tensors[f"layers.{index}.k_center"] = store.encoding.k_center.clone()
         record_past = group.record_past
         groups.append({"window": group.window, "record_past": record_past, "layers": layers})
     return {"groups": groups, "open_ended": paged.is_open_ended}, tensors
@@ -186,18 +178,14 @@ def unpack(
             if index in layers:
                 raise ConfigError(f"index: expected each layer once, got {index} twice")
             indexer = _pop_indexer(layer_metadata, tensors, batch_size, length)
-            rope, has_indexer = _read_rope(layer_metadata), "indexer" in layer_metadata
-            arguments: Metadata = {"window": window, "rope": rope, "has_indexer": has_indexer}
-            contents: Metadata = {"length": length, "center": None, "indexer_tensors": indexer}
+            arguments: Metadata = {"window": window, "has_indexer": "indexer" in layer_metadata}
+            contents: Metadata = {"length": length, "indexer_tensors": indexer}
             layers[index] = arguments, contents
             if "length" not in layer_metadata:
                 continue
-            pages_name, center_name = f"layers.{index}.pages", f"layers.{index}.k_center"
+            pages_name = f"layers.{index}.pages"
             pool = make_pool(layer_metadata, options, index, tensors[pages_name].device, budget)
             page_rows = _pop_tensor(tensors, pages_name, torch.uint8, num_pages, pool.layout.size)
-            if options.layer_plan(index).k.centered and (length or center_name in tensors):
-                center_shape = batch_size, pool.num_heads, pool.k_dim
-                contents["center"] = _pop_tensor(tensors, center_name, torch.float32, *center_shape)
             if num_pages:  # without pages, the file does not bound the sizes
                 arguments["pool"] = pool
                 pools.append((pool, page_rows))
@@ -247,23 +235,6 @@ def _make_table(budget: PageBudget, rows: Ints, num_pages: int, first_page: int)
     missing = np.full((len(rows), first_page), NO_PAGE, np.int32)
     table.replace_rows(np.concatenate([missing, rows], axis=1), first_page)
     return table
-
-
-def _read_rope(layer: Metadata) -> RopeRotation | None:
-    """Return the rotation of a layer's keys, or None if the metadata does not include it."""
-    if "turns" not in layer:
-        return None
-    entries = dict(layer["turns"])
-    if entries["mla"] is not None:
-        entries["mla"] = tuple(_check_count("turns: mla", size) for size in entries["mla"])
-    rope = RopeRotation(*map(entries.pop, _ROPE_KEYS))
-    types = [float, float, float, type(rope.mla_dims), bool, int]
-    _check_same("turns", types, [*map(type, astuple(rope)), *entries])
-    are_fractions = 0 <= rope.paired_fraction <= 1 and 0 <= rope.rotating_fraction <= 1
-    has_two_dims = len(rope.mla_dims or (0, 0)) == 2
-    if not (rope.theta > 0 and rope.max_positions >= 0 and are_fractions and has_two_dims):
-        raise ConfigError(f"turns: expected a valid rotation, got {rope}")
-    return rope
 
 
 def _check_same(subject: str, expected: object, got: object) -> None:
@@ -345,7 +316,11 @@ def load(
     with safe_open(Path(path), framework="pt", device="cpu") as file:
         header = file.metadata() or {}
         version = header.get("format"), header.get("version")
-        _check_same("format and version", (CACHE_FORMAT, str(VERSION)), version)
+        if version != (CACHE_FORMAT, str(VERSION)):
+            raise ConfigError(
+                f"format and version: expected {(CACHE_FORMAT, str(VERSION))}, got {version}. "
+                "Compute the cache again with this version of the package"
+            )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     _check_same("digest", header.pop("digest"), digest_of(header, tensors))
     metadata = json.loads(header["meta"])

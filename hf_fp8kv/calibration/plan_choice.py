@@ -7,28 +7,36 @@ docs/architecture.md has the reasons ("A plan is chosen once for a model").
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import constants
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
-from ..cache.plans import parse_plan
+from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
 from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
-from ..modeling.model_support import accepts_argument, caches_latents, find_base_model
+from ..modeling.identity import sample_model
+from ..modeling.model_support import accepts_argument, caches_latents, config_field, find_base_model
+from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
-from ..utils.digests import digest_decoder
+from ..utils.digests import digest_decoder, digest_of
 from .choose import center_and_rotate, pick_candidate
-from .observe import Batch, find_paged_layers, nan_error
-from .protection import protect_layers
+from .observe import Batch, find_input_device, find_paged_layers, nan_error
+from .plan_files import find_plan_file, read_plan, share_plan, write_plan
+from .protection import MAX_TRIES, protect_layers
 from .queries import Queries, observe_queries
 from .rope import find_max_positions, has_rope
 from .stages import sample_windows
@@ -36,6 +44,9 @@ from .texts import read_model_corpus
 
 logger = logging.getLogger(__name__)
 
+# Raise this number with every change after which the same weights may get a different plan: of the
+# tokens, positions, candidates, costs or protection. Plans in files have an older number then.
+_CHOOSER_VERSION = 1
 _MAX_WINDOW_TOKENS = 128  # maximum number of tokens of a window
 _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the model has them
 # Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
@@ -45,15 +56,39 @@ _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the
 _MAX_COST_RATIO, _CERTAIN_COST_RATIO, _MAX_SEARCHED_COST_RATIO = 1 / 2, 1 / 3, 3 / 4
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
-_PLAN_ATTRIBUTE = "_hf_fp8kv_plan"  # name of the model's attribute that holds its plan
+# Maximum share of bytes that layers in the model's dtype add to a cache, unless the caller sets it.
+_MAX_EXTRA_BYTES = 0.04
+# Maximum number of parameters times tokens that a CPU computes to choose the default plan. With two
+# threads of a Xeon, Qwen2.5 0.5B (630 million parameters, float32, 8 passes) takes 9 seconds.
+_MAX_CPU_PRODUCTS = 7e11
+# Names of config fields with ids of special, image, audio and video tokens.
+_SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|index|indices)")
+# Arguments, besides `dtype`, that define how a cache stores K and V.
+_STORAGE_ARGUMENTS = ("key_dtype", "value_dtype", "plan", "scales")
+# Attributes of a model that hold its `_Choice`, and the plan that `freeze_plan` sets.
+_CHOICE_ATTRIBUTE, _FROZEN_ATTRIBUTE = "_hf_fp8kv_plan_choice", "_hf_fp8kv_frozen_plan"
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
 _LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 
+class Passes(NamedTuple):
+    """Numbers of passes over a window in which a plan is chosen."""
+
+    num_positions: int = len(_FIRST_POSITIONS)  # maximum number of first positions
+    max_tries: int = MAX_TRIES  # maximum number of protected sides that are tried
+
+
+class _Choice(NamedTuple):
+    """The plan of a model without arguments about storage, or None if none can be chosen."""
+
+    key: str  # digest of everything that the choice depends on
+    plan: StoragePlan | None
+
+
 def choose_plan(
     model: PreTrainedModel, texts: Any = None, *, tokenizer: Any = None, text_column: str = "text",
-    chat_template: bool | None = None, max_extra_bytes: float = 0.04,
+    chat_template: bool | None = None, max_extra_bytes: float = _MAX_EXTRA_BYTES,
 ) -> StoragePlan:  # fmt: skip
     """Choose the storage plan of a model: the format, rotation and center of each layer.
 
@@ -62,6 +97,10 @@ def choose_plan(
     that cause this keep the model's dtype. The plan's `protection` has the losses and the layers.
     The plan is for this model in any cache, engine or process. The same weights give the same plan
     on one machine.
+
+    Caches of a model without an argument about storage use this plan. On a CPU, they choose it with
+    fewer passes if parameters times tokens exceed 7e11, or use fp8_e3m4 instead. This function and
+    dtype="adaptive" have no such limit.
 
     Args:
         model: A language model in one process, on any device or devices.
@@ -80,76 +119,269 @@ def choose_plan(
             "for 0.04"
         )
     model = find_base_model(model)
-    layers = find_paged_layers(model)
-    vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", 1)
-    generator = torch.Generator("cpu").manual_seed(0)
-    length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
-    random_window = torch.randint(vocab_size, (length,), generator=generator, device="cpu")
-    windows = [random_window]
-    if texts is not None:
-        corpus = read_model_corpus(
-            model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS, held_out=0,
-            text_column=text_column, chat_template=chat_template,
-        )  # fmt: skip
-        windows = sample_windows(corpus.windows)
+    if texts is None:
+        return _choose(model, None, Passes(), max_extra_bytes)
+    find_paged_layers(model)  # raises an error before the texts are read
+    corpus = read_model_corpus(
+        model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS, held_out=0,
+        text_column=text_column, chat_template=chat_template,
+    )  # fmt: skip
+    windows = sample_windows(corpus.windows)
     num_tokens = sum(map(len, windows))
-    if texts is not None and num_tokens < _MAX_WINDOW_TOKENS:
+    if num_tokens < _MAX_WINDOW_TOKENS:
         logger.warning(
             "texts: the plan is chosen on %d tokens, fewer than the %d random tokens that are used "
             "without texts. Pass more texts, or None", num_tokens, _MAX_WINDOW_TOKENS,
         )  # fmt: skip
-    with eval_mode(model):
-        states_by_call, num_positions = _read_states(model, layers, windows)
-    is_latent = caches_latents(model.config.get_text_config(decoder=True))
-    may_transform_k = num_positions > 1 or not has_rope(model)
-    source = f"chosen on {num_tokens} {'random tokens' if texts is None else 'tokens of text'}"
-    layer_scales, k_costs = {}, {}
-    for index in sorted(layers):
-        center, layer_plan = None, LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
-        k_costs[index] = 0.0  # unknown
-        all_states = [states.pop(index) for states in states_by_call if index in states]
-        if all_states and all(queries is not None for *_, queries in all_states):
-            center, layer_plan, k_costs[index] = _choose_layer_plan(
-                index, all_states, may_transform_k, is_latent
-            )
-        layer_scales[index] = LayerScales(None, None, center, source, layer_plan)
-    plan = StoragePlan(
-        layer_scales, model_type=model.config.model_type, origin=source,
-        weights_digest=digest_decoder(model),
-    )  # fmt: skip
-    return protect_layers(model, plan, random_window, k_costs, max_extra_bytes)
+    return _choose(model, windows, Passes(), max_extra_bytes)
 
 
-def resolve_plan(model: PreTrainedModel, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords to pass to a cache of this model, with a plan instead of "adaptive".
+def resolve_plan(
+    model: PreTrainedModel, keywords: Mapping[str, Any], prefix_store: PrefixStore | None = None
+) -> dict[str, Any]:
+    """Return the keywords to pass to a cache of this model, with its plan.
 
-    dtype="adaptive" chooses the plan on random tokens. The model keeps this plan until its weights
-    change. A plan in a file is read.
+    If any keyword defines the storage, the model does not run. A plan in a file is read. Otherwise
+    the plan is, in this order: the plan of `freeze_plan`, the plan in the folder of `prefix_store`,
+    the model's own plan. A model keeps its plan, in an attribute and in a file in `HF_HOME`, until
+    weights, adapters, config, dtype or type of device change. If no plan can be chosen, a warning
+    is logged once, and the storage is fp8_e3m4.
+
+    Args:
+        model: The model.
+        keywords: Keywords of `FP8PagedCache`. dtype="adaptive" is the name of the default. With it,
+            an error is raised if no plan can be chosen.
+        prefix_store: Store of the cache. Its folder keeps the first plan for each model, so that
+            later processes find pages.
 
     Raises:
-        ConfigError: `plan` is given with dtype="adaptive", or `choose_plan` or `parse_plan` fails.
+        ConfigError: A keyword defines the storage, in addition to dtype="adaptive", or `parse_plan`
+            fails.
+        Exception: Any error of the model, with dtype="adaptive".
     """
-    plan = keywords.get("plan")
-    if keywords.get("dtype") != ADAPTIVE:
-        return {**keywords, "plan": parse_plan(plan)}
-    if plan is not None:
+    dtype = keywords.get("dtype")
+    given = [name for name in _STORAGE_ARGUMENTS if keywords.get(name) is not None]
+    is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
+    if is_adaptive and given:
         raise ConfigError(
-            f"plan: expected None with dtype={ADAPTIVE!r}, got {plan!r}. Pass one of them"
+            f"{given[0]}: expected None with dtype={ADAPTIVE!r}, got {keywords[given[0]]!r}. Pass "
+            "one of them"
         )
-    model_plan: StoragePlan | None = vars(model).get(_PLAN_ATTRIBUTE)
-    if model_plan is None or model_plan.made_for(model) is False:
-        model_plan = vars(model)[_PLAN_ATTRIBUTE] = choose_plan(model)
-    return {**keywords, "dtype": None, "plan": model_plan}
+    if given or not (is_adaptive or dtype is None):
+        return {**keywords, "plan": parse_plan(keywords.get("plan"))}
+    is_split = getattr(keywords.get("tensor_parallel"), "size", 1) > 1
+    plan: Plan | None = vars(model).get(_FROZEN_ATTRIBUTE)
+    if plan is None and (is_adaptive or _FROZEN_ATTRIBUTE not in vars(model)):
+        plan = _find_plan(model, prefix_store, is_split=is_split, must_choose=is_adaptive)
+    elif isinstance(plan, StoragePlan) and prefix_store is not None:
+        # Later processes take it. If the folder has a different plan, the model keeps this plan.
+        share_plan(_find_shared_file(model, prefix_store), plan, prefix_store)
+    return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
+
+
+def freeze_plan(model: PreTrainedModel, plan: Plan | None) -> None:
+    """Let `resolve_plan` return this plan until `unfreeze_plan`, even after weights change.
+
+    None means fp8_e3m4 without a plan.
+    """
+    vars(model)[_FROZEN_ATTRIBUTE] = plan
+
+
+def unfreeze_plan(model: PreTrainedModel) -> None:
+    """Undo `freeze_plan`, if it was called."""
+    vars(model).pop(_FROZEN_ATTRIBUTE, None)
+
+
+def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Passes | None:
+    """Return the passes in which a CPU may choose a plan, or None if even the fewest are too many.
+
+    A pass computes `num_parameters` parameters times `num_tokens` tokens. Each position is a pass.
+    Two more passes, and a pass for each try, protect layers. Tries are reduced first, and then
+    positions, to two.
+
+    Args:
+        num_parameters: Number of parameters on the CPU.
+        num_tokens: Number of tokens in a window.
+        num_positions: Number of first positions that the model has.
+    """
+    num_passes = int(_MAX_CPU_PRODUCTS // max(num_parameters * num_tokens, 1))
+    max_tries = min(num_passes - num_positions - 2, MAX_TRIES)
+    if max_tries > 0:
+        return Passes(max_tries=max_tries)
+    if num_passes < min(num_positions, 2):
+        return None
+    return Passes(min(num_positions, num_passes), 0)
+
+
+def _find_plan(
+    model: PreTrainedModel, store: PrefixStore | None, *, is_split: bool, must_choose: bool
+) -> StoragePlan | None:
+    """Return the plan of `resolve_plan`, or None with a warning after an error.
+
+    With `must_choose`, errors are raised, and passes are not limited. `is_split` is whether the
+    caller splits the model over processes.
+    """
+    choice: _Choice = vars(model).get(_CHOICE_ATTRIBUTE, _Choice("unknown", None))
+    key, shared_path = "", None
+    try:
+        if store is not None:
+            shared_path = _find_shared_file(model, store)
+            if (plan := read_plan(shared_path)) is not None:
+                return plan
+        passes = Passes() if must_choose else _limit_passes(model)
+        is_split = not must_choose and (is_split or _is_split(model))
+        facts = (_compute_key(model), find_input_device(model).type, is_split)
+        key = digest_of(facts, passes)
+        known_keys = (key, digest_of(facts, Passes()))  # a plan of dtype="adaptive" is kept
+        if choice.key not in known_keys or (must_choose and choice.plan is None):
+            if is_split:
+                raise ConfigError("the model is split over processes")
+            if passes is None:
+                raise ConfigError("a CPU would take too long for a model of this size")
+            path = find_plan_file(Path(constants.HF_HOME) / "hf_fp8kv", key, model)
+            plan = read_plan(path)
+            if plan is None:
+                plan = _choose(model, None, passes, _MAX_EXTRA_BYTES)
+                write_plan(path, plan)
+            choice = _Choice(key, plan)
+    except Exception as error:
+        if must_choose:
+            raise
+        if choice.key != key:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            logger.warning(
+                "%s is stored as %s without a plan (%s). Pass plan=hf_fp8kv.choose_plan(model), or "
+                "a saved plan", type(model).__name__, DEFAULT_DTYPE, reason,
+            )  # fmt: skip
+        choice = _Choice(key, None)
+    vars(model)[_CHOICE_ATTRIBUTE] = choice
+    if store is None or choice.plan is None:
+        return choice.plan
+    return share_plan(shared_path, choice.plan, store)
+
+
+def _compute_key(model: PreTrainedModel) -> str:
+    """Return a digest of the model, and of everything else that its plan depends on."""
+    facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES)
+    return digest_of(sample_model(model), facts)
+
+
+def _find_shared_file(model: PreTrainedModel, store: PrefixStore) -> Path | None:
+    """Return the file of the model's plan in a store's folder, for all types of devices."""
+    return find_plan_file(store.path, _compute_key(model), model)
+
+
+def _limit_passes(model: PreTrainedModel) -> Passes | None:
+    """Return the passes of a default plan. Only parameters on the CPU or on a disk are counted."""
+    num_parameters = sum(x.numel() for x in model.parameters() if x.device.type in ("cpu", "meta"))
+    num_tokens = len(_draw_window(model))
+    num_positions = len(_list_first_positions(model, num_tokens))
+    return count_passes(num_parameters, num_tokens, num_positions)
+
+
+def _is_split(model: PreTrainedModel) -> bool:
+    """Return whether several processes have parts of the model."""
+    mesh = getattr(model, "_device_mesh", None)  # of tensor parallelism in transformers
+    # Attributes of DTensor, and of DeepSpeed's parameters in ZeRO-3, which have no elements.
+    has_parts = any(hasattr(x, "placements") or hasattr(x, "ds_tensor") for x in model.parameters())
+    return has_parts or (mesh is not None and mesh.size() > 1)
+
+
+def _draw_window(model: PreTrainedModel) -> Tensor:
+    """Return fixed random token ids, `[N]`, int64, on the CPU, of ordinary tokens.
+
+    A model with images may have a larger embedding than its text has tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    num_embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    sizes = (num_embeddings, config_field(config, "vocab_size"))
+    vocab_size = min((n for n in sizes if isinstance(n, int) and n > 0), default=1)
+    generator = torch.Generator("cpu").manual_seed(0)
+    length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
+    ids = torch.randint(vocab_size, (length,), generator=generator, device="cpu")
+    generation_config = getattr(model, "generation_config", None)
+    configs = [x.to_dict() for x in (model.config, generation_config) if x is not None]
+    is_special = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
+    is_special[[x for x in _list_special_ids(configs) if 0 <= x < vocab_size]] = True
+    ordinary_ids = (~is_special).nonzero()[:, 0]
+    if not len(ordinary_ids):
+        return ids
+    return torch.where(is_special[ids], ordinary_ids[ids % len(ordinary_ids)], ids)
+
+
+def _list_special_ids(value: object, name: str = "") -> Iterator[int]:
+    """Yield the ids of special tokens in configs, at any depth. `name` is the field of `value`."""
+    if isinstance(value, Mapping):
+        for key, field in value.items():
+            yield from _list_special_ids(field, str(key))
+    elif isinstance(value, list | tuple):
+        for field in value:
+            yield from _list_special_ids(field, name)
+    elif type(value) is int and _SPECIAL_ID_FIELD.search(name):
+        yield value
+
+
+def _choose(
+    model: PreTrainedModel, windows: Sequence[Tensor] | None, passes: Passes, max_extra_bytes: float
+) -> StoragePlan:  # fmt: skip
+    """Return the plan of a model for windows of texts, or for random tokens.
+
+    The state of the model and of random generators is restored, even after an error.
+    """
+    layers = find_paged_layers(model)
+    random_window = _draw_window(model)
+    kind = "tokens of text" if windows else "random tokens"
+    windows = windows or [random_window]
+    source = f"chosen on {sum(map(len, windows))} {kind}"
+    is_latent = caches_latents(model.config.get_text_config(decoder=True))
+    gpus = {x.device for x in model.parameters() if x.is_cuda}
+    # Compiling a model takes longer than the passes. Only an imported module has compiled code.
+    has_compiler = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
+    with torch.inference_mode(False), torch.random.fork_rng(gpus), eager:
+        with eval_mode(model):
+            states_by_call, num_positions = _read_states(
+                model, layers, windows, passes.num_positions
+            )
+        may_transform_k = num_positions > 1 or not has_rope(model)
+        layer_scales, k_costs = {}, {}
+        for index in sorted(layers):
+            center, layer_plan = (
+                None,
+                LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK),
+            )
+            k_costs[index] = 0.0  # unknown
+            all_states = [states.pop(index) for states in states_by_call if index in states]
+            if all_states and all(queries is not None for *_, queries in all_states):
+                center, layer_plan, k_costs[index] = _choose_layer_plan(
+                    index, all_states, may_transform_k, is_latent
+                )
+            layer_scales[index] = LayerScales(None, None, center, source, layer_plan)
+        plan = StoragePlan(
+            layer_scales, model_type=model.config.model_type, origin=source,
+            weights_digest=digest_decoder(model),
+        )  # fmt: skip
+        if not passes.max_tries:
+            return plan
+        return protect_layers(
+            model, plan, random_window, k_costs, max_extra_bytes, passes.max_tries
+        )
+
+
+def _list_first_positions(model: PreTrainedModel, num_tokens: int) -> list[int | None]:
+    """Return the first positions of windows of `num_tokens` tokens. None is the model's default."""
+    first_positions: list[int | None] = [None]
+    if accepts_argument(type(model), "position_ids") and not model.config.is_encoder_decoder:
+        max_first_position = find_max_positions(model) - num_tokens
+        first_positions += [x for x in _FIRST_POSITIONS[1:] if x <= max_first_position]
+    return first_positions
 
 
 def _read_states(
-    model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor]
+    model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor], max_positions: int
 ) -> tuple[list[dict[int, _LayerStates]], int]:
     """Return the states of layers for each window and position, and the number of positions."""
-    first_positions: list[int | None] = [None]
-    if accepts_argument(type(model), "position_ids") and not model.config.is_encoder_decoder:
-        max_first_position = find_max_positions(model) - max(map(len, windows))
-        first_positions += [x for x in _FIRST_POSITIONS[1:] if x <= max_first_position]
+    first_positions = _list_first_positions(model, max(map(len, windows)))[:max_positions]
     states_by_call: list[dict[int, _LayerStates]] = []
 
     def add_states(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> None:

@@ -33,14 +33,14 @@ _MAX_KL_BFLOAT16 = 5e-3
 # Maximum ratio of the KL with a protected side to the KL without it. Useless protection changes
 # the KL of a window by up to 5 %.
 _MAX_KL_RATIO = 0.9
-_MAX_TRIES = 16  # maximum number of sides that are tried
+MAX_TRIES = 16  # maximum number of sides that are tried
 _LARGEST_KL = 1e6  # replaces infinity, which JSON does not have
 _COUNTED_TOKENS = 4096  # number of tokens of the cache whose bytes are counted
 
 
 def protect_layers(
     model: PreTrainedModel, plan: StoragePlan, window: Tensor, costs: Mapping[int, float],
-    max_extra_bytes: float,
+    max_extra_bytes: float, max_tries: int = MAX_TRIES,
 ) -> StoragePlan:  # fmt: skip
     """Return the plan with K, then V, of the layers of largest cost in the model's dtype.
 
@@ -53,12 +53,13 @@ def protect_layers(
         window: Token ids, `[N]`, on the CPU. The last half is scored.
         costs: The cost of K in attention, by layer.
         max_extra_bytes: Maximum share of bytes that protected sides add to a cache.
+        max_tries: Maximum number of sides that are tried.
     """
     if model.config.is_encoder_decoder or model.get_output_embeddings() is None or len(window) < 2:
         return plan
     try:
         with eval_mode(model), paged_attention(model):
-            return _choose_sides(model, plan, window, costs, max_extra_bytes)
+            return _choose_sides(model, plan, window, costs, max_extra_bytes, max_tries)
     except (FP8KVError, *MODEL_ERRORS) as error:
         logger.warning("predictions after a stored prompt are not compared: %s", error)
         return plan
@@ -66,7 +67,7 @@ def protect_layers(
 
 def _choose_sides(
     model: PreTrainedModel, plan: StoragePlan, window: Tensor, costs: Mapping[int, float],
-    max_extra_bytes: float,
+    max_extra_bytes: float, max_tries: int,
 ) -> StoragePlan:  # fmt: skip
     ids = window[None].to(find_input_device(model))
     num_read = len(window) // 2
@@ -83,7 +84,7 @@ def _choose_sides(
     max_kl = _MAX_KL_BFLOAT16 if model.dtype == torch.bfloat16 else _MAX_KL
     protection = Protection(kl, kl, 0.0)
     sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
-    for index, side in islice(sides, _MAX_TRIES if kl > max_kl else 0):
+    for index, side in islice(sides, max_tries if kl > max_kl else 0):
         candidate = _protect(plan, index, side)
         extra_bytes = _count_bytes(cache, candidate) / old_bytes - 1
         # A side that already has the model's dtype adds no bytes.

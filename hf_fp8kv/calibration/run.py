@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
-from ..cache.plans import Plan
+from ..cache.options import CacheOptions
+from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, parse_dtype
 from ..modeling.model_support import caches_latents, find_base_model
-from ..scales.kv_scales import KVScales, resolve_scales, warn_if_stale
+from ..scales.kv_scales import KVScales, StoragePlan, resolve_scales, warn_if_stale
 from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport
 from ..utils.arguments import check_count
@@ -196,7 +197,10 @@ def _make_options(
         )
     layer_plans: Any = plan
     if plan is not None and plan != "measured":
-        layer_plans = FP8PagedCache(model.config, plan=plan, backend="torch").plan
+        parsed: Any = parse_plan(plan)
+        parsed = parsed.plan if isinstance(parsed, StoragePlan) else parsed
+        options = CacheOptions(plan=parsed, scales=None)
+        layer_plans = FP8PagedCache.from_options(model.config, options, ()).plan
         if not center and any(layer_plan.k.centered for layer_plan in layer_plans.values()):
             raise ConfigError(
                 "center: expected True for a plan with centers, got False. Omit center"

@@ -9,9 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, Quanti
 
 from ..bench.reporting import count_bytes
 from ..cache.cache import FP8PagedCache
-from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError, FP8KVError
-from ..formats import ADAPTIVE
 from ..formats.rotation import rotate
 from ..scales.checkpoint.configs import describe_kv_scales
 
@@ -48,14 +46,13 @@ class Contender:
     def make_stored(self, model: PreTrainedModel) -> Any:
         """Return an empty cache whose first call also attends to stored states.
 
-        None means that the first call needs unrounded states: for its center, or always as in
-        `QuantizedCache`.
+        None means that the cache returns unrounded states of its first call, as `QuantizedCache`.
         """
         cache = self.make(model)
         if isinstance(cache, RoundedCache):
             cache.prefill = "stored"
             return cache
-        if not isinstance(cache, FP8PagedCache) or cache.options.has_first_call_centers:
+        if not isinstance(cache, FP8PagedCache):
             return None
         options = replace(cache.options, prefill="stored")
         return FP8PagedCache.from_options(model.config, options, ())
@@ -123,11 +120,8 @@ def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
 
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
 CONTENDERS = {
-    "default": Contender("FP8PagedCache, the default", _paged()),
-    "adaptive": Contender(
-        'FP8PagedCache, dtype="adaptive"',
-        lambda model: FP8PagedCache(model.config, **resolve_plan(model, {"dtype": ADAPTIVE})),
-    ),
+    "default": Contender('FP8PagedCache, dtype="adaptive"', FP8PagedCache),
+    "fp8_e3m4": Contender('FP8PagedCache, dtype="fp8_e3m4"', _paged(dtype="fp8_e3m4")),
     "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
     CHECKPOINT: Contender(
         "FP8PagedCache, the checkpoint's scales",
@@ -149,7 +143,7 @@ CONTENDERS = {
         lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
     ),
 }  # fmt: skip
-STANDARD_CACHES = ("default", "adaptive", "fp8", "QuantizedCache", FLOOR)
+STANDARD_CACHES = ("default", "fp8_e3m4", "fp8", "QuantizedCache", FLOOR)
 
 
 def choose_contenders(
@@ -159,7 +153,7 @@ def choose_contenders(
 
     Args:
         model: The model.
-        names: Keys of `CONTENDERS`, or plans such as "int8 rotated centered". Empty means the
+        names: Keys of `CONTENDERS`, or plans such as "int8 rotated". Empty means the
             standard caches, and the checkpoint's scales if it declares any.
         scales: Folder or repository of static scales to measure as well.
 

@@ -107,9 +107,10 @@ Scales = Annotated[str, typer.Argument(help="File, folder or Hub id, in any supp
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(FORMATS)}, model (the model's dtype), or {ADAPTIVE} (measured once for "
-        f"the model). {', '.join(f'{alias} = {x}' for alias, x in ALIASES.items() if x in FORMATS)}"
-        f". Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
+        help=f"{', '.join(FORMATS)}, model (the model's dtype), or {ADAPTIVE} (a plan, chosen once "
+        f"for the model). {', '.join(f'{x} = {y}' for x, y in ALIASES.items() if y in FORMATS)}. "
+        f"Default: {ADAPTIVE}, {STATIC_DTYPE} with --scales, or {DEFAULT_DTYPE} with only "
+        "--key-dtype or --value-dtype.",
         **make_choice((*FORMATS, AUTO, ADAPTIVE), ALIASES),
     ),
 ]
@@ -120,7 +121,7 @@ Plan = Annotated[
     typer.Option(
         metavar="PATH|TEXT",
         help="Storage plan, instead of the three options above: the path of a saved result of "
-        "choose_plan, or text such as 'fp8_e3m4 centered'.",
+        "choose_plan, or text such as 'int8 rotated'.",
     ),
 ]
 StaticScales = Annotated[

@@ -30,7 +30,7 @@ def card(
     caches: Annotated[
         str,
         typer.Option(
-            help="Caches to measure: default, adaptive, fp8, fp8-1.0, checkpoint, q8_0, "
+            help="Caches to measure: default, fp8_e3m4, fp8, fp8-1.0, checkpoint, q8_0, "
             "QuantizedCache, bf16, or plans such as 'int8 rotated', separated by commas."
         ),
     ] = "",

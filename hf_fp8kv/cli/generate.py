@@ -18,7 +18,6 @@ from transformers import BatchEncoding, DynamicCache
 
 from ..bench.reporting import build_table, count_bytes
 from ..cache.cache import FP8PagedCache
-from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE
 from ..modeling.model_support import CACHE
@@ -78,8 +77,7 @@ def generate(
         loaded_model.set_attn_implementation(attn)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot use --attn {attn} with {model_name}: {error}") from error
-    resolved_options = resolve_plan(loaded_model, page_options)
-    runs.append(measure(partial(FP8PagedCache, loaded_model.config, **resolved_options), scales))
+    runs.append(measure(partial(FP8PagedCache, loaded_model, **page_options), scales))
     if as_json:
         settings = {"model": model_name, "options": page_options, "memory_bytes": memory}
         answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}

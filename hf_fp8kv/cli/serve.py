@@ -132,6 +132,9 @@ def serve(
     metrics_interval: Annotated[
         float, typer.Option(min=0, help="Seconds between logged metrics. 0 means no log.")
     ] = 10.0,
+    ignore_unknown_fields: Annotated[
+        bool, typer.Option("--ignore-unknown-fields", help="Log unknown fields instead of a 400.")
+    ] = False,
     enable_cors: Annotated[
         bool, typer.Option("--enable-cors", help="Let web pages of other origins read answers.")
     ] = False,
@@ -171,6 +174,7 @@ def serve(
         log_seconds=metrics_interval,
         max_model_tokens=max_model_len,
         seed=default_seed,
+        ignore_unknown_fields=ignore_unknown_fields,
         enable_cors=enable_cors,
     )
     batching_options = {

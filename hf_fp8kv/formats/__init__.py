@@ -169,7 +169,7 @@ class SidePlan:
         if not name or set(words) - {_ROTATED, _CENTERED}:
             raise ConfigError(
                 f"plan: expected a format, optionally followed by {_ROTATED!r} and {_CENTERED!r}, "
-                f"got {text!r}. Write it as in SidePlan.parse('fp8_e2m5 rotated centered')"
+                f"got {text!r}. Write it as in SidePlan.parse('fp8_e2m5 rotated')"
             )
         return cls(name, _ROTATED in words, _CENTERED in words)
 

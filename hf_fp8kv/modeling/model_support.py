@@ -31,24 +31,32 @@ _REPLACEMENT_LENGTH = "original_max_position_embeddings"
 is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
 
 
-# Attributes in which wrappers keep the model. Compiled models also have the model's attributes.
-_WRAPPED_MODELS = ("_orig_mod", "module", "pretrained_model", "model")
+# Attributes in which other wrappers keep the model.
+_WRAPPED_MODELS = ("module", "pretrained_model", "model")
 
 
-def unwrap_adapters(model: Any) -> Any:
-    """Return the model inside PEFT's wrappers, and any other object unchanged."""
-    while hasattr(model, "get_base_model") and not isinstance(model, type):
-        model = model.get_base_model()
+def unwrap_model(model: Any) -> Any:
+    """Return the model inside the wrappers of PEFT and torch.compile, and other objects unchanged.
+
+    Adapters of PEFT are part of the model's layers.
+    """
+    while not isinstance(model, type):
+        if hasattr(model, "get_base_model"):  # the wrapper of torch.compile forwards it
+            model = model.get_base_model()
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            break
     return model
 
 
 def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
-    """Return the model inside PEFT's wrappers, whose adapters are part of its layers.
+    """Return `unwrap_model(model)`.
 
     Raise ConfigError unless it is a model of transformers that has `method`, or `attribute` if it
     is given.
     """
-    base = unwrap_adapters(model)
+    base = unwrap_model(model)
     if isinstance(base, PreTrainedModel) and hasattr(base, attribute or method or "forward"):
         return base
     names = (x for x in _WRAPPED_MODELS if isinstance(getattr(base, x, None), PreTrainedModel))
@@ -152,7 +160,7 @@ def find_generating_model(model: Any) -> Any:
 
     For example, BLIP-2's `generate()` calls the `generate()` of its language model.
     """
-    generate = inspect.unwrap(type(model).generate)
+    generate = inspect.unwrap(getattr(type(model), "generate", GenerationMixin.generate))
     if generate is inspect.unwrap(GenerationMixin.generate):
         return model
     source = inspect.getsource(generate)
@@ -190,8 +198,8 @@ def check_config(config: Any) -> None:
     config_class: type = type(config)
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(
-            f"config: expected a model's config or None, got {config_class.__name__}. Write "
-            "FP8PagedCache(model.config)"
+            f"config: expected a model, its config or None, got {config_class.__name__}. Write "
+            "FP8PagedCache(model)"
         )
     reason = find_refusal(cls) if (cls := find_model_class(config_class)) else ""
     if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:

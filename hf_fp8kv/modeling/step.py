@@ -21,14 +21,12 @@ class MaskRequest(NamedTuple):
         is_preallocated: Whether there are columns without tokens after the new tokens.
         is_growing: Whether the cache is growing. The padding mask must then cover all columns.
         is_stored: Whether attention receives stored keys.
-        observer: The `PaddingObserver` of the cache, or None if nothing depends on padding.
     """
 
     sizes: tuple[int, int, int] | None = None
     is_preallocated: bool = False
     is_growing: bool = False
     is_stored: bool = False
-    observer: Any = None
 
 
 class _Step(threading.local):

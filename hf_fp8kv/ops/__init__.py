@@ -12,8 +12,8 @@ a page, `M` pages of one sequence.
 
 The value of a stored code (reference.py is the specification):
 
-    dynamic scales   K[b, h, n, d] = code * token_scales[page, h, slot, 0] + k.center[b, h, d]
-    static scales    K[b, h, n, d] = code * k.static_scale[h, d]           + k.center[b, h, d]
+    dynamic scales   K[b, h, n, d] = code * token_scales[page, h, slot, 0] + k.center[h, d]
+    static scales    K[b, h, n, d] = code * k.static_scale[h, d]           + k.center[h, d]
     "auto"           K[b, h, n, d] = the stored value
 
 with page = table[b, n // S] and slot = n % S. V is stored in the same way, with

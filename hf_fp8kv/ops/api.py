@@ -8,7 +8,7 @@ meta tensors, tensor subclasses, or autograd.
 import inspect
 import itertools
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ from .backends import load_backend
 from .pages import PAGE_FIELDS, AttentionSpec, Pages, flatten, unflatten
 from .sizes import check_sizes
 
+# Backend for fake and meta tensors. It checks sizes, and returns tensors without values.
+_FAKE = "fake"
+# Maximum number of query tokens per launch in `_attend_per_token`. Each launch makes a plan.
+_MAX_SEPARATE_TOKENS = 256
+
 
 def write(
     pages: Pages,
@@ -27,6 +32,8 @@ def write(
     lengths: Tensor,
     backend: str,
     limit: int | None = None,
+    *,
+    is_dispatched: bool = False,
 ) -> None:
     """Store new tokens. Token `t` of sequence `b` is stored at position `lengths[b] - T + t`.
 
@@ -37,13 +44,22 @@ def write(
         lengths: Number of stored tokens, including the new tokens, `[B]`, int32.
         backend: One of `BACKENDS`, as returned by `choose_backend`.
         limit: Maximum number of tokens in a sequence. None means the capacity of its pages.
+        is_dispatched: Only for torch's dispatcher: whether it has received this call.
 
     Raises:
         OutOfPagesError: A token has no page or exceeds the limit. In this case nothing is stored.
             The "triton" backend never raises this error and skips such tokens.
     """
-    run = _write if can_skip_dispatcher(key) else _get_dispatcher("write", backend)
-    run(key, value, lengths, limit, backend, pages)
+    if not (is_dispatched or can_skip_dispatcher(key)):
+        _get_dispatcher("write", backend)(key, value, lengths, backend, limit, pages)
+        return
+    check_sizes(pages, lengths, new_tokens=(key, value))
+    if backend == _FAKE:
+        return
+    _check_limit(lengths, key.shape[2], limit)
+    # "triton" checks the limit on the device, because the host does not have the lengths.
+    device_args = (limit,) if backend == "triton" else ()
+    load_backend(backend).write(pages, key, value, lengths, *device_args)
 
 
 def gather(
@@ -55,6 +71,8 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
     backend: str,
+    *,
+    is_dispatched: bool = False,
 ) -> Tensor:
     """Return the dense keys or values of positions `start` to `stop - 1`.
 
@@ -67,13 +85,24 @@ def gather(
         dtype: Dtype of the result.
         ragged: Whether some positions may be at or after `lengths[b]`. They are zero in the result.
         backend: One of `BACKENDS`.
+        is_dispatched: As in `write`.
 
     Returns:
         The dense tensor, `[B, Hkv, stop - start, D]`, contiguous. Positions in freed pages have
         arbitrary values.
     """
-    run = _gather if can_skip_dispatcher(lengths) else _get_dispatcher("gather", backend)
-    return run(lengths, side, start, stop, dtype, ragged, backend, pages)
+    if not (is_dispatched or can_skip_dispatcher(lengths)):
+        dispatch = _get_dispatcher("gather", backend)
+        return dispatch(lengths, side, start, stop, dtype, ragged, backend, pages)
+    if side not in ("k", "v"):
+        raise ConfigError(f"side: expected 'k' or 'v', got {side!r}")
+    check_sizes(pages, lengths, start, stop)
+    if backend == _FAKE:
+        dim = (pages.k if side == "k" else pages.v).head_dim
+        shape = len(pages.table), pages.num_heads, stop - start, dim
+        return lengths.new_empty(shape, dtype=dtype)
+    dense: Tensor = load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
+    return dense
 
 
 def attend(
@@ -86,6 +115,7 @@ def attend(
     *,
     plan: Tensor | None = None,
     backend: str,
+    is_dispatched: bool = False,
 ) -> Tensor:
     """Compute softmax attention over stored positions `start` to `stop - 1`.
 
@@ -100,23 +130,44 @@ def attend(
         plan: Work plan that `fill_plan` wrote for these lengths, number of query tokens, window and
             start. None means that a backend makes a plan if it needs one.
         backend: One of `BACKENDS`.
+        is_dispatched: As in `write`.
 
     Returns:
         The attention output, `[B, T, Hq, Dv]`, or `[B, T, Hq, Dk]` for latents, in the query's
         dtype. The output of a query without visible tokens is zero.
     """
-    run = _attend if can_skip_dispatcher(query) else _get_dispatcher("attend", backend)
-    return run(query, lengths, start, stop, plan, backend, spec, pages)
+    if not (is_dispatched or can_skip_dispatcher(query)):
+        dispatch = _get_dispatcher("attend", backend)
+        return dispatch(query, lengths, start, stop, plan, backend, spec, pages)
+    check_sizes(pages, lengths, start, stop, query, spec)
+    if backend == _FAKE:
+        batch, num_heads, num_tokens, _ = query.shape
+        dim = (pages.k if spec.latent else pages.v).head_dim
+        return query.new_empty((batch, num_tokens, num_heads, dim))
+    mask, bias = spec.mask, spec.bias
+    if mask is not None and mask.is_floating_point():
+        spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
+    if spec.deterministic and backend != "cpu":
+        return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
+    device_args = (plan,) if backend == "triton" else ()
+    attend_pages = load_backend(backend).attend
+    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, *device_args)
+    return attended
 
 
-def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
+def advance(
+    lengths: Tensor, num_tokens: int, limit: int, backend: str, *, is_dispatched: bool = False
+) -> Tensor:
     """Return `lengths + num_tokens`, the lengths for a `write` of `num_tokens` tokens.
 
     Compiled code raises the errors of `write` here, because it may use the result before the write.
     """
-    if backend == "triton" or not torch.compiler.is_compiling():
-        return lengths + num_tokens
-    return _get_dispatcher("advance", backend)(lengths, num_tokens, limit, backend)
+    if not is_dispatched and backend != "triton" and torch.compiler.is_compiling():
+        return _get_dispatcher("advance", backend)(lengths, num_tokens, limit, backend)
+    new_lengths = lengths + num_tokens
+    if is_dispatched and backend != _FAKE:
+        _check_limit(new_lengths, num_tokens, limit)
+    return new_lengths
 
 
 def create_plan(
@@ -149,6 +200,8 @@ def fill_plan(
     start: int,
     num_heads: int,
     backend: str,
+    *,
+    is_dispatched: bool = False,
 ) -> None:
     """Assign tokens to programs for all layers of a step, on the device.
 
@@ -160,9 +213,13 @@ def fill_plan(
         start: As in `attend`.
         num_heads: Number of KV heads.
         backend: "triton", the only backend with plans.
+        is_dispatched: As in `write`.
     """
-    run = _plan if can_skip_dispatcher(lengths) else _get_dispatcher("plan", backend)
-    run(plan, lengths, num_tokens, window, start, num_heads, backend)
+    if not (is_dispatched or can_skip_dispatcher(lengths)):
+        dispatch = _get_dispatcher("fill_plan", backend)
+        dispatch(plan, lengths, num_tokens, window, start, num_heads, backend)
+    elif backend != _FAKE:
+        load_backend(backend).fill_plan(plan, lengths, num_tokens, window, start, num_heads)
 
 
 def can_skip_dispatcher(x: Tensor) -> bool:
@@ -177,62 +234,6 @@ def can_skip_dispatcher(x: Tensor) -> bool:
         or torch._C._get_tracing_state() is not None
         or torch.autograd.profiler._is_profiler_enabled
     )
-
-
-# Maximum number of query tokens per launch in `_attend_per_token`. Each launch makes a plan.
-_MAX_SEPARATE_TOKENS = 256
-
-# -- operations: the last parameters are the backend and the named tuples (spec, pages) ----------
-
-# Backend for fake and meta tensors. It checks sizes, and returns tensors without values.
-_FAKE = "fake"
-
-
-def _write(
-    key: Tensor, value: Tensor, lengths: Tensor, limit: int | None, backend: str, pages: Pages
-) -> None:
-    check_sizes(pages, lengths, new_tokens=(key, value))
-    if backend == _FAKE:
-        return
-    _check_limit(lengths, key.shape[2], limit)
-    # "triton" checks the limit on the device, because the host does not have the lengths.
-    device_args = (limit,) if backend == "triton" else ()
-    load_backend(backend).write(pages, key, value, lengths, *device_args)
-
-
-def _gather(
-    lengths: Tensor, side: str, start: int, stop: int, dtype: torch.dtype, ragged: bool,
-    backend: str, pages: Pages,
-) -> Tensor:  # fmt: skip
-    if side not in ("k", "v"):
-        raise ConfigError(f"side: expected 'k' or 'v', got {side!r}")
-    check_sizes(pages, lengths, start, stop)
-    if backend == _FAKE:
-        dim = (pages.k if side == "k" else pages.v).head_dim
-        shape = len(pages.table), pages.num_heads, stop - start, dim
-        return lengths.new_empty(shape, dtype=dtype)
-    dense: Tensor = load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
-    return dense
-
-
-def _attend(
-    query: Tensor, lengths: Tensor, start: int, stop: int, plan: Tensor | None, backend: str,
-    spec: AttentionSpec, pages: Pages,
-) -> Tensor:  # fmt: skip
-    check_sizes(pages, lengths, start, stop, query, spec)
-    if backend == _FAKE:
-        batch, num_heads, num_tokens, _ = query.shape
-        dim = (pages.k if spec.latent else pages.v).head_dim
-        return query.new_empty((batch, num_tokens, num_heads, dim))
-    mask, bias = spec.mask, spec.bias
-    if mask is not None and mask.is_floating_point():
-        spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
-    if spec.deterministic and backend != "cpu":
-        return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
-    device_args = (plan,) if backend == "triton" else ()
-    attend_pages = load_backend(backend).attend
-    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, *device_args)
-    return attended
 
 
 def _attend_per_token(
@@ -263,11 +264,8 @@ def _attend_per_token(
         chunk, end = slice(first, first + chunk_size), stop
         if host_lengths is not None:
             end = min(stop, max(start + 1, host_lengths[first]))
-        center, num_columns = pages.k.center, -(-end // pages.page_size)
-        chunk_pages = pages._replace(
-            k=pages.k._replace(center=None if center is None else center[sequences[chunk]]),
-            table=pages.table[sequences[chunk], :num_columns],
-        )
+        num_columns = -(-end // pages.page_size)
+        chunk_pages = pages._replace(table=pages.table[sequences[chunk], :num_columns])
         mask, bias = (select_tokens(x, chunk, end) for x in (spec.mask, spec.bias))
         chunk_spec = spec._replace(mask=mask, bias=bias, bounds=None)
         args = token_queries[chunk], chunk_pages, token_lengths[chunk], start, end, chunk_spec
@@ -275,26 +273,13 @@ def _attend_per_token(
     return torch.cat(outputs).view(batch, num_tokens, num_heads, -1)
 
 
-def _plan(
-    plan: Tensor, lengths: Tensor, num_tokens: int, window: int, start: int, num_heads: int,
-    backend: str,
-) -> None:  # fmt: skip
-    if backend != _FAKE:
-        load_backend(backend).fill_plan(plan, lengths, num_tokens, window, start, num_heads)
-
-
-def _advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
-    new_lengths = lengths + num_tokens
-    if backend != _FAKE:
-        _check_limit(new_lengths, num_tokens, limit)
-    return new_lengths
-
-
 def _check_limit(lengths: Tensor, num_tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens exceed the limit. Lengths on a GPU are not checked."""
     if limit is not None and lengths.is_cpu and (stop := int(lengths.max())) > limit:
         raise OutOfPagesError.for_tokens(limit, stop - num_tokens, num_tokens)
 
+
+# -- registration --------------------------------------------------------------------------------
 
 # A `torch.library.custom_op` would take six times as long to dispatch.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
@@ -307,6 +292,8 @@ _DISPATCHERS: dict[str, Callable[..., Tensor]] = {}
 def _get_dispatcher(name: str, backend: str) -> Callable[..., Tensor]:
     """Return a function that calls an operation through the dispatcher.
 
+    Its arguments are the operation's arguments in order, except that `spec` and `pages` come last.
+
     All backends except "triton" read values on the host, which a CUDA graph cannot capture. torch
     requires a tag for such an operation, so it is registered twice.
     """
@@ -315,19 +302,27 @@ def _get_dispatcher(name: str, backend: str) -> Callable[..., Tensor]:
 
 def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> None:
     """Register an operation, whose schema has each field of its named tuples as an argument."""
-    *hints, (_, result_type) = typing.get_type_hints(function).items()
-    num_plain_args = sum(not hasattr(type_, "_fields") for _, type_ in hints)
-    types = dict(argument for hint in hints for argument in _flatten_hint(*hint))
+    hints = typing.get_type_hints(function)
+    result_type = hints.pop("return")
+    del hints["is_dispatched"]
+    plain_names = [name for name, type_ in hints.items() if not hasattr(type_, "_fields")]
+    record_names = [name for name in ("spec", "pages") if name in hints]
+    types = dict(pair for n in plain_names + record_names for pair in _flatten_hint(n, hints[n]))
 
-    def run(*args: Any) -> Any:
-        return function(*args[:num_plain_args], *_join_records(args[num_plain_args:]))
+    def run(*args: Any, **replaced: Any) -> Any:
+        arguments = dict(zip(plain_names, args, strict=False))
+        if record_names:
+            arguments["pages"] = unflatten(args[-len(PAGE_FIELDS) :])
+        if "spec" in hints:
+            arguments["spec"] = AttentionSpec(*args[len(plain_names) : -len(PAGE_FIELDS)])
+        return function(**arguments | replaced, is_dispatched=True)
 
     def fake(*args: Any) -> Any:
-        return function(*args[: num_plain_args - 1], _FAKE, *_join_records(args[num_plain_args:]))
+        return run(*args, backend=_FAKE)
 
     def dispatch(*args: Any) -> Any:
-        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[num_plain_args:]]
-        return operation(*args[:num_plain_args], *itertools.chain(*fields))
+        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[len(plain_names) :]]
+        return operation(*args[: len(plain_names)], *itertools.chain(*fields))
 
     parameters = [
         inspect.Parameter(parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_)
@@ -345,13 +340,6 @@ def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ..
     FUNCTIONS[name], _DISPATCHERS[name] = run, dispatch
 
 
-def _join_records(fields: Sequence[Any]) -> tuple[Any, ...]:
-    """Rebuild the named tuples at the end of the arguments: none, pages, or a spec and pages."""
-    spec_size = len(fields) - len(PAGE_FIELDS)
-    spec = [AttentionSpec(*fields[:spec_size])] if spec_size > 0 else []
-    return (*spec, unflatten(fields[spec_size:])) if fields else ()
-
-
 def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the name and the type of each schema argument, such as `k_format` for `k.format`."""
     if not hasattr(type_, "_fields"):
@@ -363,7 +351,6 @@ def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str
         yield from _flatten_hint(field, hints[field], inner_prefix)
 
 
-for _function in (_write, _gather, _attend, _plan, _advance):
-    _name = _function.__name__[1:]
-    _register(_name, _function, ())
-    _register(f"{_name}_by_host", _function, _HOST_TAGS)
+for _function in (write, gather, attend, fill_plan, advance):
+    _register(_function.__name__, _function, ())
+    _register(f"{_function.__name__}_by_host", _function, _HOST_TAGS)

@@ -16,8 +16,8 @@ class StoredSide(NamedTuple):
 
     Attributes:
         static_scale: Static scale, `[Hkv, D]`, float32, or None.
-        center: Center that was subtracted before storing, `[B, Hkv, Dk]`, float32, or None. Only
-            keys have a center.
+        center: Center that was subtracted before storing, `[Hkv, Dk]`, float32, or None. Only keys
+            have a center.
         format: Name in `formats.FORMATS`, or "auto".
         head_dim: Head size, D.
         rotated: Whether vectors are rotated (`formats.rotation`) after centering and before

@@ -70,7 +70,7 @@ def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Te
     fmt = FORMATS[stored.format]
     x = x.float()
     if stored.center is not None:
-        x = x - stored.center[:, :, None]
+        x = x - stored.center[:, None]
     if stored.rotated:
         x = rotate(x)
     if stored.static_scale is not None:
@@ -129,7 +129,7 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     if stored.rotated:
         x = rotate(x)
     if stored.center is not None:
-        x += stored.center[:, :, None]
+        x += stored.center[:, None]
     return x
 
 

@@ -48,6 +48,14 @@ class FixedPages(LayerGroup):
             self.allocated_pages = self.num_columns  # the pages of a growing group are not a ring
 
     @property
+    def capacity(self) -> int:
+        """Number of pages of each layer, allocated or deferred."""
+        if self.deferred_allocation is not None:
+            num_slots, batch = self.deferred_allocation
+            return num_slots // self.page_size * batch
+        return self._table.allocator.capacity
+
+    @property
     def pages_per_sequence(self) -> int:
         """Number of pages per sequence, for `max_tokens` tokens or for a window."""
         if self.allocated_pages or self.window is None or self.record_past:
@@ -63,11 +71,8 @@ class FixedPages(LayerGroup):
         reason="a budget (max_pages) is counted in Python. For fullgraph=True leave it out, or "
         "make the first call, or early_initialization(), outside compiled code"
     )  # type: ignore[untyped-decorator]
-    def allocate(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Allocate all pages of every group of the cache.
-
-        Returns:
-            The table `[B, num_columns]` on `device`, and the number of pages of this group.
+    def allocate(self, batch: int, device: torch.device) -> torch.Tensor:
+        """Allocate all pages of every group of the cache. Return the table `[B, num_columns]`.
 
         Raises:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
@@ -79,9 +84,9 @@ class FixedPages(LayerGroup):
         for group, num_slots in group_slots:
             group.table.reserve(0, num_slots, batch, group.copy_pages)
             group.allocated_pages = group.pages_per_sequence
-        return self.table_on(device), self.table.allocator.capacity
+        return self.table_on(device)
 
-    def defer_allocation(self, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    def defer_allocation(self, batch: int, device: torch.device) -> torch.Tensor:
         """Return the result of `allocate`, and allocate when the block table is used on the host.
 
         This is for compiled regions, which cannot count pages and only return tensors.
@@ -90,7 +95,7 @@ class FixedPages(LayerGroup):
         self.deferred_allocation = num_pages * self.page_size, batch
         first_page = torch.arange(0, batch * num_pages, num_pages, dtype=torch.int32, device=device)
         column = torch.arange(self.num_columns, dtype=torch.int32, device=device) % num_pages
-        return first_page[:, None] + column, batch * num_pages
+        return first_page[:, None] + column
 
     def table_on(self, device: torch.device) -> torch.Tensor:
         """Return the page number of each logical page, `[B, num_columns]`, int32, on `device`."""

@@ -7,6 +7,7 @@ pages, which its queries read, and copies the last window from there to the laye
 """
 
 import weakref
+from typing import NamedTuple
 
 import torch
 
@@ -18,35 +19,74 @@ from .page_allocator import Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
 
 
-class Step:
-    """One call of the layers of a group, which all store the same number of tokens.
-
-    The first layer of a step creates this object. Lengths and work plans are computed once per
-    device, and shared by the layers.
+class LongWrite(NamedTuple):
+    """Pages of a long call, which has more tokens than the pages of its window have room for.
 
     Attributes:
-        start: Number of tokens in each sequence before the step.
-        stop: Number of tokens in each sequence after the step.
-        batch: Number of sequences.
-        version: Version of the block table after the pages of the call were reserved.
-        first_kept_page: First logical page that a long call keeps, or None if no long call runs.
+        first_page: Logical page of the call's first visible token, an integer or `[B, 1]`, int64.
+        old_pages: Pages from `first_page` on before the call, `[B, n]`.
+        first_kept_page: First logical page that is kept after the call, of the same type.
+        kept_pages: Pages from `first_kept_page` on after the call, `[B, m]`.
     """
 
-    def __init__(self, start: int, stop: int, batch: int, version: int = -1) -> None:
-        self.start, self.stop, self.batch, self.version = start, stop, batch, version
+    first_page: int | torch.Tensor
+    old_pages: Ints | torch.Tensor
+    first_kept_page: int | torch.Tensor
+    kept_pages: Ints | torch.Tensor
+
+
+class Positions:
+    """The positions and pages of a call, or of all stored tokens, shared by the layers of a group.
+
+    The first layer of a call creates this object. Lengths and work plans are computed once per
+    device.
+
+    Attributes:
+        start: Number of tokens in each sequence before the call.
+        num_tokens: Number of new tokens.
+        first: First position to read, at or before the first visible token.
+        stop: Last position to read plus one, the number of tokens after the call.
+        version: Version of the block table after the pages of the call were reserved.
+        first_kept_page: First logical page that a long call keeps, until all layers have stored it.
+            None in other calls.
+    """
+
+    def __init__(self, table: BlockTable, batch: int, start: int, stop: int, first: int) -> None:
+        self._table = table
+        self._batch = batch
+        self.start = start
+        self.num_tokens = stop - start
+        self.first = first
+        self.stop = stop
+        self.version = -1
         self.first_kept_page: int | None = None
         self._lengths: dict[torch.device, torch.Tensor] = {}
-        self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
+        self._work_plans: dict[tuple[object, ...], torch.Tensor | None] = {}
 
-    def lengths(self, device: torch.device) -> torch.Tensor:
-        """Return `stop` for each sequence, `[B]`, int32, on `device`."""
+    def locate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block table, `[B, M]`, and `stop` of each sequence, `[B]`, both int32."""
         if (lengths := self._lengths.get(device)) is None:
-            lengths = torch.full((self.batch,), self.stop, dtype=torch.int32, device=device)
+            lengths = torch.full((self._batch,), self.stop, dtype=torch.int32, device=device)
             self._lengths[device] = lengths
-        return lengths
+        return self._table.copy_to_device(device), lengths
 
-    def plan(
-        self, first: int, num_heads: int, num_rows: int, device: torch.device, backend: str
+    @property
+    def long_write(self) -> LongWrite | None:
+        """The pages of a long call, or None."""
+        if (kept := self.first_kept_page) is None:
+            return None
+        rows, page_size = self._table.rows, self._table.page_size
+        first_page = self.first // page_size
+        old_pages = rows[:, first_page : -(-self.start // page_size)]
+        return LongWrite(first_page, old_pages, kept, rows[:, kept:])
+
+    def find_written_pages(self) -> Ints:
+        """Return the pages that the call writes, ascending, without duplicates."""
+        first_kept = (self.first_kept_page or 0) * self._table.page_size
+        return self._table.pages_of(max(self.start, first_kept), self.stop)
+
+    def get_work_plan(
+        self, device: torch.device, num_heads: int, num_rows: int, backend: str
     ) -> torch.Tensor | None:
         """Return the work plan for positions `first` to `stop - 1`, or None if `backend` has none.
 
@@ -54,13 +94,13 @@ class Step:
         changes. It is valid for any number of query tokens, and for any window in which no position
         before `first` is visible.
         """
-        key = (first, num_heads, num_rows, device, backend)
-        if key not in self._plans:
-            lengths, length = self.lengths(device), self.stop - first
-            self._plans[key] = ops.create_plan(
-                lengths, 1, 0, first, num_heads, backend, length, num_rows
+        key = (device, num_heads, num_rows, backend)
+        if key not in self._work_plans:
+            lengths, length = self._lengths[device], self.stop - self.first
+            self._work_plans[key] = ops.create_plan(
+                lengths, 1, 0, self.first, num_heads, backend, length, num_rows
             )
-        return self._plans[key]
+        return self._work_plans[key]
 
 
 class LayerGroup:
@@ -81,7 +121,7 @@ class LayerGroup:
             the cache is reset.
         siblings: Weak references to all groups of the cache. They are weak, so that a dropped fork
             frees its pages at once.
-        step: The step of the last call of `prepare`, or None.
+        positions: The positions of the last call, which `reserve` returned, or None.
         deferred_allocation: Number of slots per sequence, and of sequences, to allocate when the
             table is used (see `FixedPages.defer_allocation`), or None.
     """
@@ -97,7 +137,7 @@ class LayerGroup:
         if window is not None:
             self._table.allocator.allocates_exactly = True
             self.window_pages = (window + self.page_size - 2) // self.page_size + 1
-        self.step: Step | None = None
+        self.positions: Positions | None = None
         self.deferred_allocation: tuple[int, int] | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
 
@@ -116,6 +156,11 @@ class LayerGroup:
         return self._table
 
     @property
+    def capacity(self) -> int:
+        """Number of pages that the pool of each layer needs."""
+        return self.table.allocator.capacity
+
+    @property
     def length(self) -> int:
         """Number of tokens in the longest layer."""
         return max(self.lengths, default=0)
@@ -131,7 +176,7 @@ class LayerGroup:
 
     # -- a step ------------------------------------------------------------------------------
 
-    def prepare(self, start: int, stop: int, batch: int) -> None:
+    def reserve(self, start: int, stop: int, batch: int) -> Positions:
         """Reserve pages for positions `start` to `stop - 1` in all groups whose length is `start`.
 
         The first layer of a step reserves pages for all layers, so a step either fits or changes
@@ -142,9 +187,9 @@ class LayerGroup:
             ConfigError: A token that is visible from `start` was already freed.
         """
         self.check_complete()
-        step, version = self.step, self.table.version
-        if step and (step.start, step.stop, step.version) == (start, stop, version):
-            return
+        last = self.positions
+        if last and (last.start, last.stop, last.version) == (start, stop, self.table.version):
+            return last
         other_groups = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in other_groups if group.length == start)]
         for group in groups:
@@ -167,11 +212,15 @@ class LayerGroup:
             if not is_long:
                 group.table.free_before(first_kept)
                 group.shrink()
-            # Set the step before pages are reserved, so that an interrupted long call is undone.
-            step = group.step = Step(start, stop, batch)
-            step.first_kept_page = first // self.page_size if is_long else None
+            # Set before pages are reserved, so that an interrupted long call is undone.
+            positions = group.positions = Positions(
+                group.table, batch, start, stop, group.find_window_start(start)
+            )
+            positions.first_kept_page = first // self.page_size if is_long else None
             group.table.reserve(first, stop, batch, group.copy_pages)
-            step.version = group.table.version
+            positions.version = group.table.version
+        assert self.positions is not None
+        return self.positions
 
     def _find_step_span(self, start: int, stop: int) -> tuple[int, int, bool]:
         """Return the first tokens to reserve and to keep pages for, and whether a call is long."""
@@ -183,17 +232,17 @@ class LayerGroup:
                 return max(start, first_kept), first_kept, True
         return start, self._find_first_needed(keep_recorded=True), False
 
-    def _find_long_step(self) -> Step | None:
-        """Return the step of a running long call, whose previous pages are still kept, or None."""
-        step = self.step
-        return step if step and step.start and step.first_kept_page is not None else None
+    def _find_long_call(self) -> Positions | None:
+        """Return the positions of a long call whose previous pages are still kept, or None."""
+        call = self.positions
+        return call if call and call.start and call.first_kept_page is not None else None
 
     def finish_step(self) -> None:
         """Free the previous pages if every layer has stored the long call."""
-        step = self._find_long_step()
-        if step and all(n in (0, step.stop) for n in self.lengths):
-            self.table.free_before(self.find_first_kept(step.stop))
-            step.first_kept_page = None
+        call = self._find_long_call()
+        if call and all(n in (0, call.stop) for n in self.lengths):
+            self.table.free_before(self.find_first_kept(call.stop))
+            call.first_kept_page = None
             self.shrink(eager=True)
 
     def settle_step(self) -> None:
@@ -202,24 +251,24 @@ class LayerGroup:
         Raise ConfigError if only some of the layers have stored the call.
         """
         self.finish_step()
-        if (step := self._find_long_step()) is None:
+        if (call := self._find_long_call()) is None:
             return
-        if step.stop in self.lengths:
+        if call.stop in self.lengths:
             raise ConfigError(
-                f"expected every layer to store the tokens {step.start} to {step.stop - 1}, got "
-                f"some layers at {step.stop} and some at {step.start} tokens, under a window of "
+                f"expected every layer to store the tokens {call.start} to {call.stop - 1}, got "
+                f"some layers at {call.stop} and some at {call.start} tokens, under a window of "
                 f"{self.window} that has moved on. Reset the cache"
             )
         self.drop_unused_pages()
 
     def drop_unused_pages(self) -> None:
         """Free the pages of a step that no layer has stored, or that was undone for all layers."""
-        step, length = self._find_long_step(), self.length
+        call, length = self._find_long_call(), self.length
         self.table.free_from(length)
         if not length:
             self.clear()
-        elif step and length == step.start:
-            self.step = None
+        elif call and length == call.start:
+            self.positions = None
             self.shrink(eager=True)
 
     def find_visible_pages(self, member: int) -> Ints:
@@ -275,7 +324,7 @@ class LayerGroup:
         """Remove all tokens. The batch size may then change."""
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
-        self.step = None
+        self.positions = None
 
     def check_complete(self) -> None:
         """Raise ConfigError if an error interrupted a change of the cache."""
@@ -289,7 +338,7 @@ class LayerGroup:
         """Return a group without layers that shares the pages, in O(pages) and without copies."""
         self.settle_step()
         # The next step must check again which pages are shared.
-        self.step = None
+        self.positions = None
         fork = LayerGroup(self.budget, self.window, self.table.fork())
         fork.record_past, fork.is_incomplete = self.record_past, self.is_incomplete
         return fork

@@ -4,7 +4,7 @@
 preallocated layers, whose steps only write into existing tensors.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -12,46 +12,34 @@ from .. import ops
 from ..errors import ConfigError, OutOfPagesError
 from .blocks import zeros
 from .fixed_pages import FixedPages
-from .layer_group import LayerGroup, Step
-from .page_allocator import Ints
+from .layer_group import LayerGroup, LongWrite, Positions
 
 
-class LongWrite(NamedTuple):
-    """Pages of a long call, which has more tokens than the pages of its window have room for.
-
-    Attributes:
-        first_page: Logical page of the call's first visible token, an integer or `[B, 1]`, int64.
-        old_pages: Pages from `first_page` on before the call, `[B, n]`.
-        first_kept_page: First logical page that is kept after the call, of the same type.
-        kept_pages: Pages from `first_kept_page` on after the call, `[B, m]`.
-    """
-
-    first_page: int | torch.Tensor
-    old_pages: Ints | torch.Tensor
-    first_kept_page: int | torch.Tensor
-    kept_pages: Ints | torch.Tensor
-
-
-class Call(NamedTuple):
-    """The positions and pages of the new tokens of a layer.
+class FixedPositions(NamedTuple):
+    """The positions and pages of a call of a preallocated layer, as in `Positions`.
 
     Attributes:
         num_tokens: Number of new tokens.
         table: Page number of each logical page, `[B, M]`, int32.
         lengths: Number of stored tokens after the call, `[B]`, int32.
-        start: First position to read, at or before the first visible token.
-        stop: Last position to read plus one.
-        step: The step of a growing layer, or None.
+        first: First position to read, at or before the first visible token.
+        stop: Last position to read plus one, stored or not.
         long_write: The pages of a long call, or None.
     """
 
     num_tokens: int
     table: torch.Tensor
     lengths: torch.Tensor
-    start: int
+    first: int
     stop: int
-    step: Step | None = None
     long_write: LongWrite | None = None
+
+    def locate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block table and the lengths."""
+        return self.table, self.lengths
+
+
+AnyPositions: TypeAlias = Positions | FixedPositions
 
 
 class HostLength:
@@ -81,35 +69,31 @@ class HostLength:
         """Return `num_stored`."""
         return self.num_stored
 
-    def allocate(self, batch: int, device: torch.device) -> int:
-        """Return the number of pages that the layer's pool needs now."""
-        return self.group.table.allocator.capacity
+    def allocate(self, batch: int, device: torch.device) -> None:
+        """Allocate nothing, because `reserve` adds pages."""
 
-    def reserve(self, num_tokens: int, batch: int) -> None:
-        """Reserve the pages of a call (see `LayerGroup.prepare`)."""
-        self.group.prepare(self.num_stored, self.num_stored + num_tokens, batch)
+    def reserve(
+        self, num_tokens: int, batch: int, device: torch.device, backend: str, *, is_allocated: bool
+    ) -> Positions:
+        """Reserve the pages of a call (see `LayerGroup.reserve`)."""
+        start = self.group.lengths[self.member]
+        return self.group.reserve(start, start + num_tokens, batch)
 
-    def begin_call(self, num_tokens: int, device: torch.device, backend: str) -> Call:
-        """Return the positions and pages of a call, after `reserve`."""
-        group, start = self.group, self.num_stored
-        table, stop, step = group.table, start + num_tokens, group.step
-        assert step is not None
-        first_visible, size, long_write = group.find_window_start(start), group.page_size, None
-        if (kept := step.first_kept_page) is not None:
-            first_page = first_visible // size
-            old_pages = table.rows[:, first_page : -(-start // size)]
-            long_write = LongWrite(first_page, old_pages, kept, table.rows[:, kept:])
-        pages, lengths = table.copy_to_device(device), step.lengths(device)
-        return Call(num_tokens, pages, lengths, first_visible, stop, step, long_write)
-
-    def end_call(self, call: Call) -> None:
+    def record(self, positions: AnyPositions) -> None:
         """Record that the tokens of a call are stored."""
-        self.group.lengths[self.member] += call.num_tokens
+        self.group.lengths[self.member] += positions.num_tokens
 
-    def plan(self, call: Call, num_heads: int, num_rows: int, backend: str) -> torch.Tensor | None:
+    def get_work_plan(
+        self,
+        positions: AnyPositions,
+        device: torch.device,
+        num_heads: int,
+        num_rows: int,
+        backend: str,
+    ) -> torch.Tensor | None:
         """Return the work plan for a number of KV heads and of query rows per KV head, or None."""
-        assert call.step is not None
-        return call.step.plan(call.start, num_heads, num_rows, call.table.device, backend)
+        assert isinstance(positions, Positions)
+        return positions.get_work_plan(device, num_heads, num_rows, backend)
 
     def check_crop(self, num_tokens: int, num_stored: int) -> None:
         """Raise ConfigError if the last `num_tokens` tokens cannot be removed."""
@@ -121,11 +105,11 @@ class HostLength:
         """Keep the first `length` tokens, and free pages that have left the window."""
         self.group.crop(self.num_stored - length, [self.member])
 
-    def make_stored_call(self, device: torch.device) -> Call:
-        """Return the positions and pages of all tokens that are visible to the next token."""
-        group, stop, table = self.group, self.num_stored, self.group.table
-        step, start = Step(stop, stop, table.batch, table.version), group.find_window_start(stop)
-        return Call(1, table.copy_to_device(device), step.lengths(device), start, stop, step)
+    def find_stored(self) -> Positions:
+        """Return the positions of all tokens that are visible to the next token."""
+        group, stop = self.group, self.num_stored
+        first = group.find_window_start(stop)
+        return Positions(group.table, group.table.batch, stop - 1, stop, first)
 
 
 class DeviceLength:
@@ -164,18 +148,17 @@ class DeviceLength:
         """Return the number of stored tokens as an integer. This synchronizes with the device."""
         return 0 if self.is_empty else int(self.lengths[0])
 
-    def allocate(self, batch: int, device: torch.device) -> int:
-        """Allocate pages, table and lengths for `batch` sequences. Return the number of pages.
+    def allocate(self, batch: int, device: torch.device) -> None:
+        """Allocate pages, table and lengths for `batch` sequences.
 
         Raises:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
         if torch.compiler.is_compiling() and self.group.budget.max_pages is None:
-            self.table, num_pages = self.group.defer_allocation(batch, device)
+            self.table = self.group.defer_allocation(batch, device)
         else:
-            self.table, num_pages = self.group.allocate(batch, device)
+            self.table = self.group.allocate(batch, device)
         self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
-        return num_pages
 
     def allocate_lengths(self, table: torch.Tensor, length: int) -> None:
         """Use `table`, `[B, num_columns]`, whose pages hold `length` tokens per sequence."""
@@ -189,14 +172,21 @@ class DeviceLength:
         self._plan_arguments = (num_heads, backend) if filler == self.member else None
         return [x for x in (self.table, self.lengths, self._plan) if x is not None]
 
-    def reserve(self, num_tokens: int, batch: int) -> None:
-        """Raise OutOfPagesError if the first call of a layer has more than `max_tokens` tokens."""
-        self.group.check_complete()
-        if self.is_empty and num_tokens > self.max_tokens:
-            raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
+    def reserve(
+        self, num_tokens: int, batch: int, device: torch.device, backend: str, *, is_allocated: bool
+    ) -> FixedPositions:
+        """Return the positions of a call. Call `allocate` first unless `is_allocated`.
 
-    def begin_call(self, num_tokens: int, device: torch.device, backend: str) -> Call:
-        """Return the positions and pages of a call."""
+        Raises:
+            OutOfPagesError: The first call has more than `max_tokens` tokens, or the budget would
+                be exceeded. Nothing was changed.
+        """
+        if not torch.compiler.is_compiling():
+            self.group.check_complete()
+            if self.is_empty and num_tokens > self.max_tokens:
+                raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
+        if not is_allocated:
+            self.allocate(batch, device)
         new_lengths = ops.advance(self.lengths, num_tokens, self.max_tokens, backend)
         ring_size, page_size, long_write = self.group.ring_size, self.group.page_size, None
         # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
@@ -205,7 +195,8 @@ class DeviceLength:
             first, kept = map(self._find_first_ring_page, (self.lengths, new_lengths))
             old_pages, kept_pages = map(self._find_ring_pages, (first, kept))
             long_write = LongWrite(first, old_pages, kept, kept_pages)
-        return Call(num_tokens, self.table, new_lengths, 0, self.max_tokens, long_write=long_write)
+        stop = self.max_tokens
+        return FixedPositions(num_tokens, self.table, new_lengths, 0, stop, long_write)
 
     def _find_first_ring_page(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the first logical page in the ring after `lengths` tokens, `[B, 1]`, int64."""
@@ -218,14 +209,14 @@ class DeviceLength:
         # Clamp, because tokens past the end are not stored, and a GPU cannot raise an error.
         return self.table.long().gather(1, column.clamp(max=self.table.shape[1] - 1))
 
-    def end_call(self, call: Call) -> None:
+    def record(self, positions: AnyPositions) -> None:
         """Record that the tokens of a call are stored, and fill the group's work plan."""
         if self.is_empty:
             self.is_empty = False
             if not torch.compiler.is_compiling():
-                self._upper_bound = max(self._upper_bound, call.num_tokens)
-        self.lengths.copy_(call.lengths)
-        self.fill_plan(call.num_tokens)
+                self._upper_bound = max(self._upper_bound, positions.num_tokens)
+        self.lengths.copy_(positions.locate(self.lengths.device)[1])
+        self.fill_plan(positions.num_tokens)
 
     def fill_plan(self, num_tokens: int) -> None:
         """Fill the group's work plan for a call of `num_tokens` tokens, if this layer fills it."""
@@ -233,17 +224,20 @@ class DeviceLength:
             window = self.group.window or 0
             ops.fill_plan(self._plan, self.lengths, num_tokens, window, 0, *self._plan_arguments)
 
-    def plan(self, call: Call, num_heads: int, num_rows: int, backend: str) -> torch.Tensor | None:
+    def get_work_plan(
+        self, positions: AnyPositions, device: torch.device, num_heads: int, num_rows: int,
+        backend: str,
+    ) -> torch.Tensor | None:  # fmt: skip
         """Return the group's work plan, or None if the backend has no plans."""
         return self._plan
 
-    def make_stored_call(self, device: torch.device) -> Call:
+    def find_stored(self) -> FixedPositions:
         """Return the pages of all positions, stored or not.
 
         A ring begins with the window of the next token. Finding its start needs a synchronization.
         """
         first = self.group.find_window_start(self.count_stored()) if self.group.ring_size else 0
-        return Call(1, self.table, self.lengths, first, self.max_tokens)
+        return FixedPositions(1, self.table, self.lengths, first, self.max_tokens)
 
     def check_capacity(self, num_tokens: int) -> None:
         """Raise OutOfPagesError before a step that exceeds `max_tokens`.

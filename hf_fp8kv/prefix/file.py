@@ -9,6 +9,7 @@ import torch
 from safetensors import torch as safetensors
 
 from ..utils.digests import digest_of
+from ..utils.files import parse_metadata
 
 # Name and version of the file format. The version changes with the meaning of the bytes.
 _FORMAT = "hf_fp8kv.prefix.4"
@@ -55,8 +56,7 @@ def pack(key: str, page: Page) -> bytes:
 
 def unpack(key: str, contents: bytes) -> Page:
     """Return the page in the contents of a file. Invalid contents may raise any type of error."""
-    rows, header_bytes = safetensors.load(contents), int.from_bytes(contents[:8], "little")
-    header = json.loads(contents[8 : 8 + header_bytes])["__metadata__"]
+    rows, header = safetensors.load(contents), parse_metadata(contents)
     if header.pop("digest") != digest_of(header, rows):
         raise ValueError("its bytes have changed since they were written")
     if header["format"] != _FORMAT or header["key"] != key:

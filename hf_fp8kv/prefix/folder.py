@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..utils.files import SAFE_OPEN_FLAGS, read_regular_file
+
 _LOCK_NAME, _PARTIAL_SUFFIX = ".prefix_store.lock", ".part"
 _NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
 _PARTIAL_PATTERN = re.compile(rf"\.{_NAME_PATTERN.pattern}{re.escape(_PARTIAL_SUFFIX)}")
-# Links could lead out of the folder, and reading a pipe could block. (Windows lacks these flags.)
-_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 # Nanoseconds that a file's time may lag behind the clock: one kernel tick, plus a margin.
 _TICK_NS = 20_000_000
 
@@ -61,12 +61,7 @@ class PrefixFolder:
 
     def read(self, name: str) -> bytes:
         """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
-        path, opener = self.path / name, lambda path, flags: os.open(path, flags | _OPEN_FLAGS)
-        with open(path, "rb", opener=opener) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > self._max_bytes:
-                raise ValueError(f"expected a regular file of at most {self._max_bytes} bytes")
-            return file.read(status.st_size)
+        return read_regular_file(self.path / name, self._max_bytes)
 
     def touch(self, name: str, last_use: int) -> None:
         """Set a file's last use, in ns since 1970, if the file exists and belongs to this user."""
@@ -163,7 +158,7 @@ class PrefixFolder:
         """
         import fcntl  # not on Windows
 
-        lock_fd = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
+        lock_fd = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS, 0o666)
         is_locked, deadline = False, time.monotonic() + timeout
         try:
             while not is_locked:

@@ -192,9 +192,6 @@ class StoredPrompts:
                 layers.append({"index": i, "length": length, **metadata[i]})
                 rows, layer_rows[i] = layer_rows[i], ()  # to free the rows of each layer
                 tensors[f"layers.{i}.pages"] = torch.stack([rows[indices[x]] for x in used_keys])
-                _, _, center = options.layer_scales(i, *metadata[i]["shape"])
-                if center is not None:
-                    tensors[f"layers.{i}.k_center"] = center.repeat(len(keys), 1, 1)
             groups.append({"window": window, "record_past": group.record_past, "layers": layers})
         all_metadata = {"groups": groups, "open_ended": False}
         return serialization.unpack(all_metadata, tensors, options, [], cache.config)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -80,6 +80,9 @@ class PrefixStore:
     ignored with a warning, and removed. If a write fails (full disk, no permission), a message is
     logged once, and nothing is stored from then on. Reading continues.
 
+    The folder `plans` has the first plan of each model, which later processes use. These files do
+    not count towards `max_bytes`.
+
     Args:
         path: The folder. It is created if it does not exist. "~" is the home folder.
         max_bytes: Maximum total size of the files, in bytes. The least recently used files are
@@ -136,6 +139,14 @@ class PrefixStore:
         with self._mutex:
             for name, increment in increments.items():
                 self._counts[name] += increment
+
+    def lock(self) -> AbstractContextManager[int | None]:
+        """Hold the lock of the folder in a `with` block, or yield None if another process writes.
+
+        Raises:
+            OSError, ImportError: The folder cannot be locked.
+        """
+        return self._folder.lock(_LOCK_SECONDS)
 
     # -- reading -----------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ def make_application(
     max_model_len: int | None = None,
     seed: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    ignore_unknown_fields: bool = False,
     enable_cors: bool = False,
 ) -> "Application":
     """Return the server of one model as an ASGI application, to run or to mount.
@@ -64,6 +65,8 @@ def make_application(
         seed: Seed of the requests that have no seed. With it, every run of the server that receives
             the same requests in the same order gives the same answers.
         chat_template_kwargs: Additional arguments of the chat template.
+        ignore_unknown_fields: Whether requests may have fields that the server does not know. It
+            logs their names. Without it, such a request gets status 400.
         enable_cors: Whether web pages of other origins may read responses.
 
     Raises:
@@ -88,6 +91,7 @@ def make_application(
             max_body_bytes=max_body,
             max_model_tokens=max_model_len,
             seed=seed,
+            ignore_unknown_fields=ignore_unknown_fields,
             enable_cors=enable_cors,
         ),
         batching or ContinuousBatchingConfig(),

@@ -7,7 +7,6 @@ import hmac
 import importlib.metadata
 import logging
 import threading
-import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
@@ -19,12 +18,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from ..errors import FP8KVError
 from . import schemas
 from .choices import Choice, ChoiceMaker, RunningRequest
 from .completions import ChoiceParts, CompletionWriter
 from .config import KEY_VARIABLE, ServerConfig
-from .engine import Engine
+from .engine import STOP_TIMEOUT_SECONDS, Engine
 from .errors import INTERNAL_MESSAGE, APIError, make_busy_error, make_stopping_error
 from .jobs import MAX_WAITING_JOBS, JobPool
 from .metrics import Metrics
@@ -34,11 +32,6 @@ from .token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_TYPES: dict[str, type[schemas.Request]] = {
-    "/v1/chat/completions": schemas.ChatRequest,
-    "/v1/completions": schemas.CompletionRequest,
-    "/v1/responses": schemas.ResponseRequest,
-}
 _NOT_STARTED_MESSAGE = (
     "the engine was not started: the application that mounts this one must start it, with "
     "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
@@ -46,9 +39,10 @@ _NOT_STARTED_MESSAGE = (
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
 _LONG_INPUT_LENGTH = 100_000  # bytes of a body, or characters of a prompt
 _NUM_SHORT_JOBS = 8  # number of threads for short prompts, and for responses
-# The bytes of all bodies are limited to `_MAX_BODIES` times the largest body. The first bytes of a
-# body are not counted, because a connection buffers them anyway. So short requests always fit.
-_MAX_BODIES, _UNCOUNTED_BYTES = 16, 65_536
+# A body is large if it has more than this fraction of the maximum size. At most this number of
+# requests with large bodies are handled at once, so that other requests always fit into memory.
+_LARGE_FRACTION = 1 / 16
+_MAX_LARGE_BODIES = 16
 # Keys of a request's scope: an ExitStack, which is closed after the response, and a timeout, which
 # ends the request when the client leaves.
 _EXIT_STACK_KEY, _TIMEOUT_KEY = "hf_fp8kv.exit_stack", "hf_fp8kv.timeout"
@@ -73,7 +67,6 @@ class Application:
         self.is_busy = False  # whether work of ended requests still ran after `stop`
         self._key_digest = None if config.api_key is None else _hash_key(config.api_key.encode())
         self._lock = threading.Lock()
-        self._counted_bytes = 0  # of all bodies, see `_MAX_BODIES`
         self._token_texts = TokenTexts(served_model.tokenizer)
         self._router = self._build_api()
         self._asgi: Any = self._handle_http
@@ -96,24 +89,26 @@ class Application:
             engine = Engine(served_model.model, self._batching, metrics, max_tokens)
             metrics.engine, self.metrics = engine, metrics
             self._choice_maker = ChoiceMaker(served_model, engine, self.config.seed)
-            # The first two pools limit the memory and the cores for long requests of many clients:
+            self._large_bodies = asyncio.Semaphore(_MAX_LARGE_BODIES)
+            # The first pool limits the memory and the cores for long requests of many clients:
             # parsing takes many times the memory of a body, and tokenizing takes half a kilobyte
-            # per token. The third pool needs no limit, because each accepted request has at most
+            # per token. The second pool needs no limit, because each accepted request has at most
             # one job there.
-            self._parse_pool = JobPool("bodies", 1, MAX_WAITING_JOBS)
-            self._prompt_pool = JobPool("prompts", 1, MAX_WAITING_JOBS)
+            self._long_pool = JobPool("long inputs", 1, MAX_WAITING_JOBS)
             self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
             self.is_stopping, self.engine = False, engine
 
-    def stop(self) -> None:
-        """Stop the engine, which fails running requests. Do nothing if it is not started."""
+    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
+        """Stop the engine, which fails running requests. Do nothing if it is not started.
+
+        `timeout` limits the seconds that this waits for a running step.
+        """
         with self._lock:
             if self.engine is not None:
                 self.is_stopping = True
-                has_ended = self.engine.stop()
+                has_ended = self.engine.stop(timeout)
                 self.engine = None
-                grammar_pool = self._choice_maker.grammars.pool
-                pools = (grammar_pool, self._parse_pool, self._prompt_pool, self._short_pool)
+                pools = (self._choice_maker.grammars.pool, self._long_pool, self._short_pool)
                 self.is_busy = not has_ended or any(pool.num_running for pool in pools)
                 for pool in pools:
                     pool.close()
@@ -128,7 +123,10 @@ class Application:
     def fail_requests(self) -> None:
         """End all unfinished requests with an error."""
         for running_request in list(self.metrics.unfinished_answers):
-            running_request.fail(make_stopping_error())
+            running_request.fail(self._make_stopping_error())
+
+    def _make_stopping_error(self) -> APIError:
+        return make_stopping_error(None if self.engine is None else self.engine.failure)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _parent: Any = None) -> AsyncIterator[None]:
@@ -143,23 +141,10 @@ class Application:
         finally:
             await asyncio.to_thread(self.stop)
 
-    async def _handle_lifespan(self, receive: Receive, send: Send) -> None:
-        await receive()  # lifespan.startup
-        try:
-            await asyncio.to_thread(self.start)
-        except Exception as error:
-            message = str(error) if isinstance(error, FP8KVError) else traceback.format_exc()
-            await send({"type": "lifespan.startup.failed", "message": message})
-            return
-        await send({"type": "lifespan.startup.complete"})
-        await receive()  # lifespan.shutdown
-        await asyncio.to_thread(self.stop)
-        await send({"type": "lifespan.shutdown.complete"})
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or the lifespan events of a server."""
         if scope["type"] == "lifespan":
-            await self._handle_lifespan(receive, send)
+            await self._router(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -192,13 +177,14 @@ class Application:
             if not self.is_stopping:
                 raise
             if not has_started:
-                await make_stopping_error().to_response()(scope, receive, send_and_record)
+                answer = self._make_stopping_error().to_response()
+                await answer(scope, receive, send_and_record)
         except Exception:  # `_make_error_response` has logged the error
             if scope[_TIMEOUT_KEY].expired():
                 status = _CLIENT_LEFT_STATUS
         finally:
             exit_stack.close()
-            if scope["method"] == "POST" and path in _REQUEST_TYPES and self.engine is not None:
+            if scope["method"] == "POST" and path in schemas.BODY_TYPES and self.engine is not None:
                 self.metrics.status_counts[status] += 1
 
     def _check_access(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
@@ -225,7 +211,7 @@ class Application:
         """Return the engine. Raise APIError if it does not accept requests."""
         engine = self.engine
         if self.is_stopping or engine is None:
-            raise make_stopping_error()
+            raise self._make_stopping_error()
         if not engine.is_alive():
             message = f"the engine is not running: {self.failure}"
             raise APIError(503, message, code="engine_dead")
@@ -238,7 +224,7 @@ class Application:
         return engine
 
     async def _read_body(self, request: Request) -> bytearray:
-        """Return a request's body. Its bytes are counted until the request ends."""
+        """Return a request's body. A large body counts as handled until the request ends."""
         limit, length = self.config.max_body_bytes, request.headers.get("content-length", "0")
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if media_type != "application/json":
@@ -246,34 +232,35 @@ class Application:
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
             raise _make_size_error(limit)
         seconds = min(self.config.body_seconds, self.config.client_seconds)
-        content, num_counted = bytearray(), 0  # number of bytes in `_counted_bytes`
-
-        def uncount_body() -> None:
-            self._counted_bytes -= num_counted
-
-        request.scope[_EXIT_STACK_KEY].callback(uncount_body)
+        content, is_large = bytearray(), False
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
                     content += chunk
                     if len(content) > limit:
                         raise _make_size_error(limit)
-                    excess = max(len(content) - _UNCOUNTED_BYTES, 0)
-                    self._counted_bytes += excess - num_counted
-                    num_counted = excess
-                    if excess and self._counted_bytes > _MAX_BODIES * limit:
-                        expected = f"at most {_MAX_BODIES * limit} bytes of all requests"
-                        raise make_busy_error(expected, "too_many_bytes")
+                    if len(content) > limit * _LARGE_FRACTION and not is_large:
+                        await self._admit_large_body(request)
+                        is_large = True
         except TimeoutError:
             message = f"expected a body within {seconds:g} s"
             raise APIError(408, message, headers={"connection": "close"}) from None
         return content
 
+    async def _admit_large_body(self, request: Request) -> None:
+        if self._large_bodies.locked():
+            expected = f"at most {_MAX_LARGE_BODIES} requests with large bodies"
+            raise make_busy_error(expected, "too_many_bytes")
+        await self._large_bodies.acquire()
+        request.scope[_EXIT_STACK_KEY].callback(self._large_bodies.release)
+
     def _parse_body(
-        self, request_type: type[schemas.Request], content: bytearray
-    ) -> tuple[Any, str]:
-        """Return a body as a request, and the model's name for the response."""
-        body = schemas.validate(request_type, schemas.parse_body(content))
+        self, body_type: type[schemas.AnyBody], content: bytearray
+    ) -> tuple[schemas.AnyBody, str]:
+        """Return the body of a request, and the model's name for the response."""
+        fields = schemas.parse_body(content)
+        ignores_unknown = self.config.ignore_unknown_fields
+        body = schemas.validate(body_type, fields, ignores_unknown=ignores_unknown)
         name = self.served_model.check_name(body.model)
         self.served_model.check_template_fields(body)
         self._choice_maker.check_length(body)
@@ -284,6 +271,7 @@ class Application:
         api = FastAPI(
             title="hf-fp8kv", version=importlib.metadata.version("hf-fp8kv"),
             exception_handlers=dict.fromkeys(error_types, _make_error_response),
+            lifespan=self.lifespan,
         )  # fmt: skip
 
         def add_route(path: str, handler: Callable[..., Any], *methods: str) -> None:
@@ -293,7 +281,7 @@ class Application:
                     response_model=None, include_in_schema=method != "HEAD",
                 )  # fmt: skip
 
-        for path in _REQUEST_TYPES:
+        for path in schemas.BODY_TYPES:
             add_route(path, self._generate, "POST")
         add_route("/v1/models", self._list_models, "GET")
         add_route("/v1/models/{name:path}", self._describe_model, "GET")
@@ -331,21 +319,21 @@ class Application:
         exit_stack.callback(unfinished.pop, running_request, None)
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
-        parse, request_type = self._parse_body, _REQUEST_TYPES[_get_path(request.scope)]
+        body_type = schemas.BODY_TYPES[_get_path(request.scope)]
         if len(content) > _LONG_INPUT_LENGTH:
-            body, name = await self._parse_pool.run(parse, request_type, content)
+            body, name = await self._long_pool.run(self._parse_body, body_type, content)
         else:
-            body, name = parse(request_type, content)
+            body, name = self._parse_body(body_type, content)
         del content  # the request may wait for a long time
         guide = await self._choice_maker.grammars.compile(body)
         is_long = sum(body.prompt_lengths) > _LONG_INPUT_LENGTH
-        pool = self._prompt_pool if is_long else self._short_pool
+        pool = self._long_pool if is_long else self._short_pool
         choices += await pool.run(self._choice_maker.make_choices, body, guide)
         writer: CompletionWriter | ResponseWriter
-        if isinstance(body, schemas.ResponseRequest):
+        if isinstance(body, schemas.ResponseBody):
             writer = ResponseWriter(body, name, choices[0])
         else:
-            writer = CompletionWriter(body, name, choices, self._token_texts, self._short_pool)
+            writer = CompletionWriter(body, name, choices, self._token_texts)
         part_groups = running_request.run(choices, streaming=body.stream)
         if body.stream:
             events = _stream_events(part_groups, writer)

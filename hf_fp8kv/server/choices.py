@@ -15,8 +15,8 @@ from .engine import Engine
 from .errors import UNSUPPORTED_CODE, APIError
 from .metrics import Metrics
 from .model import ServedModel
-from .sampling import MIN_TEMPERATURE, Sequence, TokenRules
-from .schemas import CompletionRequest, Request, make_value_error
+from .sampling import MIN_TEMPERATURE, Sequence, TokenLogprob, TokenRules
+from .schemas import AnyBody, CompletionBody, make_value_error
 from .structured import Grammars, Guide
 from .text import AnswerDecoder, AnswerPart
 
@@ -35,13 +35,9 @@ class Choice:
     is_first: bool  # whether this is the first answer to its prompt
     sequence: Sequence
     decoder: AnswerDecoder
-    is_prompt_only: bool = False  # whether only the prompt's log-probabilities are requested
+    # Log-probabilities of the prompt, for all its answers. None means that they are not requested.
+    prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the answer."""
-        return 0 if self.is_prompt_only else self.decoder.num_tokens
 
 
 class ChoiceMaker:
@@ -53,9 +49,9 @@ class ChoiceMaker:
         self.grammars = Grammars(tokenizer, vocab_size, engine.fixed_steps_reason)
         self._seeds = random.Random(seed)  # generates the seeds of requests without a seed
 
-    def check_length(self, request: Request) -> None:
+    def check_length(self, body: AnyBody) -> None:
         """Raise APIError for a prompt with too many characters to fit. It is not tokenized yet."""
-        length = max(request.prompt_lengths)
+        length = max(body.prompt_lengths)
         max_tokens, token_length = self._engine.max_tokens, self._served_model.max_token_length
         if length > max_tokens * token_length:
             raise APIError(
@@ -65,125 +61,114 @@ class ChoiceMaker:
                 code="context_length_exceeded",
             )
 
-    def make_choices(self, request: Request, guide: Guide | None) -> list[Choice]:
+    def make_choices(self, body: AnyBody, guide: Guide | None) -> list[Choice]:
         """Return the choices of a request, `n` for each prompt. They do not run yet.
 
-        This may take seconds, because it tokenizes prompts and words, and parsers decode prompts.
+        This may take seconds, because it tokenizes prompts, and parsers decode prompts.
 
         Raises:
             APIError: The request exceeds the limits of this engine or model.
         """
-        prompts, rules = self._served_model.make_prompts(request), self._read_rules(request)
-        fields = [("logit_bias", rules.logit_bias), ("stop_token_ids", request.stop_token_ids)]
+        prompts = self._served_model.make_prompts(body)
+        rules = self._read_rules(body)
+        fields = [("logit_bias", rules.logit_bias), ("stop_token_ids", body.stop_token_ids)]
         vocab_size, tokenizer = self._engine.vocab_size, self._served_model.tokenizer
         for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= vocab_size:
                 raise make_value_error(field, f"tokens below {vocab_size}", max(tokens))
-        num_top_tokens, num_prompt_top_tokens = request.num_logprobs
-        ids = None if request.ignore_eos else self._get_default(request, "eos_token_id")
-        end_tokens = [*(ids if isinstance(ids, list) else [ids]), *request.stop_token_ids]
+        ids = None if body.ignore_eos else self._get_default(body, "eos_token_id")
+        end_tokens = [*(ids if isinstance(ids, list) else [ids]), *body.stop_token_ids]
+        has_prompt_logprobs = body.echo and body.num_top_tokens is not None
         choices: list[Choice] = []
         for prompt in prompts:
-            max_new_tokens, is_prompt_only = self._limit_new_tokens(request, prompt)
-            for index in range(request.n):
+            max_new_tokens = self._limit_new_tokens(body, prompt)
+            prompt_logprobs = list[TokenLogprob]() if has_prompt_logprobs else None
+            for index in range(body.n):
                 sequence = Sequence(
                     prompt,
                     max_new_tokens,
                     frozenset(token for token in end_tokens if token is not None and token >= 0),
                     rules=rules,
                     guide=None if guide is None else guide.fork(),
-                    num_top_tokens=num_top_tokens,
-                    num_prompt_top_tokens=num_prompt_top_tokens,
-                    cache_salt=request.cache_salt,
-                    **self._read_sampling(request, index),
+                    num_top_tokens=body.num_top_tokens,
+                    cache_salt=body.cache_salt,
+                    **self._read_sampling(body, index),
                 )
                 decoder = AnswerDecoder(
                     tokenizer.backend_tokenizer,
-                    stop_strings=request.stop,
-                    hidden_tokens=frozenset(request.stop_token_ids),
-                    min_tokens=request.min_tokens,
-                    parser=self._build_parser(request, prompt),
-                    forced_tool=request.forced_tool,
+                    stop_strings=body.stop,
+                    hidden_tokens=frozenset(body.stop_token_ids),
+                    min_tokens=body.min_tokens,
+                    parser=self._build_parser(body, prompt),
+                    forced_tool=body.forced_tool,
                 )
-                choice = Choice(len(choices), index == 0, sequence, decoder, is_prompt_only)
+                choice = Choice(len(choices), index == 0, sequence, decoder, prompt_logprobs)
                 choices.append(choice)
         return choices
 
-    def _build_parser(self, request: Request, prompt: list[int]) -> Any:
-        if isinstance(request, CompletionRequest):
+    def _build_parser(self, body: AnyBody, prompt: list[int]) -> Any:
+        if isinstance(body, CompletionBody):
             return None
-        tools = {"tools": request.template_tools} if _PARSER_TAKES_TOOLS else {}
+        tools = {"tools": body.template_tools} if _PARSER_TAKES_TOOLS else {}
         served_model = self._served_model
         return build_response_parser(served_model.tokenizer, served_model.model, prompt, **tools)
 
-    def _get_default(self, request: Request, name: str) -> Any:
-        defaults = request.generation_config or self._served_model.model.generation_config
+    def _get_default(self, body: AnyBody, name: str) -> Any:
+        defaults = body.generation_config or self._served_model.model.generation_config
         return getattr(defaults, name, None)
 
-    def _read_sampling(self, request: Request, index: int) -> dict[str, Any]:
+    def _read_sampling(self, body: AnyBody, index: int) -> dict[str, Any]:
         """Return the sampling fields of the answer with this index.
 
         A temperature above zero, top_p, top_k or min_p enables sampling, whatever the model's
         default is. Equal seeds would give equal answers, so answer `index` uses `seed + index`.
         """
         names = ("temperature", "top_p", "top_k", "min_p")
-        requested = {x: getattr(request, x) for x in names if getattr(request, x) is not None}
-        options = {name: self._get_default(request, name) for name in names} | requested
+        requested = {x: getattr(body, x) for x in names if getattr(body, x) is not None}
+        options = {name: self._get_default(body, name) for name in names} | requested
         temperature = 1.0 if options["temperature"] is None else options["temperature"]
-        does_sample = bool(requested) or self._get_default(request, "do_sample")
+        does_sample = bool(requested) or self._get_default(body, "do_sample")
         if not does_sample or temperature < MIN_TEMPERATURE:
             return {}
         if (options["top_k"] or 0) <= 0:
             options["top_k"] = None
-        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed + index
+        seed = self._seeds.getrandbits(63) if body.seed is None else body.seed + index
         options |= {"temperature": temperature, "seed": seed}
         return {name: value for name, value in options.items() if value is not None}
 
-    def _limit_new_tokens(self, request: Request, prompt: list[int]) -> tuple[int, bool]:
-        """Return the limit of new tokens, and the field `is_prompt_only` of the choice."""
-        engine, (field, requested) = self._engine, request.token_limit
+    def _limit_new_tokens(self, body: AnyBody, prompt: list[int]) -> int:
+        """Return the maximum number of new tokens. 0 means that only the prompt is requested."""
+        field, requested = body.token_limit
+        max_tokens = self._engine.max_tokens
         if not prompt:
             raise APIError(400, "expected a prompt of at least one token, got none")
-        is_prompt_only = requested == 0  # the engine still generates one token
-        # The last token of an answer is never stored.
-        max_stored, max_total = engine.max_stored_tokens, engine.max_model_tokens
-        limits = [(max_stored + 1 - len(prompt), f"the pages hold {max_stored}")]
-        if max_total is not None:
-            # If `is_prompt_only`, the generated token is neither part of the answer nor an input.
-            limits.append((max_total + is_prompt_only - len(prompt), f"the limit is {max_total}"))
-        limit, explanation = min(limits)
-        if requested is None and request.generation_config is not None:
-            requested = request.generation_config.max_new_tokens
-        max_new_tokens = min(_DEFAULT_NEW_TOKENS, limit) if requested is None else max(requested, 1)
-        if limit < 1 or max_new_tokens > limit:
+        if requested is None and body.generation_config is not None:
+            requested = body.generation_config.max_new_tokens
+        if requested is None:
+            requested = max(min(_DEFAULT_NEW_TOKENS, max_tokens - len(prompt)), 1)
+        if len(prompt) + requested > max_tokens:
             raise APIError(
                 400,
-                f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
-                f"{max(max_new_tokens, 1)} new tokens, but {explanation}. Shorten the prompt, or "
-                "request fewer tokens",
+                f"expected at most {max_tokens} tokens of prompt and answer, got {len(prompt)} "
+                f"tokens and {requested} new tokens. Shorten the prompt, or request fewer tokens",
                 param=field,
                 code="context_length_exceeded",
             )
-        return max_new_tokens, is_prompt_only
+        return requested
 
-    def _read_rules(self, request: Request) -> TokenRules:
+    def _read_rules(self, body: AnyBody) -> TokenRules:
         """Return the rules of a request. Raise APIError if the engine does not support them."""
         fixed_steps_reason = self._engine.fixed_steps_reason
-        penalty = request.repetition_penalty
-        if penalty is None and request.generation_config is None and fixed_steps_reason is None:
-            penalty = self._get_default(request, "repetition_penalty")
-        logit_bias = {int(token): float(value) for token, value in request.logit_bias.items()}
-        bad_words = {
-            tuple(self._served_model.tokenizer(spelling, add_special_tokens=False)["input_ids"])
-            for word in request.bad_words
-            for spelling in (word, f" {word.lstrip()}")  # at the start of a text, or after a word
-        }
+        penalty = body.repetition_penalty
+        if penalty is None and body.generation_config is None and fixed_steps_reason is None:
+            penalty = self._get_default(body, "repetition_penalty")
+        logit_bias = {int(token): float(value) for token, value in body.logit_bias.items()}
         rules = TokenRules(
-            penalty or 1.0, request.presence_penalty, request.frequency_penalty, logit_bias,
-            request.min_tokens, tuple(sorted(bad_words - {()})),
+            penalty or 1.0, body.presence_penalty, body.frequency_penalty, logit_bias,
+            body.min_tokens,
         )  # fmt: skip
-        has_logprobs = any(number is not None for number in request.num_logprobs)
-        for name, is_used in (("logprobs", has_logprobs), ("penalties, biases, bad_words", rules)):
+        has_logprobs = body.num_top_tokens is not None
+        for name, is_used in (("logprobs", has_logprobs), ("penalties, biases, min_tokens", rules)):
             if is_used and fixed_steps_reason is not None:
                 refusal = f"{name}: not supported by this server, because {fixed_steps_reason}"
                 raise APIError(400, f"{refusal}. Omit the field", code=UNSUPPORTED_CODE)
@@ -263,6 +248,19 @@ class RunningRequest:
             started.set()
 
     async def _generate(self, choice: Choice, started: asyncio.Event, per_step: bool) -> None:
+        sequence = choice.sequence
+        if choice.prompt_logprobs is not None and choice.is_first:
+            num_top_tokens = sequence.num_top_tokens or 0
+            entries = await self._engine.score_prompt(sequence.prompt, num_top_tokens)
+            choice.prompt_logprobs += entries
+        if sequence.max_new_tokens > 0:
+            await self._stream_parts(choice, started, per_step)
+        else:
+            choice.finish_reason = "length"
+        self._queue.put_nowait((choice, None))
+
+    async def _stream_parts(self, choice: Choice, started: asyncio.Event, per_step: bool) -> None:
+        """Queue the parts of one answer as they are generated, and set its `finish_reason`."""
         sequence, decoder = choice.sequence, choice.decoder
         stream = self._engine.stream(sequence, per_step=per_step or bool(decoder.stop_strings))
         last_token: int | None = None
@@ -277,12 +275,10 @@ class RunningRequest:
         self._queue_parts(choice, decoder.finish())
         is_guide_complete = sequence.guide is not None and sequence.guide.is_complete
         has_ended = decoder.is_stopped or is_guide_complete or last_token in sequence.end_tokens
-        if not has_ended or choice.is_prompt_only:
+        choice.finish_reason = "tool_calls" if decoder.num_calls else "stop"
+        if not has_ended:
             choice.finish_reason = "length"
-        else:
-            choice.finish_reason = "tool_calls" if decoder.num_calls else "stop"
-        self._queue.put_nowait((choice, None))
 
     def _queue_parts(self, choice: Choice, parts: list[AnswerPart]) -> None:
-        for part in () if choice.is_prompt_only else parts:
+        for part in parts:
             self._queue.put_nowait((choice, part))

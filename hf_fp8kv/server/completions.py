@@ -1,5 +1,6 @@
 """Responses to chats and completions, as one object or streamed, with a choice for each answer."""
 
+import asyncio
 import json
 import time
 import uuid
@@ -9,17 +10,15 @@ from typing import Any, NamedTuple
 
 from .choices import Choice
 from .errors import APIError
-from .jobs import JobPool
 from .sampling import TokenLogprob
-from .schemas import ChatRequest, CompletionRequest
+from .schemas import ChatBody, CompletionBody
 from .text import AnswerPart
-from .token_texts import TextPlace, TokenTexts, is_complete
+from .token_texts import TokenTexts
 
 # Parts of answers, each with its choice. None is the end of an answer.
 ChoiceParts = Sequence[tuple[Choice, AnswerPart | None]]
 # A token, whether it is the first token of its text, and the index of its first character.
 _PlacedEntry = tuple[TokenLogprob, bool, int]
-_Span = tuple[int, int]
 DONE_EVENT = "data: [DONE]\n\n"
 
 
@@ -29,38 +28,32 @@ def format_event(event: dict[str, Any]) -> str:
 
 
 class Echo(NamedTuple):
-    """A prompt before its answer. `spans` are the tokens' spans in a text that was tokenized."""
+    """A prompt before its answer, and the index of each token's first character."""
 
     text: str
-    spans: list[_Span] | None = None
+    offsets: list[int]
 
 
 class CompletionWriter:
     """Writes the response to one request. `name` is the model's name as the client sent it."""
 
     def __init__(
-        self,
-        request: ChatRequest | CompletionRequest,
-        name: str,
-        choices: list[Choice],
-        texts: TokenTexts,
-        pool: JobPool,
+        self, body: ChatBody | CompletionBody, name: str, choices: list[Choice], texts: TokenTexts
     ) -> None:
-        self._request, self._choices, self._texts, self._pool = request, choices, texts, pool
-        self._is_chat = isinstance(request, ChatRequest)
+        self._body, self._choices, self._texts = body, choices, texts
+        self._is_chat = isinstance(body, ChatBody)
         id_prefix, object_type, self._content_key = "cmpl", "text_completion", "text"
         if self._is_chat:
             id_prefix = "chatcmpl"
-            object_type = "chat.completion" + (".chunk" if request.stream else "")
-            self._content_key = "delta" if request.stream else "message"
+            object_type = "chat.completion" + (".chunk" if body.stream else "")
+            self._content_key = "delta" if body.stream else "message"
         self._common_fields: dict[str, Any] = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}", "object": object_type,
             "created": int(time.time()), "model": name,
         }  # fmt: skip
-        self._sends_usage_last = bool(request.stream_options.include_usage)
+        self._sends_usage_last = bool(body.stream_options.include_usage)
         self._call_prefix = f"call_{uuid.uuid4().hex}"
-        num_top_tokens, _ = request.num_logprobs
-        self._has_logprobs = num_top_tokens is not None
+        self._has_logprobs = body.num_top_tokens is not None
         self._logprob_writers = [_LogprobWriter(x, texts) for x in choices]
         self._num_calls = Counter[int]()  # number of written calls, by index of the choice
 
@@ -69,22 +62,17 @@ class CompletionWriter:
         choices = [self._make_choice(choice) for choice in self._choices]
         for choice, part in parts:
             _merge_fields(choices[choice.index], self._format_part(choice, part))
-        response = {**self._common_fields, "choices": choices, "usage": count_usage(self._choices)}
-        if self._request.prompt_logprobs is not None:
-            targets = [response] if self._is_chat else choices
-            for writer, target in zip(self._logprob_writers, targets, strict=False):
-                target["prompt_logprobs"] = writer.format_prompt()
-        return response
+        return {**self._common_fields, "choices": choices, "usage": count_usage(self._choices)}
 
     async def stream(self, part_groups: AsyncIterator[ChoiceParts]) -> AsyncIterator[str]:
         """Yield the events of the response, for parts in groups that arrive together."""
         if self._is_chat:
             yield "".join(self._format_choices(self._make_choice(x)) for x in self._choices)
         async for parts in part_groups:
-            if self._has_logprobs and self._request.echo:
+            if self._has_logprobs and self._body.echo:
                 # The first part has the prompt's log-probabilities. Formatting them here would
                 # delay other clients.
-                yield await self._pool.run(self._format_parts, parts)
+                yield await asyncio.to_thread(self._format_parts, parts)
             else:
                 yield self._format_parts(parts)
         if self._sends_usage_last:
@@ -114,7 +102,8 @@ class CompletionWriter:
         fields: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason}
         echo = None if choice.index in self._num_calls else self._get_echo(choice)
         if self._has_logprobs:
-            num_tokens, writer = (part or choice).num_tokens, self._logprob_writers[choice.index]
+            num_tokens = part.num_tokens if part else choice.decoder.num_kept_tokens
+            writer = self._logprob_writers[choice.index]
             fields["logprobs"] = writer.take_logprobs(num_tokens, echo, is_chat=self._is_chat)
         if self._is_chat:
             fields[self._content_key] = self._format_message(choice, part)
@@ -130,21 +119,19 @@ class CompletionWriter:
             key = "reasoning_content" if part.reasoning else "content"
             return {key: part.reasoning or part.text}
         (name, arguments), call_index = part.call, self._num_calls[choice.index]
-        index_field = {"index": call_index} if self._request.stream else {}
+        index_field = {"index": call_index} if self._body.stream else {}
         call = {"id": f"{self._call_prefix}_{choice.index}_{call_index}", "type": "function"}
         function = {"name": name, "arguments": arguments}
         return {"tool_calls": [{**index_field, **call, "function": function}]}
 
     def _get_echo(self, choice: Choice) -> Echo | None:
-        if not self._request.echo:
+        if not isinstance(self._body, CompletionBody) or not self._body.echo:
             return None
-        assert isinstance(self._request, CompletionRequest)
-        prompt = self._request.prompts[choice.index // self._request.n]
-        if not isinstance(prompt, str):
-            return Echo(self._texts.decode(prompt))
+        prompt = self._body.prompts[choice.index // self._body.n]
+        text = prompt if isinstance(prompt, str) else self._texts.decode(prompt)
         if not self._has_logprobs:
-            return Echo(prompt)
-        return Echo(prompt, self._texts.find_spans(prompt, self._request.add_special_tokens))
+            return Echo(text, [])
+        return Echo(text, self._texts.find_offsets(prompt, self._body.add_special_tokens))
 
     def format_error(self, error: APIError) -> str:
         """Return the events that report an error in a stream."""
@@ -164,7 +151,7 @@ def _merge_fields(merged: dict[str, Any], fields: dict[str, Any]) -> None:
 
 def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the token counts of the choices. A prompt with several answers counts once."""
-    num_new_tokens = sum(choice.num_tokens for choice in choices)
+    num_new_tokens = sum(choice.decoder.num_tokens for choice in choices)
     sequences = [choice.sequence for choice in choices if choice.is_first]
     num_prompt_tokens = sum(len(sequence.prompt) for sequence in sequences)
     num_cached_tokens = sum(sequence.num_cached_tokens for sequence in sequences)
@@ -177,13 +164,13 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class _LogprobWriter:
-    """Writes log-probabilities of an answer in OpenAI's formats, and of its prompt in vLLM's."""
+    """Writes the log-probabilities of an answer, and of its prompt, in OpenAI's formats."""
 
     def __init__(self, choice: Choice, texts: TokenTexts) -> None:
         self._sequence, self._decoder, self._texts = choice.sequence, choice.decoder, texts
+        self._prompt_logprobs = choice.prompt_logprobs  # filled in while the request runs
         self._num_sent = 0  # number of the answer's tokens whose log-probabilities were returned
         self._start = 0  # number of characters before the answer
-        self._place = TextPlace()
 
     def take_logprobs(self, num_tokens: int, echo: Echo | None, *, is_chat: bool) -> dict[str, Any]:
         """Return the log-probabilities of the answer's first `num_tokens` tokens, each only once.
@@ -209,59 +196,21 @@ class _LogprobWriter:
 
     def _find_prompt(self, echo: Echo) -> list[_PlacedEntry]:
         """Return the entries of the prompt with their places in its text."""
-        entries, place = list[_PlacedEntry](), TextPlace()
-        spans: Sequence[_Span | None] = echo.spans or [None] * len(self._sequence.prompt)
-        for entry, span in zip(self._get_prompt_entries(), spans, strict=True):
-            is_first, old_offset = place.is_first, place.offset
-            # A token that the tokenizer adds has an empty span, and is not in the text.
-            is_in_text = span is None or span[0] < span[1]
-            data = self._texts.get_bytes(entry.token, is_first) if is_in_text else None
-            offset = place.advance(data)
-            if span is not None and is_in_text:  # the span may begin after a space
-                offset = min(span[0], old_offset)
-                place.set_offset(span[1])
-            entries.append((entry, is_first, offset))
-        self._start = self._place.offset = len(echo.text)
-        return entries
+        self._start = len(echo.text)
+        entries = zip(self._prompt_logprobs or (), echo.offsets, strict=True)
+        return [(entry, offset == 0, offset) for entry, offset in entries]
 
     def _find_next(self, entry: TokenLogprob) -> _PlacedEntry:
         """Return the next entry of the answer with its place in the text."""
-        place, index = self._place, self._num_sent
-        old_end, end = self._decoder.text_ends[index : index + 2]
-        is_first, self._num_sent = place.is_first, index + 1
-        data = self._get_bytes(entry.token, is_first)
-        offset = place.advance(data)
-        if data is not None and end > old_end:  # the text of all tokens up to this one is complete
-            place.set_offset(self._start + end)
-            if is_complete(data):
-                offset = place.offset - len(data.decode())
-        return entry, is_first, offset
+        old_end, end = self._decoder.text_ends[self._num_sent : self._num_sent + 2]
+        self._num_sent += 1
+        offset = self._texts.find_offset(entry.token, old_end, end)
+        return entry, old_end == 0, self._start + offset
 
     def _get_bytes(self, token: int, is_first: bool) -> bytes | None:
         """Return the bytes of a token of the answer, or None if the text omits the token."""
         omits = token in self._decoder.hidden_tokens or token in self._texts.special_tokens
         return None if omits else self._texts.get_bytes(token, is_first)
-
-    def format_prompt(self) -> list[Any]:
-        """Return the most likely tokens at each position of the prompt. The first entry is None."""
-        return [None, *map(self._rank_tokens, self._get_prompt_entries()[1:])]
-
-    def _rank_tokens(self, entry: TokenLogprob) -> dict[str, Any]:
-        missing = () if entry.token in dict(entry.top_tokens) else ((entry.token, entry.logprob),)
-        return {
-            str(token): {
-                "logprob": logprob,
-                "rank": entry.rank if token == entry.token else rank,
-                "decoded_token": self._texts.get_text(token, is_first=False),
-            }
-            for rank, (token, logprob) in enumerate([*entry.top_tokens, *missing], 1)
-        }
-
-    def _get_prompt_entries(self) -> list[TokenLogprob]:
-        """Return an entry for each token of the prompt. The first has no log-probability."""
-        prompt, logprobs = self._sequence.prompt, self._sequence.prompt_logprobs
-        first_entry = TokenLogprob(prompt[0], None, 0, ())
-        return [first_entry, *(logprobs[position] for position in range(1, len(prompt)))]
 
     def _map_top_tokens(self, entry: TokenLogprob, is_first: bool) -> dict[str, float | None]:
         """Return log-probabilities by text. Tokens with a text of another token have their id."""

@@ -34,6 +34,7 @@ class ServerConfig:
     # Seed of the requests that have no seed. With it, every run that receives the same requests in
     # the same order gives the same answers.
     seed: int | None = None
+    ignore_unknown_fields: bool = False  # whether to ignore fields that no path has
     enable_cors: bool = False  # whether web pages of other origins may read responses
 
     def __post_init__(self) -> None:

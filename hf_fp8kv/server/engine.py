@@ -1,13 +1,13 @@
 """The adapter to transformers' engine: submit a request, stream its tokens, cancel it.
 
-Only this file and scheduling.py use the engine. They use these private names of transformers:
-`ModelRunner._sample`, `Scheduler._process_candidates` and `Scheduler._schedule_request`.
+Only this file uses the engine. It replaces four attributes of transformers' objects:
+`ContinuousBatchingManager.logit_processor`, `ModelRunner._sample`, and two methods of
+`ContinuousBatchingIOs`, `prepare_batch_update` and `carry_over_tokens`.
 """
 
 import asyncio
 import dataclasses
 import logging
-import queue
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
@@ -18,19 +18,22 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..serving import Usage, read_usage
-from .errors import STOPPING_MESSAGE, APIError, make_field_error
+from .errors import APIError, make_field_error, make_stopping_error
 from .metrics import Metrics
-from .sampling import SEQUENCE_KEY, Sampler, Sequence, needs_prompt_logprobs
-from .scheduling import share_steps
+from .sampling import SEQUENCE_KEY, Sampler, Sequence, TokenLogprob, make_logprobs
 
 logger = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_SECONDS = 30.0
+STOP_TIMEOUT_SECONDS = 30.0
 # Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
 # minutes while a prompt is computed. Short steps read the weights more often, which costs little.
 _MAX_CPU_STEP_TOKENS = 256
+# Number of tokens of a prompt that are scored between two steps of the engine. Each token has a
+# logit for every token of the vocabulary.
+_SCORED_TOKENS = 256
 
 
 class Engine:
@@ -53,9 +56,7 @@ class Engine:
         self.model, self._metrics = model, metrics
         text_config = model.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size)
-        max_positions = getattr(text_config, "max_position_embeddings", None)
-        limits = [n for n in (max_positions, max_model_tokens) if isinstance(n, int) and n > 0]
-        self.max_model_tokens = min(limits, default=None)  # for a prompt and its answer
+        self._scoring = asyncio.Lock()  # one prompt is scored at a time
         self.num_prompt_tokens = self.num_new_tokens = 0  # since the start
         # Why the host cannot change or read the logits of a request. None means that it can.
         self.fixed_steps_reason: str | None = None
@@ -75,19 +76,13 @@ class Engine:
         ]
         manager.logit_processor = sampler = Sampler(processors, self.vocab_size)
         manager.on_processor = lambda processor: self._prepare_processor(processor, sampler)
-        manager.output_router.output_queue = _DiscardingQueue()
         self._manager: Any = manager  # None after `stop`
         self._status = manager.background_thread_status
-        self._hooks = [
-            model.register_forward_pre_hook(sampler.request_prompt_logits, with_kwargs=True),
-            model.register_forward_hook(sampler.record_prompt_logprobs, with_kwargs=True),
-        ]
         try:
             manager.warmup()  # allocates the pages
-            # Maximum number of tokens of one request that fit the pages.
-            self.max_stored_tokens: int = manager.batch_processor.cache.compute_max_request_tokens()
-            if self.max_stored_tokens < 2:
-                raise ValueError(f"pages for {self.max_stored_tokens} tokens of a request")
+            max_stored: int = manager.max_request_tokens
+            if max_stored < 2:
+                raise ValueError(f"pages for {max_stored} tokens of a request")
             manager.start()
         except BaseException as error:
             self.stop()
@@ -97,24 +92,22 @@ class Engine:
                 f"cannot start the engine for continuous batching: {error}. Change "
                 "--cb-num-blocks or --cb-max-batch-tokens"
             ) from error
+        max_positions = getattr(text_config, "max_position_embeddings", None)
+        # The last token of an answer is never stored.
+        limits = (max_stored + 1, max_positions, max_model_tokens)
+        # Maximum number of tokens of a prompt and its answer.
+        self.max_tokens = min(n for n in limits if isinstance(n, int) and n > 0)
 
-    def stop(self) -> bool:
+    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> bool:
         """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended."""
         manager, self._manager = self._manager, None
         if manager is None:
             return True
-        manager.stop(block=True, timeout=_STOP_TIMEOUT_SECONDS, hard_stop=True)
-        for hook in self._hooks:
-            hook.remove()
+        manager.stop(block=True, timeout=timeout, hard_stop=True)
         is_running: bool = manager.is_running()
         if is_running:
-            logger.error("the engine's thread did not end within %g s", _STOP_TIMEOUT_SECONDS)
+            logger.error("the engine's thread did not end within %g s", timeout)
         return not is_running
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens of one request that the pages and the model allow."""
-        return min(self.max_stored_tokens, self.max_model_tokens or self.max_stored_tokens)
 
     @property
     def failure(self) -> str | None:
@@ -146,10 +139,12 @@ class Engine:
         Raises:
             APIError: The engine does not accept the request, or cannot finish it.
         """
-        if not self.is_alive():
-            raise APIError(503, self.failure or STOPPING_MESSAGE, code="stopping")
+        self._require_alive()
         manager, request_id = self._manager, uuid.uuid4().hex
         num_yielded, is_finished = 0, False
+        late_outputs = manager.output_router.output_queue
+        while not late_outputs.empty():  # the clients of these requests have left
+            late_outputs.get_nowait()
         outputs: asyncio.Queue[Any] = asyncio.Queue()
         # The handler is registered before the request, because outputs without a handler are lost.
         manager.register_result_handler(request_id, outputs.put_nowait)
@@ -166,7 +161,7 @@ class Engine:
                 **{SEQUENCE_KEY: sequence},
             )
             if accepted_id is None:
-                raise APIError(503, self.failure or STOPPING_MESSAGE, code="stopping")
+                raise make_stopping_error(self.failure)
             self.num_prompt_tokens += len(sequence.prompt)
             while not is_finished:
                 output = await outputs.get()
@@ -184,6 +179,41 @@ class Engine:
             if not is_finished:
                 manager.output_router.result_handlers.pop(request_id, None)
                 manager.cancel_request(request_id)
+
+    def _require_alive(self) -> None:
+        if not self.is_alive():
+            raise make_stopping_error(self.failure)
+
+    async def score_prompt(self, prompt: list[int], num_top: int) -> list[TokenLogprob]:
+        """Return the log-probability of each token of a prompt, with `num_top` likely tokens.
+
+        The model runs over the prompt between steps of the engine, with a cache that stores keys
+        and values like the engine's pages. The first token has no log-probability.
+
+        Raises:
+            APIError: The engine does not run, or a logit is not a number.
+        """
+        entries = [TokenLogprob(prompt[0], None, ())]
+        async with self._scoring:
+            self._require_alive()
+            cache = self._manager.make_cache()
+            for start in range(0, len(prompt) - 1, _SCORED_TOKENS):
+                tokens = prompt[start : start + _SCORED_TOKENS + 1]
+                entries += await asyncio.to_thread(self._score_tokens, cache, tokens, num_top)
+        return entries
+
+    @torch.no_grad()
+    def _score_tokens(
+        self, cache: FP8PagedCache, tokens: list[int], num_top: int
+    ) -> list[TokenLogprob]:
+        """Return the log-probabilities of the tokens after the first, which follow the cache."""
+        self._require_alive()
+        with self._manager.pause():
+            ids = torch.tensor([tokens[:-1]], device=self.model.device)
+            logits = self.model(ids, past_key_values=cache, use_cache=True).logits[0]
+            if logits.isnan().any():
+                raise _make_overflow_error(cache.get_seq_length())
+            return make_logprobs(logits, tokens[1:], num_top)
 
     # -- methods called in the engine's thread ---------------------------------------------------
 
@@ -215,20 +245,7 @@ class Engine:
                 input_ids.remainder_(vocab_size)
 
             buffers.carry_over_tokens = carry_over_tokens
-        share_steps(processor.scheduler)
-        stock_search = processor.cache.search_prefix_match
-
-        def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
-            state = processor.scheduler.waiting_requests[request_id]
-            if needs_prompt_logprobs(state):
-                return 0  # tokens of a reused prefix are not computed, so they have no logits
-            num_cached = int(stock_search(request_id, prompt_ids))
-            sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
-            if sequence.last_token_at is None:  # otherwise the request is resumed
-                sequence.num_cached_tokens = num_cached
-            return num_cached
-
-        processor.cache.search_prefix_match = search_prefix_match
+        processor.cache.on_prefix_match = _record_prefix
 
     def _record_tokens(
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
@@ -282,17 +299,27 @@ def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
         if guide is not None and token not in sequence.end_tokens:
             guide.accept(token)
         return
-    if guide is not None and (rules.bad_words or rules.min_tokens):
-        message = "bad_words or min_tokens remove every token that may follow"
-        raise make_field_error(guide.field, message)
-    position, other_cause = len(sequence.prompt) + len(sequence.answer), ""
+    if guide is not None and rules.min_tokens:
+        raise make_field_error(guide.field, "min_tokens removes every token that may follow")
+    position = len(sequence.prompt) + len(sequence.answer)
     if guide is not None or rules:
-        other_cause = "logit_bias, bad_words, min_tokens and the answer's format leave none, or "
-    raise APIError(
+        raise _make_overflow_error(position, "logit_bias or the answer's format leaves none, or ")
+    raise _make_overflow_error(position)
+
+
+def _make_overflow_error(position: int, other_cause: str = "") -> APIError:
+    return APIError(
         500,
         f"no logit of token {position} is finite: {other_cause}the model overflows on this "
         "prompt, or with these weights and dtype",
     )
+
+
+def _record_prefix(state: Any, num_tokens: int) -> None:
+    """Record how many tokens of a request's prompt are in the pages, unless it is resumed."""
+    sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
+    if sequence.last_token_at is None:
+        sequence.num_cached_tokens = num_tokens
 
 
 def explain_fixed_steps(processor: Any) -> str | None:
@@ -302,10 +329,3 @@ def explain_fixed_steps(processor: Any) -> str | None:
     if getattr(processor.model_runner, "pad_inputs", False):
         return "CUDA graphs and compiled steps cannot change with a request"
     return None
-
-
-class _DiscardingQueue(queue.SimpleQueue[Any]):
-    """A queue that discards the outputs of requests whose clients have left."""
-
-    def put(self, *_: Any, **__: Any) -> None:
-        """Discard an output, instead of storing it forever."""

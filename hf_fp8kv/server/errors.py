@@ -5,7 +5,6 @@ from typing import Any
 
 from starlette.responses import Response
 
-STOPPING_MESSAGE = "the server is stopping"
 INTERNAL_MESSAGE = "internal error. See the log of the server"
 UNSUPPORTED_CODE = "unsupported_parameter"
 RETRY_HEADER = {"retry-after": "5"}
@@ -61,7 +60,7 @@ def make_busy_error(expected: str, code: str = "too_many_requests") -> APIError:
     return APIError(429, message, code=code, headers=RETRY_HEADER)
 
 
-def make_stopping_error() -> APIError:
+def make_stopping_error(reason: str | None = None) -> APIError:
     """Return the error (status 503) for a request that comes too late, or takes too long."""
     headers = {**RETRY_HEADER, "connection": "close"}
-    return APIError(503, STOPPING_MESSAGE, code="stopping", headers=headers)
+    return APIError(503, reason or "the server is stopping", code="stopping", headers=headers)

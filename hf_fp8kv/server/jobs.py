@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from .errors import make_busy_error
+from .errors import make_busy_error, make_stopping_error
 
 _T = TypeVar("_T")
 MAX_WAITING_JOBS = 16  # of a pool for jobs that may take seconds
@@ -34,7 +34,7 @@ class JobPool:
         """Return the result of a function that runs in a thread.
 
         Raises:
-            APIError: Too many jobs wait for a thread.
+            APIError: Too many jobs wait for a thread, or the pool is closed.
         """
         if self._free_threads.locked() and self._num_waiting >= self._max_waiting:
             raise make_busy_error(f"at most {self._max_waiting} waiting long prompts or grammars")
@@ -43,8 +43,12 @@ class JobPool:
             await self._free_threads.acquire()
         finally:
             self._num_waiting -= 1
+        try:
+            job = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        except RuntimeError:  # the pool is closed
+            self._free_threads.release()
+            raise make_stopping_error() from None
         self.num_running += 1
-        job = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         job.add_done_callback(self._finish)
         return await asyncio.shield(job)
 

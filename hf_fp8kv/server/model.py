@@ -9,7 +9,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError
 from .errors import UNSUPPORTED_CODE, APIError, make_field_error
-from .schemas import Request
+from .schemas import AnyBody, CompletionBody
 
 # A token for an unknown word or dropped spaces may stand for more characters than its text has.
 _MIN_LENGTH_BOUND = 128  # characters
@@ -89,35 +89,38 @@ class ServedModel:
         """Return the model's entry in OpenAI's list of models."""
         return {"id": name or self.short_name, "object": "model", "created": 0, "owned_by": ""}
 
-    def check_template_fields(self, request: Request) -> None:
+    def check_template_fields(self, body: AnyBody) -> None:
         """Raise APIError for tools that the template omits, or arguments that the server sets."""
-        if request.tools and not self._template_shows_tools:
+        if isinstance(body, CompletionBody):
+            return
+        if body.tools and not self._template_shows_tools:
             raise make_field_error(
                 "tools",
                 "expected none, because this model's chat template does not show tools to it. "
                 "Omit them, or serve a model that was trained to call tools",
                 UNSUPPORTED_CODE,
             )
-        for name in request.chat_template_kwargs.keys() & self._reserved_arguments:
+        for name in body.chat_template_kwargs.keys() & self._reserved_arguments:
             message = "the server sets this field. Omit it"
             raise make_field_error(f"chat_template_kwargs.{name}", message)
 
-    def make_prompts(self, request: Request) -> list[list[int]]:
+    def make_prompts(self, body: AnyBody) -> list[list[int]]:
         """Return the tokens of each prompt of a request.
 
         Raises:
             APIError: The chat template rejects the messages.
         """
-        if request.prompts:
-            options = {"add_special_tokens": request.add_special_tokens}
+        if isinstance(body, CompletionBody):
+            options = {"add_special_tokens": body.add_special_tokens}
             return [
                 list(self.tokenizer(prompt, **options)["input_ids"])
                 if isinstance(prompt, str)
                 else prompt
-                for prompt in request.prompts
+                for prompt in body.prompts
             ]
+        arguments = {**body.chat_template_kwargs, "tools": body.template_tools}
         try:
-            inputs = self._render(request.chat_messages, **request.template_arguments)
+            inputs = self._render(body.chat_messages, **arguments)
         except Exception as error:  # a template is a program, which may reject anything
             reason = f"{type(error).__name__}: {error}"
             raise APIError(400, f"cannot make a prompt from the messages: {reason:.300}") from error

@@ -9,7 +9,7 @@ from typing import Any
 from .choices import Choice
 from .completions import ChoiceParts, count_usage, format_event
 from .errors import APIError
-from .schemas import ResponseRequest
+from .schemas import ResponseBody
 from .text import AnswerPart
 
 # For each type of item with text: the prefix of its id, its fields, and its initial content.
@@ -24,7 +24,7 @@ _TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 class ResponseWriter:
     """Writes the response to one request. `name` is the model's name as the client sent it."""
 
-    def __init__(self, request: ResponseRequest, name: str, choice: Choice) -> None:
+    def __init__(self, body: ResponseBody, name: str, choice: Choice) -> None:
         self._choice = choice
         self._id, self._sequence_numbers = uuid.uuid4().hex, itertools.count()
         self._common_fields = {
@@ -34,7 +34,7 @@ class ResponseWriter:
             "model": name,
             "tools": [],
             "tool_choice": "auto",
-            "parallel_tool_calls": bool(request.parallel_tool_calls),
+            "parallel_tool_calls": bool(body.parallel_tool_calls),
         }
         self._items: list[dict[str, Any]] = []
         self._open_type: str | None = None  # type of the last item, while text is added to it

@@ -20,6 +20,7 @@ from ..errors import ConfigError, EngineError
 from ..prefix.store import flush_stores
 from .app import Application
 from .connections import compute_backlog_size, compute_max_connections, make_connection_class
+from .engine import STOP_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
         engine = app.engine
         server = _Server(app, lambda: on_ready(_format_url(sock)))
+        stack.callback(lambda: app.stop(server.count_seconds_left()))
         server.run(sockets=[sock])  # stops `app` at its end
         assert engine is not None
         failure = engine.failure or server.failure
@@ -172,6 +174,11 @@ class _Server(uvicorn.Server):
             logger.warning("stopping: ending %d requests", len(unfinished))
             self._app.fail_requests()
         return is_overdue or not unfinished
+
+    def count_seconds_left(self) -> float:
+        """Return for how many seconds the process may wait for a step, so that it ends in time."""
+        seconds_left = self._deadline + _SEND_SECONDS + 1 - time.monotonic()
+        return min(max(seconds_left, 1.0), STOP_TIMEOUT_SECONDS)
 
     async def _log_metrics(self) -> None:
         """Log a line in each interval in which requests run or finish."""

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ class TokenLogprob(NamedTuple):
 
     token: int
     logprob: float | None  # None for the first token of a prompt
-    rank: int  # 1 for the most likely token
     top_tokens: tuple[tuple[int, float], ...]  # tokens and their logprobs, the most likely first
 
 
@@ -40,8 +38,7 @@ class TokenLogprob(NamedTuple):
 class TokenRules:
     """Changes of one request's logits that depend on its tokens. The defaults change nothing.
 
-    `bad_words` are sequences of tokens that must not occur in the answer. The answer must not end
-    before it has `min_tokens` tokens.
+    The answer must not end before it has `min_tokens` tokens.
     """
 
     repetition_penalty: float = 1.0  # for tokens of prompt and answer (Keskar et al. 2019)
@@ -49,7 +46,6 @@ class TokenRules:
     frequency_penalty: float = 0.0  # as `presence_penalty`, for each occurrence of a token
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __bool__(self) -> bool:
         return self != _NO_RULES
@@ -62,10 +58,8 @@ class TokenRules:
                 tensors["bias_tokens"] = _make_index(self.logit_bias, scores)
                 tensors["bias"] = torch.tensor([*self.logit_bias.values()], device=scores.device)
             scores[tensors["bias_tokens"]] += tensors["bias"]
-        blocked = {word[-1] for word in self.bad_words if _ends_with(answer, word[:-1])}
         if len(answer) < self.min_tokens:
-            blocked |= {token for token in sequence.end_tokens if token < len(scores)}
-        if blocked:
+            blocked = [token for token in sequence.end_tokens if token < len(scores)]
             scores[_make_index(blocked, scores)] = -math.inf
         if self.repetition_penalty != 1:
             if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
@@ -88,10 +82,6 @@ def _make_index(tokens: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
     return torch.tensor([*tokens], dtype=torch.int64, device=scores.device)
 
 
-def _ends_with(tokens: list[int], end: tuple[int, ...]) -> bool:
-    return not end or tokens[-len(end) :] == list(end)
-
-
 @dataclass(eq=False)
 class Sequence:
     """One request of the engine: a prompt, its answer, and how the next token is chosen.
@@ -111,11 +101,9 @@ class Sequence:
     rules: TokenRules = _NO_RULES
     guide: Guide | None = None
     num_top_tokens: int | None = None  # length of each `top_tokens`. None means no logprobs
-    num_prompt_top_tokens: int | None = None  # as `num_top_tokens`, for the tokens of the prompt
     cache_salt: str | None = None  # only requests with the same salt share pages
     answer: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, from 1
     num_cached_tokens: int = 0  # number of the prompt's tokens that were in the pages
     submitted_at: float = 0.0  # time of `time.perf_counter`, like the engine's times
     last_token_at: float | None = None
@@ -132,15 +120,13 @@ _WARMUP_SEQUENCE = Sequence([], 1)  # of all requests in the engine's warmup
 def make_logprobs(logits: torch.Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
     """Return the log-probabilities of N tokens, each with `num_top` top tokens, for `[N, V]`."""
     logprobs = logits.float().log_softmax(-1).clamp_(min=_MIN_LOGPROB)
-    index = _make_index(tokens, logits)
-    token_logprobs = logprobs.gather(1, index[:, None])
-    ranks = (logprobs > token_logprobs).sum(-1) + 1
+    token_logprobs = logprobs.gather(1, _make_index(tokens, logits)[:, None])[:, 0]
     top_values, top_indices = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    columns = (token_logprobs[:, 0], ranks, top_indices, top_values)
+    columns = (token_logprobs, top_indices, top_values)
     rows = zip(tokens, *(column.tolist() for column in columns), strict=True)
     return [
-        TokenLogprob(token, logprob, rank, tuple(zip(indices, values, strict=True)))
-        for token, logprob, rank, indices, values in rows
+        TokenLogprob(token, logprob, tuple(zip(indices, values, strict=True)))
+        for token, logprob, indices, values in rows
     ]
 
 
@@ -160,7 +146,6 @@ class Sampler:
         self._processors, self._vocab_size = list(processors), vocab_size
         self._sequences: list[Sequence] = []
         self._logits: dict[int, torch.Tensor] = {}  # by row, for log-probabilities
-        self._spans: list[_Span] = []
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Do nothing, because a Sequence is already validated."""
@@ -173,7 +158,6 @@ class Sampler:
         self, requests_in_batch: list[Any], arg_storage: torch.Tensor
     ) -> torch.Tensor:
         """Fill in the arguments `[5, >= B]` of a step's rows, and store their sequences."""
-        self._spans = _find_spans(requests_in_batch)
         states = [request.state for request in requests_in_batch if request.has_new_token]
         arguments = [state.logit_processor_kwargs for state in states]
         self._sequences = [x.get(SEQUENCE_KEY, _WARMUP_SEQUENCE) for x in arguments]
@@ -213,74 +197,6 @@ class Sampler:
         if logits is not None:
             sequence = self._sequences[row]
             sequence.logprobs += make_logprobs(logits[None], [token], sequence.num_top_tokens or 0)
-
-    # -- log-probabilities of prompts ------------------------------------------------------------
-
-    def request_prompt_logits(
-        self, model: Any, args: tuple[Any, ...], batch: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make a model compute logits for the spans of a step: a forward pre-hook with keywords.
-
-        The engine requests only the logits of a prompt's last token.
-        """
-        if not self._spans or "logits_to_keep" not in batch:
-            return None
-        rows_to_keep = torch.cat([batch["logits_to_keep"], self._get_span_rows(batch)])
-        return args, {**batch, "logits_to_keep": rows_to_keep}
-
-    def record_prompt_logprobs(
-        self, model: Any, args: tuple[Any, ...], batch: dict[str, Any], output: Any
-    ) -> Any:
-        """Record the spans' log-probabilities, and return the engine's logits: a forward hook."""
-        if not self._spans:
-            return None
-        logits, num_rows = output.logits, len(batch["logits_indices"])
-        if "logits_to_keep" in batch:
-            logits, prompt_logits = logits[:, :num_rows], logits[0, num_rows:]
-        else:
-            prompt_logits = logits[0, self._get_span_rows(batch)]
-        for span in self._spans:
-            tokens, num_top = span.tokens, span.sequence.num_prompt_top_tokens or 0
-            logprobs = make_logprobs(prompt_logits[: len(tokens)], tokens, num_top)
-            prompt_logits = prompt_logits[len(tokens) :]
-            span.sequence.prompt_logprobs.update(enumerate(logprobs, span.position))
-        return SimpleNamespace(logits=logits)
-
-    def _get_span_rows(self, batch: dict[str, Any]) -> torch.Tensor:
-        rows = [span.first_row + i for span in self._spans for i in range(len(span.tokens))]
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").to(batch["logits_indices"])
-
-
-class _Span(NamedTuple):
-    """Consecutive tokens of a step, all of one prompt, that predict tokens of the prompt."""
-
-    sequence: Sequence
-    first_row: int  # row of the span's first token in the step
-    position: int  # position of the first predicted token in the prompt
-    tokens: list[int]  # the predicted tokens
-
-
-def needs_prompt_logprobs(state: Any) -> bool:
-    """Return whether a request of the engine needs the log-probabilities of its prompt."""
-    sequence = state.logit_processor_kwargs.get(SEQUENCE_KEY)
-    return sequence is not None and sequence.num_prompt_top_tokens is not None
-
-
-def _find_spans(requests: Iterable[Any]) -> list[_Span]:
-    """Return the spans of a step, for the prompts whose log-probabilities are needed.
-
-    The requests' `position_offset` already includes the tokens of the step.
-    """
-    spans, first_row = [], 0
-    for request in requests:
-        num_tokens = request.query_length
-        if needs_prompt_logprobs(request.state):
-            sequence = request.state.logit_processor_kwargs[SEQUENCE_KEY]
-            position = request.state.position_offset - num_tokens + 1
-            if tokens := sequence.prompt[position : position + num_tokens]:
-                spans.append(_Span(sequence, first_row, position, tokens))
-        first_row += num_tokens
-    return spans
 
 
 def _encode_arguments(rows: list[tuple[float, float, float, int, int]]) -> torch.Tensor:

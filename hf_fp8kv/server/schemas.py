@@ -1,4 +1,4 @@
-"""Requests of each path: their fields, and errors that name the expected values.
+"""The bodies of requests to each path: their fields, and errors that name the expected values.
 
 Fields that the server would have to ignore (beams, images for a text model, ...) are rejected,
 because ignoring a field would silently change the meaning of the request.
@@ -6,6 +6,7 @@ because ignoring a field would silently change the meaning of the request.
 
 import itertools
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
@@ -27,37 +28,53 @@ from pydantic_core import from_json
 
 from .errors import UNSUPPORTED_CODE, APIError, make_field_error
 
+logger = logging.getLogger(__name__)
+
 MAX_CHOICES = 1024  # answers to all prompts of one request
 MAX_REGEX_LENGTH = 8_192  # characters of a regular expression
 _MAX_FIELD_VALUES = 16_384  # values in all lists and objects of a field
 _MAX_CONFIG_LENGTH = 16_384  # characters of a generation_config
 _MAX_ERROR_LENGTH = 60  # characters of an invalid value in an error
 
-# Fields of other servers, with the values that agree with this server's behavior. All other fields
-# that a request does not declare are unknown.
+# Fields of other servers, with the values that agree with this server's behavior. The fields of a
+# body take precedence.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
         "return_token_ids", "return_tokens_as_token_ids", "details", "return_hidden_states",
-        "background",
+        "background", "echo", "add_special_tokens",
     ), (False,)),
     **dict.fromkeys((
         "skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt",
         "include_reasoning", "separate_reasoning", "stream_reasoning", "cache_prompt",
+        "_from_model_config",
     ), (True,)),
     **dict.fromkeys((
         "priority", "min_length", "no_repeat_ngram_size", "mirostat", "dry_multiplier",
-        "xtc_probability", "top_n_tokens",
+        "xtc_probability", "top_n_tokens", "top_logprobs", "min_new_tokens",
     ), (0,)),
-    **dict.fromkeys(("length_penalty", "typical_p", "repeat_penalty", "num_beams"), (1,)),
+    **dict.fromkeys((
+        "length_penalty", "typical_p", "repeat_penalty", "num_beams", "n", "num_return_sequences",
+        "repetition_penalty",
+    ), (1,)),
     "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
     "modalities": (["text"],),
     "include": ([],),
     "reasoning": ({},),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
+}  # fmt: skip
+# Fields that this server refuses, and their replacements.
+_REPLACEMENTS = {
+    "prompt_logprobs": "echo and logprobs of /v1/completions",
+    "bad_words": "logit_bias for single tokens, or structured_outputs.regex",
+    **dict.fromkeys((
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
+    ), "structured_outputs"),
+    **dict.fromkeys(("reasoning_effort", "thinking"), "chat_template_kwargs"),
+    **dict.fromkeys(("previous_response_id", "conversation"), "all items of the conversation"),
+    "functions": "tools",
+    "function_call": "tool_choice",
 }  # fmt: skip
 
 
@@ -112,7 +129,12 @@ _TokenString = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _ShortText = Annotated[str, Field(max_length=512)]
 _TextMap = Annotated[dict[Annotated[str, Field(max_length=64)], _ShortText], Field(max_length=16)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-_BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+# OpenAI allows 4 stop strings, which are too few for some tasks of lm_eval.
+_Stops = Annotated[
+    list[_Stop],
+    Field(max_length=16),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
 _Prompt = Annotated[str, Field(min_length=1)]
 # Millions of tokens fit into a body, so validation stops at the first error.
 _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
@@ -139,11 +161,6 @@ def _nest_in(value: Any, name: str) -> Any:
 
 class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    # Fields that have no effect, with their only valid values. A field without values is refused.
-    allowed_values: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    def check(self) -> None:
-        """Raise APIError for fields that contradict each other. Remove fields without effect."""
 
 
 Model = TypeVar("Model", bound=_StrictModel)
@@ -152,12 +169,6 @@ Model = TypeVar("Model", bound=_StrictModel)
 class Settings(_StrictModel):
     """The settings in a request's `generation_config`, which replace the model's settings."""
 
-    allowed_values: ClassVar = {
-        "_from_model_config": (True,),
-        **dict.fromkeys(("length_penalty", "num_beams", "num_return_sequences"), (1,)),
-        **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), (0,)),
-        "repetition_penalty": (1,),
-    }
     _UNUSED_FIELDS: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
@@ -246,7 +257,7 @@ class Message(_OpenModel):
 
 
 class FunctionCall(_OpenModel):
-    """A call of a tool in the input of a ResponseRequest."""
+    """A call of a tool in the input of a ResponseBody."""
 
     call_id: str
     name: str
@@ -254,7 +265,7 @@ class FunctionCall(_OpenModel):
 
 
 class FunctionOutput(_OpenModel):
-    """The output of a tool in the input of a ResponseRequest."""
+    """The output of a tool in the input of a ResponseBody."""
 
     call_id: str
     output: str
@@ -265,7 +276,7 @@ class _ReasoningText(_OpenModel):
 
 
 class Reasoning(_OpenModel):
-    """Reasoning of the model in the input of a ResponseRequest."""
+    """Reasoning of the model in the input of a ResponseBody."""
 
     content: list[_ReasoningText] | None = None
 
@@ -285,7 +296,6 @@ InputItem = Annotated[
     | Annotated[Reasoning, Tag("reasoning")],
     Discriminator(_get_item_type, custom_error_type="item", custom_error_message=_ITEM_TYPES),
 ]
-_Messages = Annotated[list[Message], Field(min_length=1)]
 
 
 def _wrap_input(value: Any) -> Any:
@@ -293,9 +303,6 @@ def _wrap_input(value: Any) -> Any:
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     return [value] if isinstance(value, dict) else value
-
-
-_Input = Annotated[list[InputItem], Field(min_length=1), BeforeValidator(_wrap_input)]
 
 
 class JSONSchema(_StrictModel):
@@ -350,45 +357,18 @@ class _StreamOptions(_StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class Request(_StrictModel):
-    """A request to generate. Validation ignores fields that are null."""
+class Body(_StrictModel):
+    """The fields that all paths have. Validation ignores fields that are null."""
 
-    _characters: int = 0  # characters in all texts of the request
-
-    # The prompt, and the length of the answer.
     model: str | None = None
-    prompt: _AnyPrompt | None = None
-    messages: _Messages = []
-    add_special_tokens: bool = True
-    input: _Input = []
-    instructions: str | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, str | bool | int | float | None], Field(max_length=64)
-    ] = {}
-    echo: bool = False
-    n: _ChoiceCount = 1
-    best_of: _ChoiceCount | None = None
-    max_tokens: _Token | None = None
-    max_completion_tokens: _Count | None = None
-    max_output_tokens: _Count | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    # The length and the format of the answer.
     min_tokens: _Token = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[_Token], Field(max_length=128)] = []
-    # OpenAI allows 4 stop strings, which are too few for some tasks of lm_eval.
-    stop: Annotated[
-        list[_Stop],
-        Field(max_length=16),
-        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
-    ] = []
-    # The format of the answer.
-    tools: list[Tool] = []
-    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: _Count | None = None
-    response_format: Format | None = None
-    text: _TextOptions = _TextOptions()
     structured_outputs: StructuredOutputs | None = None
-    # How tokens are chosen, and which log-probabilities are reported.
+    # How tokens are chosen.
     generation_config: Annotated[Settings | None, BeforeValidator(Settings.parse)] = None
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
@@ -400,12 +380,6 @@ class Request(_StrictModel):
     frequency_penalty: _Penalty = 0.0
     # The number is limited because each bias slows the steps of all requests.
     logit_bias: Annotated[dict[_TokenString, _Bias], Field(max_length=1024)] = {}
-    bad_words: Annotated[list[_BadWord], Field(max_length=128)] = []
-    logprobs: bool | _TopCount | None = None
-    top_logprobs: _TopCount = 0
-    prompt_logprobs: _TopCount | None = None
-    stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
     # Fields that do not change answers.
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     user: _ShortText | None = None
@@ -417,48 +391,47 @@ class Request(_StrictModel):
     metadata: _TextMap | None = None
     store: bool | None = None
 
-    def check(self) -> None:
+    @property
+    def token_limit(self) -> tuple[str | None, int | None]:
+        """The name of the field that limits new tokens, and the limit. None means no limit."""
+        for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+            if getattr(self, name, None) is not None:
+                return name, getattr(self, name)
+        return None, None
+
+
+class ToolBody(Body):
+    """The fields that chats and responses have: a chat template, and tools."""
+
+    chat_template_kwargs: Annotated[
+        dict[str, str | bool | int | float | None], Field(max_length=64)
+    ] = {}
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
         """Check the tools, and remove them if the request forbids calls."""
         choice = self.tool_choice
         if choice == "none":
             self.tools = []
         names = [tool.function.name for tool in self.tools]
-        if isinstance(choice, Tool) and (name := choice.function.name) not in names:
-            raise make_value_error("tool_choice", f"one of the tools {', '.join(names)}", name)
+        if isinstance(choice, Tool) and choice.function.name not in names:
+            expected = f"one of the tools {', '.join(names)}"
+            raise make_value_error("tool_choice", expected, choice.function.name)
         if choice == "required" and not names:
             raise make_value_error("tool_choice", '"auto" or "none" without tools', choice)
         if choice == "auto" and names and self.parallel_tool_calls is False:
             raise make_unsupported_error("parallel_tool_calls", "true with tool_choice auto", False)
+        return self
 
-    @property
-    def token_limit(self) -> tuple[str | None, int | None]:
-        """The name of the field that limits new tokens, and the limit. None means no limit."""
-        for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-            if getattr(self, name) is not None:
-                return name, getattr(self, name)
-        return None, None
-
-    @property
-    def num_logprobs(self) -> tuple[int | None, int | None]:
-        """Numbers of likely tokens to report, for answer and prompt. None means no logprobs."""
-        return self.top_logprobs if self.logprobs else None, self.prompt_logprobs
-
-    @property
-    def prompts(self) -> list[Any]:
-        """The prompts, each a text or a list of tokens. The list is empty for a chat."""
-        prompt: Any = self.prompt
-        is_single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
-        return [prompt] if is_single else prompt or []
-
-    @property
+    @cached_property
     def prompt_lengths(self) -> list[int]:
         """The number of characters of each prompt."""
-        return [self._characters]
-
-    @property
-    def chat_messages(self) -> list[dict[str, Any]]:
-        """The messages for a chat template."""
-        return [message.template_message for message in self.messages]
+        names = {"messages", "input", "instructions", "tools"}
+        values = walk_values(self.model_dump(include=names, warnings=False))
+        return [sum(len(value) for value in values if isinstance(value, str))]
 
     @property
     def forced_tool(self) -> str | None:
@@ -467,83 +440,96 @@ class Request(_StrictModel):
             return self.tool_choice.function.name
         return "" if self.tool_choice == "required" else None
 
-    @cached_property  # read for each of up to 1,024 answers
+    @cached_property  # read for each of up to 128 answers
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The tools for a chat template, or None if there are no tools."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """The arguments of a chat template besides the messages."""
-        return {**self.chat_template_kwargs, "tools": self.template_tools}
 
-
-class ChatRequest(Request):
+class ChatBody(ToolBody):
     """POST /v1/chat/completions."""
 
-    allowed_values: ClassVar = {
-        **_NEUTRAL_FIELDS, "echo": (False,), "add_special_tokens": (False,),
-        **dict.fromkeys(("prompt", "input", "instructions", "text", "best_of"), ()),
-    }  # fmt: skip
-
-    messages: _Messages
+    echo: ClassVar[bool] = False
+    messages: Annotated[list[Message], Field(min_length=1)]
+    n: _ChoiceCount = 1
     max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    stop: _Stops = []
+    response_format: Format | None = None
+    logprobs: bool | Literal[0] = False
+    top_logprobs: _TopCount = 0
 
-    def check(self) -> None:
-        super().check()
-        if self.logprobs not in (None, False, True):  # 0 is false
-            raise make_value_error("logprobs", "true or false", self.logprobs)
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise make_value_error("top_logprobs", "0 unless logprobs is true", self.top_logprobs)
+        return self
+
+    @property
+    def num_top_tokens(self) -> int | None:
+        """The number of likely tokens to report. None means no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """The messages for a chat template."""
+        return [message.template_message for message in self.messages]
 
 
-class CompletionRequest(Request):
-    """POST /v1/completions."""
+class CompletionBody(Body):
+    """POST /v1/completions. The properties mean the same as in a ChatBody."""
 
-    allowed_values: ClassVar = {
-        **_NEUTRAL_FIELDS,
-        **dict.fromkeys((
-            "messages", "input", "instructions", "text", "response_format", "tools", "tool_choice",
-            "top_logprobs", "chat_template_kwargs",
-        ), ()),
-    }  # fmt: skip
-
+    forced_tool: ClassVar[None] = None
     prompt: _AnyPrompt
+    add_special_tokens: bool = True
+    echo: bool = False
+    n: _ChoiceCount = 1
+    best_of: _ChoiceCount | None = None
+    max_tokens: _Token | None = None
+    stop: _Stops = []
+    logprobs: Annotated[
+        _TopCount | None, BeforeValidator(lambda number: None if number is False else number)
+    ] = None
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
         if len(self.prompts) * self.n > MAX_CHOICES:
             expected = f"at most {MAX_CHOICES} answers, {self.n} to each prompt"
             raise make_value_error("prompt", expected, f"{len(self.prompts)} prompts")
         if self.max_tokens == 0 and not self.echo:
             raise make_value_error("max_tokens", "an integer of at least 1 without echo", 0)
-        if self.logprobs is True:
-            raise make_value_error("logprobs", "an integer from 0 to 20", True)
         if self.best_of not in (None, self.n):
             raise make_unsupported_error("best_of", "the value of n", self.best_of)
+        return self
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or a list of tokens."""
+        prompt: Any = self.prompt
+        is_single = isinstance(prompt, str) or type(prompt[0]) is int
+        return [prompt] if is_single else prompt
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
         return [len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts]
 
     @property
-    def num_logprobs(self) -> tuple[int | None, int | None]:
-        top = None if self.logprobs is False else self.logprobs
-        return top, top if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+    def num_top_tokens(self) -> int | None:
+        return self.logprobs
 
 
-class ResponseRequest(Request):
-    """POST /v1/responses."""
+class ResponseBody(ToolBody):
+    """POST /v1/responses. The properties mean the same as in a ChatBody."""
 
-    allowed_values: ClassVar = {
-        **_NEUTRAL_FIELDS, "echo": (False,), "add_special_tokens": (False,), "top_logprobs": (0,),
-        "n": (1,),
-        **dict.fromkeys((
-            "prompt", "messages", "prompt_logprobs", "logprobs", "stop", "max_tokens", "best_of",
-            "max_completion_tokens", "response_format",
-        ), ()),
-    }  # fmt: skip
-
-    input: _Input
+    echo: ClassVar[bool] = False
+    n: ClassVar[int] = 1
+    stop: ClassVar[list[str]] = []
+    num_top_tokens: ClassVar[None] = None
+    input: Annotated[list[InputItem], Field(min_length=1), BeforeValidator(_wrap_input)]
+    instructions: str | None = None
+    max_output_tokens: _Count | None = None
+    max_tool_calls: _Count | None = None
+    text: _TextOptions = _TextOptions()
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
@@ -571,6 +557,15 @@ class ResponseRequest(Request):
         return messages
 
 
+AnyBody = ChatBody | CompletionBody | ResponseBody
+BODY_TYPES: dict[str, type[AnyBody]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponseBody,
+}
+_BODY_FIELDS = {name for body_type in BODY_TYPES.values() for name in body_type.model_fields}
+
+
 def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body, without fields that are null.
 
@@ -587,43 +582,48 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def validate(model: type[Model], body: Mapping[str, Any], prefix: str = "") -> Model:
+def validate(
+    model: type[Model], body: Mapping[str, Any], prefix: str = "", *, ignores_unknown: bool = False
+) -> Model:
     """Return a JSON object as an instance of `model`. In errors, fields have the prefix `prefix`.
+
+    Fields that no path has, and that this server does not know, may be ignored.
 
     Raises:
         APIError: A field is unknown, invalid, or not supported by this server.
     """
     fields = dict[str, Any]()
+    ignored_names = list[str]()
     for name, value in sorted(body.items()):
         field = prefix + name
         # `value` itself is the first of these values, and is not counted.
         excess = itertools.islice(walk_values(value), _MAX_FIELD_VALUES + 1, None)
         if name != "prompt" and any(True for _ in excess):
             raise make_value_error(field, f"at most {_MAX_FIELD_VALUES} values in total", value)
-        if name in model.allowed_values:
-            if not any(_equals_json(value, allowed) for allowed in model.allowed_values[name]):
-                expected = " or ".join(map(json.dumps, model.allowed_values[name])) or "nothing"
-                raise make_unsupported_error(field, expected, value)
-        elif name in model.model_fields:
+        if name in model.model_fields:
             fields[name] = value
+        elif name in _NEUTRAL_FIELDS:
+            if not any(_equals_json(value, neutral) for neutral in _NEUTRAL_FIELDS[name]):
+                expected = " or ".join(map(json.dumps, _NEUTRAL_FIELDS[name]))
+                raise make_unsupported_error(field, expected, value)
+        elif name in _REPLACEMENTS:
+            message = f"{field}: not supported by this server. Use {_REPLACEMENTS[name]} instead"
+            raise APIError(400, message, param=field, code=UNSUPPORTED_CODE)
+        elif ignores_unknown and name not in _BODY_FIELDS:
+            ignored_names.append(name)
         else:
             message = f"{field:.100}: not a field of this path. Omit it"
             raise APIError(400, message, param=field, code="unknown_parameter")
-    if fields.get("stream") and "prompt_logprobs" in fields:
-        raise make_unsupported_error("prompt_logprobs", "no stream", fields["prompt_logprobs"])
+    if ignored_names:
+        logger.warning("ignored the unknown fields %.200r of a request", ignored_names)
     try:
-        parsed = model.model_validate(fields)
+        return model.model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         detail, field = details[0], _get_field(details[0])
         rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == field)
         value = None if detail["type"] == "missing" else detail["input"]
         raise make_value_error(prefix + field, " or ".join(rules)[:200], value) from None
-    parsed.check()
-    if isinstance(parsed, Request):
-        texts = walk_values([body.get(x) for x in ("messages", "input", "instructions", "tools")])
-        parsed._characters = sum(len(text) for text in texts if isinstance(text, str))
-    return parsed
 
 
 def _describe_rule(error: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from .errors import UNSUPPORTED_CODE, APIError, make_field_error
 from .jobs import JobPool
-from .schemas import MAX_REGEX_LENGTH, Request, walk_values
+from .schemas import MAX_REGEX_LENGTH, AnyBody, CompletionBody, ResponseBody, walk_values
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +47,17 @@ _TOOL_FIELD = "tool_choice"
 _Grammar = tuple[str, str]
 
 
-def read_grammar(request: Request) -> _Grammar | None:
+def read_grammar(body: AnyBody) -> _Grammar | None:
     """Return the field of a request that has a grammar, and the grammar. None means no grammar.
 
     Raises:
         APIError: A grammar exceeds a limit, or two fields have a grammar.
     """
-    call_grammar = _read_tools(request)
-    output_grammar = _read_structured_outputs(request)
+    call_grammar = _read_tools(body)
+    output_grammar = _read_structured_outputs(body)
     if call_grammar is not None and output_grammar is None:
         return call_grammar  # OpenAI's format fields apply to text. A forced call has no text
-    candidates = (call_grammar, _read_format(request), output_grammar)
+    candidates = (call_grammar, _read_format(body), output_grammar)
     grammars = [grammar for grammar in candidates if grammar is not None]
     if len(grammars) > 1:
         (field, _), (other_field, _) = grammars[:2]
@@ -66,20 +66,23 @@ def read_grammar(request: Request) -> _Grammar | None:
     return grammars[0] if grammars else None
 
 
-def _read_format(request: Request) -> _Grammar | None:
-    field, output_format = "response_format", request.response_format
-    if output_format is None:
-        field, output_format = "text.format", request.text.format
+def _read_format(body: AnyBody) -> _Grammar | None:
+    if isinstance(body, CompletionBody):
+        return None
+    if isinstance(body, ResponseBody):
+        field, schema_field, output_format = "text.format", "text.format", body.text.format
+    else:
+        field, output_format = "response_format", body.response_format
+        schema_field = "response_format.json_schema"
     if output_format is None or output_format.type == "text":
         return None
     if output_format.json_schema is None:
         return _make_json_grammar(field, {"type": "object"})
-    schema_key = ".json_schema" if output_format is request.response_format else ""
-    return _make_json_grammar(f"{field}{schema_key}.schema", output_format.json_schema.schema_)
+    return _make_json_grammar(f"{schema_field}.schema", output_format.json_schema.schema_)
 
 
-def _read_structured_outputs(request: Request) -> _Grammar | None:
-    outputs, field = request.structured_outputs, "structured_outputs"
+def _read_structured_outputs(body: AnyBody) -> _Grammar | None:
+    outputs, field = body.structured_outputs, "structured_outputs"
     if outputs is None:
         return None
     if outputs.json_object:
@@ -94,16 +97,16 @@ def _read_structured_outputs(request: Request) -> _Grammar | None:
     return f"{field}.choice", lark_grammar
 
 
-def _read_tools(request: Request) -> _Grammar | None:
+def _read_tools(body: AnyBody) -> _Grammar | None:
     """Return the grammar of a request that must call a tool, or None for other requests.
 
     If the request names a tool, the answer consists of the tool's arguments. Otherwise, the answer
     is a list of names and parameters, as in vLLM's server.
     """
-    name = request.forced_tool
-    if name is None:
+    if isinstance(body, CompletionBody) or body.forced_tool is None:
         return None
-    functions = [tool.function for tool in request.tools]
+    name = body.forced_tool
+    functions = [tool.function for tool in body.tools]
     schemas = {function.name: function.parameters or {"type": "object"} for function in functions}
     if name:
         return _make_json_grammar(_TOOL_FIELD, schemas[name])
@@ -113,7 +116,7 @@ def _read_tools(request: Request) -> _Grammar | None:
         options = {"x-guidance": _JSON_OPTIONS}
         rules.append(f'call_{index}: {prefix} %json {json.dumps(schema | options)} "}}"')
     any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
-    more_calls = "" if request.parallel_tool_calls is False else ' (", " call)*'
+    more_calls = "" if body.parallel_tool_calls is False else ' (", " call)*'
     lark_grammar = "\n".join([f'start: "[" call{more_calls} "]"', f"call: {any_call}", *rules])
     _check_limits(_TOOL_FIELD, lark_grammar, *schemas.values())
     return _TOOL_FIELD, lark_grammar
@@ -227,13 +230,13 @@ class Grammars:
         self._unavailable_reason = unavailable_reason
         self.pool = JobPool("grammars", _NUM_COMPILE_THREADS, _MAX_WAITING_GRAMMARS)
 
-    async def compile(self, request: Request) -> Guide | None:
+    async def compile(self, body: AnyBody) -> Guide | None:
         """Return the guide of a request, or None if the request has no grammar.
 
         Raises:
             APIError: The request's fields or its grammar are wrong, or too complex.
         """
-        grammar = read_grammar(request)
+        grammar = read_grammar(body)
         if grammar is None:
             return None
         field, source = grammar

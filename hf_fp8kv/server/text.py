@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 class AnswerPart:
     """A part of an answer: text, reasoning or a call."""
 
-    num_tokens: int  # number of the answer's tokens up to the end of this part
+    num_tokens: int  # number of the answer's tokens that begin before the end of this part
     text: str = ""
     reasoning: str = ""
     call: tuple[str, str] | None = None  # name of a tool, and arguments as JSON
@@ -36,6 +37,7 @@ class AnswerDecoder:
         parser: A ResponseParser of transformers, which finds reasoning and calls in the text.
         forced_tool: Name of the tool whose arguments are the text. "" means that the text is a list
             of calls. None means that no call is forced.
+        skips_special: Whether the text omits special tokens. A parser reads them.
     """
 
     def __init__(
@@ -47,15 +49,18 @@ class AnswerDecoder:
         min_tokens: int = 0,
         parser: Any = None,
         forced_tool: str | None = None,
+        skips_special: bool = True,
     ) -> None:
         self.stop_strings, self._min_tokens = stop_strings, min_tokens
         self.hidden_tokens, self._forced_tool = hidden_tokens, forced_tool
         self._parser = parser = None if forced_tool is not None else parser
-        self._tokenizer, self._skip_special = tokenizer, parser is None
+        self._tokenizer, self._skip_special = tokenizer, skips_special and parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._skip_special)
         self._undecoded: list[int] = []  # tokens whose text has not been returned
         self._held_text, self.is_stopped = "", False
         self.num_tokens = self.num_calls = 0
+        self._num_released_characters = 0
+        self._num_released = 0  # number of tokens that begin in the text that was returned
         self.text_ends = [0]  # lengths of the text after the first 0, 1, 2, ... tokens
         self._initial_parts = [] if parser is None else self._make_parts(parser.initial_events)
 
@@ -75,7 +80,9 @@ class AnswerDecoder:
         """Return the remaining parts, after the last token."""
         parts = [*self._initial_parts]
         if not self.is_stopped:
-            parts += self._add_text(self._decode_rest())
+            rest = self._decode_rest()
+            self.text_ends[-1] += len(rest)
+            parts += self._add_text(rest)
             parts += self._release_text(len(self._held_text))
         if self._forced_tool is not None:
             parts += self._read_calls(self._forced_tool)
@@ -85,6 +92,11 @@ class AnswerDecoder:
             except (ValueError, RuntimeError) as error:
                 logger.warning("the end of an answer is not a complete message: %s", error)
         return parts
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """The number of tokens, except for the tokens of the stop string that ended the answer."""
+        return self._num_released if self.is_stopped else self.num_tokens
 
     def _decode(self, token: int) -> str:
         """Return the text that a token completes."""
@@ -121,20 +133,22 @@ class AnswerDecoder:
         if not length or self._forced_tool is not None:  # `finish` reads a forced call
             return []
         text, self._held_text = self._held_text[:length], self._held_text[length:]
+        self._num_released_characters += length
+        self._num_released = bisect_left(self.text_ends, self._num_released_characters)
         if self._parser is not None:
             return self._make_parts(self._parser.feed(text))
-        return [AnswerPart(self.num_tokens, text)]
+        return [AnswerPart(self._num_released, text)]
 
     def _make_parts(self, events: Iterable[dict[str, Any]]) -> list[AnswerPart]:
         parts = []
         for chunk in response_events_to_chunks(list(events)):
             if isinstance(chunk, ToolCall):
                 self.num_calls += 1
-                parts.append(AnswerPart(self.num_tokens, call=(chunk.name, chunk.arguments)))
+                parts.append(AnswerPart(self._num_released, call=(chunk.name, chunk.arguments)))
             elif isinstance(chunk, ReasoningText):
-                parts.append(AnswerPart(self.num_tokens, reasoning=str(chunk)))
+                parts.append(AnswerPart(self._num_released, reasoning=str(chunk)))
             else:
-                parts.append(AnswerPart(self.num_tokens, chunk))
+                parts.append(AnswerPart(self._num_released, chunk))
         return parts
 
     def _read_calls(self, tool: str) -> list[AnswerPart]:

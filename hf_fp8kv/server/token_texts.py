@@ -1,16 +1,17 @@
-"""The texts and bytes of single tokens, and their places in a text.
+"""The texts and bytes of single tokens, and their offsets in a text.
 
 A character may have several tokens, whose own texts would be U+FFFD. Their bytes come from the
 tokenizer's decoder, which is byte-level (GPT-2), has tokens of single bytes (SentencePiece), or
 has only tokens of complete characters (WordPiece, Unigram).
 """
 
-import codecs
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from .text import AnswerDecoder
 
 
 class TokenTexts:
@@ -33,10 +34,33 @@ class TokenTexts:
         """Return the text of tokens, including special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
-    def find_spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
-        """Return the span of each token in a text: its first character, and the next one."""
-        options = {"return_offsets_mapping": True, "add_special_tokens": add_special_tokens}
-        return list(self._tokenize(text, **options)["offset_mapping"])
+    def find_offsets(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        """Return the index of the first character of each token of a prompt."""
+        offsets, end = list[int](), 0
+        if isinstance(prompt, str):
+            options = {"return_offsets_mapping": True, "add_special_tokens": add_special_tokens}
+            for start, token_end in self._tokenize(prompt, **options)["offset_mapping"]:
+                # A token that the tokenizer adds has no characters. A span may begin after a space.
+                offsets.append(min(start, end) if start < token_end else end)
+                end = max(end, token_end)
+            return offsets
+        decoder = AnswerDecoder(self._tokenizer, skips_special=False)
+        decoder.add_tokens(prompt)
+        decoder.finish()
+        for token, token_end in zip(prompt, decoder.text_ends[1:], strict=True):
+            offsets.append(self.find_offset(token, end, token_end))
+            end = token_end
+        return offsets
+
+    def find_offset(self, token: int, old_end: int, end: int) -> int:
+        """Return the index of a token's first character in a text that grows to `end` characters.
+
+        Before the text grows, tokens that are parts of a character have the character's index.
+        """
+        data = self.get_bytes(token, old_end == 0)
+        if end == old_end or not is_complete(data):
+            return old_end
+        return max(end - len(data.decode()), old_end)
 
     def get_bytes(self, token: int, is_first: bool) -> bytes:
         """Return the bytes of a token. A part of a character is not valid UTF-8."""
@@ -67,31 +91,3 @@ class TokenTexts:
 def is_complete(data: bytes) -> bool:
     """Return whether bytes consist of complete characters."""
     return data.decode(errors="ignore").encode() == data
-
-
-class TextPlace:
-    """The place of the next token in a text, which is decoded from the bytes of its tokens."""
-
-    def __init__(self) -> None:
-        self.is_first = True  # whether no token of the text precedes the next token
-        self.offset = 0  # number of complete characters before the next token
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def advance(self, data: bytes | None) -> int:
-        """Add a token, and return the index of the character that its first byte belongs to.
-
-        None means that the token is not in the text.
-        """
-        self.is_first = self.is_first and data is None
-        if not data:
-            return self.offset
-        new_text = self._decoder.decode(data[:1])
-        incomplete_bytes, _ = self._decoder.getstate()
-        index = self.offset + len(new_text) - (0 if incomplete_bytes else 1)
-        self.offset += len(new_text + self._decoder.decode(data[1:]))
-        return index
-
-    def set_offset(self, offset: int) -> None:
-        """Continue at the beginning of a character."""
-        self.offset = offset
-        self._decoder.reset()

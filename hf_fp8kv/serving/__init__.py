@@ -7,7 +7,7 @@ model.generate_batch(prompts)  # or generate(cache_implementation="paged")
 """
 
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -64,12 +64,11 @@ def enable(
             attention "fp8_paged" while a manager runs, and its previous attention afterwards.
         scales: As for `FP8PagedCache`, of all heads if tensor parallelism is used. None means one
             scale per token and head, stored in the page.
-        dtype: As for `FP8PagedCache`. None means "fp8_e3m4", or "fp8_e4m3" if scales are given.
-            "adaptive" means `choose_plan(model)`, which the model keeps.
+        dtype: As for `FP8PagedCache(model)`. "adaptive" is the default, and `hf_fp8kv.enable` keeps
+            its plan while weights change.
         key_dtype: Overrides `dtype` for K.
         value_dtype: Overrides `dtype` for V.
-        plan: As for `FP8PagedCache`. Requests share pages, so a plan with "centered" K must contain
-            the centers, as a plan of `choose_plan` does.
+        plan: As for `FP8PagedCache`.
         backend: As for `FP8PagedCache`.
         probe: Whether to run the model on two short sequences, packed as in an engine and each
             alone, and compare the logits. Models that count positions themselves, or do not pass
@@ -109,13 +108,6 @@ def enable(
             "ContinuousBatchingManager, whose attention would change in the middle of a step. "
             "Call its stop() first"
         )
-    keywords = {
-        "scales": scales, "dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype,
-        "plan": plan, "tensor_parallel": tensor_parallel(base),
-    }  # fmt: skip
-    keywords = resolve_plan(base, keywords)
-    config = ServingConfig.parse(backend=backend, prefix_store=prefix_store, **keywords)
-    make_cache_class(config)  # raises an error if this version of transformers is not supported
     text_config = base.config.get_text_config()
     has_windows = any(read_layer_windows(text_config))
     for name, value in (("deterministic", deterministic), ("prefix_store", prefix_store)):
@@ -125,6 +117,13 @@ def enable(
                 f"engine overwrites the pages of windows, got {type(base).__name__}. Omit {name}, "
                 "or use generate() with enable()"
             )
+    keywords: dict[str, Any] = {
+        "scales": scales, "dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype,
+        "plan": plan, "tensor_parallel": tensor_parallel(base),
+    }  # fmt: skip
+    keywords = resolve_plan(base, keywords, prefix_store=prefix_store)
+    config = ServingConfig.parse(backend=backend, prefix_store=prefix_store, **keywords)
+    make_cache_class(config)  # raises an error if this version of transformers is not supported
     EngineCache().prepare(config, text_config, 64, base.dtype, base.device)
     if prefix_store is not None:
         check_store(prefix_store, config.options, base.config)
@@ -133,7 +132,8 @@ def enable(
     if probe:
         check_packing(base, config)
     warn_of_rounding(base)
-    warn_if_stale(base, config.options.scales)
+    if plan is not None or keywords["plan"] is None:  # a chosen plan is for these weights
+        warn_if_stale(base, config.options.scales)
     if prefix_store is not None:
         # Both calls take time, so they run here instead of during the first request.
         identify_model(base)

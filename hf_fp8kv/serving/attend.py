@@ -23,8 +23,10 @@ class StoredLayer:
                 (pages.k, pages.v), (storage.k_scale, storage.v_scale), storage.plan, strict=True
             )
         )
-        self.pages, self.plan = pages._replace(k=k, v=v), storage.plan
-        self._center, self._layout, self._backend = storage.center, layout, backend
+        self.pages = pages._replace(k=k._replace(center=storage.center), v=v)
+        self.plan = storage.plan
+        self._layout = layout
+        self._backend = backend
 
     def attend(
         self,
@@ -78,7 +80,7 @@ class StoredLayer:
         key, value = key.permute(2, 1, 0, 3), value.permute(2, 1, 0, 3)
         for start in range(0, num_written, MAX_BATCH):
             rows = slice(start, start + MAX_BATCH)
-            pages = self._center_pages(self.pages._replace(table=work.table[rows]))
+            pages = self.pages._replace(table=work.table[rows])
             ops.write(pages, key[rows], value[rows], work.slot_ends[rows], self._backend)
 
     def _attend_batch(
@@ -90,7 +92,7 @@ class StoredLayer:
         else:
             queries = query[0].index_select(1, batch.tokens)
             queries = queries.unflatten(1, (batch_size, batch.num_queries)).transpose(0, 1)
-        pages = self._center_pages(self.pages._replace(table=batch.table), spec)
+        pages = self.pages._replace(table=batch.table)
         spec = spec._replace(causal=batch.causal)
         num_heads, num_query_heads = self._layout.num_heads, queries.shape[1]
         work_plan = batch.get_work_plan(self._backend, num_heads, num_query_heads, spec.window)
@@ -122,27 +124,13 @@ class StoredLayer:
         _copy_tokens(self.pages, chunk.old_slots, scratch, (page[:num_old], slot[:num_old]))
         span = slice(chunk.first_token, chunk.first_token + chunk.num_new)
         lengths = chunk.old_lengths + chunk.num_new
-        ops.write(
-            self._center_pages(scratch), key[:, :, span], value[:, :, span], lengths, self._backend
-        )
+        ops.write(scratch, key[:, :, span], value[:, :, span], lengths, self._backend)
         out[:, span] = ops.attend(
-            query[:, :, span], self._center_pages(scratch, spec), lengths, 0, num_tokens,
+            query[:, :, span], scratch, lengths, 0, num_tokens,
             spec._replace(window=chunk.window), backend=self._backend,
         )  # fmt: skip
         first_kept = num_tokens - len(chunk.kept_slots[0])
         _copy_tokens(scratch, (page[first_kept:], slot[first_kept:]), self.pages, chunk.kept_slots)
-
-    def _center_pages(self, pages: Pages, spec: AttentionSpec | None = None) -> Pages:
-        """Return pages with the layer's center of K for each sequence of the block table.
-
-        Attention with `spec` needs the center only if some logits do not contain it, because the
-        softmax ignores a constant in all logits of a row.
-        """
-        is_needed = spec is None or spec.softcap or spec.sinks is not None
-        if self._center is None or not is_needed:
-            return pages
-        centers = self._center.expand(len(pages.table), -1, -1).contiguous()
-        return pages._replace(k=pages.k._replace(center=centers))
 
 
 def _copy_tokens(source: Pages, source_slots: _Slots, target: Pages, target_slots: _Slots) -> None:

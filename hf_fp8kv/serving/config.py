@@ -1,12 +1,12 @@
 """The configuration of a model's engine, checked before any engine is made."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..cache.options import CacheOptions
-from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
 from ..prefix.pages import digest_options
@@ -28,6 +28,7 @@ class ServingConfig:
 
     options: CacheOptions  # except the page size, for which the engine has a separate setting
     prefix_store: PrefixStore | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of `parse`
 
     @classmethod
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
@@ -36,13 +37,7 @@ class ServingConfig:
         Raises ConfigError, ScaleError or BackendError, like `enable`.
         """
         options = CacheOptions.parse(prefill="stored", **keywords)
-        if options.has_first_call_centers:
-            raise ConfigError(
-                "plan: expected a plan or scales that carry the centers of K, got none. The engine "
-                "shares pages between requests, so requests cannot have separate centers. Make "
-                "centers with hf_fp8kv.choose_plan(model), or store K without centers"
-            )
-        return cls(options, prefix_store)
+        return cls(options, prefix_store, keywords)
 
     def identify(self, model: Any, page_size: int) -> str:
         """Return a digest of everything that stored pages depend on, except the tokens."""

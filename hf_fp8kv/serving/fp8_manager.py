@@ -1,6 +1,7 @@
 """transformers' ContinuousBatchingManager over FP8 pages, and the factory that makes it."""
 
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,11 +10,13 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from transformers.generation.continuous_batching.requests import RequestState
 
 from ..attention.switching import get_attn_implementations, set_attn_implementations
+from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
-from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_adapters
+from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_model
 from ..ops import choose_backend
 from .config import ServingConfig
 from .engines import (
@@ -94,7 +97,7 @@ class ManagerFactory:
 
 def find_factory(model: Any) -> ManagerFactory | None:
     """Return the factory that `enable` set on a model, or None if the model is not enabled."""
-    factory = getattr(unwrap_adapters(model), "__dict__", {}).get(_METHOD_NAME)
+    factory = getattr(unwrap_model(model), "__dict__", {}).get(_METHOD_NAME)
     return factory if isinstance(factory, ManagerFactory) else None
 
 
@@ -121,9 +124,11 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     """A ContinuousBatchingManager whose engine stores FP8 pages and attends to the stored bytes."""
 
     def __init__(self, *, model: Any, **kwargs: Any) -> None:
+        self.batch_processor: Any
         self._factory: ManagerFactory = vars(model)[_METHOD_NAME]
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
+        self.max_request_tokens = 0  # that the pages hold for one request, 0 before they exist
         with use_engine_attention(model):
             super().__init__(model=model, **kwargs)
             # Every rank of a tensor-parallel group hashes blocks with the key of the first rank.
@@ -176,14 +181,23 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
         """Do nothing, because the engine's steps already run in `use_engine_attention`."""
 
-    def add_request(self, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
-        """Add a request, like the stock method.
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        cache_salt: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Add a request, like the stock method. Allocate the pages if there are none yet.
 
         Requests share blocks of tokens only if they have the same `cache_salt`, or if both have
         none.
 
         Raises:
-            ConfigError: The salt is not a string, or is empty.
+            ConfigError: The pages are too few for the prompt and its new tokens, or the salt is
+                not a string, or is empty.
         """
         if cache_salt is not None:
             if not isinstance(cache_salt, str) or not cache_salt:
@@ -192,10 +206,60 @@ class FP8Manager(StockManager):  # type: ignore[misc]
                     "cache_salt if requests may share pages with all other requests"
                 )
             kwargs[SALT_KEY] = cache_salt
-        return super().add_request(*args, **kwargs)
+        error = self._find_length_error(input_ids, max_new_tokens)
+        if error is not None:
+            raise error
+        return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
+
+    def add_requests(
+        self, inputs: list[list[int]], max_new_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> list[str]:
+        """Add requests, like the stock method. `generate_batch` calls it.
+
+        A request that does not fit the pages gets an output with the error. All other requests
+        run.
+        """
+        errors = [self._find_length_error(input_ids, max_new_tokens) for input_ids in inputs]
+        fitting = [x for x, error in zip(inputs, errors, strict=True) if error is None]
+        added_ids = iter(super().add_requests(fitting, max_new_tokens, *args, **kwargs))
+        request_ids = []
+        for input_ids, error in zip(inputs, errors, strict=True):
+            request_id = next(added_ids) if error is None else uuid.uuid4().hex
+            request_ids.append(request_id)
+            if error is not None:
+                children = range(self.num_return_sequences - 1)
+                for output_id in (*(f"{request_id}__child#{n}" for n in children), request_id):
+                    state = RequestState(output_id, list(input_ids))
+                    self.output_router.fail_and_deliver(state, error)
+        return request_ids
+
+    def _find_length_error(
+        self, input_ids: list[int], max_new_tokens: int | None
+    ) -> ConfigError | None:
+        """Return the error for a request that would outgrow all pages, which ends the engine."""
+        if self.background_thread_status.can_accept_new_requests() is not None:
+            return None  # the stock method ignores the request
+        self._allocate_pages()
+        if max_new_tokens is None:
+            max_new_tokens = self.generation_config.max_new_tokens or 1
+        # The last token is never stored.
+        if len(input_ids) + max_new_tokens - 1 <= self.max_request_tokens:
+            return None
+        return ConfigError(
+            "input_ids: expected a prompt and new tokens that fit the engine's pages, which hold "
+            f"{self.max_request_tokens} tokens of one request, got {len(input_ids)} tokens and "
+            f"max_new_tokens={max_new_tokens}. Shorten the prompt, reduce max_new_tokens, or "
+            "increase num_blocks"
+        )
+
+    def make_cache(self) -> FP8PagedCache:
+        """Return an empty cache for `generate()` that stores K and V like the engine's pages."""
+        keywords = self._factory.config.keywords
+        return FP8PagedCache(self.model.config, prefill="stored", **keywords)
 
     def start(self) -> None:
         """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
+        self._allocate_pages()
         if not self.is_running():
             self._attention = ExitStack()
             self._attention.enter_context(use_engine_attention(self.model))
@@ -204,6 +268,11 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         except BaseException:  # no thread started, which would restore the attention
             self._attention.close()
             raise
+
+    def _allocate_pages(self) -> None:
+        if self.batch_processor is None:
+            with use_engine_attention(self.model):
+                self.batch_processor = self._create_batch_processor()
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         with self._attention, exact_states(is_engine_step=True):
@@ -226,6 +295,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if self._noise_warper is not None:
             self._noise_warper.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
+        self.max_request_tokens = processor.cache.compute_max_request_tokens()
         self.on_processor(processor)
         return processor
 

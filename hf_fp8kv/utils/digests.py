@@ -60,6 +60,13 @@ def _sample_tensors(tensors: dict[str, torch.Tensor]) -> list[bytes]:
     return [torch.cat(x).cpu().numpy().tobytes() for x in samples.values()]
 
 
+def can_sample(model: torch.nn.Module) -> bool:
+    """Return whether this process has all weights: none is offloaded, split or packed."""
+    is_packed = any(name.endswith("_packed_params") for name, _ in model.named_modules())
+    weights = _list_weights(model).values()
+    return not is_packed and all(is_whole(x) or not x.numel() for x in weights)
+
+
 def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = ()) -> str:
     """Return a digest of 8 values of each parameter and buffer, of their names and dtypes.
 
@@ -68,10 +75,7 @@ def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = (
     weights = _list_weights(model).items()
     tensors = {name: x for name, x in weights if not name.endswith(ignored_suffixes)}
     names = [(name, x.shape, str(x.dtype)) for name, x in tensors.items()]
-    model_id = ""
-    is_packed = any(name.endswith("_packed_params") for name, _ in model.named_modules())
-    if is_packed or any(x.numel() and not is_whole(x) for x in tensors.values()):
-        model_id = _model_ids.setdefault(model, uuid.uuid4().hex)
+    model_id = "" if can_sample(model) else _model_ids.setdefault(model, uuid.uuid4().hex)
     return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
 # The format in the metadata of a file of `FP8PagedCache.save`.
 CACHE_FORMAT = "hf_fp8kv.cache"
 _MAX_JSON_BYTES = 256 << 20
+# Links could lead out of a folder, and reading a pipe could block. (Windows lacks these flags.)
+SAFE_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 
 
 @contextmanager
@@ -36,6 +39,16 @@ def convert_read_errors(
             f"{path}: expected {expected}, got {type(error).__name__}: {error}. "
             "The file may be damaged, or a different file. Fetch or write it again"
         ) from error
+
+
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
+    opener = lambda path, flags: os.open(path, flags | SAFE_OPEN_FLAGS)  # noqa: E731
+    with open(path, "rb", opener=opener) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+            raise ValueError(f"expected a regular file of at most {max_bytes} bytes")
+        return file.read(status.st_size)
 
 
 def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
@@ -77,6 +90,13 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
     """Return the names of a safetensors file's tensors, and its metadata."""
     with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
         return list(file.keys()), dict(file.metadata() or {})
+
+
+def parse_metadata(contents: bytes) -> dict[str, str]:
+    """Return the metadata in the contents of a safetensors file. Raise any error if invalid."""
+    num_bytes = int.from_bytes(contents[:8], "little")
+    metadata: dict[str, str] = json.loads(contents[8 : 8 + num_bytes])["__metadata__"]
+    return metadata
 
 
 def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:

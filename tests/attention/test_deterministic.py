@@ -30,7 +30,7 @@ def make_ids(batch: int, num_tokens: int) -> Tensor:
 @torch.no_grad()
 def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = None) -> Result:
     """Read sequences in chunks. Return logits `[B, T, V]`, and K and V of all layers."""
-    cache = cache or FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE)
+    cache = cache or FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE)
     logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, 1)]
     states = [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]
     return torch.cat(logits, 1), states
@@ -70,7 +70,7 @@ def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
     enable(model, deterministic=True, page_size=PAGE_SIZE)
     ids, mask = make_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, 25:] = 0
-    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE)
+    cache = FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE)
     actual = model(ids, attention_mask=mask, past_key_values=cache).logits[1, :25]
     assert torch.equal(actual, read_chunks(model, ids[1:, :25], 25)[0][0])
 
@@ -81,9 +81,9 @@ def test_forks_crops_and_preallocation_change_no_bit() -> None:
     ids = make_ids(1, 61)
     logits, states = read_chunks(model, ids, [61])
     options = {"prefill": "stored", "page_size": PAGE_SIZE}
-    preallocated = FP8PagedCache(model.config, max_cache_len=80, **options)
+    preallocated = FP8PagedCache(model, max_cache_len=80, **options)
     assert torch.equal(read_chunks(model, ids, [20, 1, 40], preallocated)[0], logits)
-    cache = FP8PagedCache(model.config, **options)
+    cache = FP8PagedCache(model, **options)
     read_chunks(model, ids[:, :33], [33], cache)
     read_chunks(model, make_ids(2, 9)[1:], [9], cache.fork())
     read_chunks(model, make_ids(2, 4)[1:], [4], cache)
@@ -124,7 +124,7 @@ def test_a_training_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> No
     outputs = model.train().forward(ids, mask.long(), use_cache=False).logits
     assert outputs.requires_grad
     for sequence, is_token, logits in zip(ids, mask, outputs, strict=True):
-        cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE, plan=plan)
+        cache = FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE, plan=plan)
         actual = read_chunks(model, sequence[None, is_token], 5, cache)[0][0]
         assert torch.equal(actual, logits[is_token])
 
@@ -197,7 +197,7 @@ def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> 
     enable(model, deterministic=True, backend=backend)
     ids, options = make_ids(2, 130), {"prefill": "stored", "backend": backend}
     cache, other_cache = (
-        FP8PagedCache(model.config, page_size=size, **options) for size in (PAGE_SIZE, page_size)
+        FP8PagedCache(model, page_size=size, **options) for size in (PAGE_SIZE, page_size)
     )
     logits, _ = read_chunks(model, ids[:1], [130], cache)
     assert torch.equal(read_chunks(model, ids, [40, 1, 89], other_cache)[0][:1], logits)
@@ -206,10 +206,9 @@ def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> 
 def test_refused_calls_store_no_tokens() -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
-    centered = ("fp8_e3m4 centered", "fp8_e3m4")
     cases: dict[str, dict[str, Any]] = {
         "page_size=8": {"page_size": 8}, "padding": {}, "prefill": {"prefill": "exact"},
-        "centers": {"plan": centered}, "'sdpa'": {},
+        "'sdpa'": {},
     }  # fmt: skip
     for message, keywords in cases.items():
         if "sdpa" in message:
@@ -232,7 +231,7 @@ def test_modules_added_later_are_refused(module: torch.nn.Module) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
     model.lm_head = module
-    cache = FP8PagedCache(model.config, prefill="stored")
+    cache = FP8PagedCache(model, prefill="stored")
     with pytest.raises(ConfigError, match=f"got a new {type(module).__name__}"):
         model(make_ids(1, 9), past_key_values=cache)
 
@@ -280,7 +279,7 @@ def test_disable_restores_forward_and_copies_stay_deterministic() -> None:
     serving.enable(model, deterministic=True)
     with pytest.raises(ConfigError, match="attention over stored pages"):
         copy.deepcopy(model)(**inputs, use_cache=False)
-    compiled, cache = torch.compile(model, backend="eager"), FP8PagedCache(model.config)
+    compiled, cache = torch.compile(model, backend="eager"), FP8PagedCache(model)
     with pytest.raises(ConfigError, match=r"torch\.compile"), torch.no_grad():
         compiled(make_ids(2, 5), past_key_values=cache)
     serving.disable(model)
@@ -298,7 +297,6 @@ def test_disable_restores_forward_and_copies_stay_deterministic() -> None:
     ("name", "keywords", "message"),
     [
         ("gqa", {"prefill": "exact"}, "prefill='stored'"),
-        ("gqa", {"plan": ("fp8_e3m4 centered", "fp8_e3m4")}, "centers"),
         ("gqa", {"page_size": 8}, "pages of 16 tokens"),
         ("gqa", {"skip_layers": [1]}, r"not stored in pages \(1\)"),
         ("cross_attention", {}, "encoder-decoder"),

@@ -226,7 +226,7 @@ def test_a_failed_allocation_or_file_leaves_a_usable_cache(
     places = sorted(set(faults.places))
     assert places
     for number, place in enumerate(places[:: max(len(places) // sample_size, 1)]):
-        for path in tmp_path.glob("*"):
+        for path in filter(Path.is_file, tmp_path.glob("*")):
             path.unlink()
         cache, faults.make_error = make_cache(chat), errors[number % len(errors)]
         faults.run(partial(run_call, chat, cache), place)

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
-from hf_fp8kv import FP8PagedCache, check_model, disable, enable
+from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, check_model, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
@@ -92,7 +92,7 @@ def generate_stock(model: Any, inputs: Any, **options: Any) -> Any:
 
 
 def make_cache(model: Any, **options: Any) -> FP8PagedCache:
-    dtype = None if "plan" in options else "auto"
+    dtype = None if options.keys() & {"plan", "scales"} else "auto"
     return FP8PagedCache(model.config, dtype=dtype, page_size=8, **options)
 
 
@@ -445,6 +445,8 @@ def test_training_through_stored_latents_is_refused() -> None:
 def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
     next_ids = torch.tensor([[5], [9]])
+    one, center = torch.ones(()), torch.ones(1, model.config.kv_lora_rank)
+    scales = KVScales({n: LayerScales(one, one, center) for n in range(2)})
 
     def read_warning(**options: Any) -> str:
         monkeypatch.setattr(warn_once, "_logged_messages", set())
@@ -456,7 +458,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
         return caplog.text
 
     assert "latents" not in read_warning()
-    assert "they have a center" in read_warning(plan=("fp8 centered", "auto"))
+    assert "they have a center" in read_warning(scales=scales)
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in read_warning()
     replace_projections(model, make_biased)

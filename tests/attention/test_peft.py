@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import PrefixStore, enable
+from hf_fp8kv import FP8PagedCache, PrefixStore, choose_plan, disable, enable
+from hf_fp8kv.calibration.plan_choice import resolve_plan
 from tests.helpers.tiny_models import build_variant
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # PEFT's own
+]
 ROOT = Path(__file__).parents[2]
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 PAGE_SIZE = 8
@@ -40,6 +44,25 @@ SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+def test_each_adapter_has_a_plan() -> None:
+    """A model chooses its plan again with a different adapter, once in all processes."""
+    peft = pytest.importorskip("peft")
+    base = build_variant("llama", seed=5, max_position_embeddings=8192)[0]
+    config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config, "first")
+    model.add_adapter("second", config)
+    calls: list[int] = []
+    base.register_forward_pre_hook(lambda *_: calls.append(1))
+    digests: dict[str, str] = {}
+    for name in ("first", "second", "first"):
+        model.set_adapter(name)
+        calls.clear()
+        digest = resolve_plan(base, {})["plan"].digest
+        assert bool(calls) == (name not in digests)
+        assert digests.setdefault(name, digest) == digest
+    assert len({*digests.values()}) == 2
+
+
 def test_three_processes_share_a_folder(tmp_path: Path) -> None:
     """A store changes no answer of two adapters and of the model without an adapter."""
     pytest.importorskip("peft")
@@ -60,7 +83,20 @@ def test_three_processes_share_a_folder(tmp_path: Path) -> None:
     assert all(len(texts) == 3 for texts in answers.values()), "an adapter has no effect"
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's own
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_with_an_adapter_has_a_plan(method: str) -> None:
+    pytest.importorskip("peft")
+    ids = torch.randint(2, 98, (1, 20), generator=torch.Generator().manual_seed(1))
+    model = make_model(method, seed=1)
+    digest = choose_plan(model).digest
+    enable(model)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    assert output.past_key_values.options.scales.digest == digest
+    assert FP8PagedCache(model).options.scales.digest == digest
+    disable(model)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "first", "second"), [pytest.param(*x, id=x[0]) for x in SETTINGS]
 )

@@ -19,7 +19,7 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.attention.switching import eval_mode
 from hf_fp8kv.attention.training import StoredRounding
-from hf_fp8kv.formats import FORMATS, LayerPlan
+from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE
 from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import build_variant
@@ -73,7 +73,7 @@ def select_log_probs(logits: Tensor, mask: Tensor) -> Tensor:
 def score_in_chunks(model: Any, chunk_size: int, is_padded: bool = True, **options: Any) -> Tensor:
     """Return the log-probabilities of calls with `chunk_size` tokens, which read pages."""
     ids, mask, positions = make_texts(is_padded)
-    cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE_SIZE, **options)
+    cache = FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE, **options)
     logits = []
     for start in range(0, NUM_TOKENS, chunk_size):
         stop = start + chunk_size
@@ -98,7 +98,7 @@ def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
     """
     error, unrounded_error = ((x - expected).abs().mean().item() for x in (actual, unrounded))
     assert error < unrounded_error / 10
-    assert unrounded_error > 1e-3
+    assert unrounded_error > 1e-4
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -248,12 +248,6 @@ def test_rounding_can_be_suspended_and_disabled() -> None:
 REFUSED_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown mode": ("gqa", {"training": "exact"}, "training: expected None or 'stored'"),
     "exact prefill": ("gqa", {"prefill": "exact"}, "expected prefill='stored', got 'exact'"),
-    "centers": ("gqa", {"plan": "fp8 centered"}, "expected a plan that carries the centers"),
-    "centers in a plan": (
-        "gqa",
-        {"plan": LayerPlan.parse("int8 centered", "int8")},
-        "carries the centers",
-    ),
     "encoder-decoder": ("cross_attention", {}, "which is an encoder-decoder"),
     "separate attention code": ("alibi", {}, "its own attention code"),
     "latent": ("latent", {}, r"got layers \[0, 1\] of DeepseekV3ForCausalLM"),
@@ -268,7 +262,11 @@ REFUSED_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED_CASES)
 def test_unsupported_training_options_are_refused(case: str) -> None:
     name, options, message = REFUSED_CASES[case]
-    model, _ = build_variant(name)
+    model, inputs = build_variant(name)
+    cache = FP8PagedCache(model)  # the model keeps its plan
+    if name == "latent":  # the modules have used a cache before
+        model.set_attn_implementation("fp8_paged")
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
     attributes = set(vars(model))
     attention = model.config._attn_implementation
     with pytest.raises((ConfigError, ScaleError), match=message):

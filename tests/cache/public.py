@@ -19,23 +19,6 @@ def attend(query: torch.Tensor, key: Any, value: Any, scaling: float) -> torch.T
     return attention(layer, query, key, value, None, scaling=scaling)[0]
 
 
-def read_centers(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
-    """Return the centers of a layer's keys, `[B, Hkv, D]`. The layer's plan must not rotate keys.
-
-    A fork stores two tokens with one huge channel each. The scale of such a token is so large that
-    its other channels round to 0, so they are read as the center.
-    """
-    fork = cache.fork()
-    shapes = [handle.shape for handle in (fork.layers[layer].keys, fork.layers[layer].values)]
-    key, value = (torch.zeros(*shape[:2], 2, shape[3]) for shape in shapes)
-    key[:, :, 0, 0] = key[:, :, 1, 1] = 1e30
-    length = int(fork.layers[layer].get_seq_length())
-    fork.update(key, value, layer)
-    keys = fork.layers[layer].keys
-    first_token, second_token = keys.dense()[:, :, length - keys.start :][:, :, :2].unbind(2)
-    return torch.cat([second_token[..., :1], first_token[..., 1:]], -1)
-
-
 def list_tensors(cache: FP8PagedCache) -> list[torch.Tensor]:
     """Return all tensors of the stored keys and values that compiled code reads or writes."""
     handles = [handle for layer in cache.paged_layers for handle in (layer.keys, layer.values)]

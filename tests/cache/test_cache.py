@@ -27,6 +27,7 @@ from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
+from tests.helpers.planned import centered_scales
 from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = pytest.mark.text
@@ -96,17 +97,6 @@ def test_auto_stores_sixteen_bits_unchanged(dtype: str, max_len: int | None) -> 
         cache.update(chunk, -chunk, 1)
     for handle, expected in ((cache.layers[1].keys, k), (cache.layers[1].values, -k)):
         assert_same(handle.dense()[:, :, :21], expected)
-
-
-@pytest.mark.parametrize("max_len", [None, 40])
-def test_centers_follow_their_sequences(max_len: int | None) -> None:
-    cache = FP8PagedCache(make_config(), max_cache_len=max_len)
-    k = torch.randn(2, NUM_HEADS, 21, HEAD_DIM) + torch.tensor([40.0, -40.0])[:, None, None, None]
-    cache.update(k, k, 0)
-    stored_k = cache.layers[0].keys.dense()[:, :, :21].clone()
-    assert (stored_k - k)[..., -1].abs().max() < 0.1  # a channel that RoPE rotates slowly
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert_same(cache.layers[0].keys.dense()[:, :, :21], stored_k[[1, 0]])
 
 
 @pytest.mark.parametrize("is_preallocated", [False, True])
@@ -271,9 +261,13 @@ def test_centers_of_scales_remove_a_common_bias() -> None:
     layer = LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0])
     scales = KVScales(dict.fromkeys(range(NUM_LAYERS), layer))
     # Static scales saturate far below the bias. A key equal to the center is stored as 0.
-    cache = FP8PagedCache(make_config(), scales=scales)
-    cache.update(bias.repeat(2, 1, 3, 1), make_keys(3), 0)
-    assert_same(cache.layers[0].keys.dense(), bias.repeat(2, 1, 3, 1))
+    for max_len in (None, 3):
+        cache = FP8PagedCache(make_config(), scales=scales, max_cache_len=max_len)
+        for batch in (2, 3):
+            cache.update(bias.repeat(batch, 1, 3, 1), make_keys(3, batch), 0)
+            cache.reorder_cache(torch.tensor([1] * batch))
+            assert_same(cache.layers[0].keys.dense(), bias.repeat(batch, 1, 3, 1))
+            cache.reset()
 
 
 def test_nan_stays_nan() -> None:
@@ -355,7 +349,7 @@ def test_skipped_layers_are_not_paged() -> None:
         ({"scales": KVScales.uniform(1)}, r"layers \[1\]"),
         ({"tensor_parallel": TensorParallel(2, 2)}, "tp_rank=2 and tp_size=2"),
         ({"tensor_parallel": (0, 2)}, r"expected the result of hf_fp8kv.tensor_parallel\(model\)"),
-        ({"config": "some/model"}, r"model\.config"),
+        ({"config": "some/model"}, r"FP8PagedCache\(model\)"),
         ({"config": None, "max_cache_len": 64}, "max_cache_len"),
         ({"config": None, "skip_layers": [0]}, "skip_layers"),
         ({"offloading": True, "max_cache_len": 64}, "offloading: expected a cache that grows"),
@@ -639,8 +633,8 @@ def test_invalid_crops_and_sequences_are_refused() -> None:
 @pytest.mark.parametrize("is_preallocated", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scales": 0.5}, {"plan": "fp8 centered"}, {"dtype": "auto"}, {"scales": HEAD_SCALES}],
-    ids=["dynamic", "constant", "center", "auto", "per head"],
+    [{}, {"dtype": "auto"}, *({"scales": x} for x in (0.5, centered_scales(), HEAD_SCALES))],
+    ids=["dynamic", "auto", "constant", "center", "per head"],
 )
 def test_a_saved_cache_continues(is_preallocated: bool, options: dict, tmp_path: Path) -> None:
     max_len = 30 if is_preallocated else None
@@ -701,18 +695,6 @@ def test_a_file_is_not_blamed_for_a_path_or_a_device(tmp_path: Path) -> None:
             FP8PagedCache.load(**arguments)
         assert "Fetch" not in str(caught.value)
     assert FP8PagedCache.load(path, device="cpu").get_seq_length() == 5
-
-
-def test_sequences_may_be_selected_in_inference_mode() -> None:
-    """After inference mode, the centers of a preallocated cache can be written outside it."""
-    cache = FP8PagedCache(make_config(), max_cache_len=64)
-    with torch.inference_mode():
-        add_tokens(cache, 12, batch=1)
-        cache.batch_repeat_interleave(2)
-    cache.reset()
-    add_tokens(cache, 3)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert cache.host_length() == 3
 
 
 def list_dense_keys(cache: Any) -> list[Any]:

@@ -21,10 +21,11 @@ from hf_fp8kv import FP8PagedCache, OutOfPagesError
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.cache.public import list_tensors
 from tests.helpers.assertions import assert_same
+from tests.helpers.planned import centered_scales
 from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import build_variant
 
-STATIC = {"scales": 0.05, "plan": "fp8 centered"}
+STATIC = {"scales": centered_scales()}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,
@@ -176,7 +177,7 @@ def test_only_operations_that_read_values_are_cudagraph_unsafe() -> None:
         )
         assert unsafe_tag not in device_op.tags
         assert unsafe_tag in host_op.tags
-    assert unsafe_tag not in torch.ops.hf_fp8kv.plan.default.tags
+    assert unsafe_tag not in torch.ops.hf_fp8kv.fill_plan.default.tags
 
 
 # The cases have layers with and without a window, static scales, and layers that share keys.
@@ -236,7 +237,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
     step(**step_inputs, past_key_values=cache)
 
     assert graph["devices"] == {"meta"}, "a tensor of the CPU in the graph"
-    assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("plan", "write", "attend")}
+    assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("fill_plan", "write", "attend")}
     assert not graph["unsafe"]
     traced_step: Any = SimpleNamespace(
         mutated_input_idxs=graph["mutated"], static_input_idxs=graph["static"], placeholders=[]

@@ -41,7 +41,6 @@ def make_scales(num_layers: int = NUM_LAYERS) -> KVScales:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    "center of the first call": {"plan": "fp8 centered"},
     "static scales": {"scales": make_scales()},
     "unquantized keys": {"key_dtype": "auto", "scales": make_scales()},
 }
@@ -250,7 +249,6 @@ def test_no_argument_or_method_names_a_device():
 # Each case has the name of a model, options of the cache, and options of `generate`.
 DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("gqa", {}, {}),
-    "centered": ("gqa", {}, {}),
     "torch": ("gqa", {"dtype": "fp8", "backend": "torch"}, {}),
     "reference": ("gqa", {"dtype": "fp8", "backend": "reference"}, {}),
     "scales": ("gqa", {"scales": 0.05}, {}),

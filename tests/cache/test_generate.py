@@ -25,6 +25,7 @@ from hf_fp8kv import (
     choose_plan,
     disable,
     enable,
+    serving,
     tensor_parallel,
 )
 from hf_fp8kv.formats import LayerPlan
@@ -174,7 +175,7 @@ class TestStoredPrefill:
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
-        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"plan": "fp8 centered"}),
+        ("gqa", {}), ("gqa", {"scales": 0.05}), ("sliding_and_full", {"dtype": "int8"}),
         ("kv_sharing", {}), ("hybrid", {}),
     ],
     ids=str,
@@ -487,13 +488,13 @@ def test_enable_and_disable_switch_the_cache() -> None:
         enable(model, dtype="int4")
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile's imports warn
-@pytest.mark.parametrize("function", [enable, disable, check_model, choose_plan, tensor_parallel])
+@pytest.mark.parametrize(
+    "function", [enable, disable, check_model, choose_plan, tensor_parallel, serving.enable]
+)
 def test_the_model_inside_a_wrapper_is_named(function: Any) -> None:
     model, _ = build_variant("gqa")
     for wrapper, attribute in (
         (SimpleNamespace(model=model), "model"),  # like a pipeline
-        (torch.compile(model), "_orig_mod"),
         (torch.nn.DataParallel(model), "module"),
     ):
         with pytest.raises(ConfigError, match=rf"^model: .*\(its attribute {attribute}\)"):

@@ -38,8 +38,6 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def assert_same_file(actual: Path, expected: Path) -> None:
     """Assert the same metadata, and the same bytes of every tensor."""
     (meta, tensors), (expected_meta, expected_tensors) = read_file(actual), read_file(expected)
-    if expected_meta["options"]["plan"] == ["auto", "auto"]:  # the name in earlier versions
-        expected_meta["options"]["plan"] = ["model", "model"]
     assert meta == expected_meta
     assert tensors.keys() == expected_tensors.keys()
     for name, tensor in tensors.items():
@@ -88,7 +86,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
     """Write a file with a valid digest, as an attacker could, unless `header` contains a digest."""
     tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
-    fields = {"format": "hf_fp8kv.cache", "version": "4", "meta": json.dumps(meta)}
+    fields = {"format": "hf_fp8kv.cache", "version": "5", "meta": json.dumps(meta)}
     save_file(tensors, path, metadata=fields | {"digest": digest_of(fields, tensors)} | header)
     return path
 
@@ -120,7 +118,7 @@ def shift_window(num_pages: int) -> Change:
     return change
 
 
-TABLE, PAGES, CENTER = "groups.0.table", "layers.1.pages", "layers.0.k_center"
+TABLE, PAGES, CENTER = "groups.0.table", "layers.1.pages", "scales.0.k_center"
 LAYER = ("groups", 0, "layers", 0)
 CHANGES: dict[str, tuple[str, Change, str]] = {
     "length beyond the table": ("dynamic", set_entry(1000, *LAYER, "length"), f"{TABLE}: first"),
@@ -146,20 +144,21 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "missing byte": ("dynamic", edit_tensor(PAGES, lambda x: x[:, :-1]), f"{PAGES}: "),
     "pages of type int8": ("dynamic", edit_tensor(PAGES, lambda x: x.view(torch.int8)), PAGES),
     "more heads": ("dynamic", set_entry([3, 16, 16], *LAYER, "shape"), r"layers\.0\.pages: "),
-    "center of one value": ("centered", edit_tensor(CENTER, lambda x: x[0, 0, :1]), CENTER),
-    "center in 16 bits": ("centered", edit_tensor(CENTER, torch.Tensor.half), CENTER),
-    "no center": ("centered", lambda _, tensors: tensors.pop(CENTER), CENTER),
+    "center of 5 values": ("planned", edit_tensor(CENTER, lambda x: x[:, :5]), "center of K"),
+    "no center": ("planned", lambda _, tensors: tensors.pop(CENTER), "got no center"),
     "center without a plan": (
-        "dynamic", lambda _, tensors: tensors.update({CENTER: torch.ones(2, 2, 16)}), CENTER
+        "dynamic", lambda _, tensors: tensors.update({CENTER: torch.ones(2, 16)}), CENTER
+    ),
+    "plan without centers": (
+        "dynamic", set_entry(["fp8_e3m4 centered", "int8"], "options", "plan"), "the center of K"
     ),
     "plan without a layer": (
-        "planned", lambda meta, _: meta["options"]["plan"].pop("1"), "none for layer 1"
+        "planned", lambda meta, _: meta["options"]["plan"].pop("1"), "expected a tensor"
     ),
     "dtype that no model has": ("dynamic", set_entry(["uint8"] * 2, *LAYER, "dtypes"), "uint8"),
     "no page_size": ("dynamic", lambda meta, _: meta["options"].pop("page_size"), "options: "),
     "page_size of 0": ("dynamic", set_entry(0, "options", "page_size"), "page_size: "),
     "huge length": ("preallocated", set_entry(1 << 40, "options", "max_cache_len"), "entries"),
-    "turns": ("dynamic", set_entry(-1.0, *LAYER, "turns", "base"), "turns"),
     "window of a stock layer": ("stock-layers", set_entry(0, "stock", 0, "window"), "window"),
     "ids of other rows": (
         "dynamic", edit_tensor("tokens.ids", lambda x: x[:1]), r"tokens\.mask: shape"
@@ -195,7 +194,7 @@ def test_errors_name_the_invalid_entry(name: str, tmp_path: Path) -> None:
 def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
     meta, tensors = read_file(FOLDER / "dynamic.safetensors")
     for header, message in (
-        ({"version": "3"}, "version: expected .*'3'"),
+        ({"version": "4"}, "version: expected .*'4'.*Compute the cache again"),
         ({"format": "x"}, "format and version: expected .*'x'"),
         ({"digest": 64 * "0"}, "digest: "),
     ):
@@ -242,8 +241,8 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[A
                     scale = torch.tensor(scales)
                 x = x * scale.float()
                 x = rotate(x) if side.rotated else x
-            if name == "k" and f"layers.{index}.k_center" in tensors:
-                x = x + tensors[f"layers.{index}.k_center"][:, None]
+            if name == "k" and f"scales.{index}.k_center" in tensors:
+                x = x + tensors[f"scales.{index}.k_center"]
             states.append(x.transpose(1, 2).to(dtype))
         yield index, start, *states
 

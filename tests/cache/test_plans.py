@@ -160,15 +160,15 @@ def test_storage_options_are_refused_with_planned_scales(options: dict, message:
         FP8PagedCache(make_config(), scales=planned_scales(), **options)
 
 
-CENTERED = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
+E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": CENTERED, "dtype": "fp8"}, "dtype: expected None, because the plan defines"),
-        ({"plan": CENTERED, "value_dtype": "fp8"}, "value_dtype: expected None"),
-        ({"plan": CENTERED, "scales": KVScales.uniform(3)}, "scales: expected None"),
+        ({"plan": E3M4, "dtype": "fp8"}, "dtype: expected None, because the plan defines"),
+        ({"plan": E3M4, "value_dtype": "fp8"}, "value_dtype: expected None"),
+        ({"plan": E3M4, "scales": KVScales.uniform(3)}, "scales: expected None"),
         ({"plan": planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
         ({"scales": planned_scales(is_dynamic=True)}, "Pass it as plan"),
         ({"plan": {}}, "expected a StoragePlan"),
@@ -176,15 +176,15 @@ CENTERED = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
         ({"plan": "no_such_plan"}, "path of a saved plan, or text that begins with one of model"),
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
-        ({"plan": {0: CENTERED}}, r"got none for layer 1\. Add it"),
-        ({"plan": dict.fromkeys(range(5), CENTERED)}, r"2, but also got \[3, 4\]\. Leave them"),
-        ({"plan": dict.fromkeys(range(5), CENTERED), "max_cache_len": 64}, r"0 to 2, .*\[3, 4\]"),
-        ({"plan": {-1: CENTERED}}, r"layers from 0 on, got -1\. Use the keys"),
+        ({"plan": {0: E3M4}}, r"got none for layer 1\. Add it"),
+        ({"plan": dict.fromkeys(range(5), E3M4)}, r"2, but also got \[3, 4\]\. Leave them"),
+        ({"plan": dict.fromkeys(range(5), E3M4), "max_cache_len": 64}, r"0 to 2, .*\[3, 4\]"),
+        ({"plan": {-1: E3M4}}, r"layers from 0 on, got -1\. Use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
         ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlan, got"),
-        ({"plan": {1: LayerPlan(CENTERED.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
+        ({"plan": {1: LayerPlan(E3M4.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, r"\. Leave 'centered' out"),
-        ({"dtype": "adaptive"}, r"choose_plan\(model\)"),
+        ({"dtype": "adaptive"}, r"FP8PagedCache\(model\)"),
     ],
     ids=str,
 )  # fmt: skip

@@ -97,7 +97,7 @@ def check_write(key: Tensor, name: str, backend: str, center: Tensor | None = No
     codes, scales, v_scales = write_and_read(key, name, backend, center)
     fmt = FORMATS[name]
     x = key[0].float()
-    centered_x = x if center is None else x - center[0, :, None]
+    centered_x = x if center is None else x - center[:, None]
     expected = search_scale(centered_x, fmt)
     assert_same_scales(scales, expected)
     assert_same_scales(v_scales, compute_dynamic_scale(x, fmt))
@@ -128,8 +128,8 @@ def test_every_backend_writes_the_same_bytes(name, dim, dtype, is_centered, back
     if not is_centered:
         check_write(key, name, backend)
         return
-    center = 3 * torch.randn(1, NUM_HEADS, dim)
-    key = torch.cat([key, (center[:, :, None] + torch.randn(1, NUM_HEADS, 40, dim)).to(dtype)], 2)
+    center = 3 * torch.randn(NUM_HEADS, dim)
+    key = torch.cat([key, (center[:, None] + torch.randn(1, NUM_HEADS, 40, dim)).to(dtype)], 2)
     key[..., -1, :] = center.to(dtype)
     key[..., -2, 0] = math.nan
     key[..., -3, -1] = -math.inf

@@ -34,6 +34,7 @@ from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import reference
 from hf_fp8kv.ops.blocks import locate_pages
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
+from tests.helpers.planned import centered_scales
 from tests.helpers.tiny_models import build_variant
 
 if ops.explain_backends()["triton"] is not None:
@@ -79,7 +80,7 @@ def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 MODEL_NAMES = ("medium", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
 CACHE_OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
-    "static scales": {"scales": 0.02, "plan": "fp8 centered"},
+    "static scales": {"scales": centered_scales(0.02)},
     "e3m4, stored": {"dtype": "fp8_e3m4", "prefill": "stored"},
 }
 

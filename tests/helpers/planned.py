@@ -51,6 +51,14 @@ def planned_scales(
     return scales_class(layer_scales, model_type="llama", origin="planned", weights_digest="ab" * 8)
 
 
+def centered_scales(scale: float = 0.05, num_layers: int = 8) -> KVScales:
+    """Return static scales with a center of K in each layer, for 2 heads of 16 channels."""
+    generator = torch.Generator().manual_seed(7)
+    centers = torch.randn(num_layers, 2, 16, generator=generator)
+    constant = torch.tensor(scale)
+    return KVScales({n: LayerScales(constant, constant, x) for n, x in enumerate(centers)})
+
+
 def as_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
     """Return scales as a keyword argument of a cache: `plan` for a StoragePlan, else `scales`."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}

@@ -151,7 +151,7 @@ def make_pages() -> Pages:
     v = torch.zeros(NUM_PAGES, HEADS, DIM, PAGE_SIZE, dtype=torch.uint8)
     scales = torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16)
     sides = (
-        StoredSide(None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM), k,
+        StoredSide(None, torch.zeros(HEADS, DIM), "fp8_e4m3", DIM), k,
         StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM), v,
     )  # fmt: skip
     return pack_pages(*sides, scales, torch.zeros(BATCH, NUM_COLUMNS, dtype=torch.int32))
@@ -275,7 +275,7 @@ def check_after_recording(
     """
     for recordings in replay.recordings.values():
         recordings.clear()
-    backend._NO_SHARED_TENSORS.recordings.clear()
+    replay.NO_SHARED_TENSORS.recordings.clear()
     compare_with_replay(operation, first, f"before {label}")
     with context():
         compare_with_replay(operation, second, f"with {label}")

@@ -111,7 +111,7 @@ def generate_paged(folder: str, question: str, num_tokens: int, **options: objec
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    cache = FP8PagedCache(model.config, prefill="stored", **options)
+    cache = FP8PagedCache(model, prefill="stored", **options)
     with torch.inference_mode():
         output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=num_tokens, do_sample=False

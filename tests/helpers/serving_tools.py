@@ -97,7 +97,7 @@ def generate_each(model: PreTrainedModel, prompts: Prompts, **options: Any) -> T
     """Return the tokens of generate() for each prompt, in separate calls with separate caches."""
     answers = []
     for prompt in prompts:
-        cache = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **options)
+        cache = FP8PagedCache(model, prefill="stored", page_size=PAGE, **options)
         output = model.generate(
             torch.tensor([prompt], device=model.device), past_key_values=cache,
             max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,

@@ -69,14 +69,14 @@ def to_device(x: Any) -> Any:
 def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **fields: Any) -> Tensor:
     """Return a kernel's result on the CPU. Pages are moved to DEVICE unless `is_on_device`."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
-    plans = {"plan": fields.pop("plan")} if "plan" in fields else {}
+    plans = [fields.pop("plan")] if "plan" in fields else []
     is_on_device = fields.pop("is_on_device", False)
     spec = AttentionSpec(**{name: to_device(x) for name, x in fields.items()})
     if not is_on_device and case.page_size == 64:
         pages = split_into_blocks(pages, device=DEVICE)
     elif not is_on_device:
         pages = map_pages(to_device, pages)
-    actual = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, **plans)
+    actual = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, *plans)
     return actual.cpu()
 
 

@@ -5,6 +5,8 @@ The tests run on a GPU if there is one, otherwise in Triton's interpreter.
 
 import copy
 import dataclasses
+import inspect
+import os
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import CompileConfig
 
 from hf_fp8kv import FP8PagedCache, ops, serving
 from tests.helpers.assertions import assert_same
+from tests.helpers.planned import centered_scales
 from tests.helpers.serving_tools import generate_batch, greedy
 from tests.helpers.tiny_models import build_variant
 
@@ -47,7 +50,7 @@ def generate_tokens(
 
 
 PREALLOCATED = {"max_cache_len": 40}
-CENTERED = {"scales": 0.05, "plan": "fp8 centered"}
+CENTERED = {"scales": centered_scales()}
 
 
 # Each architecture runs with a growing and a preallocated cache, each format with either.
@@ -100,6 +103,26 @@ def test_a_compiled_step_gives_equal_tokens():
     assert_same(actual, expected)
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_keys_take_few_hops_to_the_kernel(monkeypatch):
+    """In first and later calls, seven functions in six files receive the keys."""
+    cache = FP8PagedCache(make_model("gqa")[0].config, backend="triton")
+    stacks = []
+
+    def record_launch(kernel: Any, *_: Any, **_constants: Any) -> None:
+        stacks.append([x for x in inspect.stack() if f"{os.sep}hf_fp8kv{os.sep}" in x.filename])
+        assert kernel.__name__ == "_write"
+
+    monkeypatch.setattr("hf_fp8kv.ops.triton.write.launch", record_launch)
+    for num_tokens in (40, 1, 2):
+        cache.update(*torch.randn(2, 1, 2, num_tokens, 16), 0)
+    for stack in stacks:
+        names = [x.function for x in stack][::-1]
+        assert len([*names, "launch", "_write"]) <= 7, names
+        assert len({*[x.filename for x in stack], "target.py"}) <= 6
+    assert len(stacks) == 3
 
 
 def list_kernels(recorded: Any) -> list[str]:

@@ -122,7 +122,7 @@ def make_pages(case: Case) -> Pages:
 
     k, v = make_side(case.key, case.k_dim, 0.013), make_side(case.value, case.v_dim, 0.007)
     if case.center and case.key != AUTO:
-        k = k._replace(center=2 * torch.randn(batch, num_heads, case.k_dim))
+        k = k._replace(center=2 * torch.randn(num_heads, case.k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
         scales = torch.full((num_pages, num_heads, slots, 2), math.nan, dtype=torch.bfloat16)
@@ -153,12 +153,10 @@ def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
     generator = torch.Generator().manual_seed(1)
     for row, length in enumerate(case.lengths):
         row_pages, center = pages._replace(table=pages.table[row : row + 1]), pages.k.center
-        if center is not None:
-            row_pages = row_pages._replace(k=row_pages.k._replace(center=center[row : row + 1]))
         shape = (1, case.num_heads, length)
         key = torch.randn(*shape, case.k_dim, generator=generator).to(case.dtype)
         if center is not None:
-            key += center[row][None, :, None].to(case.dtype)
+            key += center[:, None].to(case.dtype)
         value = torch.randn(*shape, case.v_dim, generator=generator).to(case.dtype)
         for begin, end in ((0, length // 3), (length // 3, length)):
             if begin < end:
@@ -435,10 +433,7 @@ def check_deterministic(case: Case, backend: str, device: str = "cpu") -> None:
     for row, token in itertools.product(range(len(case.lengths)), range(case.num_tokens)):
         length = case.lengths[row] - case.num_tokens + 1 + token
         token_case = dataclasses.replace(case, lengths=(length,), num_tokens=1)
-        center = pages.k.center
         row_pages = pages._replace(table=pages.table[row : row + 1])
-        if center is not None:
-            row_pages = row_pages._replace(k=row_pages.k._replace(center=center[row : row + 1]))
         token_query = query[row : row + 1, :, token : token + 1]
         token_output = attend(token_case, row_pages, token_query, backend, **fields)
         assert torch.equal(token_output[0, 0], actual[row, token]), (row, token)

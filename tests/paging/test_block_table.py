@@ -338,33 +338,32 @@ class PagesMachine(RuleBasedStateMachine):
     ) -> None:
         """Store the tokens of one call in the way in which a layer stores them."""
         start, stop = cache.length, cache.length + ids.shape[1]
-        group.prepare(start, stop, len(ids))
-        pool, capacity = group.pools[member], group.table.allocator.capacity
+        positions = group.reserve(start, stop, len(ids))
+        pool, capacity = group.pools[member], group.capacity
         states = [torch.zeros(1, NUM_HEADS, 1, dim) for dim in (K_DIM, V_DIM)]
         if not pool.is_allocated:
             # The first layer of each group has its pages in blocks.
             pool.allocate(*states, capacity, single_block=member > 0)
-        length = HostLength(group, member)
-        call = length.begin_call(stop - start, CPU, "torch")
+        listed_pages, long_write = positions.locate(CPU)[0], positions.long_write
         pool.memory.grow(capacity)
-        if call.long_write is None:
-            write_tokens(pool, call.table.numpy(), start, ids)
+        if long_write is None:
+            write_tokens(pool, listed_pages.numpy(), start, ids)
         else:
             # A layer does the same with scratch pages instead of a second pool.
-            old_pages, kept_pages = call.long_write.old_pages, call.long_write.kept_pages
+            old_pages, kept_pages = long_write.old_pages, long_write.kept_pages
             num_pages = old_pages.shape[1] + -(-ids.shape[1] // self.page_size)
             scratch = copy.deepcopy(pool)
             scratch.allocate(*states, len(ids) * num_pages)
             rows = np.arange(len(ids) * num_pages, dtype=np.int32).reshape(len(ids), num_pages)
             old_rows = rows[:, : old_pages.shape[1]]
             scratch.memory.put(old_rows.ravel(), pool.memory.take(old_pages.ravel()))
-            table = np.full((len(ids), call.table.shape[1]), -1, np.int32)
-            columns = table[:, call.long_write.first_page :]
+            table = np.full((len(ids), listed_pages.shape[1]), -1, np.int32)
+            columns = table[:, long_write.first_page :]
             columns[:] = rows[:, : columns.shape[1]]
             write_tokens(scratch, table, start, ids)
-            old_ids = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, call.start :]
-            assert_holds(scratch, table, call.start, np.concatenate([old_ids, ids], axis=1))
-            kept_scratch = table[:, call.long_write.first_kept_page :]
+            old_ids = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, positions.first :]
+            assert_holds(scratch, table, positions.first, np.concatenate([old_ids, ids], axis=1))
+            kept_scratch = table[:, long_write.first_kept_page :]
             pool.memory.put(kept_pages.ravel(), scratch.memory.take(kept_scratch.ravel()))
         group.lengths[member] = stop
 
@@ -396,7 +395,7 @@ class PagesMachine(RuleBasedStateMachine):
     ) -> None:
         lengths = [list(group.lengths) for group in cache.groups.values()]
         full_group = cache.groups["full"]
-        error = catch_error(lambda: full_group.prepare(start, stop, batch), OutOfPagesError)
+        error = catch_error(lambda: full_group.reserve(start, stop, batch), OutOfPagesError)
         assert error is not None
         _, counts = error
         # Pages before the window count as available, or reduce the needed pages.
@@ -674,22 +673,22 @@ def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
     table = group.table
     group.add(PagePool(4, PLAN, True))
     with pytest.raises(OutOfPagesError):
-        group.prepare(0, 9, 2)
+        group.reserve(0, 9, 2)
     assert (table.batch, table.allocator.capacity) == (0, 0), "the refused call set the batch size"
-    group.prepare(0, 6, 2)
+    group.reserve(0, 6, 2)
     group.lengths[0] = 6
     rows, version, capacity = table.rows.copy(), table.version, table.allocator.capacity
     with pytest.raises(
         OutOfPagesError, match=r"at most 5 pages of 4 tokens .* 4 more with 4"
     ) as error:
-        group.prepare(6, 13, 2)
+        group.reserve(6, 13, 2)
     assert (error.value.needed, error.value.available) == (4, 1)
     assert np.array_equal(table.rows, rows)
     assert (table.version, table.allocator.capacity) == (version, capacity)
     assert (table.first_page, table.num_columns, table.allocator.num_held) == (0, 2, 4)
     check_tables(table)
     # A smaller step still fits.
-    group.prepare(6, 8, 2)
+    group.reserve(6, 8, 2)
 
 
 # -- groups --------------------------------------------------------------------------------------
@@ -704,16 +703,16 @@ def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop
         group.add(PagePool(4, PLAN, True))
     for old_length, length in ((0, 7), (7, 8)):
         for group in (full_group, sliding_group):
-            group.prepare(old_length, length, 1)
+            group.reserve(old_length, length, 1)
             group.lengths[0] = length
     with pytest.raises(OutOfPagesError):
-        sliding_group.prepare(8, stop, 1)
+        sliding_group.reserve(8, stop, 1)
     table, full_table = sliding_group.table, full_group.table
     assert (table.first_page, table.num_columns, full_table.num_columns) == (0, 2, 2)
     check_crop(sliding_group, 1)
     # The page of the first four tokens, which the step frees, counts as available.
     budget.max_pages = 5
-    sliding_group.prepare(8, 12, 1)
+    sliding_group.reserve(8, 12, 1)
     assert (table.first_page, table.num_columns, full_table.num_columns) == (1, 3, 3)
 
 
@@ -722,20 +721,18 @@ def test_copies_for_a_device_are_created_once_per_change():
     length = HostLength(group, group.add(PagePool(4, PLAN, True)))
 
     def run_step(num_tokens):
-        length.reserve(num_tokens, 2)
-        calls = [length.begin_call(num_tokens, CPU, "torch") for _ in "kv"]
-        assert calls[0].table is calls[1].table
-        assert calls[0].lengths is calls[1].lengths
-        length.end_call(calls[0])
-        return calls[0]
+        positions = length.reserve(num_tokens, 2, CPU, "torch", is_allocated=True)
+        tensors, same_tensors = (positions.locate(CPU) for _ in "kv")
+        assert all(x is y for x, y in zip(tensors, same_tensors, strict=True))
+        length.record(positions)
+        return tensors
 
-    first_call = run_step(6)
-    assert (first_call.lengths.tolist(), first_call.lengths.dtype) == ([6, 6], torch.int32)
-    assert first_call.table.dtype == torch.int32
-    assert run_step(2).table is first_call.table, "the table changed without a new page"
-    third_call = run_step(1)
-    assert third_call.table is not first_call.table
-    assert third_call.lengths.tolist() == [9, 9]
-    assert first_call.table.tolist() == [[0, 1], [2, 3]], "tables of earlier calls do not change"
+    table, lengths = run_step(6)
+    assert (lengths.tolist(), lengths.dtype, table.dtype) == ([6, 6], torch.int32, torch.int32)
+    assert run_step(2)[0] is table, "the table changed without a new page"
+    new_table, new_lengths = run_step(1)
+    assert new_table is not table
+    assert new_lengths.tolist() == [9, 9]
+    assert table.tolist() == [[0, 1], [2, 3]], "tables of earlier calls do not change"
     select_rows(group.table, [0, 1, 1])
-    assert length.make_stored_call(CPU).lengths.tolist() == [9, 9, 9]
+    assert length.find_stored().locate(CPU)[1].tolist() == [9, 9, 9]

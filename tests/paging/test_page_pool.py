@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import FP8PagedCache, ops
-from hf_fp8kv.cache.centers import PaddingObserver
 from hf_fp8kv.cache.encoding import Encoding
 from hf_fp8kv.formats import LayerPlan, SidePlan
 from hf_fp8kv.paging import blocks
@@ -260,7 +259,7 @@ CHANGES: dict[str, Callable[[PagePool], None]] = {
 
 
 def make_encoding(plan: tuple[str, str], k_scale: Any, v_scale: Any, k_center: Any) -> Encoding:
-    encoding = Encoding(0, FP8PagedCache(plan=plan).options, PaddingObserver())
+    encoding = Encoding(0, FP8PagedCache(plan=plan).options)
     encoding.k_scale, encoding.v_scale, encoding.k_center = k_scale, v_scale, k_center
     return encoding
 
@@ -272,7 +271,7 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
     pool = make_pool("auto", "auto", single_block=single_block, dtype=torch.float32)
     table = torch.tensor([[1, 0]], dtype=torch.int32)
     scales = torch.ones(NUM_HEADS, K_DIM), torch.ones(NUM_HEADS, V_DIM)
-    encoding = make_encoding(("auto", "auto"), *scales, torch.zeros(1, NUM_HEADS, K_DIM))
+    encoding = make_encoding(("auto", "auto"), *scales, torch.zeros(NUM_HEADS, K_DIM))
     first_pages = encoding.make_pages(pool, table)
     old_pages, old_block = fill_pool(pool), weakref.ref(pool.blocks.tensors[0].untyped_storage())
     del first_pages

@@ -50,7 +50,7 @@ class Chat:
             self.call_lengths.append(kwargs["input_ids"].shape[1])
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
-        return FP8PagedCache(self.model.config, **{**STORED, **keywords})
+        return FP8PagedCache(self.model, **{**STORED, **keywords})
 
     def make_ids(self, num_tokens: int, rows: int = 1) -> torch.Tensor:
         return torch.randint(2, 98, (rows, num_tokens), generator=self.generator)
@@ -426,6 +426,7 @@ def test_assisted_decoding_compares_the_prompt(is_filled_by_drafts: bool) -> Non
 
 def test_copies_of_an_enabled_model_reuse_tokens() -> None:
     model, inputs = build_variant("gqa")
+    FP8PagedCache(model)  # the model keeps its plan
     attributes = set(vars(model))
     enable(model, **STORED)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -436,7 +437,7 @@ def test_copies_of_an_enabled_model_reuse_tokens() -> None:
     model.generate(**inputs, past_key_values=stock_cache, **GREEDY)
     del model
     for copied in copies:
-        cache = FP8PagedCache(copied.config, **STORED)
+        cache = FP8PagedCache(copied, **STORED)
         for _ in range(2):
             copied.generate(**inputs, past_key_values=cache, **GREEDY)
         assert cache.memory_footprint().reused_tokens == inputs["input_ids"][:, 1:].numel()
@@ -527,7 +528,7 @@ def test_models_whose_weights_cannot_be_read_are_told_apart(hide_weights: Any) -
         for name, weight in different_model.named_parameters():
             weight.mul_(1.0 if "embed" in name else 1.5)
     model, different_model = (enable(hide_weights(x), **STORED) for x in (model, different_model))
-    cache, ids = FP8PagedCache(model.config, **STORED), torch.arange(2, 30)[None]
+    cache, ids = FP8PagedCache(model, **STORED), torch.arange(2, 30)[None]
     for name in ("model", "same model", "different model"):
         owner = different_model if name == "different model" else model
         owner.generate(ids, past_key_values=cache, **GREEDY)
@@ -550,7 +551,7 @@ def test_tokens_stored_without_attention_leave_no_check_behind() -> None:
     model.set_attn_implementation("fp8_paged")
     different_model = copy.deepcopy(model)
     change_weights(different_model)
-    cache, ids = FP8PagedCache(model.config), inputs["input_ids"]
+    cache, ids = FP8PagedCache(model), inputs["input_ids"]
     with torch.no_grad():
         model(ids, past_key_values=cache)
         states = torch.zeros_like(cache.layers[0].keys[:, :, :1])
@@ -589,7 +590,7 @@ def test_a_cache_of_a_different_model_is_refused_without_enable(max_new_tokens: 
     """Attention over pages compares the weights of the first layer."""
     model, inputs = build_variant("gqa", max_position_embeddings=512)
     model.set_attn_implementation("fp8_paged")
-    cache, ids = FP8PagedCache(model.config), inputs["input_ids"][:1]
+    cache, ids = FP8PagedCache(model), inputs["input_ids"][:1]
     greedy = {**GREEDY, "max_new_tokens": max_new_tokens}
     answer = model.generate(ids, past_key_values=cache, **greedy)
     extended = torch.cat([answer, ids], 1)
@@ -617,7 +618,7 @@ def test_a_chat_in_a_pipeline_reuses_tokens(tmp_path: Path) -> None:
         call_lengths.append(kwargs["input_ids"].shape[1])
 
     text_pipeline.model.register_forward_pre_hook(record_call, with_kwargs=True)
-    cache = FP8PagedCache(text_pipeline.model.config, **STORED)
+    cache = FP8PagedCache(text_pipeline.model, **STORED)
     options = {"max_new_tokens": 12, "max_length": None, "do_sample": False}
     histories: list[list[dict[str, str]]] = [[], []]
     computed_lengths = []

@@ -141,7 +141,7 @@ class Engines:
     def check_fault(self, faults: Faults, place: Place, *, may_write: bool) -> None:
         """Let a call of a running engine fail at `place`, and check this and a new engine."""
         if may_write:
-            for path in self.folder.glob("*"):
+            for path in filter(Path.is_file, self.folder.glob("*")):
                 path.unlink()
         self.enable()
         error = faults.run(self.run, place)

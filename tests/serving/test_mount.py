@@ -24,19 +24,40 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from hf_fp8kv.server.errors import APIError
+from hf_fp8kv.server.jobs import JobPool
 from hf_fp8kv.server.text import AnswerDecoder
 
 pytestmark = pytest.mark.text
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 QUESTION = "what is a page of a cache"
 REQUEST = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+VALID_REQUESTS: dict[str, dict] = {
+    CHAT: REQUEST,
+    COMPLETIONS: {"prompt": QUESTION, "max_tokens": 9},
+    RESPONSES: {"input": QUESTION, "max_output_tokens": 9},
+}
 BATCHING_OPTIONS = {"num_blocks": NUM_PAGES, "block_size": PAGE_SIZE, "max_batch_tokens": 64}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     return save_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def lenient_client(folder):
+    """A client of an application that ignores unknown fields."""
+    model = serving.enable(LlamaForCausalLM.from_pretrained(folder))
+    application = make_application(
+        model,
+        AutoTokenizer.from_pretrained(folder),
+        batching=ContinuousBatchingConfig(**BATCHING_OPTIONS),
+        ignore_unknown_fields=True,
+    )
+    with TestClient(application) as client:
+        yield client
 
 
 @pytest.fixture
@@ -121,10 +142,10 @@ def test_an_impossible_engine_fails_the_startup(build_application):
     async def send(message: dict) -> None:
         messages.append(message)
 
-    asyncio.run(application({"type": "lifespan"}, receive, send))
+    with pytest.raises(ConfigError, match="cannot start the engine"):
+        asyncio.run(application({"type": "lifespan"}, receive, send))
     assert [message["type"] for message in messages] == ["lifespan.startup.failed"]
     assert "cannot start the engine" in messages[0]["message"]
-    assert "Traceback" not in messages[0]["message"]
     client = mount_application(application, lifespan=application.lifespan)
     with pytest.raises(ConfigError, match="cannot start the engine"), client:
         pass
@@ -155,11 +176,71 @@ def test_a_failure_in_decoding_text_only_fails_its_answer(build_application, mon
 
 def test_outputs_of_unknown_requests_are_discarded(build_application):
     application = build_application()
-    with TestClient(application):
+    with TestClient(application) as client:
         router = application.engine._manager.output_router
         router.deliver(GenerationOutput("gone"))
         router.deliver_batch([GenerationOutput("gone")])
+        assert client.post(CHAT, json=REQUEST).status_code == 200
         assert router.output_queue.empty()
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "expected"),
+    [
+        (CHAT, "prompt_logprobs", 1, "Use echo and logprobs"),
+        (COMPLETIONS, "prompt_logprobs", 0, "Use echo and logprobs"),
+        (RESPONSES, "bad_words", ["x"], "Use logit_bias"),
+        (CHAT, "guided_json", {}, "Use structured_outputs"),
+        (RESPONSES, "previous_response_id", "x", "Use all items"),
+        # These fields have a meaning on a different path.
+        (RESPONSES, "n", 2, "expected 1"),
+        (COMPLETIONS, "tools", [], "not a field of this path"),
+        (COMPLETIONS, "messages", [], "not a field of this path"),
+        (CHAT, "prompt", "x", "not a field of this path"),
+        (CHAT, "use_beam_search", True, "expected false"),
+        (COMPLETIONS, "logprobs", True, "expected a valid integer"),
+        (CHAT, "generation_config", '{"bogus": 1}', "not a field"),
+    ],
+)
+def test_fields_with_a_meaning_are_never_ignored(lenient_client, path, field, value, expected):
+    response = lenient_client.post(path, json={**VALID_REQUESTS[path], field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith(field)
+    assert expected in response.json()["error"]["message"]
+
+
+def test_unknown_fields_are_ignored_and_logged_on_request(lenient_client, caplog):
+    for path, request in VALID_REQUESTS.items():
+        expected = text_in(lenient_client.post(path, json=request).json())
+        caplog.clear()
+        response = lenient_client.post(path, json={**request, "bogus": 1, "x" * 999: [], "n": None})
+        assert response.status_code == 200, response.text
+        assert text_in(response.json()) == expected
+        (message,) = [x.getMessage() for x in caplog.records if "unknown fields" in x.getMessage()]
+        assert "['bogus', 'xxx" in message
+        assert len(message) < 300
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_job_of_a_closed_pool_gets_503(is_waiting):
+    async def run() -> APIError:
+        pool, may_continue = JobPool("test", 1), threading.Event()
+        if is_waiting:
+            running_job = asyncio.create_task(pool.run(may_continue.wait))
+            job = asyncio.create_task(pool.run(int))
+            await asyncio.sleep(0.01)
+            pool.close()
+            may_continue.set()
+            await running_job
+        else:
+            pool.close()
+            job = asyncio.create_task(pool.run(int))
+        with pytest.raises(APIError) as info:
+            await job
+        return info.value
+
+    error = asyncio.run(run())
+    assert (error.status, error.code) == (503, "stopping")
 
 
 def test_an_application_rejects_unsuitable_models_and_options(folder):

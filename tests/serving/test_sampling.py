@@ -190,7 +190,9 @@ def test_nonfinite_logits_only_fail_their_request(server, stream):
                 server.ask, COMPLETIONS,
                 {"prompt": "a" * n + NAN_CHARACTER, "max_tokens": 5, "stream": stream, **options},
             )
-            for n, options in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}))
+            for n, options in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}),
+                               (5, {"prompt": f"{NAN_CHARACTER}b", "max_tokens": 0, "echo": True,
+                                    "logprobs": 0}))
         ]  # fmt: skip
         assert [future.result() for future in futures] == [expected] * 4
         for future in failing_futures:

@@ -102,13 +102,13 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path, 
     plan.save_pretrained(tmp_path)
     resolve = hf_fp8kv.serving.resolve_plan
 
-    def resolve_and_record(*args):
-        resolved.append(resolve(*args))
+    def resolve_and_record(*args, **keywords):
+        resolved.append(resolve(*args, **keywords))
         return resolved[-1]
 
     monkeypatch.setattr(hf_fp8kv.serving, "resolve_plan", resolve_and_record)
     expected = generate_paged(folder, "which plan", 12, plan=plan)
-    for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
+    for options in ((), ("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with hosting(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
         (keywords,) = resolved
@@ -169,6 +169,31 @@ def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server
     stop = full_text[-6:]
     assert full_text.index(stop) == 14
     assert [get_finish_reason(20), get_finish_reason(19)] == ["stop", "length"]
+
+
+def test_an_echoed_prompt_has_the_logprobs_of_the_engine(server):
+    """The prompt is scored outside the engine, with the same 8-bit keys and values."""
+
+    def score(prompt: str) -> dict:
+        fields = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2}
+        return server.answer(COMPLETIONS, **fields)["choices"][0]["logprobs"]
+
+    fields = {"prompt": STORY, "max_tokens": 60, "logprobs": 2}
+    (choice,) = server.answer(COMPLETIONS, **fields)["choices"]
+    full_text, generated = STORY + choice["text"], choice["logprobs"]
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(server.answer, COMPLETIONS, **fields) for _ in range(3)]
+        scores = [pool.submit(score, text).result() for text in (full_text, full_text, STORY)]
+        assert [x.result()["choices"][0]["text"] for x in answers] == [choice["text"]] * 3
+    assert scores[0] == scores[1]
+    for name in ("token_logprobs", "top_logprobs"):
+        echoed_values, expected_values = scores[0][name][len(STORY) :], generated[name]
+        assert echoed_values[-1] == pytest.approx(expected_values[-1], abs=1e-3)
+        for echoed, expected in zip(echoed_values, expected_values, strict=True):
+            assert echoed == pytest.approx(expected, abs=1e-3)
+    assert scores[2]["token_logprobs"] == pytest.approx(
+        scores[0]["token_logprobs"][: len(STORY)], abs=1e-3
+    )
 
 
 def test_streams_name_the_requested_model(server):
@@ -359,9 +384,6 @@ def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, sta
         (CHAT, "moderation", {"moderation": {"model": "x"}}),
         (CHAT, "chat_template_kwargs", {"chat_template_kwargs": dict.fromkeys(ARGUMENT_NAMES, 1)}),
         (CHAT, "generation_config", json.dumps({"transformers_version": "x" * 20_000})),
-        (CHAT, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
-        (CHAT, "guided_json", {"guided_json": {}}),
-        (RESPONSES, "prompt_logprobs", {"prompt_logprobs": 1}),
         (COMPLETIONS, "suffix", {"suffix": "the end"}),
         (COMPLETIONS, "logprobs", {"logprobs": True}),
         (COMPLETIONS, "logprobs", {"logprobs": 21}),
@@ -403,7 +425,7 @@ def test_an_error_names_the_rejected_field(server, path, field, payload):
         {"parallel_tool_calls": True, "suffix": None},
         {"stop": [f"no {number}" for number in range(16)]},
         {"n": 1, "logprobs": 0, "top_logprobs": 0, "echo": False},
-        {"frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "bad_words": []},
+        {"frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}},
         {"use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True},
         {"guided_json": None, "truncate_prompt_tokens": None, "priority": 0, "user": "x" * 512},
         {"metadata": {f"{n:64}": "x" * 512 for n in range(16)}, "store": False, "seed": 3},
@@ -808,9 +830,8 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
         assert (status, json.loads(text)["model"]) == (200, "mine")
         assert get_status(server, CHAT, make_chat(model=folder)) == 404
         assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
-        prompt_entries = server.answer(CHAT, **make_chat("x", prompt_logprobs=0))["prompt_logprobs"]
-        tokens = [entry["decoded_token"] for x in prompt_entries[1:] for entry in x.values()]
-        assert tokens == ["x", ">"]
+        usage = server.answer(CHAT, **make_chat("x"))["usage"]
+        assert usage["prompt_tokens"] == len("<x>")
 
 
 def test_processes_of_torchrun_are_rejected(run_command, tmp_path, monkeypatch):

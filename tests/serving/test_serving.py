@@ -330,8 +330,9 @@ class TestManagers:
         for owner in (type(llama), ContinuousBatchingManager, ContinuousMixin):
             modules = {getattr(member, "__module__", "") or "" for member in vars(owner).values()}
             assert not any(name.startswith("hf_fp8kv") for name in modules), owner
-        attributes = set(vars(make_model("llama")))
-        assert set(vars(serving.disable(llama))) == attributes
+        new_model = make_model("llama")
+        FP8PagedCache(new_model)  # the model keeps its plan
+        assert set(vars(serving.disable(llama))) == set(vars(new_model))
         assert not llama._forward_pre_hooks
 
     def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
@@ -519,7 +520,7 @@ class TestManagers:
 
     def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
         assert serving.read_usage(llama) is None
-        serving.enable(llama)
+        serving.enable(llama, dtype="fp8_e3m4")
         assert serving.read_usage(llama) is None
         with open_manager(llama) as manager:
             manager.warmup()
@@ -583,7 +584,7 @@ class TestErrors:
         ("error", "keywords", "message"),
         [
             (ConfigError, {"dtype": "int4"}, "int4"),
-            (ConfigError, {"plan": "fp8 centered"}, "center"),
+            (ConfigError, {"plan": "fp8 centered"}, "expected the center of K"),
             (BackendError, {"backend": "cuda"}, "cuda"),
             (ScaleError, {"scales": 0.0}, "above 0"),
             (ScaleError, {"scales": KVScales.uniform(1)}, "layer"),
@@ -591,8 +592,6 @@ class TestErrors:
             (ConfigError, {"plan": {0: INT8_PLAN}}, "none for layer 1.*not in serving"),
             (ConfigError, {"plan": dict.fromkeys(range(3), INT8_PLAN)},
              r"0 to 1, but also got \[2\]"),
-            (ConfigError, {"plan": LayerPlan.parse("int8 centered", "int8")},
-             "carry the centers of K, got none"),
         ],
     )  # fmt: skip
     def test_invalid_keywords_change_nothing(
@@ -753,7 +752,36 @@ class TestRequestLimit:
             assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
             prompt = [3] * (max_tokens - NEW_TOKENS + 1)  # the last token is never stored
             assert len(generate_batch(model, [prompt], pages=6)[0]) == NEW_TOKENS
+            long_and_short = [[*prompt, 3], [4, 5]]
+            outputs = model.generate_batch(
+                long_and_short, greedy(num_return_sequences=2), batching(pages=6)
+            )
+            errors = [output.error for output in outputs.values()]
+            assert len(errors) == 4
+            assert errors[2:] == [None, None]
+            assert all(f"hold {max_tokens} tokens of one request" in x for x in errors[:2])
         manager.batch_processor = None
+
+    @pytest.mark.parametrize("is_running", [False, True])
+    def test_a_request_that_outgrows_the_pages_is_refused(
+        self, llama: Any, is_running: bool
+    ) -> None:
+        """The engine continues. Without pages, the first request allocates them."""
+        serving.enable(llama)
+        manager = llama.init_continuous_batching(greedy(), batching(pages=6))
+        if is_running:
+            manager.start()
+        for num_tokens, max_new_tokens in ((1000, 1), (3, 1000), (1000, None)):
+            with pytest.raises(ConfigError, match=r"input_ids: expected .* increase num_blocks"):
+                manager.add_request([3] * num_tokens, max_new_tokens=max_new_tokens)
+        manager.add_request([3] * (manager.max_request_tokens - 1), max_new_tokens=2)
+        if not is_running:
+            manager.start()
+        output = manager.get_result(timeout=60)
+        manager.stop(block=True)
+        assert output.error is None
+        assert len(output.generated_tokens) == 2
+        assert manager.add_request([3] * 1000, max_new_tokens=1) is None  # as without FP8 pages
 
 
 class TestRunningEngines:

@@ -36,8 +36,8 @@ def make_cache(case: str, config: Any) -> Any:
         "StaticCache": lambda: StaticCache(config, max_cache_len=MAX_CACHE_LEN),
         "preallocated": lambda: FP8PagedCache(config, page_size=16, max_cache_len=MAX_CACHE_LEN),
         "preallocated, stored": lambda: FP8PagedCache(
-            config, page_size=16, max_cache_len=MAX_CACHE_LEN, prefill="stored", scales=0.05,
-            plan="fp8_e3m4 centered",
+            config, page_size=16, max_cache_len=MAX_CACHE_LEN, prefill="stored",
+            dtype="fp8_e3m4", scales=0.05,
         ),
     }[case]()  # fmt: skip
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from hf_fp8kv import demo_model_path
 from hf_fp8kv.server.engine import check_token
 from hf_fp8kv.server.sampling import Sampler, Sequence
-from hf_fp8kv.server.schemas import CompletionRequest
+from hf_fp8kv.server.schemas import CompletionBody
 from hf_fp8kv.server.structured import Grammars, Guide, read_grammar
 from tests.helpers.serve_process import make_step, save_chat_model
 from tests.serving.test_structured import PERSON
@@ -59,7 +59,7 @@ def main() -> None:
     for folder in (save_chat_model(Path(tempfile.mkdtemp())), demo_model_path()):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         grammars = Grammars(tokenizer, len(tokenizer), None)
-        grammar = read_grammar(CompletionRequest(prompt="x", structured_outputs={"json": PERSON}))
+        grammar = read_grammar(CompletionBody(prompt="x", structured_outputs={"json": PERSON}))
         assert grammar is not None
         compile_ms = []
         for _ in range(20):

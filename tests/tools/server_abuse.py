@@ -441,7 +441,7 @@ def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
         body["n"] = rng.randrange(1, 4)
     if rng.random() < 0.3:
         body |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
-        body |= {"min_p": 0.05, "min_tokens": 3, "bad_words": ["the"], "logit_bias": {"5": 2}}
+        body |= {"min_p": 0.05, "min_tokens": 3, "logit_bias": {"5": 2}}
     if path != RESPONSES and rng.random() < 0.3:
         body["stop"] = [rng.choice("abcdefgh"), "no such text"]
     choice = rng.randrange(6)

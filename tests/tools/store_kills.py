@@ -96,8 +96,9 @@ class Workload:
         }  # fmt: skip
 
     def count_bytes(self) -> int:
+        """Return the size of all files of the store, except the plan in the folder "plans"."""
         total = 0
-        for path in self.folder.iterdir():
+        for path in self.folder.glob("*.*"):
             try:
                 total += path.lstat().st_size
             except FileNotFoundError:

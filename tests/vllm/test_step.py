@@ -110,11 +110,11 @@ class Requests:
 
 def quantize_and_decode(tokens, plan, scale, center, *, search):
     """Return K or V, `[N, Hkv, D]`, as attention reads it from pages, `[1, Hq, N, D]`."""
-    side = StoredSide(scale, None if center is None else center[None], plan.format, HEAD_DIM)
+    side = StoredSide(scale, center, plan.format, HEAD_DIM)
     codes, scales = reference.quantize(tokens.transpose(0, 1)[None], side, search=search)
     dense = decode(codes, FORMATS[plan.format])
     dense = dense * (scale[:, None] if scales is None else scales.float()[..., None])
-    dense = dense if center is None else dense + center[None, :, None]
+    dense = dense if center is None else dense + center[:, None]
     return dense.repeat_interleave(GROUP_SIZE, 1)
 
 

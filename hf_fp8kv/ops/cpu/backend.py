@@ -127,7 +127,7 @@ def gather(
 ) -> Tensor:
     """Return dense keys or values, with the same bits as `reference.gather`.
 
-    `head_range` selects KV heads. Unless it selects all of them, K must not have a center.
+    `head_range` selects KV heads.
     """
     pages, lengths = _pack_tensors(pages), pack_rows(lengths)
     is_k = side == "k"

@@ -111,7 +111,7 @@ struct StoredSide {
   const float *static_scale, *center;
   int64_t rotation;
 
-  const float* find_center(int64_t row) const { return center ? center + row * dim : nullptr; }
+  const float* find_center(int64_t head) const { return center ? center + head * dim : nullptr; }
   const char* find_codes(const char* page, int64_t head, int64_t page_size) const {
     return page + codes_offset + head * page_size * dim * get_width(kind);
   }
@@ -794,7 +794,7 @@ void write_vector(
   const char* x = side.in.at(sequence, head, token);
   if (side.kind == CODES) {
     encode_vector(
-        side, (float)c.min_scale, x, side.find_center(sequence * c.num_heads + head), head,
+        side, (float)c.min_scale, x, side.find_center(head), head,
         page + side.scales_offset + 4 * head_slot, !is_value, line, codes);
     x = (const char*)codes;
   }
@@ -849,7 +849,7 @@ void gather_part(
       side, page, page_size, stored_head, slot, count, c.transposed, lines, stride,
       memory + UNIT_TOKENS * stride);
   const float* scale = side.static_scale ? side.static_scale + stored_head * side.dim : nullptr;
-  const float* center = side.find_center(sequence * c.num_heads + head);
+  const float* center = side.find_center(stored_head);
   for (int64_t t = 0; t < count; t++) {
     float* x = lines + t * stride;
     const float dynamic =
@@ -1358,7 +1358,7 @@ void clear_sums(float* sums, int64_t dim) {
 void load_queries(const Attend& c, Scratch& s, const QueryBlock& block) {
   const int64_t sequence = block.sequence, head = block.head, token = block.token;
   const int64_t group_size = c.num_q_heads / c.num_heads;
-  const float* center = c.k.find_center(sequence * c.num_heads + head);
+  const float* center = c.k.find_center(head);
   std::memset(s.q, 0, 4 * c.num_rows * s.q_stride);
   for (int64_t row = 0; row < block.rows; row++) {
     const char* x =

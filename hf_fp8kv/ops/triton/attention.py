@@ -244,15 +244,14 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     CHUNKS: tl.constexpr = CALL.config.chunks
     ptrs = tensors.query + _row_offset(strides, rows)
     q, factor, center_logit = _load_query(
-        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, CALL.num_heads, K_SIDE,
-        CALL.centered, K_CODEC,
-    )  # fmt: skip
+        ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, K_SIDE, CALL.centered, K_CODEC
+    )
     factor *= LOG2E
     # (Triton does not accept an early return of a different type, so this needs an else.)
     if CALL.latent:
         rope_part, v_factor, _ = _load_query(
-            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, CALL.num_heads,
-            V_SIDE, False, V_CODEC,
+            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, V_SIDE, False,
+            V_CODEC,
         )  # fmt: skip
         # Otherwise Triton would choose their layout for the sums of the rotation.
         q = keep_layout(q, K_CODEC)
@@ -266,8 +265,8 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
 
 @triton.jit
 def _load_query(
-    ptrs, side, code_scaling, scaling, rows, NUM_HEADS: tl.constexpr, SIDE: tl.constexpr,
-    CENTERED: tl.constexpr, CODEC: tl.constexpr,
+    ptrs, side, code_scaling, scaling, rows, SIDE: tl.constexpr, CENTERED: tl.constexpr,
+    CODEC: tl.constexpr,
 ):  # fmt: skip
     """Return query rows as an operand, a factor for the logits, and the products with the center.
 
@@ -282,8 +281,7 @@ def _load_query(
     q = tl.load(ptrs[:, None] + d[None, :], mask=in_head, other=0.0).to(tl.float32)
     center_logit = tl.zeros([q.shape[0]], tl.float32)
     if CENTERED:
-        center_ptr = side.center + (rows.b * NUM_HEADS + rows.h).to(tl.int64) * DIM
-        center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
+        center = tl.load(side.center + rows.h * DIM + d, mask=d < DIM, other=0.0)
         center_logit = tl.sum(q * center[None, :], 1) * scaling
     q = mix_channels(q, SIDE.rotation_size)
     if side.static_scale is not None:

@@ -13,6 +13,7 @@ from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
 from .plan import count_plan_rows, fill_plan, get_max_parts
+from .replay import Variables, describe_pages, replayed, shape_and_strides
 from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import FEW_ROWS, MAX_DECODE_ROWS, LaunchConfig, choose_decode_config, estimate_programs
@@ -24,6 +25,42 @@ LOAD_SIZE = tl.constexpr(4096)
 MAX_CHANNELS = tl.constexpr(128)
 
 
+def _describe(
+    query: torch.Tensor,
+    pages: Pages,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
+    plan: torch.Tensor | None = None,
+) -> Variables | None:
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, deterministic = spec
+    # Dense masks and biases are not recorded. They are rare in decoding, and more of their strides
+    # change with each step.
+    if bias is not None or (mask is not None and not _is_compact(mask)):
+        return None
+    return Variables(
+        layout=(
+            shape_and_strides(query), None if plan is None else plan.shape, scaling, causal, window,
+            softcap, latent, deterministic,
+        ),
+        tensors=(query, lengths, plan, sinks, mask, bounds),
+        shared=describe_pages(pages),
+        integers={
+            "start": start, "stop": stop, "table_stride": pages.table.stride(0),
+            "mask_batch_stride": 0 if mask is None or len(mask) == 1 else mask.stride(0),
+            # A compact mask has no head stride. Kernels read the batch stride of its bounds here.
+            "mask_head_stride": 0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
+        },
+    )  # fmt: skip
+
+
+def _is_compact(mask: torch.Tensor) -> bool:
+    """Return whether a mask is `[B, 1, 1, N]` and contiguous in its last axis."""
+    return mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
+
+
+@replayed(_describe)
 def attend(
     query: torch.Tensor,
     pages: Pages,

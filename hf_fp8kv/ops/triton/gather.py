@@ -104,8 +104,7 @@ def _gather(
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, ROTATION_SIZE)
         if side.center is not None:
-            center_ptr = side.center + (b.to(tl.int64) * NUM_HEADS + h) * DIM
-            x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]
+            x += tl.load(side.center + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
     if RAGGED:
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
     row = ((b.to(tl.int64) * NUM_HEADS + h) * (stop - start) + (tile_start - start)) * DIM

@@ -22,9 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .replay import NO_SHARED_TENSORS, Variables, replayed, shape_and_strides
 from .softmax import find_last_before_window
 from .target import cdiv, get_target, launch, next_power_of_2
-from .tuning import PlanConfig, choose_plan_config, estimate_programs
+from .tuning import MAX_DECODE_TOKENS, PlanConfig, choose_plan_config, estimate_programs
 
 NO_END = tl.constexpr(2**31 - 1)
 # Added to the sort key of a part, so that the part comes before all parts without the bonus.
@@ -72,6 +73,17 @@ def get_max_parts(plan: torch.Tensor, batch: int) -> int:
     return max_parts
 
 
+def _describe(
+    plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int,
+    num_head_blocks: int, programs_per_sm: int = 0,
+) -> Variables | None:  # fmt: skip
+    if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
+        return None
+    layout = shape_and_strides(plan), lengths.shape, num_tokens, window, num_head_blocks
+    return Variables(layout, (plan, lengths), NO_SHARED_TENSORS, {"start": start})
+
+
+@replayed(_describe)
 def fill_plan(
     plan: torch.Tensor,
     lengths: torch.Tensor,

@@ -2,9 +2,10 @@
 
 A launch needs codecs, launch parameters and about forty arguments, which Triton inspects to find
 the compiled kernel. While a model decodes, only addresses of tensors and a few integers change. The
-first call is therefore recorded: the tensors that it allocated, the kernels that it launched, and
-the positions of its addresses and integers among their arguments. A later call runs a Python
-function generated from the recording, which allocates the same tensors and launches the kernels.
+first call of a function with the decorator `replayed` is therefore recorded: the tensors that it
+allocated, the kernels that it launched, and the positions of its addresses and integers among their
+arguments. A later call runs a Python function generated from the recording, which allocates the
+same tensors and launches the kernels.
 
 A recording holds no tensors, so all layers and caches share it. Its key has everything that it
 depends on:
@@ -24,13 +25,15 @@ with unusual settings of Triton, or with versions of Triton whose launches may d
 """
 
 import collections
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import triton
 from triton import knobs
 
+from ..pages import Pages
 from .target import LaunchRecord, Target, get_target, is_recording, recording
 
 # Triton launches kernels in the same way from the first version on, and before the second version.
@@ -41,6 +44,7 @@ _CAN_REPLAY = _FIRST_VERSION <= _version < _END_VERSION and not knobs.runtime.in
 # Maximum number of recordings for one kind of pages.
 _MAX_RECORDINGS = 256
 _2_GIB = 2**31 - 1
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 # Replay functions by key. Their arguments are addresses and integers. None means that the call
 # cannot be recorded.
@@ -77,52 +81,91 @@ def describe_tensors(
     return properties, addresses
 
 
-def run_or_replay(
-    operation: Callable[..., Any],
-    args: tuple[Any, ...],
-    layout: tuple[Any, ...],
-    tensors: Sequence[torch.Tensor | None],
-    shared: SharedTensors,
-    **integers: int,
-) -> Any:
-    """Return `operation(*args)`. If an equal call was recorded, replay it.
+NO_SHARED_TENSORS = SharedTensors({}, [])
 
-    Args:
-        operation: Function that returns None, or a tensor from `allocate`.
-        args: Arguments of the operation.
-        layout: Everything that it depends on, except the arguments below.
+
+def describe_pages(pages: Pages) -> SharedTensors:
+    """Return the properties of pages that recordings depend on, cached in the pages."""
+    shared: SharedTensors | None = pages.launch_properties
+    if shared is None:
+        k, v = pages.k, pages.v
+        tensors = (
+            pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
+            pages.token_scales, pages.table, pages.offsets,
+        )  # fmt: skip
+        properties, addresses = describe_tensors(tensors)
+        # Format, head size and rotation of each side, without its tensors.
+        sizes = k[2:], v[2:], pages.num_heads, pages.page_size
+        shared = pages.launch_properties = SharedTensors(recordings[properties, sizes], addresses)
+    return shared
+
+
+class Variables(NamedTuple):
+    """Everything that a call depends on.
+
+    Attributes:
+        layout: Everything except the arguments below.
         tensors: Tensors that differ in each call. The first determines the device.
-        shared: All other tensors among its arguments.
+        shared: All other tensors among the arguments.
         integers: Integers that differ in each call. Kernels take them under these names, without
             specialization, or not at all.
     """
-    if not _CAN_REPLAY or is_recording() or _has_unusual_settings():
-        return operation(*args)
-    first = tensors[0]
-    assert first is not None
-    device = first.device
-    target = get_target(device)
-    properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
-    replays, shared_addresses = shared
-    addresses += shared_addresses
-    key = operation, layout, device, properties, id(target)
-    if key not in replays:
-        with recording() as recorded:
-            result = operation(*args)
-        if len(replays) >= _MAX_RECORDINGS:
-            replays.clear()
-        try:
-            replays[key] = _compile_replay(recorded, result, target, device, addresses, integers)
-        except LookupError:
-            replays[key] = None
-        return result
-    replay = replays[key]
-    if replay is None:
-        return operation(*args)
-    if device.index is not None and first.is_cuda and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+
+    layout: tuple[Any, ...]
+    tensors: Sequence[torch.Tensor | None]
+    shared: SharedTensors
+    integers: dict[str, int]
+
+
+def shape_and_strides(x: torch.Tensor | None) -> Hashable:
+    """Return the part of a call's layout that depends on one tensor."""
+    return None if x is None else (x.shape, x.stride())
+
+
+def replayed(describe: Callable[..., Variables | None]) -> Callable[[_Operation], _Operation]:
+    """Return a decorator for an operation that returns None, or a tensor from `allocate`.
+
+    If an equal call was recorded, the operation is replayed. `describe` has the parameters of the
+    operation. It returns None for a call that is not recorded.
+    """
+
+    def decorate(operation: _Operation) -> _Operation:
+        @functools.wraps(operation)
+        def run(*args: Any) -> Any:
+            if not _CAN_REPLAY or is_recording() or _has_unusual_settings():
+                return operation(*args)
+            if (variables := describe(*args)) is None:
+                return operation(*args)
+            layout, tensors, (replays, shared_addresses), integers = variables
+            first = tensors[0]
+            assert first is not None
+            device = first.device
+            target = get_target(device)
+            properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
+            addresses += shared_addresses
+            key = operation, layout, device, properties, id(target)
+            if key not in replays:
+                with recording() as recorded:
+                    result = operation(*args)
+                if len(replays) >= _MAX_RECORDINGS:
+                    replays.clear()
+                try:
+                    replay = _compile_replay(recorded, result, target, device, addresses, integers)
+                except LookupError:
+                    replay = None
+                replays[key] = replay
+                return result
+            replay = replays[key]
+            if replay is None:
+                return operation(*args)
+            if first.is_cuda and device.index not in (None, torch.cuda.current_device()):
+                with torch.cuda.device(device):
+                    return replay(addresses, **integers)
             return replay(addresses, **integers)
-    return replay(addresses, **integers)
+
+        return cast(_Operation, run)
+
+    return decorate
 
 
 def _has_unusual_settings() -> bool:

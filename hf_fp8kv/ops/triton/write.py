@@ -19,6 +19,7 @@ from .encoder import (
     to_bfloat16,
 )
 from .page_access import load_page_offset, point_to_head
+from .replay import Variables, describe_pages, replayed, shape_and_strides
 from .rotation import lay_out_like, rotate
 from .target import get_target, launch
 from .tuning import MAX_DECODE_TOKENS
@@ -34,12 +35,30 @@ MIN_WARPS, MAX_WARPS = 4, 16
 UNLIMITED = 2**31 - 1
 
 
+def _describe(
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
+) -> Variables | None:
+    # Each length of a prompt would need a recording, and the number of recordings is limited.
+    if key.shape[2] > MAX_DECODE_TOKENS:
+        return None
+    table, limit = pages.table, UNLIMITED if limit is None else limit
+    return Variables(
+        layout=(shape_and_strides(key), shape_and_strides(value)),
+        tensors=(key, value, lengths),
+        shared=describe_pages(pages),
+        integers={
+            "limit": limit, "num_columns": table.shape[1], "table_stride": table.stride(0)
+        },
+    )  # fmt: skip
+
+
+@replayed(_describe)
 def write(
-    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int = UNLIMITED
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> None:
     """Store the same bytes as `reference.write`.
 
-    A token without a page, or at a position at or after `limit`, is skipped.
+    A token without a page, or at a position at or after `limit`, is skipped. None means no limit.
     """
     batch, num_heads, num_tokens, _ = key.shape
     k_sizes, v_sizes = make_side_sizes(pages.k), make_side_sizes(pages.v)
@@ -51,7 +70,8 @@ def write(
     launch(
         _write, (num_tiles, 2 * num_heads, batch), key, value, lengths, pages.table,
         make_pointers(pages, "k"), make_pointers(pages, "v"), pages.token_scales, num_tokens,
-        limit, pages.table.shape[1], pages.table.stride(0), key.stride(), value.stride(),
+        UNLIMITED if limit is None else limit, pages.table.shape[1], pages.table.stride(0),
+        key.stride(), value.stride(),
         K=k_sizes, V=v_sizes, K_FORMAT=FORMATS.get(pages.k.format),
         V_FORMAT=FORMATS.get(pages.v.format), NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size,
         TILE=tile_tokens, **options,
@@ -105,7 +125,7 @@ def _write(
         k_ptr = key_ptr + b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
         center_ptr = k.center
         if center_ptr is not None:
-            center_ptr += (b.to(tl.int64) * NUM_HEADS + h) * K.dim
+            center_ptr += h * K.dim
         write_side(
             k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, num_past, num_tokens,
             limit, num_columns, K, K_FORMAT, PAGE_SIZE, TILE, TRANSPOSED=False,

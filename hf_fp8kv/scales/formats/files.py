@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 
 from ...errors import ScaleError
 from ...formats import LayerPlan
-from ...utils.files import convert_read_errors, read_json
+from ...utils.files import convert_read_errors, parse_metadata, read_json
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
@@ -61,11 +61,11 @@ class HfFp8kv(ScaleFormat):
         return {**report, KV_FILE: to_safetensors(tensors, {METADATA_KEY: json.dumps(metadata)})}
 
 
-def read_kv_scales(path: Path) -> ScaleData:
-    """Return the scales of a file in the format "hf_fp8kv", with any report next to it."""
-    expected = "a file of scales as save_pretrained writes it"
-    with convert_read_errors(path, expected), safe_open(path, "pt") as file:
-        metadata = json.loads(file.metadata()[METADATA_KEY])
+def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
+    """Return the scales in the contents of a file in the format "hf_fp8kv"."""
+    with convert_read_errors(path, "a file of scales as save_pretrained writes it"):
+        tensors = from_safetensors(contents)
+        metadata = json.loads(parse_metadata(contents)[METADATA_KEY])
         if metadata | _COMMON_METADATA != metadata:
             raise ScaleError(
                 f"{path}: expected {_COMMON_METADATA}, got {metadata.get('version')!r} and "
@@ -73,9 +73,9 @@ def read_kv_scales(path: Path) -> ScaleData:
             )
         plans = {int(i): LayerPlan.parse(*kv) for i, kv in metadata.get("plan", {}).items()}
         tensors_by_layer: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
-        for name in file.keys():  # noqa: SIM118
+        for name, tensor in tensors.items():
             _, index, suffix = name.split(".")
-            tensors_by_layer.setdefault(int(index), {})[suffix] = file.get_tensor(name)
+            tensors_by_layer.setdefault(int(index), {})[suffix] = tensor
         layers = {
             index: LayerScales(
                 named.pop("k_scale", None), named.pop("v_scale", None), named.pop("k_center", None),
@@ -88,10 +88,15 @@ def read_kv_scales(path: Path) -> ScaleData:
         protection = convert_json(
             Protection | None, metadata.get("protection"), f"{path}: protection"
         )
-        scales = ScaleData(
-            layers, HfFp8kv.name, metadata["model_type"], str(path), weights_digest=weights_digest,
+        return ScaleData(
+            layers, HfFp8kv.name, metadata["model_type"], path, weights_digest=weights_digest,
             protection=protection,
         )  # fmt: skip
+
+
+def read_kv_scales(path: Path) -> ScaleData:
+    """Return the scales of a file in the format "hf_fp8kv", with any report next to it."""
+    scales = parse_kv_scales(path.read_bytes(), str(path))
     report_path = path.parent / REPORT_FILE
     if not report_path.is_file():
         return scales

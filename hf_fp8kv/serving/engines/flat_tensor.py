@@ -33,6 +33,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         page_size = kwargs["continuous_batching_config"].page_size
         self.prefix_hits = self.prefix_tokens = 0
         self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's scheduler, if any
+        # Called with a request's state, and the number of its tokens that are in the cache.
+        self.on_prefix_match: Callable[[Any, int], None] = lambda _state, _num_tokens: None
         self.prepare(self.serving_config, config, page_size, dtype, device)
         self._hasher = BlockHasher(self.hash_key)
         layouts = {
@@ -80,6 +82,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         num_tokens = int(super().search_prefix_match(request_id, prompt_ids))
         self.prefix_hits += num_tokens > 0
         self.prefix_tokens += num_tokens
+        if state is not None:
+            self.on_prefix_match(state, num_tokens)
         return num_tokens
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:

@@ -1,9 +1,8 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case has two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 4 of
-the format, and hold the same keys and values as the files of version 2. Write the files
-again only for a new version of the format.
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 5 of
+the format. Write them again only for a new version of the format.
 """
 
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
+from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, StoragePlan
 from hf_fp8kv.cache.tokens import Tokens
 from hf_fp8kv.formats import LayerPlan
 
@@ -20,13 +19,6 @@ NUM_HEADS, HEAD_DIM, PROMPT_TOKENS = 2, 16, 13
 
 
 def make_config(model_type: str) -> Any:
-    config = _make_model_config(model_type)
-    # With RoPE, the centers of a first call would differ from the centers in earlier files.
-    config.rope_parameters = None
-    return config
-
-
-def _make_model_config(model_type: str) -> Any:
     from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
     sizes: dict[str, Any] = {
@@ -39,6 +31,18 @@ def _make_model_config(model_type: str) -> Any:
         return MistralConfig(**sizes, sliding_window=8)
     types = ["sliding_attention", "full_attention"]
     return Gemma3TextConfig(**sizes, sliding_window=8, layer_types=types)
+
+
+def make_plan() -> StoragePlan:
+    center = torch.linspace(-2, 2, NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM)
+    centered_plan = LayerPlan.parse("int8 rotated centered", "fp8_e2m5")
+    plan = LayerPlan.parse("fp8_e2m5", "int8 rotated")
+    return StoragePlan(
+        {
+            0: LayerScales(None, None, center, plan=centered_plan),
+            1: LayerScales(None, None, plan=plan),
+        }
+    )
 
 
 def make_scales(*, has_center: bool) -> KVScales:
@@ -55,16 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dtype": "fp8_e4m3", "key_dtype": "fp8_e3m4", "value_dtype": "fp8_e5m2"},
     ),
     "dynamic-int8-e2m5": ("llama", {"dtype": "int8", "value_dtype": "fp8_e2m5"}),
-    "planned": (
-        "llama",
-        {
-            "plan": {
-                0: LayerPlan.parse("int8 rotated centered", "fp8_e2m5"),
-                1: LayerPlan.parse("fp8_e2m5", "int8 rotated"),
-            }
-        },
-    ),
-    "first-call-centers": ("llama", {"plan": "fp8_e4m3 centered"}),
+    "planned": ("llama", {"plan": make_plan()}),
     "static-scales": ("llama", {"scales": make_scales(has_center=False)}),
     "centered": ("llama", {"scales": make_scales(has_center=True)}),
     "constant-scale": ("llama", {"scales": 0.5}),
@@ -73,7 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "two-groups": ("gemma3", {"dtype": "fp8_e4m3"}),
     "stock-layers": ("gemma3", {"dtype": "fp8_e4m3", "skip_layers": ["sliding_attention"]}),
     "preallocated": ("llama", {"dtype": "fp8_e4m3", "max_cache_len": 30}),
-    "preallocated-two-groups": ("gemma3", {"plan": "fp8_e4m3 centered", "max_cache_len": 30}),
+    "preallocated-two-groups": ("gemma3", {"plan": make_plan(), "max_cache_len": 30}),
     "without-config": ("", {"dtype": "fp8_e4m3"}),
     "default": ("llama", {}),
     "default-preallocated": ("gemma3", {"max_cache_len": 30}),

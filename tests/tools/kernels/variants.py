@@ -190,7 +190,7 @@ def _make_pages(variant: Variant) -> Pages:
 
     k, v = make_side(variant.k, k_dim), make_side(variant.v, v_dim)
     if "center" in variant.extras:
-        k = k._replace(center=torch.zeros(BATCH, variant.num_kv_heads, k_dim))
+        k = k._replace(center=torch.zeros(variant.num_kv_heads, k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
         scales = torch.ones(2, variant.num_kv_heads, slots, 2, dtype=torch.bfloat16)

@@ -1,0 +1,722 @@
+"""Tests of the plan of a model without arguments about storage: `resolve_plan`, and its files."""
+
+import copy
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, LayerPlan, PrefixStore, choose_plan
+from hf_fp8kv.attention.switching import get_attn_implementations
+from hf_fp8kv.calibration import plan_choice
+from hf_fp8kv.calibration.plan_choice import (
+    Passes,
+    count_passes,
+    freeze_plan,
+    resolve_plan,
+    unfreeze_plan,
+)
+from hf_fp8kv.modeling.tensor_parallel import TensorParallel
+from tests.helpers.tiny_models import (
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+    VISION_END_TOKEN,
+    VISION_START_TOKEN,
+    VOCAB,
+    build_variant,
+)
+
+LONG_CONTEXT = {"max_position_embeddings": 8192}
+NUM_POSITIONS = 3  # 0, 1,024 and 4,096
+# The positions, and the predictions with an unquantized cache and with the plan.
+NUM_PASSES = NUM_POSITIONS + 2
+PLAIN = {"dtype": "fp8_e3m4", "plan": None}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let models keep their plans in a new folder, and return it."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def own_plan() -> Any:
+    return choose_plan(make_model())
+
+
+def make_model(name: str = "llama", **fields: Any) -> Any:
+    return build_variant(name, **LONG_CONTEXT, **fields)[0]
+
+
+def make_protected_model() -> Any:
+    """Return a model whose plan is improved by protected sides."""
+    model = make_model("qwen2", layer_types=["full_attention"] * 4, num_hidden_layers=4)
+    bias = model.model.layers[0].self_attn.k_proj.bias
+    with torch.no_grad():
+        bias.copy_(100 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(0)))
+    return model
+
+
+@contextmanager
+def recorded_inputs(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Yield a list of the token ids of each call of the model."""
+    inputs: list[torch.Tensor] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, keywords: inputs.append(keywords["input_ids"]), with_kwargs=True
+    )
+    yield inputs
+    hook.remove()
+
+
+def resolve_and_count(
+    model: Any, store: PrefixStore | None = None, **keywords: Any
+) -> tuple[Any, int]:
+    """Return the digest of the plan that caches of a model get, and the number of passes."""
+    with recorded_inputs(model) as inputs:
+        resolved = resolve_plan(model, keywords, prefix_store=store)
+    FP8PagedCache(model.config, **resolved)
+    return resolved["plan"] and resolved["plan"].digest, len(inputs)
+
+
+def list_plan_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("plans/*.plan"))
+
+
+def take_step(model: Any) -> None:
+    """Take one step of an optimizer."""
+    ids = torch.arange(3, 35)[None]
+    model(ids, labels=ids).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+    model.zero_grad()
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dtype": "fp8"},
+        {"dtype": "model"},
+        {"key_dtype": "model"},
+        {"value_dtype": "int8"},
+        {"scales": 1.0},
+        {"scales": KVScales.uniform(2)},
+        {"plan": "int8 rotated"},
+        {"plan": LayerPlan.parse("int8 rotated", "model")},
+        {"plan": "saved"},
+    ],
+    ids=str,
+)
+def test_an_argument_about_storage_runs_no_pass(
+    keywords: dict[str, Any], own_plan: Any, tmp_path: Path, home: Path
+) -> None:
+    if keywords.get("plan") == "saved":
+        own_plan.save_pretrained(tmp_path / "saved")
+        keywords = {"plan": tmp_path / "saved"}
+    model = make_model()
+    with recorded_inputs(model) as inputs:
+        resolved = resolve_plan(model, {**keywords, "page_size": 16})
+    assert not inputs
+    assert not home.exists()
+    cache = FP8PagedCache(model.config, **resolved)
+    assert cache.plan == FP8PagedCache(model.config, **keywords).plan
+    assert cache.options.page_size == 16
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"plan": "int8"}, {"scales": 1.0}, {"key_dtype": "fp8"}, {"value_dtype": "fp8"}]
+)
+def test_adaptive_excludes_other_arguments_about_storage(keywords: dict[str, Any]) -> None:
+    (name,) = keywords
+    with pytest.raises(ConfigError, match=f"{name}: expected None with dtype='adaptive', got"):
+        resolve_plan(make_model(), {"dtype": "adaptive", **keywords})
+
+
+@pytest.mark.parametrize("dtype", [None, "adaptive"])
+def test_the_default_is_the_chosen_plan(dtype: str | None, own_plan: Any, home: Path) -> None:
+    model = make_model()
+    assert resolve_and_count(model, dtype=dtype) == (own_plan.digest, NUM_PASSES)
+    for _ in range(2):
+        assert resolve_and_count(model, dtype=dtype, page_size=16) == (own_plan.digest, 0)
+    assert resolve_and_count(model, scales=None, key_dtype=None) == (own_plan.digest, 0)
+    assert len(list_plan_files(home)) == 1
+    assert vars(model).keys() - vars(make_model()).keys() == {"_hf_fp8kv_plan_choice"}
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_new_model_takes_the_plan_in_the_file(own_plan: Any, home: Path) -> None:
+    assert resolve_and_count(make_model())[1] == NUM_PASSES
+    model = make_model()
+    assert resolve_and_count(model) == (own_plan.digest, 0)
+    plan = resolve_plan(model, {})["plan"]
+    assert repr(plan) == repr(own_plan)
+    assert (plan.plan, plan.protection) == (own_plan.plan, own_plan.protection)
+    assert plan.made_for(model)
+    for change in ("weights", "dtype", "class", "config"):
+        model = make_model(seed=int(change == "weights"))
+        if change == "dtype":
+            model.bfloat16()
+        elif change == "class":
+            model.__class__ = type("OtherModel", (type(model),), {})
+        elif change == "config":
+            model.config.rms_norm_eps *= 2
+        assert resolve_and_count(model)[1] >= NUM_PASSES, change
+    assert len(list_plan_files(home)) == 5
+
+
+@pytest.mark.parametrize("constant", ["_CHOOSER_VERSION", "_MAX_EXTRA_BYTES"])
+def test_files_of_another_chooser_are_not_used(constant: str, monkeypatch: Any) -> None:
+    resolve_plan(make_model(), {})
+    monkeypatch.setattr(plan_choice, constant, 0)
+    assert resolve_and_count(make_model())[1] == NUM_PASSES
+
+
+@pytest.mark.full
+def test_a_second_process_runs_no_pass(own_plan: Any, home: Path) -> None:
+    code = (
+        "from tests.calibration import test_default_plans as tests\n"
+        "print(*tests.resolve_and_count(tests.make_model()))"
+    )
+    environment = {**os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    for num_passes in (NUM_PASSES, 0):
+        output = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+        assert output.split()[-2:] == [own_plan.digest, str(num_passes)]
+
+
+def damage_file(path: Path, kind: str) -> None:
+    contents = path.read_bytes()
+    middle = len(contents) - 40  # in a center
+    damaged = {
+        "empty": b"",
+        "truncated": contents[:-1],
+        "flipped": contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :],
+        "other": b"\0" * 4096,
+    }
+    if kind in damaged:
+        path.write_bytes(damaged[kind])
+        return
+    path.unlink()
+    if kind == "link":
+        path.with_name("target").write_bytes(contents)
+        path.symlink_to("target")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "plan of another model":
+        other = make_model(seed=1)
+        resolve_plan(other, {})
+        list_plan_files(path.parents[1])[0].replace(path)
+
+
+KINDS_OF_DAMAGE = [
+    "empty",
+    "truncated",
+    "flipped",
+    "other",
+    "link",
+    "pipe",
+    "plan of another model",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_DAMAGE)
+def test_a_damaged_file_is_replaced(kind: str, own_plan: Any, home: Path, caplog: Any) -> None:
+    resolve_plan(make_model(), {})
+    (path,) = list_plan_files(home)
+    contents = path.read_bytes()
+    damage_file(path, kind)
+    assert resolve_and_count(make_model()) == (own_plan.digest, NUM_PASSES)
+    assert path.read_bytes() == contents
+    assert not path.is_symlink()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "a folder"])
+def test_a_folder_that_cannot_be_written_is_no_error(
+    obstacle: str, own_plan: Any, home: Path, caplog: Any
+) -> None:
+    if obstacle == "a file":
+        home.write_text("not a folder")
+    else:
+        resolve_plan(make_model(), {})
+        (path,) = list_plan_files(home)
+        path.unlink()
+        (path / "folder").mkdir(parents=True)
+    caplog.set_level(logging.DEBUG, "hf_fp8kv")
+    assert resolve_and_count(make_model()) == (own_plan.digest, NUM_PASSES)
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+    assert sum("is not written" in message for message in caplog.messages) == 1
+
+
+def test_a_model_that_cannot_be_sampled_has_no_file(own_plan: Any, home: Path) -> None:
+    """An offloaded weight may have any values, so a different model could have the same key."""
+    model = make_model()
+    model.register_buffer("offloaded", torch.empty(4, device="meta"))
+    assert resolve_and_count(model) == (own_plan.digest, NUM_PASSES)
+    assert resolve_and_count(model) == (own_plan.digest, 0)
+    assert not list_plan_files(home)
+    other = copy.deepcopy(model)
+    assert resolve_and_count(other) == (own_plan.digest, NUM_PASSES)
+
+
+# -- changed models --------------------------------------------------------------------------------
+
+
+def test_changed_weights_get_a_new_plan(own_plan: Any) -> None:
+    model = make_model()
+    resolve_plan(model, {})
+    take_step(model)
+    digest, num_passes = resolve_and_count(model)
+    assert num_passes >= NUM_PASSES
+    assert digest == choose_plan(model).digest != own_plan.digest
+
+
+def test_a_frozen_plan_stays_after_a_step_of_an_optimizer(own_plan: Any) -> None:
+    model = make_model()
+    freeze_plan(model, resolve_plan(model, {})["plan"])
+    take_step(model)
+    for keywords in ({}, {"dtype": "adaptive"}, {"page_size": 16}):
+        assert resolve_and_count(model, **keywords) == (own_plan.digest, 0)
+    assert resolve_plan(model, {"dtype": "fp8"}) == {"dtype": "fp8", "plan": None}
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert resolve_and_count(copied) == (own_plan.digest, 0)
+    unfreeze_plan(model)
+    unfreeze_plan(model)
+    digest, num_passes = resolve_and_count(model)
+    assert num_passes >= NUM_PASSES
+    assert digest != own_plan.digest
+
+
+def test_a_model_can_be_frozen_without_a_plan(own_plan: Any) -> None:
+    model = make_model()
+    freeze_plan(model, None)
+    assert resolve_plan(model, {}) == PLAIN
+    assert resolve_and_count(model, dtype="adaptive") == (own_plan.digest, NUM_PASSES)
+
+
+@pytest.mark.parametrize("copy_model", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_a_model_keep_its_plan(copy_model: Any, own_plan: Any, home: Path) -> None:
+    model = make_model()
+    resolve_plan(model, {})
+    list_plan_files(home)[0].unlink()
+    assert resolve_and_count(copy_model(model)) == (own_plan.digest, 0)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+class CustomError(Exception):
+    """An error of a model's own code."""
+
+
+def raise_in_layer(model: Any, error: BaseException) -> None:
+    def fail(*_: Any) -> None:
+        torch.rand(1)
+        raise error
+
+    model.model.layers[1].register_forward_hook(fail)
+
+
+def make_failing_model(kind: str) -> Any:
+    if kind == "no attention layer":
+        return build_variant("mamba")[0]
+    if kind == "meta":
+        return make_model().to("meta")
+    if kind == "images only":
+        return build_variant("seq2seq/whisper")[0]
+    model = make_model()
+    if kind == "NaN":
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
+    elif kind == "all NaN":
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
+    elif kind == "own code":
+        raise_in_layer(model, CustomError("two\nlines"))
+    elif kind == "memory":
+        raise_in_layer(model, torch.OutOfMemoryError("CUDA out of memory"))
+    elif kind == "config":
+        model.config.to_dict = lambda: 1 / 0
+    return model
+
+
+FAILURES = [
+    "NaN",
+    "all NaN",
+    "own code",
+    "memory",
+    "meta",
+    "no attention layer",
+    "images only",
+    "config",
+]
+
+
+def read_state(model: Any) -> dict[str, Any]:
+    modules = dict(model.named_modules())
+    return {
+        "training": [module.training for module in modules.values()],
+        "attention": get_attn_implementations(model),
+        "hooks": [len(module._forward_hooks) for module in modules.values()],
+        "gradients": [(x.grad, x.requires_grad) for x in model.parameters()],
+        "random": torch.get_rng_state().tolist(),
+        "attributes": [{*vars(x)} - {"_hf_fp8kv_plan_choice"} for x in modules.values()],
+    }
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_gives_the_plain_format_and_one_line(
+    kind: str, caplog: pytest.LogCaptureFixture, home: Path
+) -> None:
+    model = make_failing_model(kind)
+    model.model.train() if hasattr(model, "model") else model.train()
+    state = read_state(model)
+    for _ in range(2):
+        assert resolve_plan(model, {"page_size": 16}) == {**PLAIN, "page_size": 16}
+        assert read_state(model) == state
+    (message,) = caplog.messages
+    assert "\n" not in message
+    assert f"{type(model).__name__} is stored as fp8_e3m4 without a plan (" in message
+    assert "Pass plan=hf_fp8kv.choose_plan(model)" in message
+    with pytest.raises(Exception, match=r"."):
+        resolve_plan(model, {"dtype": "adaptive"})
+    assert read_state(model) == state
+    assert caplog.messages == [message]
+    assert not list_plan_files(home)
+
+
+def test_a_failed_choice_is_not_tried_again_until_the_model_changes(own_plan: Any) -> None:
+    model = make_failing_model("own code")
+    assert [resolve_and_count(model)[1] for _ in range(2)] == [1, 0]
+    model.model.layers[1]._forward_hooks.clear()
+    assert resolve_and_count(model, dtype="adaptive") == (own_plan.digest, NUM_PASSES)
+    assert resolve_and_count(model) == (own_plan.digest, 0)
+
+
+def test_an_interrupt_ends_the_choice() -> None:
+    model = make_model().train()
+    raise_in_layer(model, KeyboardInterrupt())
+    state = read_state(model)
+    with pytest.raises(KeyboardInterrupt):
+        resolve_plan(model, {})
+    assert read_state(model) == state
+
+
+def test_a_choice_leaves_no_trace(own_plan: Any) -> None:
+    """The layers draw random numbers, and gradients are accumulated."""
+    model = make_model().train()
+    model.set_attn_implementation("eager")
+    model.model.layers[0].register_forward_hook(lambda *_: torch.rand(1) and None)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [x.grad for x in model.parameters()]
+    state = read_state(model)
+    state.pop("gradients")
+    with torch.inference_mode():
+        plan = resolve_plan(model, {})["plan"]
+    new_state = read_state(model)
+    new_state.pop("gradients")
+    assert new_state == state
+    assert plan.digest == own_plan.digest
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert bool((gradient == 1).all())
+    centers = [layer.k_center for layer in plan.layers.values() if layer.k_center is not None]
+    assert not any(x.is_inference() for x in centers)
+
+
+@pytest.mark.full
+def test_a_compiled_model_is_not_compiled_to_choose_a_plan(own_plan: Any) -> None:
+    graphs: list[Any] = []
+
+    def compile_graph(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = make_model()
+    model.compile(backend=compile_graph)
+    model.model.forward = torch.compile(model.model.forward, backend=compile_graph)
+    assert resolve_and_count(model)[0] == own_plan.digest
+    assert not graphs
+    model(torch.arange(3, 10)[None])
+    assert graphs
+
+
+def test_a_model_split_over_processes_is_plain(own_plan: Any, caplog: Any, tmp_path: Path) -> None:
+    """Each process has a part of the heads, so processes could choose different plans."""
+
+    def split_by_mesh(model: Any) -> dict[str, Any]:
+        model._device_mesh = SimpleNamespace(size=lambda: 2, mesh_dim_names=())
+        return {}
+
+    def split_by_parameters(model: Any) -> dict[str, Any]:
+        model.lm_head.weight.placements = ()  # of DTensor
+        return {}
+
+    def split_by_deepspeed(model: Any) -> dict[str, Any]:
+        model.lm_head.weight.ds_tensor = None
+        return {}
+
+    def split_by_caller(model: Any) -> dict[str, Any]:
+        return {"tensor_parallel": TensorParallel(0, 2)}
+
+    own_plan.save_pretrained(tmp_path / "plan")
+    for split in (split_by_mesh, split_by_parameters, split_by_deepspeed, split_by_caller):
+        caplog.clear()
+        model = make_model()
+        keywords = split(model)
+        with recorded_inputs(model) as inputs:
+            assert resolve_plan(model, keywords) == {**PLAIN, **keywords}
+        assert not inputs
+        (message,) = caplog.messages
+        assert "the model is split over processes" in message
+        given = resolve_plan(model, {**keywords, "plan": tmp_path / "plan"})
+        assert given["plan"].digest == own_plan.digest
+
+
+# -- counts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "num_positions", "expected"),
+    [
+        (0, 4, Passes(4, 16)),  # on a GPU
+        (135e6, 4, Passes(4, 16)),
+        (494e6, 4, Passes(4, 5)),
+        (630e6, 4, Passes(4, 2)),  # K and V of a layer
+        (800e6, 4, Passes(4, 0)),
+        (1.5e9, 4, Passes(3, 0)),
+        (2.5e9, 4, Passes(2, 0)),
+        (3e9, 4, None),
+        (1.3e9, 1, Passes(4, 1)),
+        (5e9, 1, Passes(1, 0)),
+        (6e9, 1, None),
+    ],
+)
+def test_passes_are_limited_by_counts(
+    num_parameters: float, num_positions: int, expected: Passes | None
+) -> None:
+    assert count_passes(int(num_parameters), 128, num_positions) == expected
+
+
+def test_large_models_get_fewer_passes_on_a_cpu(monkeypatch: Any, caplog: Any) -> None:
+    """An explicit choice is never reduced, and does not replace the reduced plan in its file."""
+    model = make_protected_model()
+    num_parameters = sum(x.numel() for x in model.parameters())
+    monkeypatch.setattr(plan_choice, "_MAX_EXTRA_BYTES", 1.0)
+    full_plan = choose_plan(model, max_extra_bytes=1.0)
+    assert len(full_plan.protection.sides) > 1
+    digests = {}
+    for max_passes in (20, 6, 3, 2, 1):
+        monkeypatch.setattr(plan_choice, "_MAX_CPU_PRODUCTS", max_passes * 128 * num_parameters)
+        copied = copy.deepcopy(model)
+        digests[max_passes], num_passes = resolve_and_count(copied)
+        assert 0 < num_passes <= max_passes or max_passes == 1
+        assert resolve_and_count(copied, dtype="adaptive")[0] == full_plan.digest
+        assert resolve_and_count(copied) == (full_plan.digest, 0)
+        assert resolve_and_count(copy.deepcopy(model))[0] == digests[max_passes]
+    assert digests[20] == full_plan.digest
+    assert digests[1] is None
+    assert len({*digests.values()}) > 3
+    assert len(caplog.messages) == 2
+    assert all("a CPU would take too long" in message for message in caplog.messages)
+
+
+# -- random tokens ---------------------------------------------------------------------------------
+
+
+def read_window(model: Any) -> list[int]:
+    with recorded_inputs(model) as inputs:
+        choose_plan(model)
+    assert all(torch.equal(x, inputs[0]) for x in inputs)
+    return inputs[0].flatten().tolist()
+
+
+def test_random_tokens_are_not_special() -> None:
+    model = make_model()
+    window = read_window(model)
+    assert not {0, 1} & {*window}, "the ids of padding and of the first token"
+    names = (
+        "audio_token_id", "boi_token_index", "eoa_token_id", "special_token_ids", "pad_index",
+        "vision_start_token_id", "audio_token_index", "codec_bos_id",
+    )  # fmt: skip
+    ids = [*dict.fromkeys(window)]
+    for name, token in zip(names, ids, strict=False):
+        setattr(model.config, name, [[token]] if name.endswith("ids") else token)
+    used = {*ids[: len(names)]}
+    model.generation_config.forced_bos_token_id = ids[len(names)]
+    model.generation_config.eos_token_id = [*ids[len(names) + 1 : len(names) + 3]]
+    used |= {*ids[len(names) : len(names) + 3]}
+    new_window = read_window(model)
+    assert not used & {*new_window}
+    is_same = [x == y for x, y in zip(window, new_window, strict=True) if x not in used]
+    assert all(is_same)
+    assert new_window == read_window(model)
+
+
+def test_random_tokens_are_tokens_of_text() -> None:
+    """The embedding of a model with images may be larger than its text has tokens."""
+    model = make_model()
+    model.config.vocab_size = 40
+    assert max(read_window(model)) < 40
+    model.config.vocab_size = 10**6
+    assert 40 < max(read_window(model)) < VOCAB
+    for token in range(VOCAB):  # nothing remains
+        setattr(model.config, f"special_{token}_token_id", token)
+    assert read_window(model)
+
+
+@pytest.mark.parametrize("name", ["vision/llava", "vision/qwen2_vl", "vision/gemma3"])
+def test_random_tokens_have_no_images(name: str) -> None:
+    model, inputs = build_variant(name)
+    window = read_window(model)
+    special = {IMAGE_TOKEN}
+    if name.endswith("qwen2_vl"):
+        special |= {VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN}
+    assert not special & {*window}
+    cache = FP8PagedCache(model.config, **resolve_plan(model, {}))
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
+# -- prefix stores ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PrefixStore:
+    return PrefixStore(tmp_path / "store")
+
+
+@contextmanager
+def other_choices() -> Iterator[None]:
+    """Let models choose only fp8_e3m4, as a different machine might."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_choice, "_MAX_COST_RATIO", 0.0)
+        yield
+
+
+def test_a_prefix_store_keeps_the_first_plan_of_each_model(
+    store: PrefixStore, own_plan: Any, home: Path
+) -> None:
+    first = make_model()
+    assert resolve_and_count(first, store) == (own_plan.digest, NUM_PASSES)
+    assert len(list_plan_files(store.path)) == 1
+    with other_choices():
+        model = make_model()
+        list_plan_files(home)[0].unlink()
+        for keywords in ({}, {"dtype": "adaptive"}):
+            assert resolve_and_count(model, store, **keywords) == (own_plan.digest, 0)
+        other_digest, num_passes = resolve_and_count(model)  # without the store
+        assert num_passes == NUM_PASSES
+        assert other_digest != own_plan.digest
+        assert resolve_and_count(model, store) == (own_plan.digest, 0)
+        assert resolve_plan(model, {"dtype": "fp8"}, prefix_store=store)["plan"] is None
+        assert resolve_and_count(make_model(seed=1), store)[0] != own_plan.digest
+    assert len(list_plan_files(store.path)) == 2
+    assert (store.usage().files, store.usage().bytes) == (0, 0)
+
+
+def test_the_process_that_stores_its_plan_first_wins(
+    store: PrefixStore, own_plan: Any, monkeypatch: Any
+) -> None:
+    choose = plan_choice._choose
+
+    def choose_last(*args: Any) -> Any:
+        """Choose a plan, while another process chooses a different plan and stores it."""
+        monkeypatch.setattr(plan_choice, "_choose", choose)
+        with other_choices():
+            other_digests.append(resolve_and_count(make_model(), PrefixStore(store.path))[0])
+        return choose(*args)
+
+    other_digests: list[str] = []
+    monkeypatch.setattr(plan_choice, "_choose", choose_last)
+    model = make_model()
+    digest, _ = resolve_and_count(model, store)
+    assert [digest] == other_digests
+    assert digest != own_plan.digest
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "link", "pipe"])
+def test_a_damaged_plan_in_a_store_is_replaced(
+    kind: str, store: PrefixStore, own_plan: Any
+) -> None:
+    model = make_model()
+    resolve_plan(model, {}, prefix_store=store)
+    (path,) = list_plan_files(store.path)
+    contents = path.read_bytes()
+    damage_file(path, kind)
+    assert resolve_and_count(model, store) == (own_plan.digest, 0)
+    assert path.read_bytes() == contents
+
+
+def test_a_store_without_a_lock_keeps_no_plan(
+    store: PrefixStore, own_plan: Any, monkeypatch: Any
+) -> None:
+    """The folder cannot be written, or a different process writes."""
+
+    @contextmanager
+    def no_lock(error: Exception | None) -> Iterator[None]:
+        if error is not None:
+            raise error
+        yield None
+
+    model = make_model()
+    for error in (None, OSError("Read-only file system"), ImportError("fcntl")):
+        monkeypatch.setattr(store._folder, "lock", lambda _, error=error: no_lock(error))
+        assert resolve_and_count(model, store)[0] == own_plan.digest
+    assert not list_plan_files(store.path)
+
+
+def test_a_frozen_plan_is_shared_by_a_store(store: PrefixStore, own_plan: Any) -> None:
+    """Later processes find the pages of a model that was trained with a frozen plan."""
+    model = make_model()
+    resolve_plan(model, {}, prefix_store=store)
+    freeze_plan(model, own_plan)
+    take_step(model)
+    assert resolve_and_count(model, store) == (own_plan.digest, 0)
+    unfreeze_plan(model)
+    assert resolve_and_count(model, store) == (own_plan.digest, 0)
+    assert resolve_and_count(model)[0] != own_plan.digest
+    freeze_plan(model, resolve_plan(model, {})["plan"])
+    assert resolve_and_count(model, store)[0] != own_plan.digest
+    assert len(list_plan_files(store.path)) == 2
+
+
+def test_a_failed_choice_is_not_stored(store: PrefixStore, caplog: Any) -> None:
+    model = make_failing_model("own code")
+    assert resolve_plan(model, {}, prefix_store=store) == PLAIN
+    assert not list_plan_files(store.path)
+    assert len(caplog.messages) == 1
+
+
+def test_a_store_serves_models_whose_choice_is_refused(
+    store: PrefixStore, own_plan: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    resolve_plan(make_model(), {}, prefix_store=store)
+    monkeypatch.setattr(plan_choice, "_MAX_CPU_PRODUCTS", 0)
+    model = make_model()
+    assert resolve_plan(model, {}) == PLAIN
+    assert resolve_and_count(model, store) == (own_plan.digest, 0)
+    assert len(caplog.messages) == 1
+
+
+def test_a_store_shares_plans_between_kinds_of_devices(
+    store: PrefixStore, own_plan: Any, monkeypatch: Any, home: Path
+) -> None:
+    resolve_plan(make_model(), {}, prefix_store=store)
+    monkeypatch.setattr(plan_choice, "find_input_device", lambda _: torch.device("cuda"))
+    assert resolve_and_count(make_model(), store) == (own_plan.digest, 0)
+    assert resolve_and_count(make_model())[1] == NUM_PASSES
+    assert len(list_plan_files(home)) == 2

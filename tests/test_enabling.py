@@ -1,0 +1,322 @@
+"""Tests that a model has one storage plan: of `enable`, of `serving.enable`, and of its caches."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from hf_fp8kv import (
+    ConfigError,
+    FP8PagedCache,
+    KVScales,
+    PrefixStore,
+    choose_plan,
+    disable,
+    enable,
+    serving,
+)
+from hf_fp8kv.modeling.model_support import CACHE
+from hf_fp8kv.serving.fp8_manager import find_factory
+from tests.helpers.assertions import assert_same
+from tests.helpers.tiny_models import Inputs, build_variant
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+PLAIN = "K fp8_e3m4, V fp8_e3m4"
+# A plan is chosen for these models.
+CHOSEN = {
+    # A plan of this model has centers, because it is chosen at several positions.
+    "llama": {"max_position_embeddings": 8192},
+    "gptj": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+    "sliding_and_full": {},
+    "latent": {},
+    "hybrid": {},
+    "vision": {},
+    "no special tokens": {"bos_token_id": None, "pad_token_id": None},
+}
+# No plan is chosen for these models, and the reason is logged.
+UNCHOSEN = ("speech", "meta", "NaN")
+
+
+def build(name: str, seed: int = 0) -> tuple[PreTrainedModel, Inputs]:
+    """Return a tiny model, and a prompt without padding."""
+    variants = {"no special tokens": "llama", "meta": "llama", "NaN": "llama"}
+    model, inputs = build_variant(variants.get(name, name), seed, **CHOSEN.get(name, {}))
+    inputs = {name: x[1:] for name, x in inputs.items()}
+    if name == "meta":
+        model.to("meta")
+    if name == "NaN":
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight.fill_(torch.nan)
+    return model, inputs
+
+
+@contextmanager
+def counted_calls(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Yield a list that has an element for each call of the model."""
+    calls: list[int] = []
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    yield calls
+    hook.remove()
+
+
+def generate(model: Any, inputs: Any, **keywords: Any) -> Any:
+    """Return the cache with which `generate()` calls the model."""
+    caches: list[Any] = []
+    inner_model = getattr(model, "_orig_mod", model)
+    hook = inner_model.register_forward_hook(lambda *arguments: caches.append(arguments[-1][CACHE]))
+    model.generate(**inputs, **{**GREEDY, **keywords})
+    hook.remove()
+    return caches[-1]
+
+
+def read_digest(cache: Any) -> str | None:
+    """Return the digest of a cache's plan, or None if the cache has no chosen plan."""
+    return getattr(cache.options.scales, "digest", None)
+
+
+def generate_digest(model: Any, inputs: Inputs) -> str | None:
+    """Return the digest of the plan of the cache that `generate()` creates."""
+    return read_digest(generate(model, inputs))
+
+
+def read_serving_digest(model: Any, **keywords: Any) -> str | None:
+    """Return the digest of the plan of `serving.enable`."""
+    factory = find_factory(serving.enable(model, probe=False, **keywords))
+    assert factory is not None
+    return read_digest(factory.config)
+
+
+# -- every model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, *UNCHOSEN])
+def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
+    model, inputs = build(name)
+    with caplog.at_level("WARNING", "hf_fp8kv"):
+        enable(model)
+    messages = [x.getMessage() for x in caplog.records if x.name.startswith("hf_fp8kv")]
+    assert len(messages) == (name in UNCHOSEN), messages
+    if name != "meta":
+        cache = generate(model, inputs)
+        cache = getattr(cache, "self_attention_cache", cache)
+        assert (read_digest(cache) is None) == (name in UNCHOSEN)
+        if name in UNCHOSEN:
+            assert {*cache.memory_footprint().layers_by_plan} == {PLAIN}
+    disable(model)
+    if name in UNCHOSEN:
+        with pytest.raises((ConfigError, NotImplementedError)):
+            enable(model, dtype="adaptive")
+
+
+# torch's wrapper has the attributes of the model, so `generate()` is the model's own.
+@pytest.mark.filterwarnings("ignore")  # torch.compile's imports warn
+@pytest.mark.parametrize("is_called_first", [False, True])
+def test_a_compiled_model_is_enabled(is_called_first: bool) -> None:
+    model, inputs = build("llama")
+    compiled: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        if is_called_first:
+            compiled(**inputs)
+        assert enable(compiled, training="stored") is compiled
+        digest = generate_digest(compiled, inputs)
+        cache = FP8PagedCache(compiled, prefill="stored")
+        assert digest == read_digest(cache) == choose_plan(compiled).digest
+        expected = model(**inputs).logits
+        assert_same(compiled(**inputs).logits, expected)
+        assert_same(compiled(**inputs, **{CACHE: cache}).logits, expected)
+        disable(compiled)
+        assert not torch.equal(compiled(**inputs).logits, expected)
+
+
+def test_other_wrappers_are_refused() -> None:
+    model, _ = build("llama")
+    for wrapper in (torch.nn.DataParallel(model), SimpleNamespace(model=model)):
+        for function in (enable, serving.enable, choose_plan, FP8PagedCache):
+            if isinstance(wrapper, torch.nn.Module) or function is not FP8PagedCache:
+                with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
+                    function(wrapper)
+    for value in ("some/model", type(model), 3):
+        with pytest.raises(ConfigError, match=r"^config: expected a model, its config or None"):
+            FP8PagedCache(value)
+
+
+# -- arguments that say how to store -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dtype": "model"}, {"dtype": "fp8_e3m4"}, {"key_dtype": "model"}, {"value_dtype": "fp8"},
+        {"plan": "fp8_e3m4"}, {"scales": 1.0}, {"scales": KVScales.uniform(2)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_that_says_how_to_store_runs_no_pass(keywords: dict[str, Any]) -> None:
+    model, inputs = build("llama")
+    with counted_calls(model) as calls:
+        enable(model, **keywords)
+        plan = FP8PagedCache(model, **keywords).plan
+        assert read_serving_digest(model, **keywords) == read_digest(
+            FP8PagedCache(model.config, **keywords)
+        )
+        assert not calls
+    assert plan == FP8PagedCache(model.config, **keywords).plan
+    assert generate(model, inputs).plan == plan
+
+
+def test_other_arguments_keep_the_plan(tmp_path: Path) -> None:
+    model, inputs = build("llama")
+    digest = choose_plan(model).digest
+    for keywords in (
+        {"page_size": 16}, {"max_cache_len": 64}, {"max_pages": 64}, {"skip_layers": [1]},
+        {"prefill": "stored"}, {"backend": "torch"}, {"offloading": True}, {"dtype": "adaptive"},
+        {"prefix_store": PrefixStore(tmp_path)}, {"deterministic": True}, {"training": "stored"},
+        {"reuse_prefix": False},
+    ):  # fmt: skip
+        enable(model, **keywords)
+        cache = generate(model, inputs, disable_compile=True)
+        assert read_digest(cache) == digest, keywords
+        assert {*cache.plan} == ({0} if "skip_layers" in keywords else {0, 1})
+    enable(model)
+    cache = generate(model, inputs, cache_implementation="offloaded")
+    assert read_digest(cache) == digest
+    assert cache.options.offloading
+
+
+# -- one plan for a model ------------------------------------------------------------------------
+
+
+def test_the_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("llama", seed=7)  # without a plan in a file
+    with counted_calls(model) as calls:
+        digests = {read_digest(FP8PagedCache(model))}
+        assert calls
+        calls.clear()
+        # The weights are not read again.
+        monkeypatch.setattr("hf_fp8kv.utils.digests._compute_checksums", None)
+        enable(model)
+        enable(model, page_size=16)
+        disable(model)
+        enable(model, training="stored")
+        calls.clear()  # training="stored" runs the model on three tokens
+        digests |= {read_digest(FP8PagedCache(model, prefill="stored")), read_serving_digest(model)}
+        assert not calls
+        digests.add(generate_digest(model, inputs))
+    assert len(digests) == 1
+
+
+def test_enable_keeps_the_plan_while_the_weights_change() -> None:
+    model, inputs = build("llama")
+    enable(model, training="stored")
+    digest = generate_digest(model, inputs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model.train()
+    model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+    optimizer.step()
+    model.eval()
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: generate_digest(model, inputs),
+        lambda: read_serving_digest(model),
+        lambda: read_digest(FP8PagedCache(model)),
+        lambda: generate_digest(enable(model, training="stored", page_size=16), inputs),
+        lambda: generate_digest(copy.deepcopy(model), inputs),
+        lambda: generate_digest(pickle.loads(pickle.dumps(model)), inputs),
+    )
+    for call in calls:
+        assert call() == digest
+    disable(model)
+    new_digest = choose_plan(model).digest
+    assert new_digest != digest
+    assert read_digest(FP8PagedCache(model)) == new_digest
+    assert generate_digest(enable(model), inputs) == new_digest
+    # An explicit format ends the frozen plan as well.
+    enable(model, dtype="model")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(-2)
+    assert read_serving_digest(model) == choose_plan(model).digest != new_digest
+
+
+def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step() -> None:
+    model, inputs = build("llama")
+    serving.enable(model, probe=False)
+    enable(model, training="stored")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    for _ in range(2):
+        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            cache = FP8PagedCache(model, prefill="stored")
+            expected = model(**inputs, **{CACHE: cache}).logits
+            torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected)
+
+
+# -- caches of a model ---------------------------------------------------------------------------
+
+
+def test_a_cache_of_a_model_equals_a_cache_with_its_plan(tmp_path: Path) -> None:
+    model, inputs = build("llama")
+    plan = choose_plan(model)
+    cache = FP8PagedCache(model, page_size=8)
+    expected = FP8PagedCache(model.config, plan=plan, page_size=8)
+    model.set_attn_implementation("fp8_paged")
+    tokens = model.generate(**inputs, **GREEDY, past_key_values=cache)
+    assert_same(model.generate(**inputs, **GREEDY, past_key_values=expected), tokens)
+    path = cache.save(tmp_path / "cache.safetensors")
+    for other in (
+        copy.copy(cache), copy.deepcopy(cache), cache.fork(), pickle.loads(pickle.dumps(cache)),
+        FP8PagedCache.load(path),
+    ):  # fmt: skip
+        assert other.plan == cache.plan == expected.plan
+        assert read_digest(other) == plan.digest
+        for layer, other_layer in zip(cache.layers, other.layers, strict=True):
+            assert_same(other_layer.keys.dense(), layer.keys.dense())
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_cache_does_not_keep_its_model(is_used: bool) -> None:
+    model, inputs = build("llama")
+    cache, reference = FP8PagedCache(model), weakref.ref(model)
+    fork = cache.fork()
+    if is_used:
+        generate(model, inputs, past_key_values=cache)
+        fork = cache.fork()
+    del model
+    gc.collect()
+    assert reference() is None
+    assert pickle.loads(pickle.dumps(fork)).plan == cache.plan
+
+
+@pytest.mark.parametrize("name", ["cross_attention", "position_bias", "speech"])
+def test_cross_attention_stays_plain(name: str) -> None:
+    model, inputs = build(name)
+    enable(model)
+    caches = generate(model, inputs)
+    assert isinstance(caches, EncoderDecoderCache)
+    footprint = caches.cross_attention_cache.memory_footprint()
+    assert {*footprint.layers_by_plan} == {PLAIN}
+    cache = FP8PagedCache(model)
+    assert cache.plan == caches.self_attention_cache.plan
+    disable(model)
+    pair = EncoderDecoderCache(cache, FP8PagedCache(model.config, dtype="fp8_e3m4"))
+    assert generate(model, inputs, past_key_values=pair) is pair
+    assert cache.host_length()
+
+
+def test_a_part_of_a_model_has_a_cache() -> None:
+    """BLIP-2 generates with a part of the model, and a base model has no `generate()`."""
+    model, inputs = build("llama")
+    cache = FP8PagedCache(model.model)
+    with torch.no_grad():
+        model.model(**inputs, **{CACHE: cache})
+    assert cache.host_length() == inputs["input_ids"].shape[1]
