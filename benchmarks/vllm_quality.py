@@ -83,9 +83,7 @@ def calibrate_variants(
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     variants = []
     for index, ((dtype, name), options) in enumerate(CALIBRATIONS.items()):
-        scales = calibrate(
-            model, texts, tokenizer=tokenizer, max_tokens=max_tokens, held_out=0, **options
-        )
+        scales = calibrate(model, texts, tokenizer=tokenizer, max_tokens=max_tokens, **options)
         path = str(folder / str(index))
         if dtype == "fp8":
             scales.save_pretrained(path, format="compressed-tensors", checkpoint=checkpoint)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..calibration import calibrate
+from ..calibration import calibrate, measure
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
 from ..ops import BACKEND_CHOICES
@@ -130,7 +130,7 @@ StaticScales = Annotated[
         metavar="PATH|FLOAT",
         parser=parse_scales,
         help="Static scales: a file, a folder, a Hub id or a constant. They may include a storage "
-        "plan (calibrate --plan). Default: dynamic scales.",
+        "plan. Default: dynamic scales.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
@@ -150,14 +150,6 @@ ScalesDtype = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Maximum number of tokens to read.")]
 MaxLength = Annotated[int | None, typer.Option(min=2, help="Maximum tokens in a window of text.")]
-MaxPosition = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Last position at which scales are tested. Centers of K must also help there. "
-        "Default: eight times --max-length, at most the positions of the model.",
-    ),
-]
 TextColumn = Annotated[
     str | None, typer.Option(help="Key of the text in JSON lines. Default: text.")
 ]
@@ -194,5 +186,7 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
 
 def collect_user_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the arguments of `calibrate` or `measure` that the user set on the command line."""
-    names = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
+    functions = (calibrate, measure)
+    names = {name for function in functions for name in inspect.signature(function).parameters}
+    names -= {"model", "texts", "scales"}
     return {name: x for name, x in ctx.params.items() if name in names and x is not None}

@@ -37,7 +37,6 @@ def inspect(
     dtype: arguments.ScalesDtype = None,
     max_tokens: arguments.MaxTokens = None,
     max_length: arguments.MaxLength = None,
-    max_position: arguments.MaxPosition = None,
     text_column: arguments.TextColumn = None,
     chat_template: arguments.ChatTemplate = None,
     device: arguments.Device = "auto",
@@ -46,7 +45,7 @@ def inspect(
 ) -> None:
     """Show static scales: a row for K and a row for V of each layer, and remarks on unusual scales.
 
-    With --texts, measure the scales. Without it, show the report of their calibration, if any.
+    With --texts, also measure the scales.
     For the file of a saved cache, show how each layer is stored.
     """
     options = arguments.collect_user_options(ctx)
@@ -62,7 +61,7 @@ def inspect(
             return
         # Faulty scales are shown with warnings, unless they cannot be read.
         kv_scales = KVScales.from_pretrained(scales, strict=False)
-        report = kv_scales.report
+        report = None
         if texts is not None:
             corpus = arguments.load_texts(texts)
             loaded_model, tokenizer = load_model(model, device, model_dtype)

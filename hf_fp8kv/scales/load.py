@@ -30,7 +30,6 @@ from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.files import METADATA_KEY, parse_json, read_kv_scales
 from .layer_scales import ScaleData
-from .report import REPORT_FILE
 from .request import Request
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     """Return the scales of a folder, from `KV_FILE`, else from tensors, else from `JSON_FILE`."""
     for prefix in (f"{KV_FOLDER}/", ""):
         if (path := folder.find_file(prefix + KV_FILE)) is not None:
-            folder.find_file(prefix + REPORT_FILE)  # fetches the report next to the scales
             return read_file(path, request)
     checkpoint = read_configs(folder)
     tensor_files = find_indexed_tensors(folder)
