@@ -309,23 +309,6 @@ def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp
     assert "section decode is missing or incomplete: the run ended" in capsys.readouterr().out
 
 
-def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, monkeypatch):
-    clock = mock.Mock(return_value=0.0)
-    monkeypatch.setattr("benchmarks.gpu.record.time.perf_counter", clock)
-
-    def advance_clock(seconds):
-        clock.return_value += seconds
-        return {}
-
-    record.begin(20.0)
-    is_measured = [
-        record.measure("write", case, "e4m3", functools.partial(advance_clock, seconds)) is not None
-        for case, seconds in enumerate((8.0, 1.0, 9.0, 1.0, 1.0))
-    ]
-    assert is_measured == [True] * 4 + [False]
-    assert record.skipped == ["write, 4, e4m3: no time left"]
-
-
 # -- compiling first -------------------------------------------------------------------------------
 
 
@@ -349,13 +332,6 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     names = {name for _, name in rows}
     assert not {goals.STOCK, goals.ABSORBED, "flex"} & names
     assert not [name for name in names if name.startswith("sdpa")]
-
-
-def test_a_step_is_compiled_once():
-    calls = []
-    stage = Stage("cpu", is_compiling=True)
-    assert stage.time_steps([lambda: calls.append(1)] * 3) == {}
-    assert (len(calls), stage.count_buffers(1)) == (1, 1)
 
 
 def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
@@ -435,12 +411,6 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     candidates = itertools.chain(*experiments.LATENT_SEARCHES.values())
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
     assert {name for candidate in candidates for name in candidate} == fields | {"programs"}
-
-
-def test_prompts_of_the_serving_load_are_reproducible():
-    prompts, same_prompts = (serving.make_prompts(FULL.serving, 32) for _ in range(2))
-    lengths = [len(prompt) for prompt in prompts]
-    assert (min(lengths), max(lengths), prompts) == (200, 2000, same_prompts)
 
 
 def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
