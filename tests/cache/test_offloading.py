@@ -5,7 +5,6 @@ memory contains NaN in these tests, so a page that was not copied back changes t
 """
 
 import gc
-import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
-from tests.cache.public import OutOfMemory, attend
+from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.standin import replace_triton
@@ -227,57 +226,6 @@ def test_a_crop_frees_host_memory() -> None:
         layer.keys, layer.values = k[:, :, ::2], v[:, :, ::2]
     add_tokens(caches, 1, 2)
     assert_holds(caches)
-
-
-@pytest.mark.parametrize(
-    ("name", "offloading"),
-    [("gemma3_text", {}), ("llama", {"offloading": True}), ("gemma3_text", {"offloading": 9})],
-)
-def test_a_step_that_cannot_allocate_can_be_undone(name: str, offloading: dict[str, Any]) -> None:
-    """Each allocation of a step fails once. The step can be undone, and forks do not change."""
-    config, options = make_config(name), {"page_size": PAGE_SIZE, "dtype": "fp8"}
-    for failing_allocation in itertools.count(1):
-        caches = [FP8PagedCache(config, **options, **x) for x in ({}, offloading)]
-        for cache in caches:
-            cache.activate_past_recording()
-        add_tokens(caches, 21)
-        forks = [cache.fork() for cache in caches]  # pages are shared, so a write copies them
-        try:
-            with OutOfMemory(failing_allocation, PAGE_BYTES):
-                caches[1].update(*torch.randn(2, 2, NUM_HEADS, 5, HEAD_DIM), 0)
-            break
-        except MemoryError:
-            caches[1].layers[0].crop(caches[0].get_seq_length() - caches[1].get_seq_length())
-        assert_holds(forks)
-        # All caches continue in the shared page, which two caches must still refer to.
-        add_tokens(caches, 3, failing_allocation)
-        add_tokens(forks, 3, -failing_allocation)
-        assert_holds(caches)
-        assert_holds(forks)
-    assert failing_allocation > 2
-
-
-@pytest.mark.parametrize("offloading", [{}, {"offloading": True}], ids=str)
-def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[str, Any]) -> None:
-    """A crop that cannot move pages keeps all tokens or none, the same in every layer."""
-    for failing_allocation in itertools.count(1):
-        cache, reference = (FP8PagedCache(make_config(), **EXACT, **offloading) for _ in "ab")
-        add_tokens([cache, reference], 40 * PAGE_SIZE)
-        try:
-            with OutOfMemory(failing_allocation, PAGE_BYTES):
-                cache.crop(-39 * PAGE_SIZE)
-            break
-        except MemoryError:
-            lengths = {layer.get_seq_length() for layer in cache.layers}
-        assert len(lengths) == 1
-        if lengths == {0}:
-            cache.reset(), reference.reset()
-        elif lengths == {PAGE_SIZE}:
-            reference.crop(-39 * PAGE_SIZE)
-        for num_tokens, seed in ((7 * PAGE_SIZE + 3, 1), (2, 2)):
-            add_tokens([cache, reference], num_tokens, seed)
-        assert_holds([cache, reference])
-    assert failing_allocation > 1
 
 
 def test_layers_of_transformers_stay_on_the_device() -> None:
