@@ -44,7 +44,6 @@ PERSON = {
     "additionalProperties": False,
 }
 NAMED_SCHEMA = {"name": "person", "schema": PERSON, "strict": True}
-NUMBERS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 5}
 
 
 def is_person(text: str) -> bool:
@@ -207,39 +206,6 @@ def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_tok
     fields = {"prompt": "x", "max_tokens": 9} | constrain(choice=["ready"])
     for endpoint, num_tokens in ((server_with_end_token, 1 + len("ready")), (server, len("ready"))):
         assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == num_tokens
-
-
-def make_requests(count: int) -> list[dict[str, object]]:
-    """Return requests with one of four grammars or none. Five of ten requests are sampled."""
-    constraints = [
-        constrain(json=PERSON),
-        {"max_tokens": 60},
-        constrain(regex=r"([a-f]{3} ){12}\."),
-        constrain(json=NUMBERS),
-        constrain(choice=["first", "second", "third"]),
-    ]
-    sampling = [{}, {"temperature": 1.5}]
-    return [
-        {
-            "max_tokens": 160, **constraints[n % 5], **sampling[n // 5 % 2],
-            "prompt": f"{n} " + "page " * (n % 4), "seed": n, "stream": n % 3 == 0,
-        }
-        for n in range(count)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("num_requests", [10, pytest.param(20, marks=pytest.mark.full)])
-def test_concurrent_requests_do_not_change_each_others_answers(server, num_requests):
-    requests = make_requests(num_requests)
-    expected = [complete(server, **fields) for fields in requests]
-    assert len(set(expected)) > 0.8 * num_requests
-    with ThreadPoolExecutor(num_requests) as pool:
-        answers = list(pool.map(lambda fields: complete(server, **fields), requests))
-    assert answers == expected
-    for (text, reason), fields in zip(answers, requests, strict=True):
-        if "json" in (constraint := fields.get("structured_outputs", {})):
-            assert is_person(text) if constraint["json"] is PERSON else len(json.loads(text)) <= 5
-        assert (reason == "stop") is bool(constraint)
 
 
 def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
