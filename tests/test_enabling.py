@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from hf_fp8kv import (
     ConfigError,
     FP8PagedCache,
     KVScales,
+    LayerPlan,
     PrefixStore,
     choose_plan,
     disable,
@@ -139,13 +139,11 @@ def test_a_compiled_model_is_enabled(is_called_first: bool) -> None:
         assert not torch.equal(compiled(**inputs).logits, expected)
 
 
-def test_other_wrappers_are_refused() -> None:
+def test_a_cache_of_another_wrapper_is_refused() -> None:
+    """tests/cache/test_generate.py has the functions that take a model."""
     model, _ = build("llama")
-    for wrapper in (torch.nn.DataParallel(model), SimpleNamespace(model=model)):
-        for function in (enable, serving.enable, choose_plan, FP8PagedCache):
-            if isinstance(wrapper, torch.nn.Module) or function is not FP8PagedCache:
-                with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
-                    function(wrapper)
+    with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
+        FP8PagedCache(torch.nn.DataParallel(model))
     for value in ("some/model", type(model), 3):
         with pytest.raises(ConfigError, match=r"^config: expected a model, its config or None"):
             FP8PagedCache(value)
@@ -158,7 +156,8 @@ def test_other_wrappers_are_refused() -> None:
     "keywords",
     [
         {"dtype": "model"}, {"dtype": "fp8_e3m4"}, {"key_dtype": "model"}, {"value_dtype": "fp8"},
-        {"plan": "fp8_e3m4"}, {"scales": 1.0}, {"scales": KVScales.uniform(2)},
+        {"plan": "fp8_e3m4"}, {"plan": LayerPlan.parse("int8 rotated", "model")},
+        {"scales": 1.0}, {"scales": KVScales.uniform(2)},
     ],
     ids=str,
 )  # fmt: skip

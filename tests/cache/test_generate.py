@@ -489,7 +489,8 @@ def test_enable_and_disable_switch_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [enable, disable, check_model, choose_plan, tensor_parallel, serving.enable]
+    "function",
+    [enable, disable, check_model, choose_plan, tensor_parallel, serving.enable, serving.disable],
 )
 def test_the_model_inside_a_wrapper_is_named(function: Any) -> None:
     model, _ = build_variant("gqa")
