@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import capture as capturing
 from .attention import latent
-from .attention.check_model import find_stock_layers, probe_deterministic
+from .attention.check_model import find_stock_layers, probe_deterministic, probe_preallocated
 from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import get_attn_implementations, set_attn_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
@@ -131,6 +131,9 @@ def enable(
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
     if not is_default:  # a chosen plan is for these weights, and the check reads all of them
         warn_if_stale(base, cache.options.scales)
+    if cache.options.is_preallocated:
+        exact = {"dtype": "model", "plan": None, "tensor_parallel": tensor_parallel(base)}
+        probe_preallocated(base, lambda size: _make_cache(base, {**exact, "max_cache_len": size}))
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))
     if prefix_store is not None:

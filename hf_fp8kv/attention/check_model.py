@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 # Relative error of logits that a different order of sums, and codes that change with it, may cause.
 _LOGITS_TOLERANCE = 0.1
+_PRECISE_TOLERANCE = 1e-3  # for a different order of sums in float32 or float64
 FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
 
 
@@ -256,6 +257,49 @@ def probe_deterministic(
         raise ConfigError(
             "deterministic: expected a model whose results do not depend on batch and chunks, got "
             f"{name}, which {reason}. Leave deterministic out"
+        )
+
+
+def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None], Any]) -> None:
+    """Raise ConfigError if a model has different results with a preallocated cache.
+
+    A preallocated cache has positions without tokens. The code of some models takes the number of
+    positions for the number of tokens, or uses the mask for more than attention. The model is run
+    on a prompt and on one token. A model that cannot be run in this way is not checked.
+
+    Args:
+        model: The model.
+        make_cache: Function that returns an empty cache in the model's dtype, for a number of
+            tokens, or a growing cache for None.
+    """
+    num_tokens, vocab_size = 13, model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(num_tokens + 1, device=model.device)[None] * 37 + 11) % vocab_size
+    names = ("input_ids", "decoder_input_ids")[: 1 + model.config.is_encoder_decoder]
+
+    def compute_logits(cache: Any) -> torch.Tensor:
+        logits = []
+        for tokens in (ids[:, :-1], ids[:, -1:]):
+            inputs = dict.fromkeys(names, tokens)
+            logits.append(model(**inputs, **with_cache(model, cache)).logits[:, -1])
+        return torch.stack(logits).float()
+
+    with torch.no_grad(), eval_mode(model), torch.compiler.set_stance("force_eager"):
+        try:
+            expected = compute_logits(make_cache(None))
+        except Exception as error:
+            logger.info("%s could not be probed: %s", type(model).__name__, error)
+            return
+        try:
+            error = (compute_logits(make_cache(64)) - expected).norm()
+            is_precise = model.dtype in (torch.float32, torch.float64)
+            tolerance = _PRECISE_TOLERANCE if is_precise else _LOGITS_TOLERANCE
+            reason = "has different logits" if error > tolerance * expected.norm() else ""
+        except Exception as error:
+            reason = f"raises {type(error).__name__}: {error}"
+    if reason:
+        raise ConfigError(
+            "max_cache_len: expected a model that gives equal results with positions that hold no "
+            f"tokens yet, got {type(model).__name__}, which {reason}. Leave max_cache_len out"
         )
 
 

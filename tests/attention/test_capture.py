@@ -20,6 +20,7 @@ from hf_fp8kv.attention import capture
 from hf_fp8kv.attention.capture import CapturedStep, CaptureError
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.capture_programs import check_program
+from tests.helpers.planned import planned_scales_for, protected_plan_for
 from tests.helpers.recorded_graph import RecordedGraph, recorded_graphs
 from tests.helpers.tiny_models import build_variant
 
@@ -29,6 +30,8 @@ GREEDY = {
     "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
     "return_dict_in_generate": True, "output_logits": True,
 }  # fmt: skip
+# Without a format, each model would be run to choose a plan.
+OPTIONS = {"page_size": 8, "dtype": "fp8_e3m4"}
 
 
 def generate(model: Any, inputs: Any, **keywords: Any) -> Any:
@@ -40,14 +43,14 @@ def run_captured(
     model: Any, inputs: Any, *, graph: Any = RecordedGraph, options: Any = None, **keywords: Any
 ) -> tuple[Any, CapturedStep | None]:
     """Enable captured steps. Return the result of `generate`, and its step or None."""
-    enable(model, capture=True, page_size=8, **(options or {}))
+    enable(model, capture=True, **{**OPTIONS, **(options or {})})
     with recorded_graphs(graph) as steps:
         result = generate(model, inputs, **keywords)
     return result, steps[-1] if steps else None
 
 
 def run_eagerly(model: Any, inputs: Any, options: Any = None, **keywords: Any) -> Any:
-    enable(model, page_size=8, **(options or {}))
+    enable(model, **{**OPTIONS, **(options or {})})
     return generate(model, inputs, **keywords)
 
 
@@ -77,6 +80,31 @@ def test_replays_give_the_bits_of_eager_steps(name: str, keywords: Any) -> None:
     assert_equal(actual, expected)
     assert step is not None
     assert (step.num_steps, step.num_replays) == (NEW_TOKENS - 1, NEW_TOKENS - 4), step.reason
+
+
+@pytest.mark.parametrize("growth", [7, 1024])
+def test_the_plan_of_a_model_gives_the_bits_of_eager_steps(
+    growth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default plan, and one with centers, rotations, and a layer in the dtype of the model."""
+    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", growth)
+    model, inputs = build_variant("gqa", num_hidden_layers=4)
+    static = planned_scales_for(model)
+    for options in (
+        {"dtype": "adaptive"},
+        {"dtype": None, "plan": protected_plan_for(model, "K", layer=1)},
+        {"dtype": None, "plan": protected_plan_for(model, "K and V", layer=3)},
+        {"dtype": None, "scales": static},
+        {"dtype": None, "scales": static, "max_cache_len": 48},
+    ):
+        expected = run_eagerly(model, inputs, options)
+        actual, step = run_captured(model, inputs, options=options)
+        assert_equal(actual, expected)
+        assert actual[CACHE].plan == expected[CACHE].plan
+        assert step is not None
+        is_long = growth > NEW_TOKENS or "max_cache_len" in options
+        # Of 7 steps at a time, all but three are replays, until fewer than 16 are left.
+        assert step.num_replays == (NEW_TOKENS - 4 if is_long else 2 * 4), options
 
 
 def test_a_call_grows_and_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +149,7 @@ def test_reserved_bytes_are_bounded(growth: int, monkeypatch: pytest.MonkeyPatch
     """1.15 times the bytes of a growing cache, and pages for the reserved tokens."""
     monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", growth)
     model, _ = build_variant("gqa", max_position_embeddings=4096)
-    cache = FP8PagedCache(model.config, page_size=8)
+    cache = FP8PagedCache(model.config, **OPTIONS)
     sizes: list[int] = []
 
     def measure(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -373,7 +401,7 @@ def test_a_failed_capture_leaves_an_eager_call() -> None:
 
 def test_an_exception_in_a_processor_leaves_a_growing_cache() -> None:
     model, inputs = build_variant("gqa")
-    cache = FP8PagedCache(model.config, page_size=8)
+    cache = FP8PagedCache(model.config, **OPTIONS)
 
     def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] == 25:
@@ -398,7 +426,7 @@ def test_a_cache_that_changes_between_steps_is_captured_again(
     operation: str, tmp_path: Path
 ) -> None:
     model, inputs = build_variant("gqa")
-    cache = FP8PagedCache(model.config, page_size=8)
+    cache = FP8PagedCache(model.config, **OPTIONS)
     forks = []
 
     def change(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -426,7 +454,7 @@ def test_a_preallocated_cache_that_swaps_sequences_is_captured_again() -> None:
     model, inputs = build_variant("hybrid")
 
     def run(call: Callable[..., Any]) -> Any:
-        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=64)
+        cache = FP8PagedCache(model.config, **OPTIONS, max_cache_len=64)
 
         def swap(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             if ids.shape[1] == 25:
@@ -445,7 +473,7 @@ def test_threads_have_their_own_graphs() -> None:
     model, inputs = build_variant("gqa")
     prompts = [{name: x.roll(i, 0) for name, x in inputs.items()} for i in range(2)]
     expected = [run_eagerly(model, prompt) for prompt in prompts]
-    enable(model, capture=True, page_size=8)
+    enable(model, capture=True, **OPTIONS)
     results: dict[int, Any] = {}
     with recorded_graphs() as steps:
         threads = [
@@ -463,7 +491,7 @@ def test_threads_have_their_own_graphs() -> None:
 
 def test_a_prefix_store_works_with_captured_steps(tmp_path: Path) -> None:
     model, inputs = build_variant("gqa")
-    options = {"prefix_store": PrefixStore(tmp_path), "prefill": "stored", "dtype": "fp8_e4m3"}
+    options = {"prefix_store": PrefixStore(tmp_path), "prefill": "stored"}
     expected = run_eagerly(model, inputs, options)
     for _ in range(2):
         actual, step = run_captured(model, inputs, options=options)
@@ -505,7 +533,7 @@ def test_a_replay_calls_few_functions_of_torch() -> None:
             super().replay()
 
     model, inputs = build_variant("sliding_and_full")
-    enable(model, capture=True, page_size=8)
+    enable(model, capture=True, **OPTIONS)
     call = CapturedStep.__call__
 
     def count(step: CapturedStep, **keywords: Any) -> Any:
@@ -534,7 +562,7 @@ def test_random_programs_give_equal_results(seeds: range) -> None:
 def test_a_copy_of_a_model_has_captured_steps() -> None:
     model, inputs = build_variant("gqa")
     expected = run_eagerly(model, inputs)
-    enable(model, capture=True, page_size=8)
+    enable(model, capture=True, **OPTIONS)
     with recorded_graphs() as steps:
         actual = generate(copy.deepcopy(model), inputs)
     assert_equal(actual, expected)

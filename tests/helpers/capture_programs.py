@@ -103,8 +103,10 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
     `keywords` are keywords of `enable`.
     """
     name, calls = make_program(seed)
-    is_hybrid, keywords = name == "hybrid", {"page_size": 8, **keywords}
-    model = copy.deepcopy(build_variant(name)[0])
+    is_hybrid, model = name == "hybrid", copy.deepcopy(build_variant(name)[0])
+    # Every tenth program has the plan of its model. Choosing a plan runs the model.
+    dtype = "adaptive" if seed % 10 == 1 else ("fp8_e3m4", "int8", "model")[seed % 3]
+    keywords = {"page_size": 8, "dtype": dtype, **keywords}
     enable(model, **keywords)
     results: list[Any] = []
     last: Any = None  # tokens and cache of the last call
