@@ -35,9 +35,6 @@ DTYPES = (
 CALIBRATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
     ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
-    ("hf_fp8kv_static", "static, per channel, measured plan"): {
-        "granularity": "channel", "plan": "measured",
-    },
 }  # fmt: skip
 
 

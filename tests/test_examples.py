@@ -24,7 +24,7 @@ pytestmark = pytest.mark.text
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Arguments that keep each example short. They run the same code as the defaults.
 ARGUMENTS = {
-    "calibrate_and_export.py": ["--max-tokens", "512", "--held-out", "256"],
+    "calibrate_and_export.py": ["--max-tokens", "512", "--measured", "256"],
     "chat.py": ["--new-tokens", "6", "--questions", "Name a fruit.", "Another?"],
     "encoder_decoder.py": [],
     "fork_chat.py": ["--characters", "1500"],

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -154,8 +154,6 @@ def _measure_statistics(
     head_amax: dict[int, list[Tensor]] = {}
 
     def count(index: int, k: Tensor, v: Tensor) -> None:
-        if index not in scales.layers:
-            return
         sample = slice(-tokens_read[index] % stride, None, stride)
         tokens_read[index] += len(k)
         layer = scales.for_layer(
@@ -261,7 +259,7 @@ def _score_quality(
         scales_by_cache["dynamic, the plan"] = plan
     scales_by_cache |= {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
     factories = {
-        cache: _make_cache_factory(job, cache_scales, scales.layers)
+        cache: _make_cache_factory(job, cache_scales)
         for cache, cache_scales in scales_by_cache.items()
     }
     try:
@@ -280,16 +278,11 @@ def _score_quality(
     return tuple(finite_rows)
 
 
-def _make_cache_factory(
-    job: _Job, scales: KVScales | float | None, layers: Collection[int]
-) -> Callable[[], Any]:
-    """Return a function that makes caches, in which layers outside `layers` stay unquantized."""
-    skipped_layers = sorted(job.layers.difference(layers))
+def _make_cache_factory(job: _Job, scales: KVScales | float | None) -> Callable[[], Any]:
+    """Return a function that makes caches."""
     has_plan = isinstance(scales, KVScales) and scales.plan is not None
     dtype = None if has_plan else job.fmt.name
-    return lambda: FP8PagedCache(
-        job.model.config, dtype=dtype, skip_layers=skipped_layers, **_make_scales_kwargs(scales)
-    )
+    return lambda: FP8PagedCache(job.model.config, dtype=dtype, **_make_scales_kwargs(scales))
 
 
 def _make_scales_kwargs(scales: KVScales | float | None) -> dict[str, Any]:

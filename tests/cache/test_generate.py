@@ -682,7 +682,7 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
         keywords["plan"] = {i: x for i, x in plans if i not in keywords.get("skip_layers", ())}
     if "scales" in keywords:
         texts = torch.randint(4, 90, (4, 24)).tolist()
-        keywords["scales"] = calibrate(model, texts, max_length=24, held_out=24, progress=False)
+        keywords["scales"] = calibrate(model, texts, max_length=24, progress=False)
     enable(model, **keywords)
     draft_plans = []
     hook = model.register_forward_hook(
@@ -776,7 +776,7 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_model(model).path == "fused"
-        scales = calibrate(model, texts, max_length=24, held_out=24, progress=False)
+        scales = calibrate(model, texts, max_length=24, progress=False)
         assert len(scales.report.quality) > 1
         enable(model, training="stored")
         if name == CACHE:

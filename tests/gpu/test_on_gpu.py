@@ -577,7 +577,7 @@ def test_calibration_on_a_gpu_matches_the_cpu():
     texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
     device_scales, cpu_scales = (
         calibrate(
-            build_variant("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
+            build_variant("llama")[0].to(device), texts, max_length=32, batch_size=2,
             center=False, progress=False,
         )
         for device in (DEVICE, "cpu")

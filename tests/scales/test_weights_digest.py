@@ -24,7 +24,7 @@ TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4))
 def model_scales() -> KVScales:
     """Return scales of the model that `make_model` returns."""
     model, _ = build_variant("gqa")
-    return calibrate(model, TEXTS, center=False, held_out=0, progress=False)
+    return calibrate(model, TEXTS, center=False, progress=False)
 
 
 def make_model() -> Any:

@@ -371,9 +371,15 @@ MUTANTS = (
         "tests/scales/test_export.py",
     ),
     Mutant(
-        "calibration: the costliest scale is chosen", "calibration/choose.py",
-        "step = cost.argmin(0, keepdim=True)", "step = cost.argmax(0, keepdim=True)",
-        "tests/calibration/test_choose.py",
+        "calibration: scales ignore the center", "calibration/static_scales.py",
+        "center_and_rotate(k, storage.center, rotated=rotates_k)",
+        "center_and_rotate(k, None, rotated=rotates_k)",
+        "tests/calibration/test_calibrate.py",
+    ),
+    Mutant(
+        "calibration: scales hold only the last window", "calibration/static_scales.py",
+        "            if (known := layer_amax.get(index)) is not None:", "            if False:",
+        "tests/calibration/test_calibrate.py",
     ),
     # Serving.
     Mutant(
