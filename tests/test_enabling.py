@@ -319,3 +319,41 @@ def test_a_part_of_a_model_has_a_cache() -> None:
     with torch.no_grad():
         model.model(**inputs, **{CACHE: cache})
     assert cache.host_length() == inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "git", "gpt_neo", "seq2seq/fsmt", "seq2seq/led", "seq2seq/nllb-moe", "moshi",
+        pytest.param("prophetnet", marks=pytest.mark.full),
+        pytest.param("cpmant", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_models_that_take_empty_positions_for_tokens_cannot_preallocate(name: str) -> None:
+    model, inputs = build_variant(name)
+    attention = model.config._attn_implementation
+    model.__class__ = type("Renamed", (type(model),), {})
+    with pytest.raises(
+        ConfigError, match=r"max_cache_len: expected .* got Renamed, which (has|rai)"
+    ):
+        enable(model, dtype="model", max_cache_len=64)
+    assert model.config._attn_implementation == attention
+    assert "_prepare_cache_for_generation" not in vars(model)
+    keywords = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **keywords)
+    assert torch.equal(enable(model, dtype="model").generate(**inputs, **keywords), expected)
+
+
+@pytest.mark.parametrize("name", ["gqa", "seq2seq/bart", "seq2seq/whisper"])
+def test_the_check_of_max_cache_len_leaves_no_trace(name: str, tmp_path: Path) -> None:
+    """It stores no pages, and changes neither random numbers nor the mode of the model."""
+    model, _ = build_variant(name)
+    model.train()
+    if name == "gqa":
+        store = PrefixStore(tmp_path)
+        enable(model, dtype="fp8_e3m4", page_size=8, prefix_store=store)
+    state = torch.get_rng_state()
+    enable(model, dtype="fp8_e3m4", max_cache_len=64)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not list(tmp_path.glob("*.safetensors"))
