@@ -80,7 +80,8 @@ class Protection:
             if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
                 rule = f"expected a finite number, got {format_value(value)}"
                 raise ScaleError(f"{label}.{name}: {rule}. {_ADVICE}")
-        return cls(**{**data, "sides": tuple(sides)})
+        kl, unprotected_kl, extra_bytes = (float(data[name]) for name in names[:-1])
+        return cls(kl, unprotected_kl, extra_bytes, tuple(sides))
 
     def __str__(self) -> str:
         text = f"KL after a stored prompt {self.kl:.1e}"

@@ -105,7 +105,7 @@ def test_a_card_describes_losses_and_the_format(model_folder, tmp_path):
     layers[1] = LayerScales(torch.tensor([[0.5], [0.75]]), torch.tensor(0.25))
     scales = KVScales(layers, model_type="llama")
     full_card = save_card(model_folder, tmp_path / "exact", None, scales)
-    assert "3 layers, per head/tensor" in full_card
+    assert "3 layers, per head" in full_card
     assert "the largest scale" not in full_card
     reduced_card = save_card(model_folder, tmp_path / "reduced", None, scales, format="autofp8")
     assert "the largest scale of each layer is written" in reduced_card

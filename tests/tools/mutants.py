@@ -377,6 +377,11 @@ MUTANTS = (
         "tests/calibration/test_calibrate.py",
     ),
     Mutant(
+        "calibration: the costliest scale of a head is chosen", "calibration/static_scales.py",
+        "steps = costs.argmin(0)", "steps = costs.argmax(0)",
+        "tests/calibration/test_calibrate.py",
+    ),
+    Mutant(
         "calibration: scales hold only the last window", "calibration/static_scales.py",
         "            if (known := layer_amax.get(index)) is not None:", "            if False:",
         "tests/calibration/test_calibrate.py",
