@@ -8,6 +8,7 @@ import json
 import pydoc_data.topics
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ ARGUMENTS = {
     "encoder_decoder.py": [],
     "fork_chat.py": ["--characters", "1500"],
     "long_context.py": ["--max-pages", "8", "--chunk", "128"],
+    "out_of_memory.py": [],
     "pipeline.py": ["--new-tokens", "4"],
     "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
@@ -79,6 +81,9 @@ def test_examples_are_short_documented_and_tested():
         assert docstring, name
         assert f"\n    python examples/{name}\n" in docstring, f"{name} does not show how to run it"
         assert re.search(r'if __name__ == "__main__":\n    main\(\)\n\Z', text), name
+    page = (EXAMPLES / "README.md").read_text()
+    titles = re.findall(r"^## (\w+\.py)\n(?:(?!^## ).*\n)*?```text\n", page, re.MULTILINE)
+    assert titles == sorted(ARGUMENTS)  # with their output
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
@@ -134,6 +139,20 @@ def test_a_chat_computes_only_new_tokens(run_example):
     # The cache does not hold the last of the answer's six tokens.
     assert num_tokens[0] < num_reused[1] <= num_tokens[0] + 5 < num_tokens[1]
     assert (num_tokens[2], num_reused[2]) == (num_tokens[1], num_tokens[1] - 1)
+
+
+@pytest.mark.full  # the prompts take 25 s of a core, and `--help` is tested in the fast tier
+def test_a_prompt_fits_only_in_8_bits():
+    """Run another process, because memory that this one has freed is not limited."""
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "out_of_memory.py")]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[2:] == [
+        "transformers: out of memory", "transformers, in chunks: out of memory",
+        "8 bits, in chunks: 4,000 tokens read, 8 written",
+    ]  # fmt: skip
+    command += ["--limit", "1000", "--tokens", "300"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.count("300 tokens read, 8 written") == 5
 
 
 def test_an_exhausted_budget_shortens_the_text(run_example, num_layers, monkeypatch):  # noqa: F811

@@ -103,8 +103,11 @@ def _api() -> Iterator[str]:
 
 def _examples() -> Iterator[str]:
     yield "# Examples\n\nEach runs from a clone, after `make venv`, with `.venv/bin/python`.\n\n"
+    sections = re.split(r"^## (.+)\n", (ROOT / "examples" / "README.md").read_text(), flags=re.M)
+    outputs = dict(zip(sections[1::2], sections[2::2], strict=True))
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield f"## {path.name} {{ #{path.stem} }}\n\n```python\n{path.read_text()}```\n\n"
+        yield outputs.get(path.name, "")
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         yield f"## {path.name} {{ #{path.stem} }}\n\n"
         for cell in json.loads(path.read_text())["cells"]:
