@@ -23,7 +23,7 @@ from ..modeling.model_support import (
     with_cache,
 )
 from . import latent
-from .capture import find_obstacle
+from .capture import PRECISE_ERRORS, find_obstacle
 from .deterministic import (
     FunctionWatch,
     check_deterministic,
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 # Relative error of logits that a different order of sums, and codes that change with it, may cause.
 _LOGITS_TOLERANCE = 0.1
-_PRECISE_TOLERANCE = 1e-3  # for a different order of sums in float32 or float64
 FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
 
 
@@ -295,8 +294,7 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
             return
         try:
             errors = (compute_logits(64) - expected).norm(dim=-1) / expected.norm(dim=-1)
-            is_precise = model.dtype in (torch.float32, torch.float64)
-            if errors.max() > (_PRECISE_TOLERANCE if is_precise else _LOGITS_TOLERANCE):
+            if errors.max() > PRECISE_ERRORS.get(model.dtype, _LOGITS_TOLERANCE):
                 reason = f"has other logits, by {errors.max():.1%}"
         except Exception as error:
             reason = f"raises {type(error).__name__}: {error}"
