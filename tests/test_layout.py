@@ -29,7 +29,7 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1523, "bench": 396, "cache": 1885, "calibration": 1646, "card": 995, "cli": 852,
+    "attention": 1524, "bench": 396, "cache": 1885, "calibration": 1646, "card": 995, "cli": 852,
     "enabling": 184, "errors": 24, "formats": 202, "__init__": 29, "modeling": 426, "ops": 2725,
     "paging": 1058, "prefix": 1032, "scales": 1708, "server": 2418, "serving": 1104, "utils": 339,
     "vllm": 553,

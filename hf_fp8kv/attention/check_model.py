@@ -276,9 +276,10 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
     ids = (torch.arange(26, device=model.device).view(2, -1) * 37 + 11) % vocab_size
     mask = torch.ones_like(ids)
     ids[0, :3] = mask[0, :3] = 0
+    generate: Any = model.generate
 
     def compute_logits(num_tokens: int | None) -> torch.Tensor:
-        output: Any = model.generate(
+        output = generate(
             input_ids=ids, attention_mask=mask, past_key_values=make_cache(num_tokens),
             max_new_tokens=3, do_sample=False, num_beams=1, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True, disable_compile=True,
