@@ -49,8 +49,8 @@ MIN_RESERVED_TOKENS, RESERVED_DIVISOR = 1024, 8
 MAX_KEY_CHANGES = 4
 # Maximum relative error of the logits of a step, from a different order of sums. In 16 bits it is
 # eight roundings of bfloat16 (0.4 %), because work plans split a preallocated cache differently on
-# a GPU, which was not measured. On CPUs the error of ten 16-bit types is 0, and that of nllb-moe,
-# which needs a growing cache, 4.9 %. A step above the limit is not wrong, but eager.
+# a GPU, which was not measured. On CPUs nine 16-bit types have no error, and nllb-moe, which needs
+# a growing cache, has 4.9 %. If the error is larger, the call runs eagerly.
 MAX_ERROR = 0.03
 PRECISE_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
 # What a graph cannot repeat, by torch's tag of an operation.
