@@ -31,7 +31,7 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1525, "bench": 396, "cache": 1885, "calibration": 1227, "card": 994, "cli": 840,
+    "attention": 1524, "bench": 396, "cache": 1885, "calibration": 1227, "card": 994, "cli": 840,
     "enabling": 184, "errors": 24, "formats": 202, "__init__": 29, "modeling": 436, "ops": 2725,
     "paging": 1058, "prefix": 1032, "scales": 1658, "server": 2418, "serving": 1104, "utils": 339,
     "vllm": 553,

@@ -23,7 +23,7 @@ from ..modeling.model_support import (
     with_cache,
 )
 from . import latent
-from .capture import find_obstacle
+from .capture import PRECISE_ERRORS, find_obstacle
 from .deterministic import (
     FunctionWatch,
     check_deterministic,
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 # Relative error of logits that a different order of sums, and codes that change with it, may cause.
 _LOGITS_TOLERANCE = 0.1
-_PRECISE_TOLERANCE = 1e-3  # for a different order of sums in float32 or float64
 FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
 
 
@@ -277,9 +276,10 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
     ids = (torch.arange(26, device=model.device).view(2, -1) * 37 + 11) % vocab_size
     mask = torch.ones_like(ids)
     ids[0, :3] = mask[0, :3] = 0
+    generate: Any = model.generate
 
     def compute_logits(num_tokens: int | None) -> torch.Tensor:
-        output: Any = model.generate(
+        output = generate(
             input_ids=ids, attention_mask=mask, past_key_values=make_cache(num_tokens),
             max_new_tokens=3, do_sample=False, num_beams=1, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True, disable_compile=True,
@@ -295,8 +295,7 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
             return
         try:
             errors = (compute_logits(64) - expected).norm(dim=-1) / expected.norm(dim=-1)
-            is_precise = model.dtype in (torch.float32, torch.float64)
-            if errors.max() > (_PRECISE_TOLERANCE if is_precise else _LOGITS_TOLERANCE):
+            if errors.max() > PRECISE_ERRORS.get(model.dtype, _LOGITS_TOLERANCE):
                 reason = f"has other logits, by {errors.max():.1%}"
         except Exception as error:
             reason = f"raises {type(error).__name__}: {error}"
