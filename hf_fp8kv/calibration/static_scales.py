@@ -1,7 +1,7 @@
 """Calibrate static scales: the largest magnitude on texts, times a margin, divided by 448.
 
 A scale per head is then chosen among the 16 scales of an octave, by the cost of rounding errors for
-attention. This reduces the KL by a fifth per head, and does not reduce it per tensor.
+attention.
 
 K and V are scaled as they are stored, after the center and the rotation of a plan. RoPE rotates K
 with the position, so a sample of the texts is also read at far positions.
