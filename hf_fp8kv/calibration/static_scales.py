@@ -132,8 +132,8 @@ def calibrate(
                 amax = torch.maximum(known[0], amax[0]), torch.maximum(known[1], amax[1])
             layer_amax[index] = amax
 
-        for layer_states in states_by_call:
-            for index, (k, v, _) in layer_states.items():
+        for states in states_by_call:
+            for index, (k, v, _) in states.items():
                 observe_layer(index, k, v)
         for batch in make_batches(windows, batch_size):
             observe(model, batch, layers, observe_layer)
@@ -154,7 +154,7 @@ def calibrate(
         v_granularity = _coarsen(granularity, is_mixed=rotates_v)
         k_scale = compute_scale(k_amax * margin, k_granularity)
         v_scale = compute_scale(v_amax * margin, v_granularity)
-        layer_states = [states[index] for states in states_by_call if index in states]
+        layer_states = [x[index] for x in states_by_call if index in x]
         has_queries = all(queries is not None for *_, queries in layer_states)
         if granularity == "head" and layer_center is None and has_queries:
             k_scale = search_head_scales("k", k_scale, layer_states, layer_plan)
