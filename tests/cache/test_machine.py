@@ -250,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
         }[method](branch.cache)
         # An empty preallocated cache has pages, and its copies allocate theirs at the first call.
         if branch.keys is not None:
-            assert branch.cache.memory_footprint().used_bytes == used_bytes, "pages are shared"
+            assert branch.cache.memory_footprint().used_bytes <= used_bytes, "pages are shared"
 
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
