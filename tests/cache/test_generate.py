@@ -25,6 +25,7 @@ from hf_fp8kv import (
     choose_plan,
     disable,
     enable,
+    measure,
     serving,
     tensor_parallel,
 )
@@ -777,7 +778,7 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
         warnings.simplefilter("error")
         assert check_model(model).path == "fused"
         scales = calibrate(model, texts, max_length=24, progress=False)
-        assert len(scales.report.quality) > 1
+        assert len(measure(model, scales, texts, progress=False).quality) > 1
         enable(model, training="stored")
         if name == CACHE:
             out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)

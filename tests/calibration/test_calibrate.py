@@ -135,7 +135,7 @@ def test_zeros_get_the_largest_scale(granularity, expected):
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("plan", [None, "int8 rotated", "fp8_e3m4"])
 def test_the_scale_of_a_head_costs_least(plan, side):
-    """The cost is that of dequantized values, in the basis of the model."""
+    """The cost is computed for dequantized values, in the basis of the model."""
     generator = torch.Generator().manual_seed(2)
     k, v = torch.randn(2, 40, 2, 16, generator=generator) + 2
     q = torch.randn(4, 9, 16, generator=generator)

@@ -187,7 +187,12 @@ def test_an_engine_has_one_hash_key_in_all_processes(results):
 def test_a_split_model_can_be_checked(folder, results):
     expected = run_alone(folder, "report")
     assert expected["path"] == "fused"
-    assert [rank_results["report"] for rank_results in results] == [expected, expected]
+    # A step of several processes cannot be captured, so the reason is different.
+    del expected["capture_obstacle"]
+    for rank_results in results:
+        report = rank_results["report"]
+        assert report.pop("capture_obstacle")
+        assert report == expected
 
 
 # -- errors --------------------------------------------------------------------------------------
