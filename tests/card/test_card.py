@@ -144,8 +144,10 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
     monkeypatch.setitem(measure.SIZES, "quick", SMALLEST_SIZE)
     monkeypatch.chdir(model_folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
-    code, _, err = run_command("card", ".", *options)
+    code, out, err = run_command("card", ".", *options, "--memory", "4GiB", "--json")
     assert code == 0, err
+    cache = json.loads(out)["caches"]["fp8"]
+    assert cache["tokens"] == 4 * 2**30 // cache["bytes_per_token"]
     markdown = (tmp_path / "card" / "card.md").read_text()
     assert markdown.startswith(f"# {Path(model_folder).name}: losses")
     assert "* chains was not measured. tasks: expected" in markdown

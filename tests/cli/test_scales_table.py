@@ -14,8 +14,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_fp8kv.cli.scales_plot import make_figure, plot_scales
-from hf_fp8kv.cli.scales_table import list_remarks, make_tables
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales
@@ -26,6 +24,8 @@ from hf_fp8kv.scales.report import (
     QualityRow,
     SideStatistics,
 )  # fmt: skip
+from hf_fp8kv_cli.scales_plot import make_figure, plot_scales
+from hf_fp8kv_cli.scales_table import list_remarks, make_tables
 
 NAN = float("nan")
 ERRORS = [prefix + name for prefix in ("", DYNAMIC) for name in FORMATS]

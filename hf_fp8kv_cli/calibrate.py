@@ -2,18 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from .. import calibration
-from ..errors import ScaleError
-from ..scales import SCALE_FORMATS, Granularity, KVScales
-from ..scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
-from ..scales.report import REPORT_FILE
-from ..scales.save import open_base
 from . import arguments
-from .scales_table import describe_scales, format_quality
 from .shared import WarningLog, handle_log, load_model, make_console, print_note
 
 COPY_FOLDER = "checkpoint"
@@ -31,7 +24,7 @@ def calibrate(
         typer.Option(
             help="One scale per layer (tensor), head or channel. "
             "Default: head, or the finest that --format can hold.",
-            **arguments.make_choice(get_args(Granularity)),
+            **arguments.make_choice(arguments.GRANULARITIES),
         ),
     ] = None,
     center: Annotated[
@@ -60,7 +53,7 @@ def calibrate(
         typer.Option(
             "--format",
             help="Format of the files (see convert --to).",
-            **arguments.make_choice(SCALE_FORMATS),
+            **arguments.make_choice(arguments.SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
     max_tokens: arguments.MaxTokens = None,
@@ -87,6 +80,15 @@ def calibrate(
     as_json: arguments.Json = False,
 ) -> None:
     """Calibrate static scales on texts."""
+    from hf_fp8kv import calibration
+    from hf_fp8kv.errors import ScaleError
+    from hf_fp8kv.scales import SCALE_FORMATS, KVScales
+    from hf_fp8kv.scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
+    from hf_fp8kv.scales.report import REPORT_FILE
+    from hf_fp8kv.scales.save import open_base
+
+    from .scales_table import describe_scales, format_quality
+
     options = arguments.collect_user_options(ctx)
     if plan is not None and not SCALE_FORMATS[format_name].holds_centers:
         message = f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan"
