@@ -1,4 +1,4 @@
-"""The command line `hf-fp8kv`, a package beside `hf_fp8kv`. Only this package prints.
+"""The command line `hf-fp8kv`, a package next to `hf_fp8kv`. Only this package prints.
 
 Each command has a file, which imports `hf_fp8kv` and torch in its function: help, completion and
 invalid command lines need neither (0.4 s instead of 7 s).

@@ -10,7 +10,7 @@ from .shared import choose_device, load_weights, make_console
 def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
     """Show versions, backends and bytes per token. With --model, also how each layer is stored.
 
-    Without --model, the bytes are those of Llama-3.1-8B.
+    Without --model, the bytes are for Llama-3.1-8B.
     """
     from hf_fp8kv import FP8PagedCache, check_model, ops
     from hf_fp8kv.bench import capacity
@@ -35,7 +35,7 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         loaded_model = load_weights(model, device)
         report, config = check_model(loaded_model), loaded_model.config
         output["model"] = report.to_dict()
-    sizes = None if report and report.refused else FP8PagedCache(config).count_token_bytes()
+    sizes = None if report and report.refused else FP8PagedCache(config).count_bytes()
     rows = {**list_versions(), "gpus": ", ".join(output["gpus"]) or "none"}
     rows |= {f"backend {name}": status for name, status in backends.items()}
     if sizes is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_fp8kv"
-# The command line is a package of its own, because an import of `hf_fp8kv` takes seconds.
+# The command line is a separate package, because an import of `hf_fp8kv` takes seconds.
 CLI = PACKAGE.with_name("hf_fp8kv_cli")
 # Folders from the bottom to the top. A folder only imports from folders on lower floors. Imports in
 # functions and for types count.
@@ -31,9 +31,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1092, "bench": 396, "cache": 1833, "calibration": 1646, "card": 996, "cli": 944,
-    "enabling": 174, "errors": 24, "formats": 202, "__init__": 29, "modeling": 426, "ops": 2725,
-    "paging": 1050, "prefix": 1032, "scales": 1710, "server": 2418, "serving": 1104, "utils": 352,
+    "attention": 1096, "bench": 396, "cache": 1834, "calibration": 1646, "card": 996, "cli": 944,
+    "enabling": 231, "errors": 24, "formats": 202, "__init__": 31, "modeling": 426, "ops": 2725,
+    "paging": 1050, "prefix": 1032, "scales": 1710, "server": 2418, "serving": 1108, "utils": 352,
     "vllm": 553,
 }  # fmt: skip
 

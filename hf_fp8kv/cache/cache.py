@@ -608,11 +608,11 @@ class FP8PagedCache(DynamicCache):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"
 
-    def count_token_bytes(self) -> tuple[float, float] | None:
-        """Return the bytes of a token of one sequence, in bf16 and in the pages of this cache.
+    def count_bytes(self, num_tokens: int = 1) -> tuple[float, float] | None:
+        """Return the bytes of the tokens of one sequence, in bf16 and in the pages of this cache.
 
-        All paged layers count, also those with a window that the token will leave. Before the first
-        token, the sizes of K and V are read from the config. None means that it has none.
+        Paged layers count, each with the tokens in its window and without unused slots. Before the
+        first token, the sizes of K and V are read from the config. None means that it has none.
         """
         dense_bytes = stored_bytes = 0.0
         for layer in self.paged_layers:
@@ -627,8 +627,9 @@ class FP8PagedCache(DynamicCache):
             dtypes = [torch.bfloat16 if side.is_auto else torch.uint8 for side in plan]
             has_scales = self.options.has_dynamic_scales and torch.uint8 in dtypes
             layout = make_page_layout(shape[0], size, *shape[1:], dtypes[0], dtypes[1], has_scales)
-            stored_bytes += layout.size / size
-            dense_bytes += 2 * shape[0] * (shape[1] + shape[2])
+            num_kept = min(num_tokens, layer.sliding_window or num_tokens)
+            stored_bytes += num_kept * layout.size / size
+            dense_bytes += 2 * num_kept * shape[0] * (shape[1] + shape[2])
         return (dense_bytes, stored_bytes) if dense_bytes else None
 
     def memory_footprint(self) -> MemoryFootprint:

@@ -128,6 +128,7 @@ def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypat
     [
         (("--quick", "--long"), 2, "expected --quick or --long, got both"),
         (("--caches", "default,fp9"), 1, "caches: expected some of default, fp8_e3m4"),
+        (("--caches", "defualt"), 1, "got 'defualt'. Did you mean 'default'?"),
         (("--scales", "/no/such/folder"), 1, "/no/such/folder"),
     ],
 )

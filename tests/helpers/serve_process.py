@@ -28,7 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_fp8kv import FP8PagedCache, cli
+import hf_fp8kv_cli as cli
+from hf_fp8kv import FP8PagedCache
 
 ROOT = Path(__file__).parents[2]
 # A chat template that refuses the role "wizard", and takes long for the role "sloth".
