@@ -1,6 +1,6 @@
 # Every target sets up .venv. It needs Python 3.11 or newer and make.
 #
-#   make demo     a small real model continues 2,000 tokens with transformers' cache and with 8-bit
+#   make demo     a small real model continues 1,200 tokens with transformers' cache and with 8-bit
 #                 pages: bytes, KL, tokens per second, answers
 #   make test     the fast tier of the tests: every behavior once. PYTEST_ARGS="-k pages -x" selects
 #   make test-all all tests, with more examples of each property
@@ -111,7 +111,7 @@ $(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp hf_fp8kv/o
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/hf-fp8kv demo
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import hf_fp8kv
+from tests.helpers.argument_names import use_installed_names
 from tests.helpers.shallow import num_layers, save_first_layers  # noqa: F401
 
 pytestmark = [
@@ -49,7 +50,10 @@ def run_pages(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
             blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
             assert blocks
             for number, block in enumerate(blocks, 1):
-                exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+                exec(
+                    compile(use_installed_names(block), f"{page}, block {number}", "exec"),
+                    namespace,
+                )
                 block_lines = capsys.readouterr().out.splitlines()
                 for comment in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
                     expected = re.sub(r"\b\d+\b", scale_number, comment)

@@ -81,7 +81,7 @@ class FP8PagedCache(DynamicCache):
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, attn_implementation="fp8_paged")
-    out = model.generate(**inputs, past_key_values=FP8PagedCache(model))
+    out = model.generate(**inputs, cache=FP8PagedCache(model))
     ```
 
     A model has a storage plan, which `choose_plan` chooses for the first cache or `enable`. Later

@@ -98,8 +98,8 @@ def enable(
     """
     for name in unknown:
         raise ConfigError(
-            f"serving.enable: expected {', '.join(_KEYWORDS)}, got {name}. Set pages and batches of "
-            f"the engine in ContinuousBatchingConfig.{suggest(name, _KEYWORDS)}"
+            f"serving.enable: expected {', '.join(_KEYWORDS)}, got {name}. Set pages and batches "
+            f"of the engine in ContinuousBatchingConfig.{suggest(name, _KEYWORDS)}"
         )
     base: PreTrainedModel = find_base_model(model, "generate_batch", "init_continuous_batching")
     reason = ""
