@@ -116,7 +116,7 @@ $(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp hf_fp8kv/o
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/hf-fp8kv demo
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

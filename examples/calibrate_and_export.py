@@ -48,7 +48,7 @@ def main() -> None:
         print(f"{out / name}: {loaded_scales.format}, layer 0: K {k:.4f}, V {v:.4f}")
     inputs = tokenizer("London is the capital of", return_tensors="pt")
     cache = FP8PagedCache(model.config, scales=out / "copy")
-    answer = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    answer = model.generate(**inputs, cache=cache, max_new_tokens=8, do_sample=False)
     print(repr(tokenizer.decode(answer[0])))
 
 

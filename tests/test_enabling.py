@@ -23,6 +23,7 @@ from hf_fp8kv import (
     disable,
     enable,
     serving,
+    summary,
 )
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.serving.fp8_manager import find_factory
@@ -357,3 +358,81 @@ def test_the_check_of_max_cache_len_leaves_no_trace(name: str, tmp_path: Path) -
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_enable_logs_the_format_and_the_bytes_of_a_token(caplog: Any) -> None:
+    model, _ = build("llama")
+    with caplog.at_level("INFO", "hf_fp8kv"):
+        enable(model, dtype="fp8")
+    # K and V of 2 layers with 2 heads of 16 values, and a bf16 scale per head.
+    expected = (
+        "LlamaForCausalLM stores 2 x K fp8_e4m3, V fp8_e4m3, 144 bytes per token, 256 in bf16"
+    )
+    assert caplog.messages == [f"generate() of {expected}"]
+
+
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> None:
+    model, inputs = build("llama")
+    with pytest.raises(ConfigError, match="expected an enabled model, got LlamaForCausalLM"):
+        summary(model)
+    enable(model, dtype="fp8", page_size=8)
+    assert summary(model).footprint is None
+    assert str(summary(model)).startswith("no generate() with 8-bit pages yet")
+    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=keeps_cache)
+    result = summary(model)
+    num_tokens = inputs["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
+    assert result.footprint.tokens == num_tokens
+    assert result.footprint.used_bytes == -(-num_tokens // 8) * 8 * 144
+    assert result.bf16_bytes == num_tokens * 256
+    assert (result.report.counts, result.captured) == ({"fused": 2}, "not on this device")
+    assert f"{num_tokens} tokens in {result.footprint.used_bytes:,} bytes" in str(result)
+    del output
+    assert summary(model) == result
+    unused_copy = copy.deepcopy(model)
+    assert summary(unused_copy).footprint is None
+    model.generate(**inputs, **GREEDY, cache_implementation="static", disable_compile=True)
+    assert summary(model).footprint is None
+    disable(model)
+    with pytest.raises(ConfigError, match="expected an enabled model"):
+        summary(model)
+
+
+def test_a_summary_counts_windows_and_layers_of_transformers() -> None:
+    model, inputs = build("sliding_and_full")
+    enable(model, dtype="fp8", page_size=8)
+    model.generate(**inputs, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+    window, num_tokens = model.config.sliding_window, inputs["input_ids"].shape[1] + 39
+    assert summary(model).bf16_bytes == (num_tokens + min(window, num_tokens)) * 128
+    model, inputs = build("hybrid")
+    model.generate(**enable(model) and inputs, **GREEDY)
+    assert "stock (layer 0" in str(summary(model))
+
+
+def test_a_stock_cache_warns_that_nothing_is_stored_in_8_bits(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
+    model, inputs = build("llama")
+    model.set_attn_implementation("fp8_paged")
+    model.generate(**inputs, **GREEDY, **{CACHE: FP8PagedCache(model)})
+    model(**inputs, use_cache=False)
+    assert not caplog.messages
+    model.generate(**inputs, **GREEDY)
+    model.generate(**inputs, **GREEDY)
+    (message,) = caplog.messages
+    assert "nothing is stored in 8 bits. Call hf_fp8kv.enable(model)" in message
+
+
+def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion() -> None:
+    model, inputs = build("llama")
+    model.generate(**enable(model, "fp8") and inputs, **GREEDY)
+    assert summary(model).footprint.layers_by_plan == {"K fp8_e4m3, V fp8_e4m3": 2}
+    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'page_size'\?"):
+        enable(model, page_sise=32)
+    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'deterministic'\?"):
+        enable(model, determinstic=True)
+    with pytest.raises(ConfigError, match=r"serving.enable: expected .* got max_pages. Set pages"):
+        serving.enable(model, max_pages=3)
+    with pytest.raises(ConfigError, match=r"Did you mean 'scales'\?"):
+        serving.enable(model, scale=1.0)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hf_fp8kv"
+# The command line is a separate package, because an import of `hf_fp8kv` takes seconds.
+CLI = PACKAGE.with_name("hf_fp8kv_cli")
 # Folders from the bottom to the top. A folder only imports from folders on lower floors. Imports in
 # functions and for types count.
 FLOORS = (
@@ -31,9 +33,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1524, "bench": 396, "cache": 1885, "calibration": 1227, "card": 994, "cli": 840,
-    "enabling": 184, "errors": 24, "formats": 202, "__init__": 29, "modeling": 436, "ops": 2725,
-    "paging": 1058, "prefix": 1032, "scales": 1658, "server": 2418, "serving": 1104, "utils": 339,
+    "attention": 1528, "bench": 396, "cache": 1905, "calibration": 1227, "card": 995, "cli": 932,
+    "enabling": 245, "errors": 24, "formats": 202, "__init__": 31, "modeling": 436, "ops": 2725,
+    "paging": 1058, "prefix": 1032, "scales": 1660, "server": 2418, "serving": 1108, "utils": 352,
     "vllm": 553,
 }  # fmt: skip
 
@@ -43,7 +45,8 @@ def get_module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {get_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PATHS = sorted(path for folder in (PACKAGE, CLI) for path in folder.rglob("*.py"))
+MODULES = {get_module_name(path): path for path in PATHS}
 
 
 def find_imports(name: str) -> Iterator[str]:
@@ -68,6 +71,8 @@ def build_import_graph() -> dict[str, set[str]]:
 
 
 def get_folder(module: str) -> str:
+    if module.split(".")[0] == CLI.name:
+        return "cli"
     return module.split(".")[1] if "." in module else "__init__"
 
 

@@ -34,7 +34,7 @@ PATTERNS = {
     "idioms": r"\b(?:goes on|gives? back|taken for|meanwhile|by hand|in turns)\b",
 }  # fmt: skip
 GLOBS = {
-    "package": ("hf_fp8kv/**/*.py",),
+    "package": ("hf_fp8kv/**/*.py", "hf_fp8kv_cli/*.py"),
     "docs": ("docs/*.md", "*.md"),
     "tests": ("tests/**/*.py", "benchmarks/**/*.py", "examples/*.py"),
 }

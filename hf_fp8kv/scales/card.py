@@ -87,7 +87,7 @@ def _make_section(
         "from hf_fp8kv import FP8PagedCache", "",
         f'model = AutoModelForCausalLM.from_pretrained("{model}", attn_implementation="fp8_paged")',
         f'cache = FP8PagedCache(model.config, scales="{name}")',
-        "model.generate(**inputs, past_key_values=cache)",
+        "model.generate(**inputs, cache=cache)",
         "```", "",
         "```shell", *(command.format(name, model) for command in commands), "```",
         _SECTION_END,

@@ -114,6 +114,11 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     elif (path := folder.find_file(JSON_FILE)) is not None:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
         return parse_json(path, read_json(path), request, checkpoint.config)
+    if not checkpoint.config and isinstance(folder, HubFolder) and folder.offline_reason:
+        raise ScaleError(
+            f"{folder.repo!r}: expected a folder, or a repository with files here, got no such "
+            f"folder, and {folder.offline_reason}. Check the path, or connect to the Hub"
+        )
     return read_tensors(checkpoint, request)
 
 

@@ -128,6 +128,7 @@ def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypat
     [
         (("--quick", "--long"), 2, "expected --quick or --long, got both"),
         (("--caches", "default,fp9"), 1, "caches: expected some of default, fp8_e3m4"),
+        (("--caches", "defualt"), 1, "got 'defualt'. Did you mean 'default'?"),
         (("--scales", "/no/such/folder"), 1, "/no/such/folder"),
     ],
 )
@@ -144,8 +145,10 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
     monkeypatch.setitem(measure.SIZES, "quick", SMALLEST_SIZE)
     monkeypatch.chdir(model_folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
-    code, _, err = run_command("card", ".", *options)
+    code, out, err = run_command("card", ".", *options, "--memory", "4GiB", "--json")
     assert code == 0, err
+    cache = json.loads(out)["caches"]["fp8"]
+    assert cache["tokens"] == 4 * 2**30 // cache["bytes_per_token"]
     markdown = (tmp_path / "card" / "card.md").read_text()
     assert markdown.startswith(f"# {Path(model_folder).name}: losses")
     assert "* chains was not measured. tasks: expected" in markdown

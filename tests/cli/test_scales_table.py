@@ -13,8 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_fp8kv.cli.scales_plot import make_figure, plot_scales
-from hf_fp8kv.cli.scales_table import list_remarks, make_tables
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales
 from hf_fp8kv.scales.report import (
@@ -24,6 +22,8 @@ from hf_fp8kv.scales.report import (
     ScalesReport,
     SideStatistics,
 )  # fmt: skip
+from hf_fp8kv_cli.scales_plot import make_figure, plot_scales
+from hf_fp8kv_cli.scales_table import list_remarks, make_tables
 
 ERRORS = [prefix + name for prefix in ("", DYNAMIC) for name in FORMATS]
 

@@ -8,11 +8,11 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..bench.reporting import build_table, format_number
-from ..formats import FORMATS, count_plans, summarize_plan
-from ..scales import KVScales, ScalesReport
-from ..scales.report import SideStatistics
-from ..utils.text import format_list
+from hf_fp8kv.bench.reporting import build_table, format_number
+from hf_fp8kv.formats import FORMATS, count_plans, summarize_plan
+from hf_fp8kv.scales import KVScales, ScalesReport
+from hf_fp8kv.scales.report import SideStatistics
+from hf_fp8kv.utils.text import format_list
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
 # A scale that exceeds the median of all layers by this factor gets a remark.

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import FORMATS
-from ..scales import KVScales, ScalesReport
-from ..scales.report import DYNAMIC
-from ..utils.files import write_all
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.scales import KVScales, ScalesReport
+from hf_fp8kv.scales.report import DYNAMIC
+from hf_fp8kv.utils.files import write_all
+
 from .scales_table import describe_texts
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max

@@ -2,17 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from .. import calibration
-from ..errors import ScaleError
-from ..scales import SCALE_FORMATS, Granularity, KVScales
-from ..scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
-from ..scales.save import open_base
 from . import arguments
-from .scales_table import describe_scales
 from .shared import WarningLog, handle_log, load_model, print_note
 
 COPY_FOLDER = "checkpoint"
@@ -30,7 +24,7 @@ def calibrate(
         typer.Option(
             help="One scale per layer (tensor), head or channel. "
             "Default: head, or the finest that --format can hold.",
-            **arguments.make_choice(get_args(Granularity)),
+            **arguments.make_choice(arguments.GRANULARITIES),
         ),
     ] = None,
     center: Annotated[
@@ -58,7 +52,7 @@ def calibrate(
         typer.Option(
             "--format",
             help="Format of the files (see convert --to).",
-            **arguments.make_choice(SCALE_FORMATS),
+            **arguments.make_choice(arguments.SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
     max_tokens: arguments.MaxTokens = None,
@@ -81,6 +75,14 @@ def calibrate(
     as_json: arguments.Json = False,
 ) -> None:
     """Calibrate static scales on texts. `inspect` with other texts shows their quality."""
+    from hf_fp8kv import calibration
+    from hf_fp8kv.errors import ScaleError
+    from hf_fp8kv.scales import SCALE_FORMATS, KVScales
+    from hf_fp8kv.scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
+    from hf_fp8kv.scales.save import open_base
+
+    from .scales_table import describe_scales
+
     options = arguments.collect_user_options(ctx)
     if plan is not None and not SCALE_FORMATS[format_name].holds_centers:
         message = f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan"
