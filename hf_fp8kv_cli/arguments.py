@@ -184,7 +184,8 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
 
 def collect_user_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the arguments of `calibrate` or `measure` that the user set on the command line."""
-    from hf_fp8kv.calibration import calibrate, measure
+    from hf_fp8kv.calibration.quality import measure
+    from hf_fp8kv.calibration.static_scales import calibrate
 
     functions = (calibrate, measure)
     names = {name for function in functions for name in inspect.signature(function).parameters}
