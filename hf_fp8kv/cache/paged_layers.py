@@ -339,12 +339,13 @@ class PagedLayers:
             self._free_empty_pools()
         elif num_tokens:
             new_lengths = [max(length - num_tokens, 0) for length in self.read_lengths()]
-            longest = max(new_lengths, default=0)
-            page_counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
+            # The layer with the fewest tokens is the first to write into a page.
+            shortest = min(new_lengths, default=0)
+            page_counts = [x.count_new_pages(slice(None), shortest) for x in self.fixed_groups]
             self.budget.check(sum(page_counts))
             for store, length in zip(self.stores, new_lengths, strict=True):
                 store.crop_to(length)
-            self._unshare_pages(longest)
+            self._unshare_pages(shortest)
 
     def end_layer(self, index: int, num_tokens: int, keys: torch.Tensor) -> bool:
         """Record that layer `index` has stored its new tokens. Return `uses_flex_attention()`.
@@ -470,23 +471,23 @@ class PagedLayers:
             raise ConfigError(
                 f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = max(self.read_lengths(), default=0) if self.fixed_groups else 0
+        lengths = (self.fixed_groups and self.read_lengths()) or [0]
         if self.fixed_groups:
-            page_counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
+            page_counts = [x.count_new_pages(rows, min(lengths)) for x in self.fixed_groups]
             self.budget.check(max(sum(page_counts), 0))
         for group in self.groups.values():
             group.settle_step()
             table = group.table
             if self.fixed_groups:
                 # Empty pages are not shared, so each sequence gets new pages.
-                table.free_from(length)
+                table.free_from(max(lengths))
             if table.batch:
                 table.replace_rows(table.rows[rows], table.first_page)
         for store in self.stores:
             if store.indexer is not None:
                 store.indexer.reorder_cache(sequences.long())
         if self.fixed_groups:
-            self._unshare_pages(length)
+            self._unshare_pages(min(lengths))
         else:
             for group in self.groups.values():
                 group.shrink()

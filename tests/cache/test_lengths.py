@@ -90,6 +90,17 @@ def test_a_refused_step_keeps_the_layers_before(refused_layer: int) -> None:
         check_lengths(cache, stock_cache)
 
 
+def test_the_shortest_layer_does_not_write_into_shared_pages() -> None:
+    """An early exit left the last layers behind, and then all sequences became the same."""
+    cache, stock_cache = make_caches()
+    for each_cache in (cache, stock_cache):
+        run_step(each_cache, [0, 1, 2, 3], 15, 0)
+        run_step(each_cache, [0, 1], 1, 1)  # page 1 is full in these layers
+        each_cache.reorder_cache(torch.tensor([1, 1, 1]))
+        run_step(each_cache, [0, 1, 2, 3], 3, 2)
+    check_lengths(cache, stock_cache)
+
+
 class LayerStack(torch.nn.Module):
     """Calls the layers of a cache in a fixed order, and adds their keys and values."""
 

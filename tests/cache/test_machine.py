@@ -80,7 +80,9 @@ class Branch:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Several forks of a cache, each independently changed and dropped."""
+    """Several forks of a cache that grows, each independently changed and dropped."""
+
+    kinds = tuple(kind for kind in STORAGE if kind != "preallocated")
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,15 +94,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
     @initialize(
-        kind=st.sampled_from([*STORAGE]), layers=st.sampled_from([*LAYER_TYPES]),
+        data=st.data(), layers=st.sampled_from([*LAYER_TYPES]),
         window=st.sampled_from([1, 2, 7, 8, 9, 10, 20]), storage=st.sampled_from(FORMATS),
         prefill=st.sampled_from(["exact", "stored"]), backend=st.sampled_from(["auto", "triton"]),
     )  # fmt: skip
     def start(
-        self, kind: str, layers: str, window: int, storage: dict[str, Any], prefill: str,
+        self, data: st.DataObject, layers: str, window: int, storage: dict[str, Any], prefill: str,
         backend: str,
     ) -> None:  # fmt: skip
-        self.kind = kind
+        self.kind = kind = data.draw(st.sampled_from(self.kinds), label="kind")
         self.window = None if layers == "full" else window
         if backend == "triton":
             # The stand-in reads blocks of one or two pages.
@@ -248,9 +250,9 @@ class CacheMachine(RuleBasedStateMachine):
             "deepcopy": copy.deepcopy,
             "file": lambda cache: FP8PagedCache.load(cache.save(path)),
         }[method](branch.cache)
-        # An empty preallocated cache has pages, and its copies allocate theirs at the first call.
-        if branch.keys is not None:
-            assert branch.cache.memory_footprint().used_bytes <= used_bytes, "pages are shared"
+        # Copies of a preallocated cache have separate pages for each sequence.
+        if self.kind != "preallocated":
+            assert branch.cache.memory_footprint().used_bytes == used_bytes, "pages are shared"
 
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
@@ -315,4 +317,11 @@ class CacheMachine(RuleBasedStateMachine):
                 assert cache.budget.num_held <= cache.budget.max_pages == MAX_PAGES
 
 
+class PreallocatedMachine(CacheMachine):
+    """Forks of a preallocated cache, whose windows are rings. The first fork stays preallocated."""
+
+    kinds = ("preallocated",)
+
+
 TestCacheMachine = CacheMachine.TestCase
+TestPreallocatedMachine = PreallocatedMachine.TestCase

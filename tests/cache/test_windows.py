@@ -93,6 +93,19 @@ def test_attention_uses_the_window_of_the_layer_by_default(max_len: int | None) 
     torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
+def test_a_ring_may_be_saved_during_a_step(tmp_path: Path) -> None:
+    """The ring is saved after only the first layer has stored the tokens of a call."""
+    ring_cache = make_cache(max_cache_len=MAX_LEN)
+    add_random_tokens([ring_cache], 60, 0)
+    x = make_states(30, seed=1)
+    ring_cache.update(x, -x, 0)
+    copied = FP8PagedCache.load(ring_cache.save(tmp_path / "ring.safetensors"))
+    for index in (1, 2):
+        for cache in (ring_cache, copied):
+            cache.update(x, -x, index)
+    assert_same_layers(copied, ring_cache)
+
+
 def test_addresses_of_a_ring_do_not_change() -> None:
     ring_cache = make_cache(max_cache_len=MAX_LEN)
     add_random_tokens([ring_cache], 1, 0)
