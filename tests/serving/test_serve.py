@@ -811,7 +811,7 @@ def test_unusable_files_are_explained(run_command, folder, tmp_path):
     template.write_text("{{ messages[0].content.nothing.more }}")
     for model, options, message in (
         (folder, ["--chat-template", str(template)], "--chat-template: expected a tem"),
-        (tmp_path, [], "cannot load"),
+        (tmp_path, [], "no config.json in it"),
         (tmp_path / "none", [], "no such folder"),
     ):
         code, _, err = run_command("serve", str(model), "--port", "0", "--device", "cpu", *options)
