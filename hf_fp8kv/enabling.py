@@ -94,7 +94,8 @@ def enable(
         cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
             dtype="adaptive" is the default: the plan of `choose_plan(model)`, which the model keeps
             until `disable`. `key_dtype`, `value_dtype`, `plan`, `scales` and any other `dtype`
-            replace the plan.
+            replace the plan. With `max_cache_len` the model generates three tokens, so call
+            `enable` before the model is wrapped or sharded.
 
     Returns:
         The model.
