@@ -139,6 +139,8 @@ def enable(
         prefix_store: Store from which each `generate()` restores pages of the prompt, and to which
             it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
         cache_keywords: Other keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
+            With `max_cache_len` the model generates three tokens, so call `enable` before the model
+            is wrapped or sharded.
 
     Returns:
         The model.
