@@ -198,7 +198,10 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, st
             model(input_ids=ids[:, :1], **with_cache(model, cache))
             # The attention also records the calls of `find_obstacle`.
             probed_paths = paths.copy()
-            obstacle = find_obstacle(model, FP8PagedCache(model.config, backend="torch"))
+            try:
+                obstacle = find_obstacle(model, FP8PagedCache(model.config, backend="torch"))
+            except Exception as error:
+                obstacle = f"a step raises {type(error).__name__}: {error}".partition("\n")[0]
     except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None, ""
