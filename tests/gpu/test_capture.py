@@ -142,7 +142,7 @@ def test_threads_have_their_own_graphs() -> None:
 
 def test_an_exception_leaves_a_growing_cache() -> None:
     model, inputs = make_model("gqa")
-    cache = FP8PagedCache(model.config, backend="triton")
+    cache = FP8PagedCache(model, backend="triton")
 
     def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] == inputs["input_ids"].shape[1] + 12:

@@ -572,7 +572,7 @@ def test_attention_memory_is_bounded(new_tokens, length, max_bytes):
 
 
 def test_calibration_on_a_gpu_matches_the_cpu():
-    """The model rounds differently on a GPU, so maxima differ by 2%, and scales by an octave."""
+    """The model rounds differently on a GPU, so maxima differ by 2%."""
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
     device_scales, cpu_scales = (
@@ -584,13 +584,8 @@ def test_calibration_on_a_gpu_matches_the_cpu():
     )  # fmt: skip
     for index, layer in device_scales.layers.items():
         for side in ("k", "v"):
-            device_amax, cpu_amax = (
-                getattr(scales.report.layers[index], side).amax
-                for scales in (device_scales, cpu_scales)
-            )
-            assert list(device_amax) == pytest.approx(cpu_amax, rel=0.02)
-            ratios = getattr(layer, side) / getattr(cpu_scales.layers[index], side)
-            assert ((ratios > 0.45) & (ratios < 2.2)).all()
+            scale, cpu_scale = getattr(layer, side), getattr(cpu_scales.layers[index], side)
+            assert scale.tolist() == pytest.approx(cpu_scale.tolist(), rel=0.02)
     model, inputs = build_variant("llama")
     inputs = {name: x.to(DEVICE) for name, x in inputs.items()}
     cache = FP8PagedCache(model.config, scales=device_scales)
