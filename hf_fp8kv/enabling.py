@@ -273,9 +273,9 @@ class _LastUse:
 
 
 def summary(model: Any) -> Summary:
-    """Return what the last `generate()` of an enabled model stored, to print or to read.
+    """Return the tokens, bytes and layers of the last `generate()` of an enabled model.
 
-    The model is run on three tokens, to observe its layers.
+    The model is run on a few tokens, to observe its layers.
 
     Args:
         model: A model on which `enable` was called, or a PEFT wrapper of such a model.

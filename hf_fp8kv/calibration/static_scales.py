@@ -52,6 +52,10 @@ class _Storage(NamedTuple):
     plan: LayerPlan | None
     center: Tensor | None  # [Hkv, Dk], float32
 
+    def rotates(self, side: str) -> bool:
+        """Return whether K or V, by its `side` "k" or "v", is stored rotated."""
+        return self.plan is not None and bool(getattr(self.plan, side).rotated)
+
 
 def calibrate(
     model: PreTrainedModel,
@@ -148,10 +152,9 @@ def calibrate(
     layer_scales = {}
     for index, (k_amax, v_amax) in sorted(layer_amax.items()):
         layer_plan, layer_center = storages[index]
-        rotates_k = layer_plan is not None and layer_plan.k.rotated
-        rotates_v = layer_plan is not None and layer_plan.v.rotated
-        k_granularity = _coarsen(granularity, is_mixed=rotates_k or not may_transform_k)
-        v_granularity = _coarsen(granularity, is_mixed=rotates_v)
+        is_mixed = storages[index].rotates("k") or not may_transform_k
+        k_granularity = _coarsen(granularity, is_mixed=is_mixed)
+        v_granularity = _coarsen(granularity, is_mixed=storages[index].rotates("v"))
         k_scale = compute_scale(k_amax * margin, k_granularity)
         v_scale = compute_scale(v_amax * margin, v_granularity)
         layer_states = [x[index] for x in states_by_call if index in x]
@@ -276,10 +279,8 @@ def _compute_amax(index: int, k: Tensor, v: Tensor, storage: _Storage) -> _Layer
             f"layer {index}: expected keys and values, got latents without a RoPE part, so there "
             "is no V. Use dynamic scales (scales=None), which work for every layer"
         )
-    rotates_k = storage.plan is not None and storage.plan.k.rotated
-    rotates_v = storage.plan is not None and storage.plan.v.rotated
-    k_amax = center_and_rotate(k, storage.center, rotated=rotates_k).abs().amax(0).cpu()
-    v_amax = center_and_rotate(v, None, rotated=rotates_v).abs().amax(0).cpu()
+    k_amax = center_and_rotate(k, storage.center, rotated=storage.rotates("k")).abs().amax(0).cpu()
+    v_amax = center_and_rotate(v, None, rotated=storage.rotates("v")).abs().amax(0).cpu()
     for side, amax in (("K", k_amax), ("V", v_amax)):
         if not torch.isfinite(amax).all():
             raise nan_error(index, side)

@@ -6,6 +6,7 @@ serving.enable(model, scales="kv_cache_scales.json")
 model.generate_batch(prompts)  # or generate(cache_implementation="paged")
 """
 
+import inspect
 import os
 from typing import Any, TypeVar
 
@@ -34,10 +35,6 @@ from .usage import Usage, read_usage
 
 __all__ = ["Usage", "disable", "enable", "read_usage"]
 
-_KEYWORDS = (
-    "scales", "dtype", "key_dtype", "value_dtype", "plan", "backend", "probe", "prefix_store",
-    "deterministic",
-)  # fmt: skip
 _Model = TypeVar("_Model")
 
 
@@ -97,9 +94,10 @@ def enable(
         BackendError: The backend is not available.
     """
     for name in unknown:
+        names = tuple(inspect.signature(enable).parameters)[1:-1]
         raise ConfigError(
-            f"serving.enable: expected {', '.join(_KEYWORDS)}, got {name}. Set pages and batches "
-            f"of the engine in ContinuousBatchingConfig.{suggest(name, _KEYWORDS)}"
+            f"serving.enable: expected {', '.join(names)}, got {name}. Set pages and batches "
+            f"of the engine in ContinuousBatchingConfig.{suggest(name, names)}"
         )
     base: PreTrainedModel = find_base_model(model, "generate_batch", "init_continuous_batching")
     reason = ""
