@@ -112,9 +112,10 @@ class Engine:
         self._num_page_tokens = int(manager.continuous_batching_config.page_size)
         if usage := self.read_usage():
             pages = self.describe_pages()
+            formats = " + ".join(pages["formats"])
             logger.info(
                 "pages: %s tokens in %s as %s (bf16: %s tokens), up to %s tokens of a request",
-                f"{pages['tokens']:,}", format_size(usage.bytes_total), " + ".join(pages["formats"]),
+                f"{pages['tokens']:,}", format_size(usage.bytes_total), formats,
                 f"{pages['bf16_tokens']:,}", f"{self.max_tokens:,}",
             )  # fmt: skip
 
