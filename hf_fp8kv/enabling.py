@@ -86,7 +86,7 @@ class Summary:
         lines = ["no generate() with 8-bit pages yet"]
         if (memory := self.footprint) is not None:
             size = memory.used_bytes + memory.other_bytes
-            plans = "; ".join(f"{count} x {plan}" for plan, count in memory.layers_by_plan.items())
+            plans = " + ".join(f"{count} x {plan}" for plan, count in memory.layers_by_plan.items())
             lines = [
                 f"{memory.tokens:,} tokens in {size:,} bytes of pages, {self.bf16_bytes:,.0f} in "
                 f"bf16 ({size / self.bf16_bytes:.2f} x)",

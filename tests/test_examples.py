@@ -5,6 +5,7 @@ The fast tier uses the first layers of the demo model, and `make test-all` the w
 
 import ast
 import json
+import os
 import pydoc_data.topics
 import re
 import runpy
@@ -145,15 +146,20 @@ def test_a_chat_computes_only_new_tokens(run_example):
 
 @pytest.mark.full  # the prompts take 25 s of a core, and `--help` is tested in the fast tier
 def test_a_prompt_fits_only_in_8_bits():
-    """Run another process, because memory that this one has freed is not limited."""
+    """Run another process, because memory that this one has freed is not limited.
+
+    8-bit pages need 100 MiB, and a `DynamicCache` 150 MiB. Each thread adds a stack and a heap.
+    """
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "out_of_memory.py")]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    options = {"capture_output": True, "text": True, "check": True}
+    options["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, **options).stdout
     assert output.splitlines()[2:] == [
         "transformers: out of memory", "transformers, in chunks: out of memory",
         "8 bits, in chunks: 4,000 tokens read, 8 written",
     ]  # fmt: skip
     command += ["--limit", "1000", "--tokens", "300"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, **options).stdout
     assert output.count("300 tokens read, 8 written") == 5
 
 
