@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000, help="Tokens of the prompt.")
     parser.add_argument("--limit", type=int, default=120, help="MiB, besides the model.")
     args = parser.parse_args()
-    # M_MMAP_THRESHOLD: larger tensors return to the system once freed, and leave no gaps in the heap.
+    # M_MMAP_THRESHOLD: larger tensors return to the system once freed, and leave no gaps.
     ctypes.CDLL(None).mallopt(-3, 65536)
     torch.manual_seed(0)
     if args.model:
