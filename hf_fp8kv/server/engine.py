@@ -8,9 +8,11 @@ Only this file uses the engine. It replaces four attributes of transformers' obj
 import asyncio
 import dataclasses
 import logging
+import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -36,6 +38,8 @@ _MAX_CPU_STEP_TOKENS = 256
 # Memory for pages on a CPU if the configuration has no limit, which is more if a request of
 # `_MIN_CPU_TOKENS` needs more, but at most transformers' share of the memory.
 _CPU_MEMORY_BYTES, _MAX_CPU_SHARE, _MIN_CPU_TOKENS = 4 * 2**30, 0.6, 8192
+# Time between two lines of progress while pages are filled.
+PROGRESS_SECONDS = 5.0
 # Number of tokens of a prompt that are scored between two steps of the engine. Each token has a
 # logit for every token of the vocabulary.
 _SCORED_TOKENS = 256
@@ -91,7 +95,8 @@ class Engine:
         self._status = manager.background_thread_status
         try:
             logger.info("allocating pages, and filling them with zeros")
-            manager.warmup()
+            with _log_growth():
+                manager.warmup()
             max_stored: int = manager.max_request_tokens
             if max_stored < 2:
                 raise ValueError(f"pages for {max_stored} tokens of a request")
@@ -361,6 +366,25 @@ def explain_fixed_steps(processor: Any) -> str | None:
     if getattr(processor.model_runner, "pad_inputs", False):
         return "CUDA graphs and compiled steps cannot change with a request"
     return None
+
+
+@contextmanager
+def _log_growth() -> Iterator[None]:
+    """Log at intervals by how much the memory of this process has grown."""
+    is_done, process = threading.Event(), psutil.Process()
+    old_bytes = process.memory_info().rss
+
+    def log() -> None:
+        while not is_done.wait(PROGRESS_SECONDS):
+            logger.info("filled %s", format_size(max(process.memory_info().rss - old_bytes, 0)))
+
+    thread = threading.Thread(target=log, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def _compute_cpu_bytes(model: Any) -> int:

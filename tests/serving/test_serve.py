@@ -24,7 +24,10 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
 )  # fmt: skip
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
 
 import hf_fp8kv.serving
 from hf_fp8kv import choose_plan
@@ -1006,3 +1009,21 @@ def test_the_default_memory_on_a_cpu_is_limited(folder, monkeypatch, options, sh
         with pytest.raises(KeyboardInterrupt):
             engine.Engine(model, ContinuousBatchingConfig(), None)
         assert shares[-1] == 1 / 4
+
+
+def test_progress_is_logged_while_pages_are_filled(folder, monkeypatch, caplog):
+    model = LlamaForCausalLM.from_pretrained(folder)
+    hf_fp8kv.serving.enable(model)
+    monkeypatch.setattr(engine, "PROGRESS_SECONDS", 0.01)
+    caplog.set_level("INFO")
+
+    def warm_up(manager: typing.Any) -> None:
+        deadline = time.monotonic() + 60
+        while "filled" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(ContinuousBatchingManager, "warmup", warm_up)
+    with pytest.raises(ConfigError, match="no memory"):
+        engine.Engine(model, ContinuousBatchingConfig(num_blocks=4), None)
+    assert re.search(r"filled [\d.]+ (B|[KM]iB)", caplog.text)
