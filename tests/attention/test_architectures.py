@@ -150,5 +150,6 @@ def test_swapped_heads_are_detected(name, attention):
 
 @pytest.mark.full
 def test_enough_types_run_with_dynamic_cache():
-    counts = count_outcomes(list(sweep(list_types(), only_baseline=True)))
-    assert counts["run under DynamicCache"] >= 140
+    types = list_types()[::5]
+    counts = count_outcomes(list(sweep(types, only_baseline=True)))
+    assert counts["run under DynamicCache"] >= 0.6 * len(types)

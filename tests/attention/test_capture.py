@@ -549,13 +549,13 @@ def test_a_replay_calls_few_functions_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.full)], ids=len
+    "seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.full)], ids=len
 )
 def test_random_programs_give_equal_results(seeds: range) -> None:
     counts = Counter[str]()
     problems = [problem for seed in seeds if (problem := check_program(seed, counts))]
     assert not problems, "\n".join(problems)
-    if len(seeds) > 50:
+    if len(seeds) > 2:
         assert counts["replays"] > 0.7 * counts["steps"]
 
 

@@ -147,12 +147,13 @@ FULL_CASES = [
     *CASES, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
 ]  # fmt: skip
 SLOW_CALLS = ("first prompt", "beams", "restore")
-# Interrupts are in a sample of lines at their first run, or in every fifth line at its first and,
-# in fast calls, last run. The cases share most lines, so each case begins at a different line.
-STRIDE = 5
+# Interrupts are in a sample of lines at their first run, or in every fifteenth line at its first
+# and, in fast calls, last run. Cases share most lines, so each case begins at a different line.
+STRIDE = 15
 PARAMETERS = [(*case, 20, 0) for case in CASES]
 PARAMETERS += [
-    pytest.param(*case, 0, i % STRIDE, marks=pytest.mark.full) for i, case in enumerate(FULL_CASES)
+    pytest.param(*case, 0, 2 * i % STRIDE, marks=pytest.mark.full)
+    for i, case in enumerate(FULL_CASES)
 ]
 
 
@@ -209,7 +210,7 @@ FAULT_CASES = [
 ]  # fmt: skip
 FAULT_PARAMETERS = [
     *((*case, 4) for case in FAULT_CASES[:3]),
-    *(pytest.param(*case, 60, marks=pytest.mark.full) for case in FAULT_CASES),
+    *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FAULT_CASES),
 ]
 
 

@@ -179,7 +179,7 @@ def test_all_servers_get_pages_of_the_same_total_size(tmp_path):
 def test_all_servers_answer_under_load(tmp_path):
     model_path = save_chat_model(tmp_path)
     result = serve.measure_serving(
-        model=model_path, device="cpu", loads=[SMALL_LOAD], page_size=16, turns=2, batch_tokens=64,
+        model=model_path, device="cpu", loads=[SMALL_LOAD], page_size=16, turns=1, batch_tokens=64,
         progress=ignore_progress,
     )  # fmt: skip
     rows = {(row["measure"], row["server"]): row for row in result["rows"]}
