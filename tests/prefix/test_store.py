@@ -846,12 +846,12 @@ lock = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)
 def store_late():
     while threading.main_thread().is_alive():
         time.sleep(0.01)
-    store_pages(store, 300, 2)
+    store_pages(store, 60, 2)
     store.flush()
     print(len([*store.read(keys, _accept_page)]))
 for seed in range(2):
     fcntl.flock(lock, fcntl.LOCK_EX)
-    keys = store_pages(store, 100, seed)
+    keys = store_pages(store, 20, seed)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         store.flush()
@@ -860,13 +860,13 @@ for seed in range(2):
         fcntl.flock(lock, fcntl.LOCK_UN)
     if not seed:
         store.flush()
-        assert len(list_files(store.path)) == 100
+        assert len(list_files(store.path)) == 20
 atexit.register(store_late)
 sys.exit(3)
 """
     process = run_script(script, tmp_path)
-    assert (process.returncode, process.stdout, process.stderr) == (3, "100\n", "")
-    assert len(list_files(tmp_path)) == 500
+    assert (process.returncode, process.stdout, process.stderr) == (3, "20\n", "")
+    assert len(list_files(tmp_path)) == 100
 
 
 def test_a_thread_that_touches_pages_does_not_write_pages(
@@ -1057,7 +1057,7 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
 # -- several processes ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(80, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(40, marks=pytest.mark.full)])
 def test_killed_writers_leave_valid_files(num_kills: int, tmp_path: Path) -> None:
     counts = run_killed_writers(tmp_path, num_kills)
     assert (counts["wrong_answers"], counts["over_limit"]) == (0, 0), counts

@@ -85,6 +85,7 @@ def test_the_log_names_failures_and_unfinished_tests(tmp_path, place, exit_code)
     assert "not finished: 2 of test_ended.py" in log
 
 
+@pytest.mark.full
 def test_the_log_reports_a_timeout(tmp_path):
     assert run.run_python(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
     assert "ended after" in (tmp_path / "log").read_text()
@@ -96,6 +97,7 @@ def test_a_tool_runs_python_without_cached_memory(tmp_path):
     assert (tmp_path / "log").read_text() == "1\n"
 
 
+@pytest.mark.full
 def test_a_process_that_lost_the_gpu_is_replaced(tmp_path):
     """After a process has lost the GPU, the next test passes in a new process."""
     pytest.importorskip("xdist")
