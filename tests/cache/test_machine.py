@@ -134,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
         is_sliding = branch.cache.layers[layer].is_sliding
         first = max(length - num_tokens - self.window + 1, 0) if is_sliding else 0
         actual_k, actual_v = densify(key), densify(value)
-        # The columns of a preallocated cache end at `MAX_LEN`, and those of a long call at its end.
+        # Columns end at `MAX_LEN` in a preallocated cache, and at the end of a long call.
         has_unused = self.kind == "preallocated" and actual_k.shape[2] == MAX_LEN
         stop = length if has_unused else actual_k.shape[2]
         for actual, expected in ((actual_k, keys), (actual_v, -keys)):
