@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ _DETERMINISTIC_ERROR = (
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 # Arguments that attention over pages does not support.
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
+_SPECIAL = _DENSE_ARGUMENTS | {_ENGINE_ARGUMENT}
 
 
 class Call(NamedTuple):
@@ -130,17 +132,24 @@ def fp8_paged_attention(
         ConfigError: The call trains through stored pages, the mask is too narrow, or an engine's
             cache has no FP8 pages or does not support the model.
     """
-    if not torch.compiler.is_compiling() and step.check_module is not None:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and step.check_module is not None:
         (get_method, get_keys), step.check_module = step.check_module, None
         check_module = get_method()
         if check_module is not None and get_keys() is key:
             check_module(module)
+    can_repeat = position_bias is None and s_aux is None and _SPECIAL.isdisjoint(kwargs)
+    arguments = dropout, scaling, is_causal, sliding_window, softcap
+    if can_repeat and type(key) is PagedKV and not is_compiling:
+        attended = _repeat(module, query, key, value, attention_mask, arguments)
+        if attended is not None:
+            return attended, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Positional arguments take half the time of keyword arguments.
     spec = AttentionSpec(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
         int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias, None,
-        False, getattr(module, DETERMINISTIC, False),
+        False, vars(module).get(DETERMINISTIC, False),
     )  # fmt: skip
     call = Call(module, query, key, value, spec, dropout, kwargs)
     engine = getattr(key, ENGINE_ATTRIBUTE, kwargs.get(_ENGINE_ARGUMENT))
@@ -160,12 +169,96 @@ def fp8_paged_attention(
         if not needs_dense and is_same_layer and (key.side, value.side) == ("k", "v"):
             if query.requires_grad and module.training:
                 raise ConfigError(_TRAINING_ERROR)
-            return attend_stored(query, key, spec), None
+            attended = attend_stored(query, key, spec)
+            if can_repeat and not is_compiling:
+                _record(module, query, key, attention_mask, arguments, spec)
+            return attended, None
         warn_once(_DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
         attended: tuple[Tensor, Tensor | None] = rounding.attend(call)
         return attended
     return attend_dense(call)
+
+
+class AttentionRecord(NamedTuple):
+    """A decode step of one layer, for steps that only differ in values (see `DecodeRecord`).
+
+    Attributes:
+        layout: Result of `_describe`.
+        module: Weak reference to the attention module.
+        spec: What the step computes, without its mask.
+        attend: `ops.attend` for calls of this layout.
+    """
+
+    layout: tuple[Any, ...]
+    module: weakref.ref[torch.nn.Module]
+    spec: AttentionSpec
+    attend: Callable[..., Tensor]
+
+
+def _describe(
+    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: Tensor | None,
+    arguments: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return everything that a decode step depends on, except the pages and the values."""
+    plan = key.plan
+    return (
+        arguments, query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
+        None if plan is None else plan.shape, getattr(module, "is_causal", True),
+        vars(module).get(DETERMINISTIC),
+        None if mask is None else (type(mask), mask.shape[:3], mask.device, mask.window),
+    )  # fmt: skip
+
+
+def _repeat(
+    module: torch.nn.Module, query: Tensor, key: PagedKV, value: Tensor, mask: Tensor | None,
+    arguments: tuple[Any, ...],
+) -> Tensor | None:  # fmt: skip
+    """Compute the attention of a decode step as in the recorded step, or return None."""
+    if type(value) is not PagedKV or (pages := key.pages) is None or value.pages is not pages:
+        return None
+    if (record := pages.record) is None or (last := record.attention) is None:
+        return None
+    start, stop = key.start, key.stop
+    if (
+        last.module() is not module
+        or (mask is not None and type(mask) is not CompactMask)
+        or last.layout != _describe(module, query, key, mask, arguments)
+        or value.stop != stop
+        or (key.side, value.side) != ("k", "v")
+        or not ops.can_skip_dispatcher(query)
+    ):
+        return None
+    spec = last.spec
+    if mask is not None:
+        columns = mask.get_columns(start, stop)
+        spec = AttentionSpec(*spec[:5], columns, None, mask.bounds)
+    return last.attend(query, pages, key.lengths, start, stop, spec, key.plan)
+
+
+def _record(
+    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: Tensor | None,
+    arguments: tuple[Any, ...], spec: AttentionSpec,
+) -> None:  # fmt: skip
+    """Record a decode step whose update was recorded, unless something is unusual."""
+    is_compact = mask is None or type(mask) is CompactMask
+    if key.pages is None or (record := key.pages.record) is None:
+        return
+    if (
+        not is_compact
+        or query.shape[2] != 1
+        or not ops.can_skip_dispatcher(query)
+        or spec.deterministic
+    ):
+        return
+    spec = _fit_to_pages(spec, query, key)
+    attend = ops.bind(
+        "attend", key.backend, query, key.pages, key.lengths, key.start, key.stop, spec, key.plan
+    )
+    record.attention = AttentionRecord(
+        _describe(module, query, key, mask, arguments), weakref.ref(module),
+        spec._replace(mask=None, bounds=None), attend,
+    )  # fmt: skip
 
 
 def requires_dense(kwargs: dict[str, Any]) -> bool:

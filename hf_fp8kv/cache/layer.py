@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..paging.lengths import DeviceLength, HostLength
 from ..utils.tensors import without_grad
+from .decode_record import make_record, repeat
 from .layer_store import LayerStore
 from .options import CacheOptions
 from .paged_tensor import PagedKV, densify
@@ -126,6 +127,8 @@ class FP8PagedLayer(CacheLayerMixin):
         store = self.store
         length, encoding = store.length, store.encoding
         if not torch.compiler.is_compiling():
+            if not self.assigned and (handles := repeat(store, key_states, value_states)):
+                return handles
             check_tokens(self, key_states, value_states)
         elif length.max_tokens is None:
             uncompiled: tuple[torch.Tensor, torch.Tensor]
@@ -144,7 +147,9 @@ class FP8PagedLayer(CacheLayerMixin):
             pages = store.write_long(key, value, positions, reads=reads_pages)
         states: tuple[torch.Tensor, torch.Tensor]
         if reads_pages:
-            states = store.make_handles(pages, lengths, positions)
+            states = handles = store.make_handles(pages, lengths, positions)
+            if positions.num_tokens == 1 and length.max_tokens is None:
+                make_record(store, key_states, value_states, handles)
         else:
             states = self._pad_new_states(key_states), self._pad_new_states(value_states)
         length.record(positions)

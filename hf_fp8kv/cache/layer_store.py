@@ -70,7 +70,7 @@ class LayerStore:
         """Use the group's work plan, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
             return
-        num_rows, backend = self._count_query_rows(1), self.encoding.backend
+        num_rows, backend = self.count_query_rows(1), self.encoding.backend
         tensors = self.length.share_plan(self.pool.num_heads, num_rows, backend)
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
@@ -144,7 +144,7 @@ class LayerStore:
         self, pages: Pages, lengths: torch.Tensor, positions: AnyPositions
     ) -> tuple[PagedKV, PagedKV]:
         """Return handles on the keys and values of a call, with `lengths` as in `ops.write`."""
-        num_rows, backend = self._count_query_rows(positions.num_tokens), self.encoding.backend
+        num_rows, backend = self.count_query_rows(positions.num_tokens), self.encoding.backend
         work_plan = self.length.get_work_plan(
             positions, lengths.device, self.pool.num_heads, num_rows, backend
         )
@@ -153,7 +153,7 @@ class LayerStore:
             positions.stop, self.group.window or 0, self.length.max_tokens is not None, backend,
         )  # fmt: skip
 
-    def _count_query_rows(self, num_tokens: int) -> int:
+    def count_query_rows(self, num_tokens: int) -> int:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""
         return max(1, self.num_query_heads // self.pool.num_heads) * num_tokens
 

@@ -222,6 +222,15 @@ def fill_plan(
         load_backend(backend).fill_plan(plan, lengths, num_tokens, window, start, num_heads)
 
 
+def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
+    """Return a function for calls of an operation that only differ from this call in values.
+
+    The arguments are those of the backend's operation. The function checks nothing, so shapes, dtypes, ... must be those of `args`, which were checked.
+    """
+    operation: Callable[..., Any] = getattr(load_backend(backend), name)
+    return vars(operation).get("bind", lambda *_: operation)(*args)
+
+
 def can_skip_dispatcher(x: Tensor) -> bool:
     """Return whether an operation on `x` can call its backend without the dispatcher."""
     return not (

@@ -101,20 +101,27 @@ def describe_pages(pages: Pages) -> SharedTensors:
 
 
 class Variables(NamedTuple):
-    """Everything that a call depends on.
+    """The arguments of a call that differ in each call.
 
     Attributes:
-        layout: Everything except the arguments below.
-        tensors: Tensors that differ in each call. The first determines the device.
-        shared: All other tensors among the arguments.
-        integers: Integers that differ in each call. Kernels take them under these names, without
-            specialization, or not at all.
+        tensors: Tensors. The first determines the device.
+        integers: Integers. Kernels take them under these names, without specialization, or not at
+            all.
     """
 
-    layout: tuple[Any, ...]
     tensors: Sequence[torch.Tensor | None]
-    shared: SharedTensors
     integers: dict[str, int]
+
+
+class _Call(NamedTuple):
+    """A call to replay: its key among `shared.recordings`, and the arguments of the replay."""
+
+    shared: SharedTensors
+    key: tuple[Any, ...]
+    addresses: list[int | None]
+    integers: dict[str, int]
+    target: Target
+    device: torch.device
 
 
 def shape_and_strides(x: torch.Tensor | None) -> Hashable:
@@ -122,28 +129,44 @@ def shape_and_strides(x: torch.Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.stride())
 
 
-def replayed(describe: Callable[..., Variables | None]) -> Callable[[_Operation], _Operation]:
+def replayed(
+    layout: Callable[..., tuple[Any, ...] | None],
+    variables: Callable[..., Variables],
+    pages: int | None = None,
+) -> Callable[[_Operation], _Operation]:
     """Return a decorator for an operation that returns None, or a tensor from `allocate`.
 
-    If an equal call was recorded, the operation is replayed. `describe` has the parameters of the
-    operation. It returns None for a call that is not recorded.
+    If an equal call was recorded, the operation is replayed.
+
+    Args:
+        layout: Function with the operation's parameters, which returns everything that a recording
+            depends on except `variables` and pages, or None for a call that is not recorded.
+        variables: Function with the operation's parameters, which returns its `Variables`.
+        pages: Index of the pages among the parameters. None means that there are none.
+
+    The operation has an attribute `bind`, as in `ops.bind`.
     """
 
     def decorate(operation: _Operation) -> _Operation:
+        def describe(args: tuple[Any, ...]) -> _Call | None:
+            if not _CAN_REPLAY or is_recording() or _has_unusual_settings():
+                return None
+            if (call_layout := layout(*args)) is None:
+                return None
+            tensors, integers = variables(*args)
+            device = tensors[0].device  # type: ignore[union-attr]
+            target = get_target(device)
+            shared = NO_SHARED_TENSORS if pages is None else describe_pages(args[pages])
+            properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
+            key = operation, call_layout, device, properties, id(target)
+            return _Call(shared, key, addresses, integers, target, device)
+
         @functools.wraps(operation)
         def run(*args: Any) -> Any:
-            if not _CAN_REPLAY or is_recording() or _has_unusual_settings():
+            if (call := describe(args)) is None:
                 return operation(*args)
-            if (variables := describe(*args)) is None:
-                return operation(*args)
-            layout, tensors, (replays, shared_addresses), integers = variables
-            first = tensors[0]
-            assert first is not None
-            device = first.device
-            target = get_target(device)
-            properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
-            addresses += shared_addresses
-            key = operation, layout, device, properties, id(target)
+            (replays, shared_addresses), key, addresses, integers, target, device = call
+            addresses = addresses + shared_addresses
             if key not in replays:
                 with recording() as recorded:
                     result = operation(*args)
@@ -158,11 +181,35 @@ def replayed(describe: Callable[..., Variables | None]) -> Callable[[_Operation]
             replay = replays[key]
             if replay is None:
                 return operation(*args)
-            if first.is_cuda and device.index not in (None, torch.cuda.current_device()):
+            if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
                 with torch.cuda.device(device):
                     return replay(addresses, **integers)
             return replay(addresses, **integers)
 
+        def bind(*args: Any) -> Callable[..., Any]:
+            call = describe(args)
+            replay = None if call is None else call.shared.recordings.get(call.key)
+            if call is None or replay is None or not call.target.is_nvidia:
+                return run
+            target, device, shared_addresses = call.target, call.device, call.shared.addresses
+            if any(address is not None and address & 15 for address in call.addresses):
+                return run
+
+            def run_bound(*args: Any) -> Any:
+                tensors, integers = variables(*args)
+                addresses = [None if x is None else x.data_ptr() for x in tensors]
+                for address in addresses:
+                    if address is not None and address & 15:
+                        return run(*args)
+                is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+                is_usual = _CAN_REPLAY and is_current and not _has_unusual_settings()
+                if not is_usual or get_target(device) is not target or is_recording():
+                    return run(*args)
+                return replay(addresses + shared_addresses, **integers)
+
+            return run_bound
+
+        vars(run)["bind"] = bind
         return cast(_Operation, run)
 
     return decorate
@@ -172,9 +219,12 @@ def _has_unusual_settings() -> bool:
     """Return whether hooks observe launches, or settings that affect compilation are changed."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
+    try:
+        has_hooks = enter_hook.calls or leave_hook.calls
+    except AttributeError:  # a function or None, instead of a chain of functions
+        has_hooks = enter_hook or leave_hook
     return bool(
-        getattr(enter_hook, "calls", enter_hook) or getattr(leave_hook, "calls", leave_hook)
-        or runtime.debug or compilation.instrumentation_mode
+        has_hooks or runtime.debug or compilation.instrumentation_mode
         or getattr(compilation, "fpsan_homomorphic_casts", None)
         or getattr(runtime, "add_stages_inspection_hook", None)
     )  # fmt: skip
