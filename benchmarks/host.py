@@ -40,7 +40,7 @@ PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
 # Rows that omit a mechanism: the replaced object, and its replacement.
 REPLACEMENTS: dict[str, tuple[str, object]] = {
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._CAN_REPLAY", False),
-    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.can_skip_dispatcher", lambda _: False),
+    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_observed", lambda _: True),
 }
 # Number of calls of layers in a turn. Turns are short, so at least one turn is undisturbed.
 _CALLS_PER_TURN = 32

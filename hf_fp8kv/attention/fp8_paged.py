@@ -15,7 +15,7 @@ from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..modeling.step import step
-from ..ops import AttentionSpec
+from ..ops import AttentionSpec, api
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent, masks
@@ -226,7 +226,7 @@ def _repeat(
         or last.layout != _describe(module, query, key, mask, arguments)
         or value.stop != stop
         or (key.side, value.side) != ("k", "v")
-        or not ops.can_skip_dispatcher(query)
+        or api.is_observed(query)
     ):
         return None
     spec = last.spec
@@ -241,21 +241,16 @@ def _record(
     arguments: tuple[Any, ...], spec: AttentionSpec,
 ) -> None:  # fmt: skip
     """Record a decode step whose update was recorded, unless something is unusual."""
-    is_compact = mask is None or type(mask) is CompactMask
-    if key.pages is None or (record := key.pages.record) is None:
+    pages = key.pages
+    if pages is None or pages.record is None or spec.deterministic or query.shape[2] != 1:
         return
-    if (
-        not is_compact
-        or query.shape[2] != 1
-        or not ops.can_skip_dispatcher(query)
-        or spec.deterministic
-    ):
+    if api.is_observed(query) or not (mask is None or type(mask) is CompactMask):
         return
     spec = _fit_to_pages(spec, query, key)
     attend = ops.bind(
-        "attend", key.backend, query, key.pages, key.lengths, key.start, key.stop, spec, key.plan
+        "attend", key.backend, query, pages, key.lengths, key.start, key.stop, spec, key.plan
     )
-    record.attention = AttentionRecord(
+    pages.record.attention = AttentionRecord(
         _describe(module, query, key, mask, arguments), weakref.ref(module),
         spec._replace(mask=None, bounds=None), attend,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from ..paging.offloading import OffloadBlocks
 from .paged_tensor import PagedKV
 
 if TYPE_CHECKING:
+    from .layer import FP8PagedLayer
     from .layer_store import LayerStore
 
 
@@ -29,7 +30,7 @@ class DecodeRecord:
         layout: Result of `describe_tokens`.
         write: `ops.write` for tokens of this layout and the pages of the record.
         num_rows: Number of query rows per KV head.
-        attributes: Attributes of both handles. Those that differ between steps are replaced.
+        attributes: Attributes of the handle on K. Those that differ between steps are replaced.
         attention: The call of the attention function that read the handles, or None.
     """
 
@@ -41,7 +42,7 @@ class DecodeRecord:
         self.write: Callable[..., None] = ops.bind(
             "write", self.backend, pages, key, value, lengths, None
         )
-        self.attributes = [{**vars(handle), "pages": None} for handle in handles]
+        self.attributes = {**vars(handles[0]), "pages": None}
         self.dtypes, self.dims = [x.dtype for x in handles], [x.shape[3] for x in handles]
         self.attention: Any = None
 
@@ -54,15 +55,16 @@ def describe_tokens(key: Tensor, value: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def repeat(store: "LayerStore", key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV] | None:
+def repeat(layer: "FP8PagedLayer", key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV] | None:
     """Store one token per sequence as in the recorded step, or return None for the long path.
 
     Raises the errors of `LayerGroup.reserve`.
     """
+    store = layer.store
     blocks, group, member = store.pool.blocks, store.group, store.length.member
     if (cached := blocks.cached_pages) is None or (record := cached[1].record) is None:
         return None
-    if record.layout != describe_tokens(key, value) or not api.can_skip_dispatcher(key):
+    if layer.assigned or record.layout != describe_tokens(key, value) or api.is_observed(key):
         return None
     pages, start, device = cached[1], group.lengths[member], key.device
     positions = group.reserve(start, start + 1, key.shape[0])
@@ -73,12 +75,11 @@ def repeat(store: "LayerStore", key: Tensor, value: Tensor) -> tuple[PagedKV, Pa
     record.write(pages, key, value, lengths)
     group.lengths[member] = start + 1
     size = (*key.shape[:2], positions.stop - positions.first)
-    k, v = record.attributes[0].copy(), record.attributes[1].copy()
-    k["pages"] = v["pages"] = pages
-    k["lengths"] = v["lengths"] = lengths
-    k["plan"] = v["plan"] = plan
-    k["start"] = v["start"] = positions.first
-    k["stop"] = v["stop"] = positions.stop
+    k = record.attributes.copy()
+    k["pages"], k["lengths"], k["plan"] = pages, lengths, plan
+    k["start"], k["stop"] = positions.first, positions.stop
+    v = k.copy()
+    v["side"] = "v"
     return (
         PagedKV.wrap(k, (*size, record.dims[0]), record.dtypes[0], device),
         PagedKV.wrap(v, (*size, record.dims[1]), record.dtypes[1], device),

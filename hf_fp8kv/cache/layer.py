@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..paging.lengths import DeviceLength, HostLength
 from ..utils.tensors import without_grad
-from .decode_record import make_record, repeat
+from .decode_record import make_record
 from .layer_store import LayerStore
 from .options import CacheOptions
 from .paged_tensor import PagedKV, densify
@@ -127,8 +127,6 @@ class FP8PagedLayer(CacheLayerMixin):
         store = self.store
         length, encoding = store.length, store.encoding
         if not torch.compiler.is_compiling():
-            if not self.assigned and (handles := repeat(store, key_states, value_states)):
-                return handles
             check_tokens(self, key_states, value_states)
         elif length.max_tokens is None:
             uncompiled: tuple[torch.Tensor, torch.Tensor]

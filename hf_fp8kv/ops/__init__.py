@@ -21,12 +21,12 @@ token_scales[..., 1] and no center.
 """
 
 # Define nothing here that needs the library `torch`: the folder `torch` has the same name.
-from .api import advance, attend, bind, can_skip_dispatcher, create_plan, fill_plan, gather, write
+from .api import advance, attend, bind, create_plan, fill_plan, gather, write
 from .backends import BACKEND_CHOICES, BACKENDS, choose_backend, explain_backends, load_backend
 from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
-    "BACKENDS", "BACKEND_CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend", "bind", "can_skip_dispatcher",
-    "choose_backend", "create_plan", "explain_backends", "fill_plan", "gather", "load_backend",
-    "write",
+    "BACKENDS", "BACKEND_CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend",
+    "bind", "choose_backend", "create_plan", "explain_backends", "fill_plan", "gather",
+    "load_backend", "write",
 ]  # fmt: skip

@@ -225,7 +225,8 @@ def fill_plan(
 def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
     """Return a function for calls of an operation that only differ from this call in values.
 
-    The arguments are those of the backend's operation. The function checks nothing, so shapes, dtypes, ... must be those of `args`, which were checked.
+    `args` are the arguments of the backend's operation, which were checked. The function checks
+    nothing: shapes, strides, dtypes, devices and pages must be those of `args`.
     """
     operation: Callable[..., Any] = getattr(load_backend(backend), name)
     return vars(operation).get("bind", lambda *_: operation)(*args)
@@ -233,9 +234,13 @@ def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
 
 def can_skip_dispatcher(x: Tensor) -> bool:
     """Return whether an operation on `x` can call its backend without the dispatcher."""
-    return not (
-        torch.compiler.is_dynamo_compiling()
-        or torch.is_grad_enabled()
+    return not (torch.compiler.is_dynamo_compiling() or is_observed(x))
+
+
+def is_observed(x: Tensor) -> bool:
+    """Return whether anything but Dynamo observes eager operations on `x`."""
+    return bool(
+        torch.is_grad_enabled()
         or type(x) is not Tensor
         or x.is_meta
         or torch._C._len_torch_dispatch_stack()

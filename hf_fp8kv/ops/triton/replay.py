@@ -34,12 +34,16 @@ import triton
 from triton import knobs
 
 from ..pages import Pages
-from .target import LaunchRecord, Target, get_target, is_recording, recording
+from .target import LaunchRecord, Target, get_target, recorder, recording
 
 # Triton launches kernels in the same way from the first version on, and before the second version.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 10)
 _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _CAN_REPLAY = _FIRST_VERSION <= _version < _END_VERSION and not knobs.runtime.interpret
+
+# Settings that only some of these versions have.
+_HAS_CASTS = hasattr(knobs.compilation, "fpsan_homomorphic_casts")
+_HAS_STAGES_HOOK = hasattr(knobs.runtime, "add_stages_inspection_hook")
 
 # Maximum number of recordings for one kind of pages.
 _MAX_RECORDINGS = 256
@@ -149,7 +153,7 @@ def replayed(
 
     def decorate(operation: _Operation) -> _Operation:
         def describe(args: tuple[Any, ...]) -> _Call | None:
-            if not _CAN_REPLAY or is_recording() or _has_unusual_settings():
+            if not _is_usual():
                 return None
             if (call_layout := layout(*args)) is None:
                 return None
@@ -202,8 +206,7 @@ def replayed(
                     if address is not None and address & 15:
                         return run(*args)
                 is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-                is_usual = _CAN_REPLAY and is_current and not _has_unusual_settings()
-                if not is_usual or get_target(device) is not target or is_recording():
+                if not (is_current and _is_usual() and get_target(device) is target):
                     return run(*args)
                 return replay(addresses + shared_addresses, **integers)
 
@@ -215,18 +218,18 @@ def replayed(
     return decorate
 
 
-def _has_unusual_settings() -> bool:
-    """Return whether hooks observe launches, or settings that affect compilation are changed."""
+def _is_usual() -> bool:
+    """Return whether launches can be replayed, and no hooks or changed settings affect them."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
     try:
         has_hooks = enter_hook.calls or leave_hook.calls
     except AttributeError:  # a function or None, instead of a chain of functions
         has_hooks = enter_hook or leave_hook
-    return bool(
+    return _CAN_REPLAY and recorder.recorded is None and not (
         has_hooks or runtime.debug or compilation.instrumentation_mode
-        or getattr(compilation, "fpsan_homomorphic_casts", None)
-        or getattr(runtime, "add_stages_inspection_hook", None)
+        or (_HAS_CASTS and compilation.fpsan_homomorphic_casts)
+        or (_HAS_STAGES_HOOK and runtime.add_stages_inspection_hook)
     )  # fmt: skip
 
 
@@ -272,7 +275,7 @@ def _compile_replay(
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         handles = compiled.function, compiled.packed_metadata
-        # No metadata and no hooks, because `_has_unusual_settings` excludes them.
+        # No metadata and no hooks, because `_is_usual` excludes them.
         elements = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(bind, handles), *["None"] * 3]
         for parameter, x in zip(kernel.params, args, strict=False):
             if parameter.name not in integers:
