@@ -29,7 +29,6 @@ from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
 from . import plans, serialization
-from .decode_record import repeat
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -317,8 +316,8 @@ class FP8PagedCache(DynamicCache):
             if not is_compiling:
                 if self._empty_batch:
                     self._fit_batch(key_states)
-                if type(layer) in _PAGED_CLASSES:
-                    states = repeat(layer, key_states, value_states)
+                if type(layer) in _PAGED_CLASSES and not layer.assigned:
+                    states = layer.store.repeat(key_states, value_states)
             keys, values = states or layer.update(key_states, value_states, *args, **kwargs)
         except BaseException as error:
             self._undo_step(layer_idx, key_states.shape[-2], error)

@@ -12,7 +12,6 @@ from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
 from ..paging.lengths import DeviceLength, HostLength
 from ..utils.tensors import without_grad
-from .decode_record import make_record
 from .layer_store import LayerStore
 from .options import CacheOptions
 from .paged_tensor import PagedKV, densify
@@ -147,7 +146,7 @@ class FP8PagedLayer(CacheLayerMixin):
         if reads_pages:
             states = handles = store.make_handles(pages, lengths, positions)
             if positions.num_tokens == 1 and length.max_tokens is None:
-                make_record(store, key_states, value_states, handles)
+                store.record(key_states, value_states, handles)
         else:
             states = self._pad_new_states(key_states), self._pad_new_states(value_states)
         length.record(positions)

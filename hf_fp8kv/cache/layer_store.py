@@ -1,12 +1,13 @@
 """`LayerStore`: the pages of one layer, with the layer's encoding and length."""
 
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import ops
-from ..ops import Pages
+from ..ops import Pages, api
 from ..ops.blocks import locate_pages
 from ..paging.layer_group import Positions
 from ..paging.lengths import AnyPositions, DeviceLength, HostLength
@@ -15,6 +16,40 @@ from ..paging.page_pool import PagePool
 from .encoding import Encoding
 from .indexers import Indexer, get_tensors
 from .paged_tensor import PagedKV, make_handles
+
+
+class DecodeRecord:
+    """What the decode steps of a layer have in common, for steps that only differ in values.
+
+    Nearly all host time of a decode step is spent on checks and lookups with the same results in
+    each step. `LayerStore.repeat` leaves them out. A record is an attribute of the `Pages`, so it
+    is dropped with them. It does not refer to them.
+
+    Attributes:
+        layout: Result of `describe_tokens`.
+        write: `ops.write` for tokens of this layout and the pages of the record.
+        attributes: Attributes of the handle on K. Those that differ between steps are replaced.
+        attention: The call of the attention function that read the handles, or None.
+    """
+
+    attention: Any = None
+
+    def __init__(
+        self, key: torch.Tensor, value: torch.Tensor, handles: tuple[PagedKV, PagedKV]
+    ) -> None:
+        k, v = handles
+        self.layout, self.backend = describe_tokens(key, value), k.backend
+        self.write = ops.bind("write", k.backend, k.pages, key, value, k.lengths, None)
+        self.attributes = {**vars(k), "pages": None}
+        self.dims, self.dtypes = (k.shape[3], v.shape[3]), (k.dtype, v.dtype)
+
+
+def describe_tokens(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    """Return everything about new tokens that a step depends on, except their values."""
+    return (
+        key.shape, key.stride(), key.dtype, key.device, type(value), value.shape, value.stride(),
+        value.dtype, value.device,
+    )  # fmt: skip
 
 
 class LayerStore:
@@ -70,7 +105,7 @@ class LayerStore:
         """Use the group's work plan, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
             return
-        num_rows, backend = self.count_query_rows(1), self.encoding.backend
+        num_rows, backend = self._count_query_rows(1), self.encoding.backend
         tensors = self.length.share_plan(self.pool.num_heads, num_rows, backend)
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
@@ -144,7 +179,7 @@ class LayerStore:
         self, pages: Pages, lengths: torch.Tensor, positions: AnyPositions
     ) -> tuple[PagedKV, PagedKV]:
         """Return handles on the keys and values of a call, with `lengths` as in `ops.write`."""
-        num_rows, backend = self.count_query_rows(positions.num_tokens), self.encoding.backend
+        num_rows, backend = self._count_query_rows(positions.num_tokens), self.encoding.backend
         work_plan = self.length.get_work_plan(
             positions, lengths.device, self.pool.num_heads, num_rows, backend
         )
@@ -153,7 +188,46 @@ class LayerStore:
             positions.stop, self.group.window or 0, self.length.max_tokens is not None, backend,
         )  # fmt: skip
 
-    def count_query_rows(self, num_tokens: int) -> int:
+    def record(
+        self, key: torch.Tensor, value: torch.Tensor, handles: tuple[PagedKV, PagedKV]
+    ) -> None:
+        """Record a decode step of a growing layer on its pages, unless something is unusual."""
+        pages, is_offloaded = handles[0].pages, isinstance(self.pool.memory, OffloadBlocks)
+        if pages is not None and not is_offloaded and api.can_skip_dispatcher(key):
+            pages.record = DecodeRecord(key, value, handles)
+
+    def repeat(self, key: torch.Tensor, value: torch.Tensor) -> tuple[PagedKV, PagedKV] | None:
+        """Store one token per sequence as in the recorded step, and return the handles.
+
+        Returns None if the pages have no record, or anything is not as in the recorded step. Raises
+        the errors of `LayerGroup.reserve`.
+        """
+        blocks, group, member = self.pool.blocks, self.group, self.length.member
+        if (cached := blocks.cached_pages) is None or (record := cached[1].record) is None:
+            return None
+        if record.layout != describe_tokens(key, value) or api.is_observed(key):
+            return None
+        pages, start, device = cached[1], group.lengths[member], key.device
+        positions = group.reserve(start, start + 1, key.shape[0])
+        table, lengths = positions.locate(device)
+        if table is not pages.table or blocks.cached_pages is not cached:
+            return None
+        num_rows = self._count_query_rows(1)
+        plan = positions.get_work_plan(device, pages.num_heads, num_rows, record.backend)
+        record.write(pages, key, value, lengths, None)
+        group.lengths[member] = start + 1
+        k = record.attributes.copy()
+        k["pages"], k["lengths"], k["plan"] = pages, lengths, plan
+        k["start"], k["stop"] = positions.first, positions.stop
+        v = k.copy()
+        v["side"] = "v"
+        size, (k_dim, v_dim) = (*key.shape[:2], positions.stop - positions.first), record.dims
+        return (
+            PagedKV.wrap(k, (*size, k_dim), record.dtypes[0], device),
+            PagedKV.wrap(v, (*size, v_dim), record.dtypes[1], device),
+        )
+
+    def _count_query_rows(self, num_tokens: int) -> int:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""
         return max(1, self.num_query_heads // self.pool.num_heads) * num_tokens
 

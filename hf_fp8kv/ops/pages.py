@@ -70,7 +70,7 @@ class Pages(_PageFields):
             fields of the tuple, and `_replace` drops them.
         attributes: Cached fields under the names of `PagedKV`, or None.
         launch_properties: Cached properties for recorded launches (`triton.replay`), or None.
-        record: The last decode step (`DecodeRecord`), or None.
+        record: The last decode step (`cache.layer_store.DecodeRecord`), or None.
     """
 
     sizes: tuple[int, int, int, int, int, torch.device] | None = None

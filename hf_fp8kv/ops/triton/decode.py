@@ -71,7 +71,7 @@ def list_variables(
         # A compact mask has no head stride. Kernels read the batch stride of its bounds here.
         "mask_head_stride": 0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0),
     }  # fmt: skip
-    return Variables((query, lengths, plan, spec.sinks, mask, bounds), integers)
+    return (query, lengths, plan, spec.sinks, mask, bounds), integers
 
 
 def has_few_rows(query: torch.Tensor, pages: Pages, spec: AttentionSpec) -> bool:

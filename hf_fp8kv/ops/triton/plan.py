@@ -87,7 +87,7 @@ def _describe_layout(
 def _list_variables(
     plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int, *_: int
 ) -> Variables:
-    return Variables((plan, lengths), {"start": start})
+    return (plan, lengths), {"start": start}
 
 
 @replayed(_describe_layout, _list_variables)

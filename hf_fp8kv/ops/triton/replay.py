@@ -104,28 +104,9 @@ def describe_pages(pages: Pages) -> SharedTensors:
     return shared
 
 
-class Variables(NamedTuple):
-    """The arguments of a call that differ in each call.
-
-    Attributes:
-        tensors: Tensors. The first determines the device.
-        integers: Integers. Kernels take them under these names, without specialization, or not at
-            all.
-    """
-
-    tensors: Sequence[torch.Tensor | None]
-    integers: dict[str, int]
-
-
-class _Call(NamedTuple):
-    """A call to replay: its key among `shared.recordings`, and the arguments of the replay."""
-
-    shared: SharedTensors
-    key: tuple[Any, ...]
-    addresses: list[int | None]
-    integers: dict[str, int]
-    target: Target
-    device: torch.device
+# The arguments that differ in each call: tensors, the first of which determines the device,
+# and integers, which kernels take under these names, without specialization, or not at all.
+Variables: TypeAlias = tuple[Sequence[torch.Tensor | None], dict[str, int]]
 
 
 def shape_and_strides(x: torch.Tensor | None) -> Hashable:
@@ -152,10 +133,9 @@ def replayed(
     """
 
     def decorate(operation: _Operation) -> _Operation:
-        def describe(args: tuple[Any, ...]) -> _Call | None:
-            if not _is_usual():
-                return None
-            if (call_layout := layout(*args)) is None:
+        def describe(args: tuple[Any, ...]) -> Any:
+            call_layout = layout(*args) if _is_usual() else None
+            if call_layout is None:
                 return None
             tensors, integers = variables(*args)
             device = tensors[0].device  # type: ignore[union-attr]
@@ -163,14 +143,14 @@ def replayed(
             shared = NO_SHARED_TENSORS if pages is None else describe_pages(args[pages])
             properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
             key = operation, call_layout, device, properties, id(target)
-            return _Call(shared, key, addresses, integers, target, device)
+            return *shared, key, addresses, integers, target, device
 
         @functools.wraps(operation)
         def run(*args: Any) -> Any:
             if (call := describe(args)) is None:
                 return operation(*args)
-            (replays, shared_addresses), key, addresses, integers, target, device = call
-            addresses = addresses + shared_addresses
+            replays, shared_addresses, key, addresses, integers, target, device = call
+            addresses += shared_addresses
             if key not in replays:
                 with recording() as recorded:
                     result = operation(*args)
@@ -182,8 +162,7 @@ def replayed(
                     replay = None
                 replays[key] = replay
                 return result
-            replay = replays[key]
-            if replay is None:
+            if (replay := replays[key]) is None:
                 return operation(*args)
             if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
                 with torch.cuda.device(device):
@@ -191,24 +170,22 @@ def replayed(
             return replay(addresses, **integers)
 
         def bind(*args: Any) -> Callable[..., Any]:
-            call = describe(args)
-            replay = None if call is None else call.shared.recordings.get(call.key)
-            if call is None or replay is None or not call.target.is_nvidia:
+            if (call := describe(args)) is None:
                 return run
-            target, device, shared_addresses = call.target, call.device, call.shared.addresses
-            if any(address is not None and address & 15 for address in call.addresses):
+            replays, shared_addresses, key, addresses, _, target, device = call
+            is_aligned = not any(address and address & 15 for address in addresses)
+            if (replay := replays.get(key)) is None or not (is_aligned and target.is_nvidia):
                 return run
 
             def run_bound(*args: Any) -> Any:
                 tensors, integers = variables(*args)
                 addresses = [None if x is None else x.data_ptr() for x in tensors]
+                is_same = device.type != "cuda" or device.index == torch.cuda.current_device()
                 for address in addresses:
-                    if address is not None and address & 15:
-                        return run(*args)
-                is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-                if not (is_current and _is_usual() and get_target(device) is target):
-                    return run(*args)
-                return replay(addresses + shared_addresses, **integers)
+                    is_same &= address is None or not address & 15
+                if is_same and _is_usual() and get_target(device) is target:
+                    return replay(addresses + shared_addresses, **integers)
+                return run(*args)
 
             return run_bound
 

@@ -49,7 +49,7 @@ def _list_variables(
 ) -> Variables:
     table, limit = pages.table, UNLIMITED if limit is None else limit
     integers = {"limit": limit, "num_columns": table.shape[1], "table_stride": table.stride(0)}
-    return Variables((key, value, lengths), integers)
+    return (key, value, lengths), integers
 
 
 @replayed(_describe_layout, _list_variables, pages=0)
