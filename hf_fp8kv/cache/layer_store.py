@@ -212,9 +212,9 @@ class LayerStore:
         table, lengths = positions.locate(device)
         if table is not pages.table or blocks.cached_pages is not cached:
             return None
+        record.write(pages, key, value, lengths, None)
         num_rows = self._count_query_rows(1)
         plan = positions.get_work_plan(device, pages.num_heads, num_rows, record.backend)
-        record.write(pages, key, value, lengths, None)
         group.lengths[member] = start + 1
         k = record.attributes.copy()
         k["pages"], k["lengths"], k["plan"] = pages, lengths, plan
