@@ -194,7 +194,7 @@ def _write_rows(task: dict[str, Any]) -> None:
                 cases[PAGED, num_layers] = make_stack(num_layers), nullcontext()
             for name, (target, replacement) in REPLACEMENTS.items():
                 context = mock.patch(target, replacement)
-                cases[name, max_layers] = make_stack(max_layers), context
+                cases[name, max_layers] = cases[PAGED, max_layers][0], context
             for batch, label in ((1, ""), (PADDED_BATCH, ", padded")):
                 if batch > 1:
                     cases[PAGED + label, max_layers] = make_stack(max_layers, batch), nullcontext()

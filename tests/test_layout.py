@@ -30,7 +30,7 @@ FLOORS = (
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
     "attention": 1161, "bench": 396, "cache": 1864, "calibration": 1646, "card": 995, "cli": 852,
-    "enabling": 174, "errors": 24, "formats": 202, "__init__": 29, "modeling": 426, "ops": 2752,
+    "enabling": 174, "errors": 24, "formats": 202, "__init__": 29, "modeling": 426, "ops": 2753,
     "paging": 1052, "prefix": 1032, "scales": 1708, "server": 2418, "serving": 1104, "utils": 339,
     "vllm": 553,
 }  # fmt: skip

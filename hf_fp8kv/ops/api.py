@@ -276,8 +276,9 @@ def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
     `args` are the arguments of the backend's operation, which were checked. The function checks
     nothing: shapes, strides, dtypes, devices and pages must be those of `args`.
     """
-    operation: Callable[..., Any] = getattr(load_backend(backend), name)
-    return vars(operation).get("bind", lambda *_: operation)(*args)
+    operation = getattr(load_backend(backend), name)
+    bound: Callable[..., Any] = vars(operation).get("bind", lambda *_: operation)(*args)
+    return bound
 
 
 def can_skip_dispatcher(x: Tensor) -> bool:

@@ -73,7 +73,7 @@ from collections import Counter
 from benchmarks import host
 from hf_fp8kv.ops.triton.target import Target, assuming
 triton.runtime.driver.set_active(host.make_driver())
-host.STORED_TOKENS, results = 70, []
+host.STORED_TOKENS, results = 5, []
 with torch.no_grad(), assuming(Target.parse(host.GPU)):
     for batch in (1, 2):
         stack, counts = host.make_stack(32, batch), Counter()
@@ -93,7 +93,7 @@ print(json.dumps(results))
     plain, padded = json.loads(process.stdout)
     assert plain[0] <= 60, plain
     assert plain[1] <= 45, plain
-    assert padded[0] <= 65, padded
+    assert padded[0] <= 60, padded
     assert padded[1] <= 50, padded
 
 
