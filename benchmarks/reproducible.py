@@ -26,9 +26,9 @@ from transformers import (
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, disable, enable, serving
-from hf_fp8kv.cli.shared import DEMO_NAME, load_model
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.environment import describe_run
+from hf_fp8kv_cli.shared import DEMO_NAME, load_model
 
 from .shared import Result, main
 

@@ -71,7 +71,7 @@ def measure_serving(
     model_path = model or str(demo_model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
-        our_command = ["-m", "hf_fp8kv.cli", "serve", model_path, "--metrics-interval", "0"]
+        our_command = ["-m", "hf_fp8kv_cli", "serve", model_path, "--metrics-interval", "0"]
         stock_pages = str(load.blocks)
         fp8_pages = str(count_equal_pages(model_path, load.blocks, page_size, dtype))
         commands = {

@@ -9,13 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from hf_fp8kv.bench.reporting import build_table
-from hf_fp8kv.cli.arguments import parse_device
-from hf_fp8kv.cli.bench import show_result
-from hf_fp8kv.cli.shared import DEMO_NAME, load_model, show_progress
 from hf_fp8kv.errors import FP8KVError
+from hf_fp8kv_cli.bench import show_result
+from hf_fp8kv_cli.shared import DEMO_NAME, load_model, show_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,9 +58,12 @@ def main(
     try:
         with show_progress() as report:
             result = measure(**arguments, progress=report)
-    except (FP8KVError, typer.BadParameter) as error:
+    except FP8KVError as error:
         sys.exit(f"error: {error}")
-    show_result(result, format_table or format_rows, path)
+    is_printed = path == "-"
+    show_result(
+        result, format_table or format_rows, None if is_printed else path, as_json=is_printed
+    )
 
 
 def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
@@ -72,7 +72,7 @@ def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
     def load_and_measure(
         model: str | None = None, device: str = "auto", **arguments: Any
     ) -> Result:
-        loaded_model, tokenizer = load_model(model, parse_device(device), "float32")
+        loaded_model, tokenizer = load_model(model, device, "float32")
         return measure(loaded_model, tokenizer, name=model or DEMO_NAME, **arguments)
 
     return load_and_measure

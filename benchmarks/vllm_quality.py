@@ -35,9 +35,6 @@ DTYPES = (
 CALIBRATIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
     ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
-    ("hf_fp8kv_static", "static, per channel, measured plan"): {
-        "granularity": "channel", "plan": "measured",
-    },
 }  # fmt: skip
 
 
@@ -83,9 +80,7 @@ def calibrate_variants(
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     variants = []
     for index, ((dtype, name), options) in enumerate(CALIBRATIONS.items()):
-        scales = calibrate(
-            model, texts, tokenizer=tokenizer, max_tokens=max_tokens, held_out=0, **options
-        )
+        scales = calibrate(model, texts, tokenizer=tokenizer, max_tokens=max_tokens, **options)
         path = str(folder / str(index))
         if dtype == "fp8":
             scales.save_pretrained(path, format="compressed-tensors", checkpoint=checkpoint)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache, KVScales, calibrate, demo_model_path
+from hf_fp8kv import FP8PagedCache, KVScales, calibrate, demo_model_path, measure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="Folder. Default: the demo model.")
     parser.add_argument("--max-tokens", type=int, default=2048, help="Tokens to calibrate on.")
-    parser.add_argument("--held-out", type=int, default=512, help="Tokens to measure on.")
+    parser.add_argument("--measured", type=int, default=512, help="Tokens to measure on.")
     parser.add_argument("--out", type=Path, help="New folder. Default: a temporary folder.")
     args = parser.parse_args()
     folder = args.model or demo_model_path()
@@ -32,10 +32,11 @@ def main() -> None:
     texts = list(pydoc_data.topics.topics.values())
     # Other servers support one scale per layer for K and one for V, and no centers.
     options = {"granularity": "tensor", "center": False, "tokenizer": tokenizer}
-    limits = {"max_tokens": args.max_tokens, "held_out": args.held_out}
-    scales = calibrate(model, texts, **options, **limits)
-    print(f"{scales}, from {scales.report.tokens} tokens in {scales.report.seconds:.0f} s")
-    for row in scales.report.quality:
+    scales = calibrate(model, texts[::2], **options, max_tokens=args.max_tokens)
+    print(scales)
+    other_texts = texts[1::2]
+    report = measure(model, scales, other_texts, tokenizer=tokenizer, max_tokens=args.measured)
+    for row in report.quality:
         print(f"{row.cache}: KL {row.kl:.1e}, same top-1 {row.top1:.1%}, over {row.tokens} tokens")
 
     # This format has one scale for both K and V, so a warning reports the reduction.
@@ -47,7 +48,7 @@ def main() -> None:
         print(f"{out / name}: {loaded_scales.format}, layer 0: K {k:.4f}, V {v:.4f}")
     inputs = tokenizer("London is the capital of", return_tensors="pt")
     cache = FP8PagedCache(model.config, scales=out / "copy")
-    answer = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    answer = model.generate(**inputs, cache=cache, max_new_tokens=8, do_sample=False)
     print(repr(tokenizer.decode(answer[0])))
 
 

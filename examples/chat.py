@@ -35,7 +35,7 @@ def main() -> None:
         )
         length, reused_before = inputs.input_ids.shape[1], cache.reused_tokens
         output = model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False
+            **inputs, cache=cache, max_new_tokens=args.new_tokens, do_sample=False
         )
         answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
         num_reused = cache.reused_tokens - reused_before

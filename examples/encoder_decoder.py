@@ -43,7 +43,7 @@ def main() -> None:
     default_output = model.generate(**inputs)
     # The second cache needs no config, because all its layers store the encoder's output.
     caches = FP8PagedCache(model.config, dtype="model"), FP8PagedCache(dtype="model")
-    paged_output = model.generate(**inputs, past_key_values=EncoderDecoderCache(*caches))
+    paged_output = model.generate(**inputs, cache=EncoderDecoderCache(*caches))
     tokens = default_output.sequences
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} of them distinct")

@@ -30,7 +30,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").float()
 
     def answer(ids: torch.Tensor, cache: FP8PagedCache) -> str:
-        output = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False)
+        output = model.generate(ids, cache=cache, max_new_tokens=16, do_sample=False)
         return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     system = {"role": "system", "content": pydoc_data.topics.topics["typesseq"][: args.characters]}
@@ -44,7 +44,7 @@ def main() -> None:
 
     start = time.perf_counter()
     cache = FP8PagedCache(model, prefill="stored")
-    model(prompts[0][:, :num_shared], past_key_values=cache, logits_to_keep=1)
+    model(prompts[0][:, :num_shared], cache=cache, logits_to_keep=1)
     print(f"shared: {num_shared} tokens in {cache.budget.num_held} pages")
     forks = [cache.fork() for _ in prompts]
     answers = [answer(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]

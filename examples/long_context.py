@@ -37,7 +37,7 @@ def main() -> None:
     cache = FP8PagedCache(model, max_pages=args.max_pages, page_size=PAGE_SIZE)
     try:
         for chunk in document.split(args.chunk, dim=1):
-            model(chunk.to(model.device), past_key_values=cache, logits_to_keep=1)
+            model(chunk.to(model.device), cache=cache, logits_to_keep=1)
     except OutOfPagesError as error:
         print(f"out of pages: a chunk needs {error.needed}, {error.available} are left")
     num_read_tokens = cache.get_seq_length()
@@ -48,7 +48,7 @@ def main() -> None:
     print(f"read {num_read_tokens} of {document.shape[1]} tokens")
     ids = torch.cat([document[:, :num_read_tokens], question], dim=1).to(model.device)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    output = model.generate(ids, past_key_values=cache, **options)
+    output = model.generate(ids, cache=cache, **options)
     print(f"answer: {tokenizer.decode(output[0, ids.shape[1] :])!r}")
     page_bytes = cache.memory_footprint().total_bytes
     # PagedKV tensors have the shape and dtype of dense K and V, so `nbytes` are the dense bytes.

@@ -1,4 +1,4 @@
-"""Compare bytes, speed and predictions of 8-bit pages and transformers' own cache (`make demo`).
+"""Compare bytes, speed and predictions of 8-bit pages and transformers' own cache.
 
     python examples/quickstart.py
     python examples/quickstart.py --model path/or/hub-id --dtype fp8
@@ -31,23 +31,23 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(name)
     document = pydoc_data.topics.topics["typesseq"]  # a long text that comes with Python
     ids = tokenizer(document, return_tensors="pt").input_ids[:, : args.prompt_tokens].to(device)
-    # "fp8_paged" attention reads 8-bit pages. With other caches it is ordinary attention.
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="fp8_paged")
-    model.to(device)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
 
     dynamic_cache = DynamicCache(config=model.config)
     paged_cache = FP8PagedCache(model, dtype=args.dtype)
     # All answers have the same length, so that times and bytes can be compared.
     lengths = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens}
     log_probs, answers = [], []
-    for cache in (dynamic_cache, paged_cache):
+    # "fp8_paged" attention reads 8-bit pages.
+    for cache, attention in ((dynamic_cache, "sdpa"), (paged_cache, "fp8_paged")):
+        model.set_attn_implementation(attention)
         with torch.no_grad():
-            model(ids[:, :-64], past_key_values=cache)
-            logits = model(ids[:, -64:], past_key_values=cache).logits
+            model(ids[:, :-64], cache=cache)
+            logits = model(ids[:, -64:], cache=cache).logits
         log_probs.append(logits.log_softmax(-1))
         prompt = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)  # with the first new token
         start = time.perf_counter()
-        output = model.generate(prompt, past_key_values=cache, do_sample=False, **lengths)
+        output = model.generate(prompt, cache=cache, do_sample=False, **lengths)
         speed = args.new_tokens / (time.perf_counter() - start)
         text = tokenizer.decode(output[0, ids.shape[1] :])
         answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: {text!r}")

@@ -20,7 +20,7 @@ WORDS = ["sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose"]
 
 @contextlib.contextmanager
 def run_server(model: str | None) -> Iterator[str]:
-    command = [sys.executable, "-m", "hf_fp8kv.cli", "serve", *([model] if model else []),
+    command = [sys.executable, "-m", "hf_fp8kv_cli", "serve", *([model] if model else []),
                "--port", "0", "--cb-num-blocks", "64", "--cb-block-size", "64"]  # fmt: skip
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:

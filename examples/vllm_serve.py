@@ -29,7 +29,7 @@ def main() -> None:
         name, dtype=torch.float32, attn_implementation="fp8_paged"
     )
     texts = list(pydoc_data.topics.topics.values())
-    limits = {"max_tokens": args.max_tokens, "max_length": 256, "held_out": 256}
+    limits = {"max_tokens": args.max_tokens, "max_length": 256}
     scales = calibrate(model, texts, center=False, **limits)
 
     from vllm import LLM, SamplingParams

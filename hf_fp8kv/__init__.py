@@ -13,7 +13,7 @@ from .cache import plans as _plans
 from .cache.cache import FP8PagedCache, MemoryFootprint
 from .calibration import calibrate, choose_plan, measure
 from .calibration.plan_choice import resolve_plan as _resolve_plan
-from .enabling import disable, enable
+from .enabling import Summary, disable, enable, summary
 from .errors import BackendError, ConfigError, FP8KVError, OutOfPagesError, ScaleError
 from .formats import LayerPlan, SidePlan
 from .modeling.tensor_parallel import tensor_parallel
@@ -21,6 +21,7 @@ from .prefix.store import PrefixStore, StoreUsage
 from .scales import KVScales, LayerScales
 from .scales.kv_scales import StoragePlan
 from .utils.demo_model import demo_model_path
+from .utils.environment import find_version as _find_version
 
 if _typing.TYPE_CHECKING:
     from .server import make_application
@@ -41,6 +42,7 @@ __all__ = [
     "SidePlan",
     "StoragePlan",
     "StoreUsage",
+    "Summary",
     "calibrate",
     "check_model",
     "choose_plan",
@@ -49,8 +51,11 @@ __all__ = [
     "enable",
     "make_application",
     "measure",
+    "summary",
     "tensor_parallel",
 ]
+
+__version__ = _find_version("hf-fp8kv")
 
 _register()
 _plans.resolve_plan = _resolve_plan

@@ -5,21 +5,29 @@ import copy
 import functools
 import inspect
 import logging
-from dataclasses import replace
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from .attention import capture as capturing
 from .attention import latent
-from .attention.check_model import find_stock_layers, probe_deterministic
+from .attention.check_model import (
+    ModelReport,
+    check_model,
+    find_stock_layers,
+    probe_deterministic,
+    probe_preallocated,
+)
 from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import get_attn_implementations, set_attn_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
-from .cache.cache import NOT_KEPT, FP8PagedCache
+from .cache.cache import NOT_KEPT, FP8PagedCache, MemoryFootprint
 from .calibration.plan_choice import freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
-from .formats import ADAPTIVE, DEFAULT_DTYPE
+from .formats import ADAPTIVE, DEFAULT_DTYPE, summarize_plan
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import (
@@ -38,6 +46,7 @@ from .prefix.pages import check_store
 from .prefix.store import PrefixStore
 from .scales.kv_scales import StoragePlan, warn_if_stale
 from .utils.digests import digest_weights
+from .utils.text import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +57,51 @@ OFFLOADED = "offloaded"
 # Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
 _PREFIX_TUNING_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
 _CACHE_KEYWORDS = tuple(inspect.signature(FP8PagedCache).parameters)[1:]  # without the config
+_KEYWORDS = (*_CACHE_KEYWORDS, "deterministic", "training", "reuse_prefix", "prefix_store")
 _Model = TypeVar("_Model")
+_Sizes = tuple[MemoryFootprint | None, float]
+_NO_SIZES: _Sizes = (None, 0.0)
+# The cache of the last `generate()` of each enabled model, for `summary`.
+_last_uses: "weakref.WeakKeyDictionary[Any, _LastUse]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the last `generate()` of an enabled model stored. Its `str` is for people.
+
+    Attributes:
+        report: How each layer uses the cache, and why.
+        footprint: Memory and contents of the cache at the end. None before the first `generate()`,
+            or if it used a different cache.
+        bf16_bytes: Size of the same tokens in a cache of transformers in bfloat16.
+        captured: Whether decode steps ran in CUDA graphs, or why not.
+    """
+
+    report: ModelReport
+    footprint: MemoryFootprint | None
+    bf16_bytes: float
+    captured: str
+
+    def __str__(self) -> str:
+        lines = ["no generate() with 8-bit pages yet"]
+        if (memory := self.footprint) is not None:
+            size = memory.used_bytes + memory.other_bytes
+            plans = " + ".join(f"{count} x {plan}" for plan, count in memory.layers_by_plan.items())
+            lines = [
+                f"{memory.tokens:,} tokens in {size:,} bytes of pages, {self.bf16_bytes:,.0f} in "
+                f"bf16 ({size / self.bf16_bytes:.2f} x)",
+                f"stored as {plans}",
+            ]
+        return "\n".join((*lines, f"CUDA graphs: {self.captured}", str(self.report)))
 
 
 def enable(
     model: _Model,
+    dtype: str | torch.dtype | None = None,
     *,
     deterministic: bool = False,
     training: str | None = None,
+    capture: bool = False,
     reuse_prefix: bool = True,
     prefix_store: PrefixStore | None = None,
     **cache_keywords: Any,
@@ -77,19 +123,24 @@ def enable(
 
     Args:
         model: A model with `generate`, or a PEFT wrapper of such a model.
+        dtype: Format of K and V, as for `FP8PagedCache`. "adaptive" is the default: the plan of
+            `choose_plan(model)`, which the model keeps until `disable`. `key_dtype`, `value_dtype`,
+            `plan`, `scales` and any other `dtype` replace the plan.
         deterministic: Whether results are bitwise independent of the batch. The model is run on 64
             tokens, so add adapters before this call.
         training: None or "stored". With "stored", the model is run on three tokens, so call
             `enable` before the model is compiled, wrapped or sharded.
+        capture: Whether `generate()` captures its decode step in a CUDA graph, without compiling,
+            and replays it. Steps that a graph cannot repeat run eagerly, and one log line has the
+            reason. On a CPU all steps run eagerly.
         reuse_prefix: Whether a prompt is compared with the tokens of a passed cache, so that only
             the tokens after the shared tokens are computed. False assumes that the tokens of the
             cache are the beginning of the prompt.
         prefix_store: Store from which each `generate()` restores pages of the prompt, and to which
             it writes new pages. New caches then have `prefill="stored"`, and passed caches need it.
-        cache_keywords: Keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
-            dtype="adaptive" is the default: the plan of `choose_plan(model)`, which the model keeps
-            until `disable`. `key_dtype`, `value_dtype`, `plan`, `scales` and any other `dtype`
-            replace the plan.
+        cache_keywords: Other keywords of `FP8PagedCache`. `tensor_parallel` is read from the model.
+            With `max_cache_len` the model generates three tokens, so call `enable` before the model
+            is wrapped or sharded.
 
     Returns:
         The model.
@@ -103,7 +154,7 @@ def enable(
     if unknown := [name for name in cache_keywords if name not in _CACHE_KEYWORDS]:
         raise ConfigError(
             f"enable: expected the keywords of FP8PagedCache ({', '.join(_CACHE_KEYWORDS)}), got "
-            f"{', '.join(unknown)}. Correct or leave it out"
+            f"{', '.join(unknown)}. Correct or leave it out.{suggest(unknown[0], _KEYWORDS)}"
         )
     if reason := find_refusal(type(base)):
         raise ConfigError(
@@ -112,7 +163,7 @@ def enable(
         )
     if prefix_store is not None and not reuse_prefix:
         raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
-    given_keywords = {"tensor_parallel": tensor_parallel(base), **cache_keywords}
+    given_keywords = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
     cache_keywords = resolve_plan(base, given_keywords, prefix_store=prefix_store)
     # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.
     is_default = any(
@@ -126,6 +177,9 @@ def enable(
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
     if not is_default:  # a chosen plan is for these weights, and the check reads all of them
         warn_if_stale(base, cache.options.scales)
+    if cache.options.is_preallocated:
+        exact = {"dtype": "model", "plan": None, "tensor_parallel": tensor_parallel(base)}
+        probe_preallocated(base, lambda size: _make_cache(base, {**exact, "max_cache_len": size}))
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))
     if prefix_store is not None:
@@ -152,6 +206,12 @@ def enable(
     if reuse_prefix:
         methods["_prepare_position_ids_for_generation"] = (prepare_positions,)
         methods["_maybe_prepare_encoder_kwargs_for_generation"] = (keep_encoder_inputs,)
+    if capture:
+        methods["_valid_auto_compile_criteria"] = (capturing.choose_forward,)
+        methods["get_compiled_call"] = (capturing.get_forward,)
+        methods["_optimize_model_for_decode"] = (capturing.decode,)
+        prepare_method = "prepare_inputs_for_generation"
+        methods[prepare_method] = (capturing.prepare_inputs, *methods[prepare_method])
     if _ENGINE_METHOD not in vars(base):  # else hf_fp8kv.serving.enable was called
         methods[_ENGINE_METHOD] = (_refuse_engine,)
     for name, (function, *arguments) in methods.items():
@@ -159,6 +219,11 @@ def enable(
     install_rounding(roundings)
     if deterministic:
         install_deterministic(base, __name__)
+    sizes = cache.count_bytes()
+    text = "" if sizes is None else f", {sizes[1]:,.0f} bytes per token, {sizes[0]:,.0f} in bf16"
+    logger.info(
+        "generate() of %s stores %s%s", type(base).__name__, summarize_plan(cache.plan), text
+    )
     return model
 
 
@@ -172,6 +237,7 @@ def disable(model: _Model) -> _Model:
     old_attention = vars(base).pop(_SAVED_ATTENTION, None)
     if old_attention is not None:
         unfreeze_plan(base)
+        _last_uses.pop(base, None)
         remove_methods(base)
         remove_rounding(base)
         remove_deterministic(base, __name__)
@@ -179,6 +245,57 @@ def disable(model: _Model) -> _Model:
         if base._can_set_attn_implementation():
             set_attn_implementations(base, old_attention)
     return model
+
+
+class _LastUse:
+    """The memory of a cache, measured when it is deleted or when `measure` is called."""
+
+    def __init__(self, cache: FP8PagedCache) -> None:
+        self._cache, self._sizes = weakref.ref(cache), _NO_SIZES
+        # The attributes exist until the pages are measured. They do not refer to the cache.
+        weakref.finalize(cache, self._measure_last, vars(cache)).atexit = False
+
+    def measure(self) -> _Sizes:
+        """Return the memory, and the bytes of the same tokens in bf16."""
+        cache = self._cache()
+        if cache is not None:
+            footprint, num_tokens = cache.memory_footprint(), cache.host_length()
+            dense_bytes, _ = cache.count_bytes(num_tokens) or (0.0, 0.0)
+            num_sequences = footprint.tokens // max(num_tokens, 1)
+            self._sizes = footprint, dense_bytes * num_sequences + footprint.other_bytes
+        return self._sizes
+
+    def _measure_last(self, attributes: dict[str, Any]) -> None:
+        cache = FP8PagedCache.__new__(FP8PagedCache)
+        vars(cache).update(attributes)
+        self._cache = weakref.ref(cache)
+        self.measure()
+
+
+def summary(model: Any) -> Summary:
+    """Return the tokens, bytes and layers of the last `generate()` of an enabled model.
+
+    The model is run on a few tokens, to observe its layers.
+
+    Args:
+        model: A model on which `enable` was called, or a PEFT wrapper of such a model.
+
+    Raises:
+        ConfigError: The model is not enabled.
+    """
+    base = find_generating_model(find_base_model(model, "generate"))
+    if _SAVED_ATTENTION not in vars(base):
+        raise ConfigError(
+            f"model: expected an enabled model, got {type(base).__name__}. Call enable(model) first"
+        )
+    footprint, bf16_bytes = _last_uses[base].measure() if base in _last_uses else _NO_SIZES
+    report = check_model(base)
+    captured = report.capture_obstacle or "after two steps of each call"
+    if base.device.type != "cuda":
+        captured = "not on this device"
+    elif "get_compiled_call" not in vars(base):
+        captured = "only with capture=True"
+    return Summary(report, footprint, bf16_bytes, captured)
 
 
 def _prepare_cache(
@@ -210,7 +327,13 @@ def _prepare_cache(
         if is_draft:
             cache.activate_past_recording()
         _install_prefix_conversion(model, keywords)
-    return method.original_method(generation_config, model_kwargs, *args, **kwargs)
+    result = method.original_method(generation_config, model_kwargs, *args, **kwargs)
+    used_cache = _get_self_attention_cache(model_kwargs.get(CACHE))
+    if not getattr(generation_config, "is_assistant", False):
+        _last_uses.pop(model, None)
+        if isinstance(used_cache, FP8PagedCache):
+            _last_uses[model] = _LastUse(used_cache)
+    return result
 
 
 def _install_prefix_conversion(model: PreTrainedModel, keywords: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.style import pytest_runtest_makereport  # noqa: F401
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # Triton reads this variable when torch imports it later. Kernels then run in Triton's

@@ -1,4 +1,4 @@
-"""Tests that run the Python blocks of README.md, the tutorial and the how-to pages.
+"""Tests that run the blocks of README.md, the tutorial and the how-to pages.
 
 The blocks use the first layers of the demo model. The tests of examples/ also run all its layers.
 """
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import hf_fp8kv
+from hf_fp8kv import demo_model_path
+from tests.helpers.argument_names import use_installed_names
 from tests.helpers.shallow import num_layers, save_first_layers  # noqa: F401
 
 pytestmark = [
@@ -31,6 +33,8 @@ def shallow_model_path(demo_model_path, tmp_path_factory):
 def run_pages(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Return a function that runs the blocks of pages in order, and returns their global variables.
 
+    A "diff" is run as the script with the added lines, and with the demo model.
+
     A comment after a print() must be a line that the block prints. The answers of 16-bit models
     differ between CPUs, so the calls that print them have no comment. Only the prompt is checked.
     """
@@ -46,9 +50,13 @@ def run_pages(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
         output_lines: list[str] = []
         for page in pages:
             text = (ROOT / page).read_text()
-            blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+            blocks = re.findall(r"^```(python|diff)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
             assert blocks
-            for number, block in enumerate(blocks, 1):
+            for number, (kind, block) in enumerate(blocks, 1):
+                if kind == "diff":  # a user's script, whose model is not available here
+                    block = re.sub("^[ +]", "", block, flags=re.MULTILINE)
+                    block = re.sub('"meta-llama/.*"', repr(str(demo_model_path())), block)
+                block = use_installed_names(block)
                 exec(compile(block, f"{page}, block {number}", "exec"), namespace)
                 block_lines = capsys.readouterr().out.splitlines()
                 for comment in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):

@@ -12,7 +12,7 @@ from hf_fp8kv import FP8PagedCache
 
 ROOT = Path(__file__).parent.parent
 DOC_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-TOP_LEVEL_FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
+TOP_LEVEL_FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "hf_fp8kv_cli", "tests")
 # Paths relative to the root of the repository, and relative to the package's folder. They start
 # with "/", so that the name "pages.py" matches the end of "/cache/pages.py".
 KNOWN_PATHS = [

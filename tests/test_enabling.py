@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,13 @@ from hf_fp8kv import (
     ConfigError,
     FP8PagedCache,
     KVScales,
+    LayerPlan,
     PrefixStore,
     choose_plan,
     disable,
     enable,
     serving,
+    summary,
 )
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.serving.fp8_manager import find_factory
@@ -139,13 +140,11 @@ def test_a_compiled_model_is_enabled(is_called_first: bool) -> None:
         assert not torch.equal(compiled(**inputs).logits, expected)
 
 
-def test_other_wrappers_are_refused() -> None:
+def test_a_cache_of_another_wrapper_is_refused() -> None:
+    """tests/cache/test_generate.py has the functions that take a model."""
     model, _ = build("llama")
-    for wrapper in (torch.nn.DataParallel(model), SimpleNamespace(model=model)):
-        for function in (enable, serving.enable, choose_plan, FP8PagedCache):
-            if isinstance(wrapper, torch.nn.Module) or function is not FP8PagedCache:
-                with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
-                    function(wrapper)
+    with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
+        FP8PagedCache(torch.nn.DataParallel(model))
     for value in ("some/model", type(model), 3):
         with pytest.raises(ConfigError, match=r"^config: expected a model, its config or None"):
             FP8PagedCache(value)
@@ -158,7 +157,8 @@ def test_other_wrappers_are_refused() -> None:
     "keywords",
     [
         {"dtype": "model"}, {"dtype": "fp8_e3m4"}, {"key_dtype": "model"}, {"value_dtype": "fp8"},
-        {"plan": "fp8_e3m4"}, {"scales": 1.0}, {"scales": KVScales.uniform(2)},
+        {"plan": "fp8_e3m4"}, {"plan": LayerPlan.parse("int8 rotated", "model")},
+        {"scales": 1.0}, {"scales": KVScales.uniform(2)},
     ],
     ids=str,
 )  # fmt: skip
@@ -320,3 +320,119 @@ def test_a_part_of_a_model_has_a_cache() -> None:
     with torch.no_grad():
         model.model(**inputs, **{CACHE: cache})
     assert cache.host_length() == inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "git", "gpt_neo", "seq2seq/fsmt", "seq2seq/led", "seq2seq/nllb-moe", "moshi",
+        pytest.param("prophetnet", marks=pytest.mark.full),
+        pytest.param("cpmant", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_models_that_take_empty_positions_for_tokens_cannot_preallocate(name: str) -> None:
+    model, inputs = build_variant(name)
+    attention = model.config._attn_implementation
+    model.__class__ = type("Renamed", (type(model),), {})
+    with pytest.raises(
+        ConfigError, match=r"max_cache_len: expected .* got Renamed, which (has|rai)"
+    ):
+        enable(model, dtype="model", max_cache_len=64)
+    assert model.config._attn_implementation == attention
+    assert "_prepare_cache_for_generation" not in vars(model)
+    keywords = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **keywords)
+    assert torch.equal(enable(model, dtype="model").generate(**inputs, **keywords), expected)
+
+
+@pytest.mark.parametrize("name", ["gqa", "seq2seq/bart", "seq2seq/whisper"])
+def test_the_check_of_max_cache_len_leaves_no_trace(name: str, tmp_path: Path) -> None:
+    """It stores no pages, and changes neither random numbers nor the mode of the model."""
+    model, _ = build_variant(name)
+    model.train()
+    if name == "gqa":
+        store = PrefixStore(tmp_path)
+        enable(model, dtype="fp8_e3m4", page_size=8, prefix_store=store)
+    state = torch.get_rng_state()
+    enable(model, dtype="fp8_e3m4", max_cache_len=64)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_enable_logs_the_format_and_the_bytes_of_a_token(caplog: Any) -> None:
+    model, _ = build("llama")
+    with caplog.at_level("INFO", "hf_fp8kv"):
+        enable(model, dtype="fp8")
+    # K and V of 2 layers with 2 heads of 16 values, and a bf16 scale per head.
+    expected = (
+        "LlamaForCausalLM stores 2 x K fp8_e4m3, V fp8_e4m3, 144 bytes per token, 256 in bf16"
+    )
+    assert caplog.messages == [f"generate() of {expected}"]
+
+
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> None:
+    model, inputs = build("llama")
+    with pytest.raises(ConfigError, match="expected an enabled model, got LlamaForCausalLM"):
+        summary(model)
+    enable(model, dtype="fp8", page_size=8)
+    assert summary(model).footprint is None
+    assert str(summary(model)).startswith("no generate() with 8-bit pages yet")
+    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=keeps_cache)
+    result = summary(model)
+    num_tokens = inputs["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
+    assert result.footprint.tokens == num_tokens
+    assert result.footprint.used_bytes == -(-num_tokens // 8) * 8 * 144
+    assert result.bf16_bytes == num_tokens * 256
+    assert (result.report.counts, result.captured) == ({"fused": 2}, "not on this device")
+    assert f"{num_tokens} tokens in {result.footprint.used_bytes:,} bytes" in str(result)
+    del output
+    assert summary(model) == result
+    unused_copy = copy.deepcopy(model)
+    assert summary(unused_copy).footprint is None
+    model.generate(**inputs, **GREEDY, cache_implementation="static", disable_compile=True)
+    assert summary(model).footprint is None
+    disable(model)
+    with pytest.raises(ConfigError, match="expected an enabled model"):
+        summary(model)
+
+
+def test_a_summary_counts_windows_and_layers_of_transformers() -> None:
+    model, inputs = build("sliding_and_full")
+    enable(model, dtype="fp8", page_size=8)
+    model.generate(**inputs, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+    window, num_tokens = model.config.sliding_window, inputs["input_ids"].shape[1] + 39
+    assert summary(model).bf16_bytes == (num_tokens + min(window, num_tokens)) * 128
+    model, inputs = build("hybrid")
+    model.generate(**enable(model) and inputs, **GREEDY)
+    assert "stock (layer 0" in str(summary(model))
+
+
+def test_a_stock_cache_warns_that_nothing_is_stored_in_8_bits(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
+    model, inputs = build("llama")
+    model.set_attn_implementation("fp8_paged")
+    model.generate(**inputs, **GREEDY, **{CACHE: FP8PagedCache(model)})
+    model(**inputs, use_cache=False)
+    assert not caplog.messages
+    model.generate(**inputs, **GREEDY)
+    model.generate(**inputs, **GREEDY)
+    (message,) = caplog.messages
+    assert "nothing is stored in 8 bits. Call hf_fp8kv.enable(model)" in message
+
+
+def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion() -> None:
+    model, inputs = build("llama")
+    model.generate(**enable(model, "fp8") and inputs, **GREEDY)
+    assert summary(model).footprint.layers_by_plan == {"K fp8_e4m3, V fp8_e4m3": 2}
+    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'page_size'\?"):
+        enable(model, page_sise=32)
+    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'deterministic'\?"):
+        enable(model, determinstic=True)
+    with pytest.raises(ConfigError, match=r"serving.enable: expected .* got max_pages. Set pages"):
+        serving.enable(model, max_pages=3)
+    with pytest.raises(ConfigError, match=r"Did you mean 'scales'\?"):
+        serving.enable(model, scale=1.0)

@@ -5,9 +5,11 @@ The fast tier uses the first layers of the demo model, and `make test-all` the w
 
 import ast
 import json
+import os
 import pydoc_data.topics
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from hf_fp8kv import demo_model_path
+from tests.helpers.argument_names import use_installed_names
 from tests.helpers.serve_process import save_chat_model
 from tests.helpers.shallow import num_layers, save_first_layers, shallow_model_path  # noqa: F401
 
@@ -24,11 +27,12 @@ pytestmark = pytest.mark.text
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Arguments that keep each example short. They run the same code as the defaults.
 ARGUMENTS = {
-    "calibrate_and_export.py": ["--max-tokens", "512", "--held-out", "256"],
+    "calibrate_and_export.py": ["--max-tokens", "512", "--measured", "256"],
     "chat.py": ["--new-tokens", "6", "--questions", "Name a fruit.", "Another?"],
     "encoder_decoder.py": [],
     "fork_chat.py": ["--characters", "1500"],
     "long_context.py": ["--max-pages", "8", "--chunk", "128"],
+    "out_of_memory.py": [],
     "pipeline.py": ["--new-tokens", "4"],
     "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
@@ -54,7 +58,8 @@ def run_example(num_layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F8
     def run_script(name: str, *arguments: str) -> str:
         argv = [str(EXAMPLES / name), *(arguments or ARGUMENTS[name])]
         monkeypatch.setattr(sys, "argv", argv)
-        runpy.run_path(argv[0], run_name="__main__")
+        source = use_installed_names(Path(argv[0]).read_text())
+        exec(compile(source, argv[0], "exec"), {"__name__": "__main__", "__file__": argv[0]})
         return capsys.readouterr().out
 
     return run_script
@@ -79,6 +84,9 @@ def test_examples_are_short_documented_and_tested():
         assert docstring, name
         assert f"\n    python examples/{name}\n" in docstring, f"{name} does not show how to run it"
         assert re.search(r'if __name__ == "__main__":\n    main\(\)\n\Z', text), name
+    page = (EXAMPLES / "README.md").read_text()
+    titles = re.findall(r"^## (\w+\.py)\n(?:(?!^## ).*\n)*?```text\n", page, re.MULTILINE)
+    assert titles == sorted(ARGUMENTS)  # with their output
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
@@ -134,6 +142,25 @@ def test_a_chat_computes_only_new_tokens(run_example):
     # The cache does not hold the last of the answer's six tokens.
     assert num_tokens[0] < num_reused[1] <= num_tokens[0] + 5 < num_tokens[1]
     assert (num_tokens[2], num_reused[2]) == (num_tokens[1], num_tokens[1] - 1)
+
+
+@pytest.mark.full  # the prompts take 25 s of a core, and `--help` is tested in the fast tier
+def test_a_prompt_fits_only_in_8_bits():
+    """Run another process, because memory that this one has freed is not limited.
+
+    8-bit pages need 100 MiB, and a `DynamicCache` 150 MiB. Each thread adds a stack and a heap.
+    """
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "out_of_memory.py")]
+    options = {"capture_output": True, "text": True, "check": True}
+    options["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, **options).stdout
+    assert output.splitlines()[2:] == [
+        "transformers: out of memory", "transformers, in chunks: out of memory",
+        "8 bits, in chunks: 4,000 tokens read, 8 written",
+    ]  # fmt: skip
+    command += ["--limit", "1000", "--tokens", "300"]
+    output = subprocess.run(command, **options).stdout
+    assert output.count("300 tokens read, 8 written") == 5
 
 
 def test_an_exhausted_budget_shortens_the_text(run_example, num_layers, monkeypatch):  # noqa: F811
@@ -192,7 +219,7 @@ def test_calibrated_scales_are_saved_and_loaded(run_example, num_layers, tmp_pat
     scales_folder = tmp_path / "scales"
     output = run_example("calibrate_and_export.py", *arguments, "--out", str(scales_folder))
     assert re.search(
-        rf"^KVScales\({num_layers} layers, per tensor, .*from \d+ tokens in \d+ s$", output, re.M
+        rf"^KVScales\({num_layers} layers, per tensor, .*calibrated on \d+ tokens'\)$", output, re.M
     )
     kl_by_cache = dict(
         re.findall(r"^(\w.+): KL ([\d.e+-]+), same top-1 [\d.]+%, over \d+ tokens$", output, re.M)

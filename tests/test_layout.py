@@ -7,7 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "hf_fp8kv"
+# The command line is a separate package, because an import of `hf_fp8kv` takes seconds.
+CLI = PACKAGE.with_name("hf_fp8kv_cli")
 # Folders from the bottom to the top. A folder only imports from folders on lower floors. Imports in
 # functions and for types count.
 FLOORS = (
@@ -29,9 +33,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1161, "bench": 396, "cache": 1864, "calibration": 1646, "card": 995, "cli": 852,
-    "enabling": 174, "errors": 24, "formats": 202, "__init__": 29, "modeling": 426, "ops": 2753,
-    "paging": 1052, "prefix": 1032, "scales": 1708, "server": 2418, "serving": 1104, "utils": 339,
+    "attention": 1603, "bench": 396, "cache": 1957, "calibration": 1227, "card": 995, "cli": 933,
+    "enabling": 245, "errors": 24, "formats": 202, "__init__": 31, "modeling": 436, "ops": 2769,
+    "paging": 1060, "prefix": 1032, "scales": 1660, "server": 2465, "serving": 1109, "utils": 352,
     "vllm": 553,
 }  # fmt: skip
 
@@ -41,7 +45,8 @@ def get_module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {get_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PATHS = sorted(path for folder in (PACKAGE, CLI) for path in folder.rglob("*.py"))
+MODULES = {get_module_name(path): path for path in PATHS}
 
 
 def find_imports(name: str) -> Iterator[str]:
@@ -66,6 +71,8 @@ def build_import_graph() -> dict[str, set[str]]:
 
 
 def get_folder(module: str) -> str:
+    if module.split(".")[0] == CLI.name:
+        return "cli"
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -115,6 +122,7 @@ def test_docs_list_the_same_floors():
     assert table == [(str(n), name) for n, names in enumerate(FLOORS, 1) for name in names]
 
 
+@pytest.mark.style
 def test_no_folder_exceeds_its_budget():
     num_statements = Counter[str]()
     for name, path in MODULES.items():

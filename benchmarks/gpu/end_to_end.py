@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from hf_fp8kv import disable, enable
 from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 
@@ -52,12 +53,14 @@ class Contender:
     cache_class: type[Cache]
     options: dict[str, Any] = field(default_factory=dict)
     is_compiled: bool = False  # whether generate() compiles the decode step
+    is_captured: bool = False  # whether generate() captures the decode step in a CUDA graph
 
 
 AUTO_OPTIONS = {"dtype": "auto"}
 CONTENDERS = [
     Contender(FLASH, "sdpa", DynamicCache),
     Contender("FP8PagedCache eager", "fp8_paged", FP8PagedCache),
+    Contender("FP8PagedCache captured", "fp8_paged", FP8PagedCache, is_captured=True),
     Contender("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
     Contender("DynamicCache flash-attn eager", "flash_attention_2", DynamicCache),
     Contender("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
@@ -220,12 +223,14 @@ def _measure_cache(
     stage: Stage, model: Any, contender: Contender, make_cache: Callable[[], Cache],
     sizes: RunSizes, batch: int, context: int,
 ) -> dict[str, Any]:  # fmt: skip
-    is_compiled = contender.is_compiled
+    is_compiled = contender.is_compiled or contender.is_captured
     # Each pair of `RunSizes` is for eager steps, then for compiled steps.
     timed_tokens = sizes.timed_tokens[is_compiled]
     warmup_tokens = sizes.warmup_tokens[is_compiled]
     _drop_graphs(model)
     model.set_attn_implementation(contender.attention)
+    if contender.is_captured:
+        enable(model, capture=True)
     # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
     is_flash = contender.name == FLASH and stage.is_gpu and not stage.is_dry
     sdpa_context = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else nullcontext()
@@ -243,12 +248,13 @@ def _measure_cache(
                 input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
                 do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([timer]),
                 max_new_tokens=warmup_tokens + timed_tokens,
-                **_make_compile_options(is_compiled, stage),
+                **({} if contender.is_captured else _make_compile_options(is_compiled, stage)),
             )  # fmt: skip
         all_times = timer.step_times()
         seconds = time.perf_counter() - start
     finally:
         _drop_graphs(model)
+        disable(model)
     if not bool(timer.scores.isfinite().all()):
         raise RuntimeError("expected finite logits, got NaN or infinity")
     step_times = sorted(all_times[warmup_tokens - 1 :])

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -33,9 +34,11 @@ CSS = ".md-grid{max-width:76rem}.md-typeset table:not([class]){font-size:.68rem}
 # the color-blind can tell apart.
 SCHEMES = {"light": "#222222", "dark": "#dddddd"}
 POSITION = 2048  # tokens before the predictions in the picture of the README
-# Runs of more caches than the cards have, and the caches from left to right.
-MORE = "2026-11-27-more-caches"
-ORDER = ("adaptive", "default", "fp8_e3m4", "fp8", "fp8-1.0", "q8_0", "bf16", "QuantizedCache")
+# The bars of that picture: the name of a cache in the cards, and its label.
+OVERVIEW = {
+    "bf16": "16 bits (bfloat16)", "fp8": "8 bits, usual FP8 (E4M3)", "adaptive": "8 bits, hf_fp8kv"
+}  # fmt: skip
+BAR_COLORS = ("#999999", "#e69f00", "#0072b2")
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
 
@@ -100,8 +103,11 @@ def _api() -> Iterator[str]:
 
 def _examples() -> Iterator[str]:
     yield "# Examples\n\nEach runs from a clone, after `make venv`, with `.venv/bin/python`.\n\n"
+    sections = re.split(r"^## (.+)\n", (ROOT / "examples" / "README.md").read_text(), flags=re.M)
+    outputs = dict(zip(sections[1::2], sections[2::2], strict=True))
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield f"## {path.name} {{ #{path.stem} }}\n\n```python\n{path.read_text()}```\n\n"
+        yield outputs.get(path.name, "")
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         yield f"## {path.name} {{ #{path.stem} }}\n\n"
         for cell in json.loads(path.read_text())["cells"]:
@@ -217,40 +223,40 @@ def _draw_serving(axes: Axes, run: dict[str, Any]) -> None:
     axes.set_ylabel("tokens per second")
 
 
-def draw_overview(models: dict[str, dict[str, Any]]) -> bytes:
-    """Return a PNG with the bytes and the divergence of caches, by model and cache of a card."""
-    caches = list(dict.fromkeys(cache for model in models.values() for cache in model))
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    memory, quality = figure.subplots(1, 2)
-
-    def read(get: Callable[[dict[str, Any]], float]) -> dict[str, list[float | None]]:
-        return {
-            name: [get(model[cache]) if cache in model else None for cache in caches]
-            for name, model in models.items()
-        }
-
-    _bars(memory, caches, read(lambda cache: cache["bytes_per_token"] / 1000))
-    memory.set_ylabel("kB per token")
-    memory.legend(frameon=False)
-    divergences = read(lambda cache: 1e3 * _divergence(cache))
-    for color, (name, values) in zip(COLORS, divergences.items(), strict=False):
-        known = [(cache, kl) for cache, kl in zip(caches, values, strict=True) if kl is not None]
-        quality.plot(*zip(*known, strict=True), "o", label=name, color=color)
-    quality.set_ylabel(f"mean KL at {POSITION:,} tokens, 1e-3")
-    quality.set_yscale("log")
-    quality.grid(axis="y", alpha=0.2)
-    quality.spines[["top", "right"]].set_visible(False)
-    for axes in (memory, quality):
-        axes.tick_params("x", rotation=20)
+def draw_overview(cards: list[dict[str, Any]]) -> bytes:
+    """Return a PNG with three bars for memory and three for error, the means over the cards."""
+    figure = Figure(figsize=(9, 2.2), layout="constrained")
+    memory, error = figure.subplots(1, 2, sharey=True)
+    panels = (
+        (memory, "Memory per token, relative to 16 bits", _read_size, "{:.2f}"),
+        (error, "Error of the predictions, relative to usual FP8", _read_error, "{:.2f}"),
+    )
+    for axes, title, read, label in panels:
+        values = [fmean(read(card, cache) for card in cards) for cache in OVERVIEW]
+        bars = axes.barh(list(OVERVIEW.values()), values, height=0.7, color=BAR_COLORS)
+        axes.bar_label(bars, map(label.format, values), padding=4)
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_xlim(0, 1.15 * max(values))
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(bottom=False, labelbottom=False, left=False)
+    memory.invert_yaxis()
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
     return file.getvalue()
 
 
-def _divergence(cache: dict[str, Any]) -> float:
+def _read_size(card: dict[str, Any], cache: str) -> float:
+    return card["caches"][cache]["bytes_per_token"] / card["caches"]["bf16"]["bytes_per_token"]
+
+
+def _read_error(card: dict[str, Any], cache: str) -> float:
     from hf_fp8kv.card.measure import select_rows
 
-    return {row["position"]: row["kl"] for row in select_rows(cache, "exact")}[POSITION]
+    def read(cache: str) -> float:
+        rows = select_rows(card["caches"][cache], "exact")
+        return {row["position"]: row["kl"] for row in rows}[POSITION]
+
+    return read(cache) / read("fp8")
 
 
 CHARTS = (
@@ -260,10 +266,5 @@ CHARTS = (
 
 
 if __name__ == "__main__":  # writes the picture of the README
-    by_model: dict[str, dict[str, Any]] = {}
-    for path in sorted(CARDS.glob("*.json")):
-        more = json.loads((BENCHMARKS / f"{MORE}-{path.name}").read_text())["caches"]
-        card = json.loads(path.read_text())
-        found = card["caches"] | more
-        by_model[path.stem] = {cache: found[cache] for cache in ORDER if cache in found}
-    (ROOT / "docs" / "images" / "overview.png").write_bytes(draw_overview(by_model))
+    all_cards = [json.loads(path.read_text()) for path in sorted(CARDS.glob("*.json"))]
+    (ROOT / "docs" / "images" / "overview.png").write_bytes(draw_overview(all_cards))

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..modeling.model_support import (
     with_cache,
 )
 from . import latent
+from .capture import PRECISE_ERRORS, find_obstacle
 from .deterministic import (
     FunctionWatch,
     check_deterministic,
@@ -69,6 +70,8 @@ class ModelReport:
         refused: Reason why the model cannot use the cache, or "".
         probed: Whether the model was run. Otherwise, only its class and config were read.
         note: Additional information about the model, or "".
+        capture_obstacle: Why `enable(model, capture=True)` does not capture its steps. "" if they
+            can be captured, or if the model was not run.
     """
 
     model: str
@@ -76,6 +79,7 @@ class ModelReport:
     refused: str = ""
     probed: bool = False
     note: str = ""
+    capture_obstacle: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -106,6 +110,8 @@ class ModelReport:
                 lines.append(f"  {layer.path} (layer {layer.index}, {layer.kind}): {layer.why}")
         if self.note:
             lines.append(f"  note: {self.note}")
+        if self.capture_obstacle:
+            lines.append(f"  steps are not captured: {self.capture_obstacle}")
         return "\n".join(lines)
 
 
@@ -132,14 +138,16 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         return ModelReport(name, (), str(error))
     uses_interface = model._can_set_attn_implementation()
     paths: dict[int, str] | None = None
+    obstacle = ""
     if probe and uses_interface and not model.config.is_encoder_decoder:
-        paths = _probe_layers(model, cache)
+        paths, obstacle = _probe_layers(model, cache)
     layers = tuple(
         _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
     notes = describe_rounding(model), find_replacement(model.config)
-    return ModelReport(name, layers, probed=paths is not None, note=". ".join(filter(None, notes)))
+    note = ". ".join(filter(None, notes))
+    return ModelReport(name, layers, "", paths is not None, note, obstacle)
 
 
 def _report_layer(
@@ -166,8 +174,11 @@ def _report_layer(
     return LayerReport(index, kind, path, why)
 
 
-def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | None:
-    """Run the model on two tokens, then on one, and return the path of each layer."""
+def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, str]:
+    """Run the model on a few tokens.
+
+    Return the path of each layer, and why steps cannot be captured. (None, "") means an error.
+    """
     paths: dict[int, str] = {}
 
     def record(module: Any, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
@@ -185,10 +196,16 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str
             model(input_ids=ids, **with_cache(model, cache))
             paths.clear()
             model(input_ids=ids[:, :1], **with_cache(model, cache))
+            # The attention also records the calls of `find_obstacle`.
+            probed_paths = paths.copy()
+            try:
+                obstacle = find_obstacle(model, FP8PagedCache(model.config, backend="torch"))
+            except Exception as error:
+                obstacle = f"a step raises {type(error).__name__}: {error}".partition("\n")[0]
     except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
-        return None
-    return paths
+        return None, ""
+    return probed_paths, obstacle
 
 
 def probe_deterministic(
@@ -242,6 +259,53 @@ def probe_deterministic(
         raise ConfigError(
             "deterministic: expected a model whose results do not depend on batch and chunks, got "
             f"{name}, which {reason}. Leave deterministic out"
+        )
+
+
+def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None], Any]) -> None:
+    """Raise ConfigError if a model has different results with a preallocated cache.
+
+    A preallocated cache has positions without tokens. The code of some models takes the number of
+    positions for the number of tokens, or uses the mask for more than attention. The model
+    generates three tokens after two prompts, one with padding. A model that cannot generate from
+    token ids is not checked.
+
+    Args:
+        model: The model.
+        make_cache: Function that returns an empty cache in the model's dtype, for a number of
+            tokens, or a growing cache for None.
+    """
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(26, device=model.device).view(2, -1) * 37 + 11) % vocab_size
+    mask = torch.ones_like(ids)
+    ids[0, :3] = mask[0, :3] = 0
+    generate: Any = model.generate
+
+    def compute_logits(num_tokens: int | None) -> torch.Tensor:
+        output = generate(
+            input_ids=ids, attention_mask=mask, past_key_values=make_cache(num_tokens),
+            max_new_tokens=3, do_sample=False, num_beams=1, pad_token_id=0, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, disable_compile=True,
+        )  # fmt: skip
+        return torch.stack(output.logits).float()
+
+    reason = ""
+    with eval_mode(model), torch.compiler.set_stance("force_eager"):
+        try:
+            expected = compute_logits(None)
+        except Exception as error:
+            logger.info("%s could not be probed: %s", type(model).__name__, error)
+            return
+        try:
+            errors = (compute_logits(64) - expected).norm(dim=-1) / expected.norm(dim=-1)
+            if errors.max() > PRECISE_ERRORS.get(model.dtype, _LOGITS_TOLERANCE):
+                reason = f"has other logits, by {errors.max():.1%}"
+        except Exception as error:
+            reason = f"raises {type(error).__name__}: {error}"
+    if reason:
+        raise ConfigError(
+            "max_cache_len: expected a model that gives equal results with positions that hold no "
+            f"tokens yet, got {type(model).__name__}, which {reason}. Leave max_cache_len out"
         )
 
 

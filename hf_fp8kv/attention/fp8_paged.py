@@ -180,8 +180,8 @@ def fp8_paged_attention(
             return attended, None
         warn_once(_DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
-        attended: tuple[Tensor, Tensor | None] = rounding.attend(call)
-        return attended
+        rounded: tuple[Tensor, Tensor | None] = rounding.attend(call)
+        return rounded
     return attend_dense(call)
 
 
@@ -202,7 +202,7 @@ class AttentionRecord(NamedTuple):
 
 
 def _describe(
-    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: Tensor | None,
+    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: CompactMask | None,
     arguments: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return everything that a decode step depends on, except the pages and the values."""
@@ -211,7 +211,7 @@ def _describe(
         arguments, query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
         None if plan is None else plan.shape, getattr(module, "is_causal", True),
         vars(module).get(DETERMINISTIC),
-        None if mask is None else (type(mask), mask.shape[:3], mask.device, mask.window),
+        None if mask is None else (mask.shape[:3], mask.device, mask.window),
     )  # fmt: skip
 
 
@@ -224,10 +224,11 @@ def _repeat(
         return None
     if (record := pages.record) is None or (last := record.attention) is None:
         return None
+    if mask is not None and type(mask) is not CompactMask:
+        return None
     start, stop = key.start, key.stop
     if (
         last.module() is not module
-        or (mask is not None and type(mask) is not CompactMask)
         or last.layout != _describe(module, query, key, mask, arguments)
         or value.stop != stop
         or (key.side, value.side) != ("k", "v")
@@ -236,9 +237,11 @@ def _repeat(
         return None
     spec = last.spec
     if mask is not None:
+        scaling, causal, window, softcap, sinks, *_ = spec
         columns = mask.get_columns(start, stop)
-        spec = AttentionSpec(*spec[:5], columns, None, mask.bounds)
-    return last.attend(query, pages, key.lengths, start, stop, spec, key.plan)
+        spec = AttentionSpec(scaling, causal, window, softcap, sinks, columns, None, mask.bounds)
+    attended: Tensor = last.attend(query, pages, key.lengths, start, stop, spec, key.plan)
+    return attended
 
 
 def _record(
@@ -249,7 +252,7 @@ def _record(
     pages = key.pages
     if pages is None or pages.record is None or spec.deterministic or query.shape[2] != 1:
         return
-    if api.is_observed(query) or not (mask is None or type(mask) is CompactMask):
+    if api.is_observed(query) or (mask is not None and type(mask) is not CompactMask):
         return
     spec = _fit_to_pages(spec, query, key)
     attend = ops.bind(

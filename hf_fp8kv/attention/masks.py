@@ -20,10 +20,15 @@ from transformers.masking_utils import (
 from ..errors import ConfigError
 from ..modeling.step import step
 from ..ops.visibility import find_visible
+from ..utils.warn_once import warn_once
 from .compact import CompactMask, make_compact
 from .model_quirks import adds_mask, needs_mask
 
 Tensor = torch.Tensor
+_STOCK_WARNING = (
+    "attn_implementation='fp8_paged' got a cache of transformers, so nothing is stored in 8 bits. "
+    "Call hf_fp8kv.enable(model), or pass hf_fp8kv.FP8PagedCache(model) as the cache"
+)
 _AND_CODE, _WINDOW_CODE = and_masks().__code__, sliding_window_overlay(1).__code__
 
 
@@ -66,6 +71,8 @@ def fp8_paged_mask(
             f"attention_mask: expected a row for each of {batch_size} sequences, got "
             f"{tuple(attention_mask.shape)}. Pass the mask of this batch"
         )
+    if step.request.sizes is None and not isinstance(q_offset, Tensor) and q_offset > 0:
+        warn_once(_STOCK_WARNING)
     request = step.take_request(q_length, kv_length, kv_offset)
     first_query: Any = q_offset  # transformers declares an int, but may pass a tensor
     is_preallocated, config = request.is_preallocated, kwargs.get("config")

@@ -12,10 +12,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig
 
-from ..errors import ConfigError, FP8KVError
+from ..errors import ConfigError, FP8KVError, OutOfPagesError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.layer_specs import read_config, release_states
+from ..modeling.layer_specs import find_kv_sizes, read_config, release_states
 from ..modeling.model_support import (
     caches_latents,
     check_config,
@@ -25,6 +25,7 @@ from ..modeling.model_support import (
 from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
 from ..modeling.tensor_parallel import tensor_parallel as find_rank
+from ..ops.page_layout import make_page_layout
 from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
@@ -81,7 +82,7 @@ class FP8PagedCache(DynamicCache):
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, attn_implementation="fp8_paged")
-    out = model.generate(**inputs, past_key_values=FP8PagedCache(model))
+    out = model.generate(**inputs, cache=FP8PagedCache(model))
     ```
 
     A model has a storage plan, which `choose_plan` chooses for the first cache or `enable`. Later
@@ -367,7 +368,12 @@ class FP8PagedCache(DynamicCache):
                 "Pass a longer prompt, or call crop, reset or enable(model)"
             )
         patch_kv_wrapper()  # called again, because the model may be newer than the cache
-        columns, start = super().get_mask_sizes(query_length, layer_idx)
+        try:
+            columns, start = super().get_mask_sizes(query_length, layer_idx)
+        except OutOfPagesError:
+            if not self._paged.unreserve():
+                raise
+            columns, start = super().get_mask_sizes(query_length, layer_idx)
         step.request = self._paged.make_mask_request(query_length, columns, start)
         return columns, start
 
@@ -613,6 +619,30 @@ class FP8PagedCache(DynamicCache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"
+
+    def count_bytes(self, num_tokens: int = 1) -> tuple[float, float] | None:
+        """Return the bytes of the tokens of one sequence, in bf16 and in the pages of this cache.
+
+        Paged layers count, each with the tokens in its window and without unused slots. Before the
+        first token, the sizes of K and V are read from the config. None means that it has none.
+        """
+        dense_bytes = stored_bytes = 0.0
+        for layer in self.paged_layers:
+            pool, size, plan = layer.store.pool, self.options.page_size, layer.store.encoding.plan
+            shape = None if self.config is None else find_kv_sizes(self.config, layer.index)
+            if layer.store.is_initialized:
+                shape = pool.num_heads, pool.k_dim, pool.v_dim
+            elif shape is not None:
+                shape = shape[0] // self.options.tensor_parallel.size, *shape[1:]
+            if shape is None:
+                return None
+            dtypes = [torch.bfloat16 if side.is_auto else torch.uint8 for side in plan]
+            has_scales = self.options.has_dynamic_scales and torch.uint8 in dtypes
+            layout = make_page_layout(shape[0], size, *shape[1:], dtypes[0], dtypes[1], has_scales)
+            num_kept = min(num_tokens, layer.sliding_window or num_tokens)
+            stored_bytes += num_kept * layout.size / size
+            dense_bytes += 2 * num_kept * shape[0] * (shape[1] + shape[2])
+        return (dense_bytes, stored_bytes) if dense_bytes else None
 
     def memory_footprint(self) -> MemoryFootprint:
         """Return the memory of the cache. A page that forks share counts for each of them."""

@@ -55,6 +55,21 @@ class Indexer(StaticIndexedLayer):
             self.is_unused = False
             self.update_indexer(keys)
 
+    def set_capacity(self, max_tokens: int | None, length: int) -> None:
+        """Preallocate keys of `max_tokens` tokens, of which `length` are stored.
+
+        None means that the keys grow again.
+        """
+        self.max_cache_len = max_tokens
+        if max_tokens is None:
+            self.trim(length)
+        elif self.indexer_keys is not None:
+            padding = 0, 0, 0, max_tokens - length
+            self.indexer_keys = torch.nn.functional.pad(self.indexer_keys, padding)
+            self.indexer_device = self.indexer_keys.device
+            self.indexer_cumulative_length = torch.tensor(length)
+            self._mark_addresses()
+
     def move(self, device: torch.device) -> None:
         """Move all tensors to `device`, to new addresses."""
         with torch.inference_mode(False), torch.no_grad():

@@ -101,6 +101,16 @@ class LayerStore:
         self._is_prepared = True
         self.mark_addresses()
 
+    def set_length(self, length: HostLength | DeviceLength) -> None:
+        """Replace the length of an initialized layer, which keeps its contents."""
+        self.length, self.group = length, length.group
+        self.pool.memory.grow(self.group.capacity)
+        if self.indexer is not None:
+            self.indexer.set_capacity(length.max_tokens, length.count_stored())
+        self.mark_addresses()
+        if isinstance(length, DeviceLength):
+            length.fill_plan(1)
+
     def mark_addresses(self) -> None:
         """Use the group's work plan, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
@@ -203,6 +213,8 @@ class LayerStore:
         the errors of `LayerGroup.reserve`.
         """
         blocks, group, member = self.pool.blocks, self.group, self.length.member
+        if self.length.max_tokens is not None:  # a growing fork may have recorded a step
+            return None
         if (cached := blocks.cached_pages) is None or (record := cached[1].record) is None:
             return None
         if record.layout != describe_tokens(key, value) or api.is_observed(key):

@@ -53,6 +53,7 @@ class PagedLayers:
         layers: The paged layers, in the order of the model.
         stores: The stores of the paged layers, in the same order.
         is_open_ended: Whether layers are added as the model uses them.
+        num_changes: Number of operations other than steps that may have changed the layers.
     """
 
     def __init__(
@@ -71,6 +72,9 @@ class PagedLayers:
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._has_static_layers = False  # whether transformers' static layers share the masks
         self._uses_flex = False  # whether attention in the current step is flex attention
+        # The lengths of growing layers while they are preallocated (see `reserve`).
+        self._growing_lengths: list[HostLength] = []
+        self.num_changes = 0
         patch_kv_wrapper()
 
     # -- creation of layers ------------------------------------------------------------------
@@ -183,6 +187,7 @@ class PagedLayers:
 
         If no layer has tokens, the fork gets new pages.
         """
+        self.unreserve()
         self._check_complete()
         lengths = self.read_lengths()
         has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
@@ -248,17 +253,74 @@ class PagedLayers:
         if self._has_static_layers and self.stores:
             self.stores[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
         options = self.options
+        max_tokens = self.stores[0].length.max_tokens if self.stores else options.max_cache_len
         is_empty = not self.stores or self.stores[0].length.is_empty
         is_stored = not is_empty or options.prefill == "stored"
         # Static layers of transformers return columns without tokens, which only a mask hides.
-        is_preallocated = (
-            is_stored and num_columns == options.max_cache_len and not self._has_static_layers
-        )
+        is_preallocated = is_stored and num_columns == max_tokens and not self._has_static_layers
         sizes = num_tokens, num_columns, start
-        return MaskRequest(sizes, is_preallocated, not options.is_preallocated, is_stored)
+        return MaskRequest(sizes, is_preallocated, max_tokens is None, is_stored)
+
+    # -- steps at constant addresses ---------------------------------------------------------
+
+    def reserve(self, max_tokens: int) -> None:
+        """Make growing layers preallocated until `unreserve`, so that a step changes no address.
+
+        No bytes are copied: the layers keep their pools and block tables, which get pages for
+        `max_tokens` tokens per sequence. All layers must have the same number of tokens.
+
+        Raises:
+            OutOfPagesError: The budget would be exceeded. The layers keep growing.
+        """
+        length = self.read_lengths()[0]
+        span = length, max_tokens, self.batch
+        for group in self.groups.values():
+            group.settle_step()
+        self.budget.check(sum(x.table.count_needed(*span) for x in self.groups.values()))
+        reserved = dict[int | None, FixedPages]()
+        tables = dict[int | None, torch.Tensor]()
+        for window, group in self.groups.items():
+            group.table.reserve(*span, group.copy_pages)
+            reserved[window] = FixedPages(self.budget, window, max_tokens, group.table)
+            # Pages before the window are freed and never read, but need a valid number.
+            device = self.stores[0].encoding.device
+            tables[window] = reserved[window].table_on(device).clamp(min=0)
+        for layer, store in zip(self.layers, self.stores, strict=True):
+            assert isinstance(store.length, HostLength)
+            self._growing_lengths.append(store.length)
+            window = store.group.window
+            fixed = reserved[window]
+            device_length = DeviceLength(fixed, fixed.add(store.pool))
+            device_length.allocate_lengths(tables[window], length)
+            store.set_length(device_length)
+            layer.is_compileable = True
+
+    def unreserve(self) -> bool:
+        """Undo `reserve`, and free the pages without tokens. Return whether layers were reserved.
+
+        This synchronizes with the device. Every operation that changes the layers other than by a
+        step calls this method first.
+        """
+        self.num_changes += 1
+        if not self._growing_lengths:
+            return False
+        lengths = self.read_lengths()
+        # After an interrupted `reserve`, only the first layers are preallocated.
+        for growing, layer, store, length in zip(
+            self._growing_lengths, self.layers, self.stores, lengths, strict=False
+        ):
+            growing.group.lengths[growing.member] = length
+            store.set_length(growing)
+            layer.is_compileable = False
+        self._growing_lengths.clear()
+        for group in self.groups.values():
+            group.positions = None
+            group.crop(0)
+        return True
 
     def check_crop(self, num_tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
+        self.unreserve()
         self._check_complete()
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
         if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
@@ -270,18 +332,20 @@ class PagedLayers:
 
         Raise OutOfPagesError, and change nothing, if a preallocated cache would exceed its budget.
         """
+        self.unreserve()
         if not self.fixed_groups:
             for group in self.groups.values():
                 group.crop(num_tokens)
             self._free_empty_pools()
         elif num_tokens:
             new_lengths = [max(length - num_tokens, 0) for length in self.read_lengths()]
-            longest = max(new_lengths, default=0)
-            page_counts = [x.count_new_pages(slice(None), longest) for x in self.fixed_groups]
+            # The layer with the fewest tokens is the first to write into a page.
+            shortest = min(new_lengths, default=0)
+            page_counts = [x.count_new_pages(slice(None), shortest) for x in self.fixed_groups]
             self.budget.check(sum(page_counts))
             for store, length in zip(self.stores, new_lengths, strict=True):
                 store.crop_to(length)
-            self._unshare_pages(longest)
+            self._unshare_pages(shortest)
 
     def end_layer(self, index: int, num_tokens: int, keys: torch.Tensor) -> bool:
         """Record that layer `index` has stored its new tokens. Return `uses_flex_attention()`.
@@ -331,6 +395,7 @@ class PagedLayers:
         """Remove the tokens of layers before `index` in a failed step, if the cache is growing."""
         if self.options.is_preallocated:
             return
+        self.unreserve()
         step_layers, self._step_layers = self._step_layers, []
         is_current = step_layers and step_layers[-1][0] < index  # not of the previous step
         for store in self.stores:
@@ -352,6 +417,7 @@ class PagedLayers:
 
     def reset(self) -> None:
         """Remove all tokens. A preallocated cache keeps its addresses."""
+        self.unreserve()
         was_incomplete = any(group.is_incomplete for group in self.groups.values())
         for group in self.groups.values():
             group.is_incomplete = False
@@ -396,6 +462,7 @@ class PagedLayers:
             OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
         """
         self._check_complete()
+        self.unreserve()
         batch = self.batch
         if not batch:
             return
@@ -404,23 +471,23 @@ class PagedLayers:
             raise ConfigError(
                 f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = max(self.read_lengths(), default=0) if self.fixed_groups else 0
+        lengths = (self.fixed_groups and self.read_lengths()) or [0]
         if self.fixed_groups:
-            page_counts = [group.count_new_pages(rows, length) for group in self.fixed_groups]
+            page_counts = [x.count_new_pages(rows, min(lengths)) for x in self.fixed_groups]
             self.budget.check(max(sum(page_counts), 0))
         for group in self.groups.values():
             group.settle_step()
             table = group.table
             if self.fixed_groups:
                 # Empty pages are not shared, so each sequence gets new pages.
-                table.free_from(length)
+                table.free_from(max(lengths))
             if table.batch:
                 table.replace_rows(table.rows[rows], table.first_page)
         for store in self.stores:
             if store.indexer is not None:
                 store.indexer.reorder_cache(sequences.long())
         if self.fixed_groups:
-            self._unshare_pages(length)
+            self._unshare_pages(min(lengths))
         else:
             for group in self.groups.values():
                 group.shrink()

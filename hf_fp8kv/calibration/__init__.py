@@ -1,6 +1,7 @@
 """Calibrate static scales on texts, choose storage plans, and measure their quality."""
 
 from .plan_choice import choose_plan
-from .run import calibrate, measure
+from .quality import measure
+from .static_scales import calibrate
 
 __all__ = ["calibrate", "choose_plan", "measure"]

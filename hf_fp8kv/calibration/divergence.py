@@ -47,7 +47,6 @@ def compare_caches(
     *,
     num_prefill: int = 512,
     chunk_size: int = 32,
-    first_position: int | None = None,
     on_call: Callable[[int], object] | None = None,
 ) -> dict[str, Scores]:
     """Return the scores of each cache by name, relative to `DynamicCache`, named `UNQUANTIZED`.
@@ -61,8 +60,6 @@ def compare_caches(
         factories: Functions that make an empty cache (for the decoder's self-attention), by name.
         num_prefill: Number of tokens that the first call reads on an empty cache, without scores.
         chunk_size: Number of tokens that each later call scores. It attends to all stored tokens.
-        first_position: Position of the first token, for models that take `position_ids`. None means
-            the model's first position.
         on_call: Function that is called after each call of the model, with its number of tokens.
 
     Raises:
@@ -85,9 +82,6 @@ def compare_caches(
     chunks = ids[:, num_prefill:].split(chunk_size, dim=1)
     for chunk_ids in (ids[:, :num_prefill], *chunks):
         stop = start + chunk_ids.shape[1]
-        if first_position is not None:
-            positions = torch.arange(start, stop, device=ids.device) + first_position
-            inputs["position_ids"] = positions.expand(chunk_ids.shape)
         expected: Tensor | None = None
         for name, cache in caches.items():
             logits = compute_logits(model, chunk_ids, cache, inputs, scored=start > 0)

@@ -10,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, FP8KVError
+from ..formats.rotation import rotate
 from ..modeling.exact_states import exact_states, warn_of_rounding
 from ..modeling.model_support import with_cache
 from ..modeling.tensor_parallel import tensor_parallel
@@ -17,9 +18,6 @@ from .divergence import make_last_logit_kwargs
 
 # Receives the index of a layer, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
 StatesCallback = Callable[[int, Tensor, Tensor], None]
-TensorDict = dict[str, Tensor]
-# Prefix of the names of the ranges of rotated values.
-ROTATED = "rotated."
 # Exceptions that a model's code may raise if it is called in an unexpected way.
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -141,36 +139,7 @@ def find_input_device(model: PreTrainedModel) -> torch.device:
     return next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
 
 
-def measure_range(
-    k: Tensor, v: Tensor, k_partner: Tensor | None, v_partner: Tensor | None
-) -> TensorDict:
-    """Return the range of K and V of a layer, each `[N, Hkv, D]`. Partners are as in `Partners`.
-
-    `k_max`, `k_min`, `v_max` and `v_min` are `[Hkv, D]`, float32. So are `k_pair_norm` and
-    `v_pair_norm`, the largest norm of each channel and its partner. `k_sum` is the sum of K,
-    `[Hkv, D]`, float64, and `count` the number of tokens, int64.
-    """
-    k, v = k.float(), v.float()
-    ranges = {"count": torch.tensor(k.shape[0], device="cpu")}
-    for side, x, partner in (("k", k, k_partner), ("v", v, v_partner)):
-        ranges[f"{side}_max"], ranges[f"{side}_min"] = x.amax(0), x.amin(0)
-        norms = x.abs()
-        if partner is not None:
-            partner = partner.to(x.device)
-            is_unpaired = partner == torch.arange(len(partner), device=x.device)
-            norms = torch.where(is_unpaired, norms, torch.hypot(x, x[..., partner]))
-        ranges[f"{side}_pair_norm"] = norms.amax(0)
-    ranges["k_sum"] = k.sum(0, dtype=torch.float64)
-    return ranges
-
-
-# Functions that merge two tensors, by the last word of their name. All other tensors are added.
-_MERGE_FUNCTIONS = {"min": torch.minimum, "max": torch.maximum, "norm": torch.maximum}
-
-
-def merge_tensors(first: TensorDict, second: TensorDict) -> TensorDict:
-    """Merge the ranges and sums of different tokens, on the devices of `first`."""
-    return {
-        name: _MERGE_FUNCTIONS.get(name.rpartition("_")[2], torch.add)(x, second[name].to(x.device))
-        for name, x in first.items()
-    }
+def center_and_rotate(x: Tensor, center: Tensor | None, *, rotated: bool) -> Tensor:
+    """Return `x`, `[N, Hkv, D]`, in float32. Subtract a center `[Hkv, D]`, then rotate."""
+    x = x.float() if center is None else x.float() - center.to(x.device)
+    return rotate(x) if rotated else x

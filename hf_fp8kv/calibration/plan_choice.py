@@ -28,19 +28,29 @@ from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePla
 from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.identity import sample_model
-from ..modeling.model_support import accepts_argument, caches_latents, config_field, find_base_model
+from ..modeling.model_support import (
+    accepts_argument,
+    caches_latents,
+    config_field,
+    find_base_model,
+    find_max_positions,
+    has_rope,
+)  # fmt: skip
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder, digest_of
-from .choose import center_and_rotate, pick_candidate
-from .observe import Batch, find_input_device, find_paged_layers, nan_error
+from .observe import (
+    Batch,
+    center_and_rotate,
+    find_input_device,
+    find_paged_layers,
+    nan_error,
+)  # fmt: skip
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
 from .protection import MAX_TRIES, protect_layers
 from .queries import Queries, observe_queries
-from .rope import find_max_positions, has_rope
-from .stages import sample_windows
-from .texts import read_model_corpus
+from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +58,7 @@ logger = logging.getLogger(__name__)
 # tokens, positions, candidates, costs or protection. Plans in files have an older number then.
 _CHOOSER_VERSION = 1
 _MAX_WINDOW_TOKENS = 128  # maximum number of tokens of a window
+_MAX_WINDOWS = 8  # maximum number of windows of texts that are read
 _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the model has them
 # Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
 # smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
@@ -69,7 +80,7 @@ _STORAGE_ARGUMENTS = ("key_dtype", "value_dtype", "plan", "scales")
 _CHOICE_ATTRIBUTE, _FROZEN_ATTRIBUTE = "_hf_fp8kv_plan_choice", "_hf_fp8kv_frozen_plan"
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
-_LayerStates = tuple[Tensor, Tensor, Queries | None]
+LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 
 class Passes(NamedTuple):
@@ -122,11 +133,10 @@ def choose_plan(
     if texts is None:
         return _choose(model, None, Passes(), max_extra_bytes)
     find_paged_layers(model)  # raises an error before the texts are read
-    corpus = read_model_corpus(
-        model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS, held_out=0,
+    windows = sample_windows(read_model_windows(
+        model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS,
         text_column=text_column, chat_template=chat_template,
-    )  # fmt: skip
-    windows = sample_windows(corpus.windows)
+    ))  # fmt: skip
     num_tokens = sum(map(len, windows))
     if num_tokens < _MAX_WINDOW_TOKENS:
         logger.warning(
@@ -340,7 +350,7 @@ def _choose(
     eager = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
     with torch.inference_mode(False), torch.random.fork_rng(gpus), eager:
         with eval_mode(model):
-            states_by_call, num_positions = _read_states(
+            states_by_call, num_positions = read_states(
                 model, layers, windows, passes.num_positions
             )
         may_transform_k = num_positions > 1 or not has_rope(model)
@@ -377,12 +387,21 @@ def _list_first_positions(model: PreTrainedModel, num_tokens: int) -> list[int |
     return first_positions
 
 
-def _read_states(
-    model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor], max_positions: int
-) -> tuple[list[dict[int, _LayerStates]], int]:
-    """Return the states of layers for each window and position, and the number of positions."""
+def sample_windows(windows: Sequence[Tensor]) -> list[Tensor]:
+    """Return windows at even distances in a list sorted by length, at most `_MAX_WINDOWS`."""
+    return list(windows[:: max(1, len(windows) // _MAX_WINDOWS)][:_MAX_WINDOWS])
+
+
+def read_states(
+    model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor],
+    max_positions: int = len(_FIRST_POSITIONS),
+) -> tuple[list[dict[int, LayerStates]], int]:  # fmt: skip
+    """Return the states of layers for each window and position, and the number of positions.
+
+    A window is read at up to `max_positions` first positions that the model has.
+    """
     first_positions = _list_first_positions(model, max(map(len, windows)))[:max_positions]
-    states_by_call: list[dict[int, _LayerStates]] = []
+    states_by_call: list[dict[int, LayerStates]] = []
 
     def add_states(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> None:
         states_by_call[-1][index] = k, v, queries
@@ -403,7 +422,7 @@ def _read_states(
 
 
 def _choose_layer_plan(
-    index: int, all_states: Sequence[_LayerStates], may_transform_k: bool, is_latent: bool
+    index: int, all_states: Sequence[LayerStates], may_transform_k: bool, is_latent: bool
 ) -> tuple[Tensor | None, LayerPlan, float]:
     """Return the center of K on the CPU or None, the plan of least cost, and the cost of its K."""
     plans = [_FALLBACK, *_ROTATED_PLANS]
@@ -428,28 +447,42 @@ def _choose_layer_plan(
         # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
         q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])
         sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
-        k_cost = sample.compute_cost("k", k_errors, "head")
-        v_cost = sample.compute_cost("v", v_errors, "head")
-        costs.append(torch.cat([k_cost, v_cost]).sum((1, 3)))
+        k_cost = sample.compute_cost("k", k_errors)
+        v_cost = sample.compute_cost("v", v_errors)
+        costs.append(torch.cat([k_cost, v_cost]).sum(1))
     total_costs = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*total_costs))):
         raise nan_error(index, "K and V")
     k_costs, v_costs = total_costs[:num_k_plans], total_costs[num_k_plans:]
-    k_index = pick_candidate(k_costs, _MAX_COST_RATIO)
-    if pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
+    k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
+    if _pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
         searched_costs = _search_k_costs(all_states, center, [k_plans[0], k_plans[k_index]])
-        k_index *= pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
+        k_index *= _pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
     if k_index == 0:  # a center may cost more than no center
         plain_index = k_plans.index(_FALLBACK)
-        k_index = plain_index * pick_candidate([k_costs[0], k_costs[plain_index]], 1.0)
+        k_index = plain_index * _pick_candidate([k_costs[0], k_costs[plain_index]], 1.0)
     k_plan = k_plans[k_index]
-    v_plan = SidePlan(AUTO) if is_latent else v_plans[pick_candidate(v_costs, _MAX_COST_RATIO)]
+    v_plan = SidePlan(AUTO) if is_latent else v_plans[_pick_candidate(v_costs, _MAX_COST_RATIO)]
     used_center = center.cpu() if k_plan.centered else None
     return used_center, LayerPlan(k_plan, v_plan), sum(k_costs[k_index])
 
 
+def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
+    """Return the index of the candidate of least cost, or 0 if no candidate is good.
+
+    `costs` is `[candidates][parts]`. A part is a head. In each part the
+    cost of a good candidate is at most `max_ratio` times the cost of the first candidate.
+    """
+    good_indices = [
+        index
+        for index, parts in enumerate(costs)
+        if all(cost <= max_ratio * fallback for cost, fallback in zip(parts, costs[0], strict=True))
+    ]
+    return min(good_indices, key=lambda index: sum(costs[index]), default=0)
+
+
 def _search_k_costs(
-    all_states: Sequence[_LayerStates], center: Tensor, plans: Sequence[SidePlan]
+    all_states: Sequence[LayerStates], center: Tensor, plans: Sequence[SidePlan]
 ) -> list[list[float]]:
     """Return the cost of K by plan and head, with the scales of a cache."""
     costs = [torch.zeros(len(center), device="cpu") for _ in plans]
@@ -460,7 +493,7 @@ def _search_k_costs(
             fmt = FORMATS[plan.format]
             error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
             q = rotate(queries.q) if plan.rotated else queries.q
-            cost += replace(queries, q=q).compute_cost("k", error, "head")[:, 0].cpu()
+            cost += replace(queries, q=q).compute_cost("k", error).cpu()
     return [cost.tolist() for cost in costs]
 
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
 from ..ops.visibility import find_first_visible
-from ..scales.layer_scales import Granularity
 from .observe import Batch, observe
 
 # Maximum number of queries of a window.
@@ -46,22 +45,17 @@ class Queries:
         logits = (q @ k.float().permute(1, 2, 0)).view(num_kv_heads, -1, *is_masked.shape)
         return cls(q, logits.masked_fill(is_masked, -torch.inf).softmax(-1).flatten(1, 2))
 
-    def compute_cost(self, side: str, error: Tensor, granularity: Granularity) -> Tensor:
-        """Return the cost of errors of K or V, `[..., N, Hkv, D]`, as `[..., Hkv, D or 1]`.
+    def compute_cost(self, side: str, error: Tensor) -> Tensor:
+        """Return the cost of errors of K or V, `[..., N, Hkv, D]`, by head, `[..., Hkv]`.
 
-        Granularity "channel" gives a cost for each channel, any other granularity a cost for each
-        head. The number of operations does not depend on the leading dimensions of the errors.
+        The number of operations does not depend on the leading dimensions of the errors.
         """
         error = error.transpose(-3, -2)
         if side == "v":
-            outputs = (self.weights @ error).square().sum(-2)
-            return outputs if granularity == "channel" else outputs.sum(-1, keepdim=True)
-        if granularity == "channel":
-            mean_error, mean_square = self.weights @ error, self.weights @ error.square()
-            return (self.q.square() * (mean_square - mean_error.square())).sum(-2)
+            return (self.weights @ error).square().sum((-2, -1))
         logits = self.q @ error.mT
         logits = logits - (self.weights * logits).sum(-1, keepdim=True)
-        return (self.weights * logits.square()).sum((-2, -1))[..., None]
+        return (self.weights * logits.square()).sum((-2, -1))
 
 
 def observe_queries(

@@ -1,16 +1,13 @@
-"""Read the texts of a calibration, tokenize them, and split them into windows, in two sets.
+"""Read the texts of a calibration, tokenize them, and split them into windows.
 
-Both sets are the same for any order of the texts, if all texts are read.
+The windows are the same for any order of the texts, if all texts are read.
 """
 
-import hashlib
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..modeling.model_support import find_max_positions
 from ..utils.arguments import check_count
 from ..utils.text import format_list, format_value
-from .rope import find_max_positions
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +32,13 @@ _LINES_PER_WINDOW, _UNCUT_CHARACTERS = 8, 32
 _LINES_PER_CALL, _CHARACTERS_PER_READ = 1024, 1 << 16
 
 
-# Tensors have no truth value, so two corpora cannot be compared with `==`.
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """The windows that a calibration reads, and the windows held out to check its result."""
-
-    windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
-    held_out_windows: tuple[torch.Tensor, ...]  # only for the report, without copies in `windows`
-    num_texts: int  # number of texts that are not blank
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens in the windows."""
-        return sum(map(len, self.windows))
-
-
-def read_model_corpus(
+def read_model_windows(
     model: PreTrainedModel, texts: Any, tokenizer: Any, *, max_length: int, **options: Any
-) -> Corpus:
-    """Read texts for a model, with its own tokenizer if `tokenizer` is None.
+) -> list[torch.Tensor]:
+    """Return `read_windows` for a model, with its own tokenizer if `tokenizer` is None.
 
     Raises:
-        ConfigError: As `read_corpus`, or the model has no embedding for a token id.
+        ConfigError: As `read_windows`, or the model has no embedding for a token id.
     """
     name = getattr(model, "name_or_path", "")
     if tokenizer is None and name:
@@ -68,23 +50,23 @@ def read_model_corpus(
             # Token ids need no tokenizer. Other texts raise an error without one.
             logger.info("no tokenizer in %s: %s", name, error)
     max_length = min(max_length, find_max_positions(model))
-    corpus = read_corpus(texts, tokenizer, max_length=max_length, **options)
+    windows = read_windows(texts, tokenizer, max_length=max_length, **options)
     vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    max_id = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out_windows))
+    max_id = max(int(window.max()) for window in windows)
     if vocab_size is not None and max_id >= vocab_size:
         rule = f"token ids below {vocab_size}, the vocabulary of the model"
         raise _make_error("texts", rule, max_id, "Use the tokenizer of the model")
-    return corpus
+    return windows
 
 
-def read_corpus(
-    texts: Any, tokenizer: Any, *, max_tokens: int, max_length: int, held_out: int,
-    text_column: str = "text", chat_template: bool | None = None,
-) -> Corpus:  # fmt: skip
-    """Read texts as windows of at most `max_length` tokens, in a canonical order.
+def read_windows(
+    texts: Any, tokenizer: Any, *, max_tokens: int, max_length: int, text_column: str = "text",
+    chat_template: bool | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return texts as windows of token ids, int32 `[T]` on the CPU, the longest first.
 
-    A text is cut into consecutive windows, and a window of one token is left out. The tokenizer
-    adds its special tokens once per text. Blank texts are skipped.
+    A text is cut into consecutive windows of at most `max_length` tokens. A window of one token is
+    left out. The tokenizer adds its special tokens once per text. Blank texts are skipped.
 
     Args:
         texts: The path of a `.txt` file (UTF-8) or of a `.jsonl` file, or an iterable such as a
@@ -93,9 +75,8 @@ def read_corpus(
             `text_column` (or in `messages`, if `text_column` is "text"). A text file is cut into
             texts of about a window, at the ends of paragraphs.
         tokenizer: A tokenizer of transformers, or None if all items are token ids.
-        max_tokens: Maximum number of tokens in both sets. Reading stops there.
+        max_tokens: Maximum number of tokens. Reading stops there.
         max_length: Maximum number of tokens in a window.
-        held_out: Approximate number of tokens to hold out (see `_choose_held_out`).
         text_column, chat_template: As in `calibrate`.
 
     Raises:
@@ -103,34 +84,30 @@ def read_corpus(
     """
     check_count("max_tokens", max_tokens, _MIN_TOKENS)
     check_count("max_length", max_length, _MIN_TOKENS)
-    check_count("held_out", held_out, 0)
     encoder = _Encoder(tokenizer, text_column, chat_template)
-    windows_by_text: list[list[torch.Tensor]] = []
+    windows: list[torch.Tensor] = []
+    num_texts = 0
     tokens_left = max_tokens
     for label, item in _list_items(texts, encoder, max_length):
         ids = encoder.encode(label, item)
         if ids is None:
             continue
         # A view would keep the complete text in memory.
-        windows = [w.clone() for w in ids[:tokens_left].split(max_length) if len(w) >= _MIN_TOKENS]
-        windows_by_text.append(windows)
-        tokens_left -= sum(map(len, windows))
+        new_windows = [w.clone() for w in ids[:tokens_left].split(max_length)]
+        windows += [w for w in new_windows if len(w) >= _MIN_TOKENS]
+        num_texts += 1
+        tokens_left = max_tokens - sum(map(len, windows))
         if tokens_left < _MIN_TOKENS:
             break
-    if tokens_left == max_tokens:
-        num_short = len(windows_by_text)
-        got = f"{num_short} of one token" if num_short else "none except blank texts"
+    if not windows:
+        got = f"{num_texts} of one token" if num_texts else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
         raise _make_error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
-    held_out_contents = _choose_held_out(windows_by_text, held_out)
-    windows = sorted(chain(*windows_by_text), key=lambda w: (-len(w), _to_bytes(w)))
-    held_out_windows = [w for w in windows if _to_bytes(w) in held_out_contents]
-    windows = [w for w in windows if _to_bytes(w) not in held_out_contents]
-    return Corpus(tuple(windows), tuple(held_out_windows), len(windows_by_text))
+    return sorted(windows, key=lambda w: (-len(w), _to_bytes(w)))
 
 
 class _Encoder:
-    """Converts items to token ids, with the options of `read_corpus`."""
+    """Converts items to token ids, with the options of `read_windows`."""
 
     def __init__(self, tokenizer: Any, text_column: str, chat_template: bool | None) -> None:
         from transformers import PreTrainedTokenizerBase
@@ -326,40 +303,3 @@ def _join_parts(parts: Sequence[tuple[str, int]]) -> str:
 
 def _to_bytes(window: torch.Tensor) -> bytes:
     return window.numpy().astype("<i4").tobytes()
-
-
-def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], target: int) -> set[bytes]:
-    """Return the contents of the windows to hold out. All copies of a window are held out or none.
-
-    The windows have about `target` tokens, at most twice that number, and at most a quarter of all
-    tokens. Texts are ordered by their longest window and then by a hash. In this order, each text
-    that still fits is held out with all its windows. A longer text is held out window by
-    window. A window that also occurs in a different text is not held out. If nothing fits, one
-    window is held out, unless all windows are equal.
-    """
-    texts = [tuple(map(_to_bytes, windows)) for windows in windows_by_text if windows]
-    token_counts = {content: len(content) // 4 * n for content, n in Counter(chain(*texts)).items()}
-    if not target or len(token_counts) < 2:
-        return set()
-    distinct_texts = set(texts)
-    text_counts = Counter(content for text in distinct_texts for content in set(text))
-    groups = [{c for c in text if text_counts[c] == 1} for text in distinct_texts]
-    quarter_tokens = sum(token_counts.values()) // 4
-    max_held_out = min(2 * target, quarter_tokens)
-    held_out: set[bytes] = set()
-    num_held_out = 0
-    for group in sorted(filter(None, groups), key=_make_sort_key):
-        group_fits = sum(token_counts[c] for c in group) <= max_held_out
-        for unit in [group] if group_fits else sorted(({c} for c in group), key=_make_sort_key):
-            num_tokens = sum(token_counts[c] for c in unit)
-            if num_held_out < target and num_held_out + num_tokens <= max_held_out:
-                held_out |= unit
-                num_held_out += num_tokens
-    # If nothing fits: the first window of at most a quarter of all tokens, or the smallest window.
-    ranked_contents = sorted(token_counts, key=lambda c: _make_sort_key([c]))
-    return held_out or {min(ranked_contents, key=lambda c: max(token_counts[c], quarter_tokens))}
-
-
-def _make_sort_key(contents: Iterable[bytes]) -> tuple[int, bytes]:
-    sorted_contents = sorted(contents)
-    return -max(map(len, sorted_contents)), hashlib.sha256(b"".join(sorted_contents)).digest()

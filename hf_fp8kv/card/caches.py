@@ -12,6 +12,7 @@ from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, FP8KVError
 from ..formats.rotation import rotate
 from ..scales.checkpoint.configs import describe_kv_scales
+from ..utils.text import suggest
 
 FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
 _BLOCK_SIZE, _MAX_CODE = 32, 127  # values that share a scale in llama.cpp's q8_0, and largest code
@@ -171,7 +172,7 @@ def choose_contenders(
             if name not in CONTENDERS:
                 raise ConfigError(
                     f"caches: expected some of {', '.join(CONTENDERS)}, or a plan such as 'int8 "
-                    f"rotated', got {name!r}. {error}"
+                    f"rotated', got {name!r}.{suggest(name, CONTENDERS)}"
                 ) from error
             refusals[name] = " ".join(str(error).split())
         else:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..calibration.texts import read_corpus
+from ..calibration.texts import read_windows
 from ..errors import ConfigError
 
 _MIN_MODULE_BYTES = 16_000  # minimum size of a module that is read as code
@@ -73,8 +73,7 @@ def _read_text(tokenizer: Any, passages: Iterator[Any], length: int) -> torch.Te
         if num_characters < min_characters:
             continue
         text = _join_passages(text_passages, tokenizer)
-        corpus = read_corpus([text], tokenizer, max_tokens=length, max_length=length, held_out=0)
-        ids = corpus.windows[0]
+        ids = read_windows([text], tokenizer, max_tokens=length, max_length=length)[0]
         if len(ids) == length:
             return ids[None].long()
         min_characters = num_characters + _CHARACTERS_PER_TOKEN * length // 4

@@ -27,6 +27,11 @@ _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
 # Field of a config. Phi-3 computes all tokens again when a text grows past this length.
 _REPLACEMENT_LENGTH = "original_max_position_embeddings"
+# Config fields that hold the number of positions.
+_POSITION_FIELDS = (
+    "max_position_embeddings", "n_positions", "max_target_positions",
+    "max_encoder_position_embeddings", "max_decoder_position_embeddings",
+)  # fmt: skip
 # Whether the cache that is being made belongs to an enabled model.
 is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
 
@@ -99,6 +104,19 @@ def config_field(config: Any, name: str) -> Any:
     except RuntimeError:  # raised by transformers if layers have different values
         values = (getattr(layer, name, None) for layer in config.per_layer_config)
         return next((value for value in values if value is not None), None)
+
+
+def find_max_positions(model: PreTrainedModel) -> int:
+    """Return the maximum number of positions in the config, or `sys.maxsize` if it has none."""
+    config = model.config.get_text_config(decoder=True)
+    values = (config_field(config, name) for name in _POSITION_FIELDS)
+    limits = (int(n) for n in values if isinstance(n, int | float) and n > 1)
+    return min(limits, default=sys.maxsize)
+
+
+def has_rope(model: PreTrainedModel) -> bool:
+    """Return whether the config has RoPE parameters, for all layers or for each layer type."""
+    return bool(config_field(model.config.get_text_config(decoder=True), "rope_parameters"))
 
 
 @functools.cache

@@ -273,8 +273,8 @@ def fill_plan(
 def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
     """Return a function for calls of an operation that only differ from this call in values.
 
-    `args` are the arguments of the backend's operation, which were checked. The function checks
-    nothing: shapes, strides, dtypes, devices and pages must be those of `args`.
+    `args` are checked arguments of the backend's operation. The function checks nothing, so the
+    shapes, strides, dtypes, devices and pages of a call must equal `args`.
     """
     operation = getattr(load_backend(backend), name)
     bound: Callable[..., Any] = vars(operation).get("bind", lambda *_: operation)(*args)

@@ -6,6 +6,7 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..ops.blocks import Ints
+from .block_table import BlockTable
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE, PageBudget
 
@@ -16,6 +17,9 @@ class FixedPages(LayerGroup):
     The block table on the host lists the pages of a ring: logical page `i` of a sequence is in
     column `i % ring_size`. On a device the table has a column for each logical page.
 
+    With the `table` of a growing group, which has reserved pages for `max_tokens` tokens, this
+    object gives its layers constant addresses for some steps (see `PagedLayers.reserve`).
+
     Attributes:
         max_tokens: Maximum number of tokens in a sequence.
         num_columns: Number of logical pages per sequence.
@@ -24,15 +28,24 @@ class FixedPages(LayerGroup):
         first_intact: First token of each member that the ring has certainly not overwritten.
     """
 
-    def __init__(self, budget: PageBudget, window: int | None, max_tokens: int) -> None:
-        super().__init__(budget, window)
+    def __init__(
+        self,
+        budget: PageBudget,
+        window: int | None,
+        max_tokens: int,
+        table: BlockTable | None = None,
+    ) -> None:
+        super().__init__(budget, window, table)
         self.max_tokens, self.num_columns = max_tokens, -(-max_tokens // self.page_size)
         self.allocated_pages = 0
         self.device_lengths: dict[int, torch.Tensor] = {}
         self.first_intact: dict[int, int] = {}
         # Work plans by size, each with the member that fills it.
         self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
-        self.table.allocator.allocates_exactly = True
+        if table is None:
+            self.table.allocator.allocates_exactly = True
+        else:
+            self.allocated_pages = self.num_columns  # the pages of a growing group are not a ring
 
     @property
     def capacity(self) -> int:

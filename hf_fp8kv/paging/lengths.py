@@ -160,6 +160,12 @@ class DeviceLength:
             self.table = self.group.allocate(batch, device)
         self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
 
+    def allocate_lengths(self, table: torch.Tensor, length: int) -> None:
+        """Use `table`, `[B, num_columns]`, whose pages hold `length` tokens per sequence."""
+        self.table = table
+        self.group.device_lengths[self.member] = zeros((len(table),), torch.int32, table.device)
+        self.set(length)
+
     def share_plan(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
         """Use the work plan of the group. Return the tensors with constant addresses."""
         self._plan, filler = self.group.plan(self.member, num_heads, num_rows, backend)
@@ -181,9 +187,10 @@ class DeviceLength:
                 raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
         if not is_allocated:
             self.allocate(batch, device)
-        new_lengths = self.lengths + num_tokens
         if torch.compiler.is_compiling() and backend not in ops.CHECKS_ON_DEVICE:
             new_lengths = ops.advance(self.lengths, num_tokens, self.max_tokens, backend)
+        else:
+            new_lengths = self.lengths + num_tokens
         ring_size, page_size, long_write = self.group.ring_size, self.group.page_size, None
         # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
         max_new_tokens = (ring_size - 1) * page_size - (self.group.window or 0) + 2

@@ -4,14 +4,14 @@ from .checkpoint.configs import describe_kv_scales
 from .formats import SCALE_FORMATS, ScaleFormat
 from .kv_scales import KVScales
 from .layer_scales import Granularity, LayerScales
-from .report import CalibrationReport
+from .report import ScalesReport
 
 __all__ = [
     "SCALE_FORMATS",
-    "CalibrationReport",
     "Granularity",
     "KVScales",
     "LayerScales",
     "ScaleFormat",
+    "ScalesReport",
     "describe_kv_scales",
 ]

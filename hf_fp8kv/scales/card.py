@@ -74,21 +74,6 @@ def _make_section(
         f"{title} for an FP8 KV cache: {len(scales.layers)} layers, per {granularity}",
         f"format `{format.name}`, values in the unit of E4M3 (`amax / 448`)",
     ]
-    report = scales.report
-    if report is not None:
-        versions = ", ".join(f"{package} {version}" for package, version in report.versions.items())
-        facts += [
-            f"calibrated on {report.tokens} tokens of {report.texts} texts, margin "
-            f"{report.margin:g}, {report.date[:10]}, with {versions}",
-            report.centers,
-        ]
-        # With losses, the report's measurements are not about the written scales.
-        facts += [
-            f"mean KL to the unquantized cache, {row.cache}: {row.kl:.2e} nats, same top token "
-            f"{row.top1:.1%} ({row.tokens} held-out tokens)"
-            for row in (() if losses else report.quality)
-            if row.cache != "unquantized"
-        ]
     facts += losses
     if scales.weights_digest:
         facts.append(f"made for the weights with the digest `{scales.weights_digest}`")
@@ -102,7 +87,7 @@ def _make_section(
         "from hf_fp8kv import FP8PagedCache", "",
         f'model = AutoModelForCausalLM.from_pretrained("{model}", attn_implementation="fp8_paged")',
         f'cache = FP8PagedCache(model.config, scales="{name}")',
-        "model.generate(**inputs, past_key_values=cache)",
+        "model.generate(**inputs, cache=cache)",
         "```", "",
         "```shell", *(command.format(name, model) for command in commands), "```",
         _SECTION_END,

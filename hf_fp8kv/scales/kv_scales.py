@@ -47,7 +47,6 @@ class KVScales(ScaleData):
         format: Format of the source, a key of `SCALE_FORMATS` or "trtllm".
         model_type: Type of the calibrated model in transformers, or None.
         origin: File, folder or repository of the scales.
-        report: Report of the calibration, or None.
         weights_digest: Digest of the weights of the calibrated model, or None.
         protection: Protected layers of a plan from `choose_plan`, and their effect, or None.
 

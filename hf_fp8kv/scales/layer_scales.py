@@ -16,7 +16,7 @@ from ..errors import ScaleError
 from ..formats import MIN_SCALE, LayerPlan, summarize_plan
 from ..utils.digests import digest_of
 from ..utils.text import format_list, format_value
-from .report import CalibrationReport, Protection
+from .report import Protection
 
 Granularity = Literal["tensor", "head", "channel"]
 # Largest valid scale. From `MIN_SCALE` to it, 1 / scale and 448 * scale are finite in fp32.
@@ -161,7 +161,6 @@ class ScaleData:
     format: str = "hf_fp8kv"
     model_type: str | None = None
     origin: str = "memory"
-    report: CalibrationReport | None = None
     weights_digest: str | None = None
     protection: Protection | None = None
 

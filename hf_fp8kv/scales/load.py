@@ -30,7 +30,6 @@ from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.files import METADATA_KEY, parse_json, read_kv_scales
 from .layer_scales import ScaleData
-from .report import REPORT_FILE
 from .request import Request
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     """Return the scales of a folder, from `KV_FILE`, else from tensors, else from `JSON_FILE`."""
     for prefix in (f"{KV_FOLDER}/", ""):
         if (path := folder.find_file(prefix + KV_FILE)) is not None:
-            folder.find_file(prefix + REPORT_FILE)  # fetches the report next to the scales
             return read_file(path, request)
     checkpoint = read_configs(folder)
     tensor_files = find_indexed_tensors(folder)
@@ -116,6 +114,11 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     elif (path := folder.find_file(JSON_FILE)) is not None:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
         return parse_json(path, read_json(path), request, checkpoint.config)
+    if not checkpoint.config and isinstance(folder, HubFolder) and folder.offline_reason:
+        raise ScaleError(
+            f"{folder.repo!r}: expected a folder, or a repository with files here, got no such "
+            f"folder, and {folder.offline_reason}. Check the path, or connect to the Hub"
+        )
     return read_tensors(checkpoint, request)
 
 

@@ -40,12 +40,11 @@ from .formats.base import TensorFormat, make_index
 from .formats.files import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
-from .report import REPORT_FILE
 from .request import Request
 
 Weights = Literal["copy", "link"]
 # Possible paths of the files of the format "hf_fp8kv".
-_KV_PATHS = [root + name for root in ("", f"{KV_FOLDER}/") for name in (REPORT_FILE, KV_FILE)]
+_KV_PATHS = (KV_FILE, f"{KV_FOLDER}/{KV_FILE}")
 # All entries that a config.json of scales alone can have, in any format.
 _MINIMAL_ENTRIES = frozenset((
     "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
@@ -79,7 +78,7 @@ def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[
         return dict(files)
     uses_folder = find_weights(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
     prefix = f"{KV_FOLDER}/" if uses_folder else ""
-    new_files = {prefix + n if n in (KV_FILE, REPORT_FILE) else n: x for n, x in files.items()}
+    new_files = {prefix + n if n == KV_FILE else n: x for n, x in files.items()}
     return {**dict.fromkeys(name for name in _KV_PATHS if name in old_files), **new_files}
 
 
@@ -259,7 +258,7 @@ def _verify_files(
             if (source / config).is_file():
                 shutil.copyfile(source / config, folder / config)
         for file, content in files.items():
-            if isinstance(content, bytes) and not file.endswith(REPORT_FILE):
+            if isinstance(content, bytes):
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
         try:

@@ -9,6 +9,7 @@ import logging
 import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -36,6 +37,13 @@ _NOT_STARTED_MESSAGE = (
     "the engine was not started: the application that mounts this one must start it, with "
     "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
 )
+_PAGE_FILE = Path(__file__).with_name("page.html")
+# The page loads nothing from other hosts, and no other page may embed it.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none';style-src 'unsafe-inline';"
+    "script-src 'unsafe-inline';connect-src 'self';frame-ancestors 'none'"
+}
+_OPEN_PATHS = ("/", "/health")  # that need no access token
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
 _LONG_INPUT_LENGTH = 100_000  # bytes of a body, or characters of a prompt
 _NUM_SHORT_JOBS = 8  # number of threads for short prompts, and for responses
@@ -193,7 +201,7 @@ class Application:
             expected = "a name of this machine, such as localhost, without an access token"
             got = f"got {host!r:.100}. Set {KEY_VARIABLE} to allow it"
             raise APIError(421, f"host: expected {expected}, {got}", code="wrong_host")
-        if self._key_digest is not None and not (path == "/health" and method in ("GET", "HEAD")):
+        if self._key_digest is not None and not (path in _OPEN_PATHS and method in ("GET", "HEAD")):
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             # Digests have equal lengths, so the comparison takes the same time for every token.
             is_equal = hmac.compare_digest(_hash_key(token.strip()), self._key_digest)
@@ -272,6 +280,7 @@ class Application:
             title="hf-fp8kv", version=importlib.metadata.version("hf-fp8kv"),
             exception_handlers=dict.fromkeys(error_types, _make_error_response),
             lifespan=self.lifespan,
+            docs_url=None, redoc_url=None,  # these pages load scripts from other hosts
         )  # fmt: skip
 
         def add_route(path: str, handler: Callable[..., Any], *methods: str) -> None:
@@ -283,18 +292,23 @@ class Application:
 
         for path in schemas.BODY_TYPES:
             add_route(path, self._generate, "POST")
+        add_route("/", self._show_page, "GET", "HEAD")
         add_route("/v1/models", self._list_models, "GET")
         add_route("/v1/models/{name:path}", self._describe_model, "GET")
         add_route("/health", self._show_health, "GET", "HEAD")
         add_route("/metrics", self._show_metrics, "GET", "HEAD")
         return api
 
+    async def _show_page(self) -> Response:
+        return Response(_PAGE_FILE.read_bytes(), 200, _PAGE_HEADERS, "text/html;charset=utf-8")
+
     async def _list_models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self.served_model.make_model_entry()]}
 
     async def _describe_model(self, name: str) -> dict[str, Any]:
         entry = self.served_model.make_model_entry(self.served_model.check_name(name))
-        return {**entry, "max_model_len": self._require_engine().max_tokens}
+        engine = self._require_engine()
+        return {**entry, "max_model_len": engine.max_tokens, "kv_cache": engine.describe_pages()}
 
     async def _show_metrics(self) -> Response:
         media_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -382,6 +396,9 @@ async def _make_error_response(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_LEFT_STATUS)
     if isinstance(error, HTTPException):
         message, headers = f"{request.url.path}: {error.detail}", dict(error.headers or {})
+        if error.status_code == 404:
+            paths = ", ".join((*schemas.BODY_TYPES, "/v1/models"))
+            message = f"{request.url.path:.100}: expected one of {paths}"
         error = APIError(error.status_code, message, headers=headers)
     if not isinstance(error, APIError):
         logger.error("%s %s", request.method, request.url.path, exc_info=error)

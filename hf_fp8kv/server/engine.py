@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Iterable
 from types import MethodType
 from typing import Any
 
+import psutil
 import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -21,6 +22,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..serving import Usage, read_usage
+from ..utils.terminal import format_size
 from .errors import APIError, make_field_error, make_stopping_error
 from .metrics import Metrics
 from .sampling import SEQUENCE_KEY, Sampler, Sequence, TokenLogprob, make_logprobs
@@ -31,6 +33,9 @@ STOP_TIMEOUT_SECONDS = 30.0
 # Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
 # minutes while a prompt is computed. Short steps read the weights more often, which costs little.
 _MAX_CPU_STEP_TOKENS = 256
+# Memory for pages on a CPU if the configuration has no limit, which is more if a request of
+# `_MIN_CPU_TOKENS` needs more, but at most transformers' share of the memory.
+_CPU_MEMORY_BYTES, _MAX_CPU_SHARE, _MIN_CPU_TOKENS = 4 * 2**30, 0.6, 8192
 # Number of tokens of a prompt that are scored between two steps of the engine. Each token has a
 # logit for every token of the vocabulary.
 _SCORED_TOKENS = 256
@@ -62,6 +67,12 @@ class Engine:
         self.fixed_steps_reason: str | None = None
         if model.device.type == "cpu" and batching.max_batch_tokens is None:
             batching = dataclasses.replace(batching, max_batch_tokens=_MAX_CPU_STEP_TOKENS)
+        if (
+            model.device.type == "cpu"
+            and batching.num_blocks is batching.max_memory_percent is None
+        ):
+            share = min(_compute_cpu_bytes(model) / _count_free_bytes(), _MAX_CPU_SHARE)
+            batching = dataclasses.replace(batching, max_memory_percent=share)
         # The engine reserves memory for logits processors only if the configuration samples.
         config = model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
         manager = model.init_continuous_batching(
@@ -79,7 +90,8 @@ class Engine:
         self._manager: Any = manager  # None after `stop`
         self._status = manager.background_thread_status
         try:
-            manager.warmup()  # allocates the pages
+            logger.info("allocating pages, and filling them with zeros")
+            manager.warmup()
             max_stored: int = manager.max_request_tokens
             if max_stored < 2:
                 raise ValueError(f"pages for {max_stored} tokens of a request")
@@ -97,6 +109,15 @@ class Engine:
         limits = (max_stored + 1, max_positions, max_model_tokens)
         # Maximum number of tokens of a prompt and its answer.
         self.max_tokens = min(n for n in limits if isinstance(n, int) and n > 0)
+        self._num_page_tokens = int(manager.continuous_batching_config.page_size)
+        if usage := self.read_usage():
+            pages = self.describe_pages()
+            formats = " + ".join(pages["formats"])
+            logger.info(
+                "pages: %s tokens in %s as %s (bf16: %s tokens), up to %s tokens of a request",
+                f"{pages['tokens']:,}", format_size(usage.bytes_total), formats,
+                f"{pages['bf16_tokens']:,}", f"{self.max_tokens:,}",
+            )  # fmt: skip
 
     def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> bool:
         """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended."""
@@ -123,6 +144,17 @@ class Engine:
     def read_usage(self) -> Usage | None:
         """Return the usage of the pages, or None if the engine does not run."""
         return read_usage(self.model) if self.is_alive() else None
+
+    def describe_pages(self) -> dict[str, Any]:
+        """Return the tokens that fit into the pages, and into their bytes in bf16, and formats."""
+        usage = self.read_usage()
+        if usage is None:
+            return {"tokens": 0, "bf16_tokens": 0, "formats": []}
+        sizes = FP8PagedCache(self.model.config, dtype="model").count_bytes()
+        num_tokens = usage.pages_total * self._num_page_tokens
+        bf16_tokens = int(usage.bytes_total / sizes[0]) if sizes else 0
+        formats = [f"{count} x {plan}" for plan, count in usage.plans.items()]
+        return {"tokens": num_tokens, "bf16_tokens": bf16_tokens, "formats": formats}
 
     def count_active(self) -> int:
         """Return the number of requests that hold pages. Just canceled requests are included."""
@@ -329,3 +361,14 @@ def explain_fixed_steps(processor: Any) -> str | None:
     if getattr(processor.model_runner, "pad_inputs", False):
         return "CUDA graphs and compiled steps cannot change with a request"
     return None
+
+
+def _compute_cpu_bytes(model: Any) -> int:
+    """Return the memory for the pages of a model on a CPU."""
+    sizes = FP8PagedCache(model.config).count_bytes(_MIN_CPU_TOKENS) or (0.0, 0.0)
+    return max(_CPU_MEMORY_BYTES, int(sizes[0]))  # in bf16, which leaves room for the activations
+
+
+def _count_free_bytes() -> int:
+    """Return the memory that transformers regards as free on a CPU."""
+    return int(psutil.virtual_memory().total - psutil.Process().memory_info().rss)

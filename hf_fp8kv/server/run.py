@@ -18,6 +18,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ..errors import ConfigError, EngineError
 from ..prefix.store import flush_stores
+from ..utils.files import check_model_name
 from .app import Application
 from .connections import compute_backlog_size, compute_max_connections, make_connection_class
 from .engine import STOP_TIMEOUT_SECONDS
@@ -95,10 +96,7 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
             "expected a single process, got several from torchrun (WORLD_SIZE). To serve a model "
             "on several GPUs use vLLM with the plugin of hf_fp8kv"
         )
-    if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
-        raise ConfigError(
-            f"expected the folder of a model or a Hub id, got {name!r}: no such folder"
-        )
+    check_model_name(name)
     try:
         (loaded,) = ModelManager(force_model=name, **options).loaded_models.values()
         return loaded.model, loaded.processor

@@ -232,12 +232,22 @@ class Tool(_OpenModel):
         return _nest_in(value, "function")
 
 
+def _check_parts(content: Any) -> Any:
+    """Raise ValueError for parts that are not text. pydantic would list three rules."""
+    parts = [x for x in content if isinstance(x, dict)] if isinstance(content, list) else []
+    if any(part.get("type") not in ("text", "input_text", "output_text") for part in parts):
+        raise ValueError("text or a list of parts of type 'text', because no images are read")
+    return content
+
+
 class Message(_OpenModel):
     """A message of a chat. Only the fields in `template_message` are used."""
 
     role: Annotated[str, Field(min_length=1)]
     tool_calls: list[_Call] | None = None
-    content: Annotated[str | list[_TextPart] | None, Field(validate_default=True)] = None
+    content: Annotated[
+        str | list[_TextPart] | None, BeforeValidator(_check_parts), Field(validate_default=True)
+    ] = None
 
     @field_validator("content")
     @classmethod
@@ -629,6 +639,7 @@ def validate(
 def _describe_rule(error: Mapping[str, Any]) -> str:
     """Return the rule that an error of pydantic states, as a noun phrase."""
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    text = re.sub(r" after validation, not \d+$", "", text)
     no_field = f"no field {error['loc'][-1]!s:.60}"
     text = {"missing": "a value", "extra_forbidden": no_field}.get(error["type"], text)
     return re.sub(r"^(\w+) should have ", lambda match: f"a {match[1].lower()} with ", text)

@@ -6,6 +6,7 @@ serving.enable(model, scales="kv_cache_scales.json")
 model.generate_batch(prompts)  # or generate(cache_implementation="paged")
 """
 
+import inspect
 import os
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from ..ops import choose_backend, load_backend
 from ..prefix.pages import check_store
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import KVScales, warn_if_stale
+from ..utils.text import suggest
 from .config import ServingConfig
 from .engines import StockManager, make_cache_class
 from .engines.common import EngineCache
@@ -48,6 +50,7 @@ def enable(
     probe: bool = True,
     prefix_store: PrefixStore | None = None,
     deterministic: bool = False,
+    **unknown: Any,
 ) -> _Model:
     """Make continuous batching of this model store FP8 pages, and attend to the stored bytes.
 
@@ -79,6 +82,7 @@ def enable(
         deterministic: Whether pages and logits of a token have the same bits whatever else the
             engine computes, as for `hf_fp8kv.enable`. Sampled tokens then depend on the request's
             id and the seed, not on other requests. The model must have no windows.
+        unknown: Any other keyword raises ConfigError.
 
     Returns:
         The model.
@@ -89,6 +93,12 @@ def enable(
         ScaleError: The scales are invalid or do not fit the model.
         BackendError: The backend is not available.
     """
+    for name in unknown:
+        names = tuple(inspect.signature(enable).parameters)[1:-1]
+        raise ConfigError(
+            f"serving.enable: expected {', '.join(names)}, got {name}. Set pages and batches "
+            f"of the engine in ContinuousBatchingConfig.{suggest(name, names)}"
+        )
     base: PreTrainedModel = find_base_model(model, "generate_batch", "init_continuous_batching")
     reason = ""
     if base.config.is_encoder_decoder:

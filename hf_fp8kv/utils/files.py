@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from ..errors import FP8KVError, OutOfPagesError, ScaleError
+from ..errors import ConfigError, FP8KVError, OutOfPagesError, ScaleError
 from .text import format_value
 
 # Suffixes of files that are never read, because reading them can run code.
@@ -135,3 +135,17 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
             with suppress(OSError):
                 os.fsync(descriptor)
             os.close(descriptor)
+
+
+def check_model_name(name: str) -> None:
+    """Raise ConfigError if the name of a model can only be a folder, which is missing or empty."""
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if is_path and not os.path.isdir(name):
+        raise ConfigError(
+            f"expected the folder of a model or a Hub id, got {name!r}: no such folder"
+        )
+    config_files = ("config.json", "adapter_config.json")
+    if os.path.isdir(name) and not any((Path(name) / file).is_file() for file in config_files):
+        raise ConfigError(
+            f"expected the folder of a model, got {name!r}: no config.json in it. Check the path"
+        )

@@ -1,5 +1,6 @@
 """Format values on one line for messages."""
 
+import difflib
 from collections.abc import Iterable
 from itertools import islice
 
@@ -14,3 +15,9 @@ def format_value(value: object, max_length: int = 120) -> str:
     """Return the repr of a value. More than `max_length` characters are replaced by "..."."""
     text = repr(value)
     return text if len(text) <= max_length else f"{text[:max_length]}..."
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return a sentence with the most similar of `names`, or ""."""
+    matches = difflib.get_close_matches(name, [*names], 1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -12,6 +12,7 @@ import torch
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, choose_plan, disable, enable
 from hf_fp8kv.calibration.plan_choice import resolve_plan
+from tests.helpers.recorded_graph import recorded_graphs
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = [
@@ -61,6 +62,46 @@ def test_each_adapter_has_a_plan() -> None:
         assert bool(calls) == (name not in digests)
         assert digests.setdefault(name, digest) == digest
     assert len({*digests.values()}) == 2
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_captured_steps_follow_the_adapter(is_wrapped: bool) -> None:
+    """Adapters are switched, turned off and merged between calls, each of which has a graph."""
+    peft = pytest.importorskip("peft")
+    ids = torch.randint(2, 98, (2, 20), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    keywords = {
+        **GREEDY, "max_new_tokens": 24, "eos_token_id": None, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+
+    def run(**options: Any) -> list[Any]:
+        base, _ = build_variant("gqa", max_position_embeddings=512)
+        config = peft.LoraConfig(**{**METHODS["LoRA"][1], "lora_dropout": 0.1})
+        model = peft.get_peft_model(base, config, "first")
+        model.add_adapter("second", config)
+        for name in ("first", "second"):
+            model.set_adapter(name)
+            randomize(model, seed=len(name))
+        enable(model, dtype="fp8_e3m4", page_size=PAGE_SIZE, **options)
+        user, results = model.eval() if is_wrapped else base.eval(), []
+        for name in ("first", "second", "first"):
+            model.set_adapter(name)
+            results.append(user.generate(**inputs, **keywords))
+        with model.disable_adapter():
+            results.append(user.generate(**inputs, **keywords))
+        model.merge_adapter()
+        results.append(user.generate(**inputs, **keywords))
+        return [(x.sequences, torch.stack(x.logits)) for x in results]
+
+    expected = run()
+    with recorded_graphs() as steps:
+        actual = run(capture=True)
+    for captured, eager in zip(actual, expected, strict=True):
+        assert all(map(torch.equal, captured, eager))
+    assert [x.num_replays for x in steps] == [20] * 5, steps[-1].reason
+    assert not torch.equal(actual[0][1], actual[1][1])
+    assert not torch.equal(actual[0][1], actual[3][1])
 
 
 def test_three_processes_share_a_folder(tmp_path: Path) -> None:

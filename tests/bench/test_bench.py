@@ -33,7 +33,7 @@ def test_speed_reports_all_caches_and_ratios(
     measure_small = functools.partial(speed.measure_speed, **SMALL_SIZES)
     monkeypatch.setattr(speed, "measure_speed", measure_small)
     json_path = tmp_path / "speed.json"
-    options = ("--model", model_path, "--device", device, "--json", str(json_path))
+    options = ("--model", model_path, "--device", device, "--out", str(json_path))
     code, table, err = run_command("bench", "speed", *options)
     assert code == 0, err
     assert "decode steps at 64 tokens" in err
@@ -89,8 +89,8 @@ def test_memory_counts_the_bytes_of_the_format(run_command, model_path, monkeypa
     measure_small = functools.partial(memory.measure_memory, measures_growth=False, num_tokens=2048)
     monkeypatch.setattr(memory, "measure_memory", measure_small)
     json_path = tmp_path / "memory.json"
-    options = ("--model", model_path, "--device", "cpu", "--memory-gib", "9")
-    code, table, err = run_command("bench", "memory", *options, "--json", str(json_path))
+    options = ("--model", model_path, "--device", "cpu", "--memory", "9GiB")
+    code, table, err = run_command("bench", "memory", *options, "--out", str(json_path))
     assert code == 0, err
     assert "bytes per token" in table
     assert "fp8, dynamic scales" in table
@@ -104,7 +104,7 @@ def test_memory_counts_the_bytes_of_the_format(run_command, model_path, monkeypa
         assert num_bytes == pytest.approx(2 * 2 * (16 if "static" in name else 18), rel=0.03)
     assert {row["model"] for row in result["capacity"]} == {model_path}
     assert result["settings"]["memory_gib"] == 9
-    code, out, err = run_command("bench", "memory", *options, "--json", "-")
+    code, out, err = run_command("bench", "memory", *options, "--json")
     assert json.loads(out)["rows"] == result["rows"], "expected JSON instead of the table"
 
 
@@ -122,18 +122,18 @@ def test_a_process_grows_by_the_size_of_its_cache(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "exit_code", "message"),
     [
-        (("quantum",), "No such command"),
-        (("speed", "--device", "quantum"), "expected auto, cpu, cuda"),
-        (("speed", "--json", "/no/such/folder/speed.json"), "an existing folder"),
+        (("quantum",), 2, "No such command"),
+        (("speed", "--device", "quantum"), 1, "expected auto, cpu, cuda"),
+        (("speed", "--out", "/no/such/folder/speed.json"), 2, "an existing folder"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_a_measurement(
-    run_command, model_path, arguments, message
+    run_command, model_path, arguments, exit_code, message
 ):
     model_arguments = ("--model", model_path) if "speed" in arguments else ()
     code, out, err = run_command("bench", *arguments, *model_arguments)
-    assert (code, out) == (2, "")
+    assert (code, out) == (exit_code, "")
     assert message in " ".join(err.replace("│", " ").split())
     assert "decode steps" not in err

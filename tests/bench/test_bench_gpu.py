@@ -109,31 +109,24 @@ def fake_cuda(monkeypatch):
         pytest.skip("this machine has a GPU")
     cuda = mock.MagicMock()
     cuda.Event.return_value.elapsed_time.return_value = 1.0
-    cuda.max_memory_allocated.return_value = 12345
     properties = {"name": "stand-in", "major": 9, "minor": 0, "multi_processor_count": 4}
     cuda.get_device_properties.return_value = mock.Mock(total_memory=2**34, L2_cache_size=2**14)
     cuda.get_device_properties.return_value.configure_mock(**properties)
     for name in (
         "Stream", "current_stream", "stream", "graph", "CUDAGraph", "Event", "synchronize",
-        "empty_cache", "get_device_properties", "reset_peak_memory_stats", "max_memory_allocated",
+        "get_device_properties",
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(Stage, "is_gpu", property(lambda _self: True))
-    # A CPU has neither cuDNN nor a profiler for CUDA.
-    flash = {"flash": baselines.SDPBackend.FLASH_ATTENTION}
-    monkeypatch.setattr(baselines, "_list_backends", lambda _stage: flash)
     return cuda
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("device", ["cpu", "fake_cuda"])
-def test_a_dry_run_measures_every_section(device, request):
-    """The dry run works on the CPU, and on a fake torch.cuda."""
-    cuda = request.getfixturevalue(device) if device == "fake_cuda" else None
+def test_a_dry_run_measures_every_section():
     result = suite.run_suite(**DRY_RUN, seconds=1200.0)
     assert [section["name"] for section in result["sections"]] == list(suite.SECTIONS)
     assert {section["error"] for section in result["sections"]} == {None}
-    # The offloaded cache of transformers creates a CUDA stream, which the fake lacks.
+    # The offloaded cache of transformers creates a CUDA stream.
     failed_names = {row["name"] for row in result["rows"] if "failed" in row}
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
     end_rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
@@ -142,11 +135,6 @@ def test_a_dry_run_measures_every_section(device, request):
     serving_rows = [row for row in result["rows"] if row["section"] == "serving"]
     capacity = {row["name"]: row["planned_tokens"] for row in serving_rows}
     assert capacity["fp8 static"] > capacity["fp8 dynamic"] > capacity["bf16 sdpa"]
-    if cuda is not None:
-        assert result["hardware"]["gpu"] == "stand-in"
-        assert cuda.CUDAGraph.return_value.replay.call_count > 100
-        assert {row["peak_bytes"] for row in end_rows.values()} == {12345}
-        assert not [row for row in result["rows"] if "note" in row]
 
 
 def test_kernels_are_timed_in_graphs(fake_cuda):
@@ -309,23 +297,6 @@ def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp
     assert "section decode is missing or incomplete: the run ended" in capsys.readouterr().out
 
 
-def test_a_slow_compilation_does_not_skip_fast_rows_of_the_same_name(record, monkeypatch):
-    clock = mock.Mock(return_value=0.0)
-    monkeypatch.setattr("benchmarks.gpu.record.time.perf_counter", clock)
-
-    def advance_clock(seconds):
-        clock.return_value += seconds
-        return {}
-
-    record.begin(20.0)
-    is_measured = [
-        record.measure("write", case, "e4m3", functools.partial(advance_clock, seconds)) is not None
-        for case, seconds in enumerate((8.0, 1.0, 9.0, 1.0, 1.0))
-    ]
-    assert is_measured == [True] * 4 + [False]
-    assert record.skipped == ["write, 4, e4m3: no time left"]
-
-
 # -- compiling first -------------------------------------------------------------------------------
 
 
@@ -349,13 +320,6 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     names = {name for _, name in rows}
     assert not {goals.STOCK, goals.ABSORBED, "flex"} & names
     assert not [name for name in names if name.startswith("sdpa")]
-
-
-def test_a_step_is_compiled_once():
-    calls = []
-    stage = Stage("cpu", is_compiling=True)
-    assert stage.time_steps([lambda: calls.append(1)] * 3) == {}
-    assert (len(calls), stage.count_buffers(1)) == (1, 1)
 
 
 def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
@@ -435,12 +399,6 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     candidates = itertools.chain(*experiments.LATENT_SEARCHES.values())
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
     assert {name for candidate in candidates for name in candidate} == fields | {"programs"}
-
-
-def test_prompts_of_the_serving_load_are_reproducible():
-    prompts, same_prompts = (serving.make_prompts(FULL.serving, 32) for _ in range(2))
-    lengths = [len(prompt) for prompt in prompts]
-    assert (min(lengths), max(lengths), prompts) == (200, 2000, same_prompts)
 
 
 def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
@@ -29,22 +28,3 @@ def list_tensors(cache: FP8PagedCache) -> list[torch.Tensor]:
 def share_variant(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model and its prompt. Tests share them and must not change them."""
     return build_variant(name, attn_implementation=attention)
-
-
-class OutOfMemory(TorchDispatchMode):
-    """Raises MemoryError at allocation `number`, counted from 1, of at least `min_bytes` bytes."""
-
-    def __init__(self, number: int, min_bytes: int) -> None:
-        super().__init__()
-        self.num_remaining, self.min_bytes = number, min_bytes
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        is_new = all(x.alias_info is None for x in function._schema.returns)
-        if is_new and isinstance(output, torch.Tensor) and output.nbytes >= self.min_bytes:
-            self.num_remaining -= 1
-            if self.num_remaining == 0:
-                raise MemoryError
-        return output

@@ -1,7 +1,7 @@
 """Tests of growing caches, whose pages are in several blocks of memory, with two backends.
 
-The "triton" backend is a stand-in that reads the blocks with the reference. test_offloading.py
-tests all operations on such caches, and tests/ops/test_kernels_generate.py tests the kernels.
+The "triton" backend is a stand-in that reads the blocks with the reference. test_machine.py tests
+all operations on such caches, and tests/ops/test_kernels_generate.py tests the kernels.
 """
 
 import copy

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales
-from hf_fp8kv.formats import FORMATS, LayerPlan
-from hf_fp8kv.formats.codec import compute_dynamic_scale, round_to_format, search_scale
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving.config import ServingConfig
-from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import make_causal_config
 
 pytestmark = pytest.mark.text
@@ -62,19 +60,3 @@ def test_a_plan_without_its_centers_is_refused(keywords: dict[str, Any]) -> None
         options = {k: v for k, v in keywords.items() if k != "prefill" or make is make_cache}
         with pytest.raises(ConfigError, match=r"center of K .*choose_plan\(model\), call enable"):
             make(**options)
-
-
-@pytest.mark.parametrize("max_len", [None, 24])
-def test_the_default_is_plain_e3m4(max_len: int | None) -> None:
-    """Bytes of a token depend on that token only, not on the split of a sequence into calls."""
-    k = 20 + torch.randn(2, 2, 19, 16, generator=torch.Generator().manual_seed(0))
-    cache = make_cache(max_cache_len=max_len)
-    for chunk in k.split([11, 7, 1], 2):
-        cache.update(chunk, -chunk, 0)
-    layer: Any = cache.layers[0]
-    for handle, x, find_scale in (
-        (layer.keys, k, search_scale), (layer.values, -k, compute_dynamic_scale)
-    ):  # fmt: skip
-        scale = find_scale(x, FORMATS[E3M4]).float()[..., None]
-        expected = round_to_format(x * scale.reciprocal(), FORMATS[E3M4]) * scale
-        assert_same(handle.dense()[:, :, :19], expected)

@@ -4,7 +4,6 @@ The tests need only a CPU. The device "meta" stands for a second device. It comp
 torch refuses to mix it with the CPU. Tests of models with layers on disk check the values.
 """
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +123,6 @@ def test_pages_are_on_the_device_of_their_layer(options):
     step_and_compare(1, 3)
 
 
-def test_preallocated_pages_are_on_the_device_of_their_layer(options):
-    runner, cpu_runner = StepRunner(DEVICES), StepRunner((CPU,) * NUM_LAYERS)
-    cache, cpu_cache = (make_cache(options, max_cache_len=24) for _ in range(2))
-    for num_tokens in (9, 1):
-        outputs = runner.run(cache, 2, num_tokens)
-        assert_same_on_cpu(outputs, cpu_runner.run(cpu_cache, 2, num_tokens))
-
-
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_cache_from_a_file_follows_the_model(options, capacity, tmp_path):
     """A file is loaded to one device. Each layer moves to the device of its next tokens."""
@@ -234,16 +225,10 @@ def test_enable_and_calibrate_support_layers_on_disk(checkpoint, tmp_path):
     assert actual == cpu_model.generate(**make_prompt(), past_key_values=cache, **GREEDY).tolist()
     texts = torch.randint(4, 90, (4, 96), generator=torch.Generator().manual_seed(3)).tolist()
     digests = [
-        calibrate(each_model, texts, held_out=0, progress=False).digest
+        calibrate(each_model, texts, progress=False).digest
         for each_model in (disk_model, cpu_model)
     ]
     assert digests[0] == digests[1]
-
-
-def test_no_argument_or_method_names_a_device():
-    """The model determines the devices. accelerate would call a method `to` for each layer."""
-    assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
-    assert not any("device" in name for name in inspect.signature(FP8PagedCache).parameters)
 
 
 # Each case has the name of a model, options of the cache, and options of `generate`.

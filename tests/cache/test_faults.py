@@ -21,7 +21,9 @@ from tests.helpers.tiny_models import build_model
 PAGE_SIZE, BATCH, NUM_HEADS, HEAD_DIM = 8, 2, 2, 16
 OPTIONS: dict[str, dict[str, Any]] = {
     "growing": {},
-    "recorded": {"dtype": "fp8"},  # pages that have left the window are kept
+    # Pages that have left the window are kept.
+    "recorded": {"dtype": "fp8"},
+    "recorded offloaded": {"offloading": True},
     "budget": {"max_pages": 200, "dtype": "int8", "prefill": "stored"},
     "preallocated": {"max_cache_len": 96},
     "offloaded": {"offloading": True},
@@ -53,7 +55,7 @@ def add_tokens(
 
 def make_cache(kind: str) -> FP8PagedCache:
     cache = FP8PagedCache(CONFIG, page_size=PAGE_SIZE, **OPTIONS[kind])
-    if kind == "recorded":
+    if "recorded" in kind:
         cache.activate_past_recording()
     return cache
 
@@ -149,7 +151,7 @@ def iterate_places(kind: str, call_name: str, faults: Faults) -> Iterator[Place]
 
 CASES = [
     (kind, call_name) for kind, call_name in itertools.product(OPTIONS, CALLS)
-    if not (call_name == "crop most" and kind != "recorded")
+    if not (call_name == "crop most" and "recorded" not in kind)
     and not (call_name == "crop" and "skipped" in kind)
 ]  # fmt: skip
 
@@ -174,6 +176,8 @@ def test_some_failed_allocations() -> None:
         ("growing", "step"),
         ("preallocated", "select"),
         ("offloaded", "steps"),
+        ("recorded", "crop most"),
+        ("recorded offloaded", "crop most"),
     ]
     assert len(check_places(cases, 60)) > 10
 

@@ -25,6 +25,7 @@ from hf_fp8kv import (
     choose_plan,
     disable,
     enable,
+    measure,
     serving,
     tensor_parallel,
 )
@@ -489,7 +490,8 @@ def test_enable_and_disable_switch_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [enable, disable, check_model, choose_plan, tensor_parallel, serving.enable]
+    "function",
+    [enable, disable, check_model, choose_plan, tensor_parallel, serving.enable, serving.disable],
 )
 def test_the_model_inside_a_wrapper_is_named(function: Any) -> None:
     model, _ = build_variant("gqa")
@@ -681,7 +683,7 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
         keywords["plan"] = {i: x for i, x in plans if i not in keywords.get("skip_layers", ())}
     if "scales" in keywords:
         texts = torch.randint(4, 90, (4, 24)).tolist()
-        keywords["scales"] = calibrate(model, texts, max_length=24, held_out=24, progress=False)
+        keywords["scales"] = calibrate(model, texts, max_length=24, progress=False)
     enable(model, **keywords)
     draft_plans = []
     hook = model.register_forward_hook(
@@ -775,8 +777,8 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_model(model).path == "fused"
-        scales = calibrate(model, texts, max_length=24, held_out=24, progress=False)
-        assert len(scales.report.quality) > 1
+        scales = calibrate(model, texts, max_length=24, progress=False)
+        assert len(measure(model, scales, texts, progress=False).quality) > 1
         enable(model, training="stored")
         if name == CACHE:
             out = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)

@@ -167,11 +167,3 @@ def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
     cache.crop(-4)
     assert_same_continuation(model, cache.fork(), ids[[1, 1, 1], :-4])
     assert_same_continuation(model, cache, ids[[1, 1, 1], :-4])
-
-
-def test_a_copy_of_an_empty_cache_accepts_a_different_batch_size(model, cache_options, ids):
-    cache = fill_cache(model, ids, **cache_options)
-    cache.reset()
-    pickled = pickle.loads(pickle.dumps(cache))
-    model(ids[:1], past_key_values=pickled)
-    assert_same_continuation(model, pickled, ids[:1])

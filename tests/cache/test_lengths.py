@@ -1,14 +1,10 @@
-"""Tests of the lengths of a preallocated cache, for any order of layers.
+"""Tests of the lengths of a preallocated cache, after errors and in compiled code.
 
 The reference for dtype="auto" is transformers' DynamicCache, whose layers have separate lengths.
 """
 
-import copy
-import pickle
-import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +20,6 @@ from tests.helpers.tiny_models import make_causal_config
 
 NUM_LAYERS = 4
 BATCH_SIZE = 3
-WINDOW = 8
 MAX_LEN = 60
 pytestmark = [
     pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
@@ -32,19 +27,10 @@ pytestmark = [
 ]
 # The layers that are called in each step, in this order.
 ORDERS = {
-    "in order": [[0, 1, 2, 3]] * 4,
     "backwards": [[3, 2, 1, 0]] * 4,
-    "a new order in each step": [[1, 0, 3, 2], [0, 3, 2, 1], [2, 1, 0, 3], [0, 1, 2, 3]],
-    "a layer is left out": [[0, 1, 2, 3], [0, 1, 3], [0, 1, 3], [0, 1, 2, 3]],
-    "a layer joins later": [[0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3]],
-    "the first layer is left out": [[0, 1, 2, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2, 3]],
     "an early exit": [[0, 1, 2, 3], [0, 1], [0, 1], [2, 3, 2, 3], [0, 1, 2, 3]],
-    "twice": [[0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3, 0, 1, 2, 3]],
     "one layer twice": [[0, 1, 2, 3], [0, 1, 2, 1, 3], [0, 0, 1, 2, 3], [0, 1, 2, 3]],
 }
-for seed in range(3):
-    rng = random.Random(seed)
-    ORDERS[f"random {seed}"] = [rng.choices(range(NUM_LAYERS), k=4) for _ in range(6)]
 
 
 def make_config(name: str = "llama") -> Any:
@@ -66,76 +52,24 @@ def make_states(layer: int, num_tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(BATCH_SIZE, 2, num_tokens, 16, generator=generator)
 
 
-def run_step(cache: Any, layers: list[int], num_tokens: int, seed: int) -> list[torch.Tensor]:
-    """Store random tokens in these layers, in this order, and return dense K after each call."""
-    keys = []
+def run_step(cache: Any, layers: list[int], num_tokens: int, seed: int) -> None:
+    """Store random tokens in these layers, in this order."""
     for call_index, layer in enumerate(layers):
         x = make_states(layer, num_tokens, 10 * seed + call_index)
-        key, value = cache.update(x, -x, layer)
-        assert_same(densify(key), -densify(value))
-        keys.append(densify(key).clone())
-    return keys
+        cache.update(x, -x, layer)
 
 
-def check_lengths(cache: FP8PagedCache, stock_cache: DynamicCache, window: int = MAX_LEN) -> None:
-    """Assert the length of each layer, and the tokens that the next token attends to."""
+def check_lengths(cache: FP8PagedCache, stock_cache: DynamicCache) -> None:
+    """Assert the length and the tokens of each layer."""
     for layer, stock_layer in zip(cache.layers, stock_cache.layers, strict=True):
         length = int(stock_layer.get_seq_length())
         assert int(layer.get_seq_length()) == length
-        if length:
-            num_visible = min(length, window - 1) if layer.is_sliding else length
-            keys, values = (layer.keys, stock_layer.keys), (layer.values, stock_layer.values)
-            for actual, expected in (keys, values):
-                span = slice(length - actual.start - num_visible, length - actual.start)
-                assert_same(actual.dense()[:, :, span], expected[:, :, -num_visible:])
+        for actual, expected in (
+            (layer.keys, stock_layer.keys),
+            (layer.values, stock_layer.values),
+        ):
+            assert_same(actual.dense()[:, :, :length], expected)
     assert cache.host_length() == max(int(x.get_seq_length()) for x in stock_cache.layers)
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_lengths_are_correct_in_any_order(name: str, tmp_path: Path) -> None:
-    order, prompt_length = ORDERS[name], 1 if len(name) % 2 else 9
-    cache, stock_cache = make_caches()
-    for seed, layers in enumerate(order):
-        num_tokens = 1 if seed else prompt_length
-        keys, stock_keys = (run_step(x, layers, num_tokens, seed) for x in (cache, stock_cache))
-        for key, stock_key in zip(keys, stock_keys, strict=True):
-            assert_same(key[:, :, : stock_key.shape[2]], stock_key, f"step {seed}")
-        check_lengths(cache, stock_cache)
-    copies = (
-        cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)),
-        FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
-    )  # fmt: skip
-    compared = [(copied, copy.deepcopy(stock_cache)) for copied in copies] + [(cache, stock_cache)]
-    for paged_cache, dense_cache in compared:
-        check_lengths(paged_cache, dense_cache)
-        for each_cache in (paged_cache, dense_cache):
-            each_cache.reorder_cache(torch.tensor([2, 0, 1]))
-            run_step(each_cache, [0, 1, 2, 3], 3, 7)
-            each_cache.crop(-2)
-            run_step(each_cache, [1, 2, 3], 1, 8)
-        check_lengths(paged_cache, dense_cache)
-    for each_cache in (cache, stock_cache):
-        each_cache.batch_repeat_interleave(2)
-        each_cache.batch_select_indices(torch.tensor([1, 0, 5]))
-    check_lengths(cache, stock_cache)
-    cache.reset()
-    stock_cache = DynamicCache(config=make_config())
-    for seed in (1, 2):
-        run_step(cache, [0, 1, 2, 3], 5, seed), run_step(stock_cache, [0, 1, 2, 3], 5, seed)
-        check_lengths(cache, stock_cache)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunk_size"),
-    [("backwards", 1), ("a new order in each step", 5), ("a new order in each step", 20)],
-)
-def test_windows_are_correct_with_prompts_in_chunks(name: str, chunk_size: int) -> None:
-    cache, stock_cache = make_caches("gemma3_text")
-    assert cache.layers[0].sliding_window == WINDOW
-    for seed, layers in enumerate([*ORDERS[name], [0, 1, 2, 3]]):
-        num_tokens = chunk_size if seed < 2 else 1
-        run_step(cache, layers, num_tokens, seed), run_step(stock_cache, layers, num_tokens, seed)
-        check_lengths(cache, stock_cache, WINDOW)
 
 
 @pytest.mark.parametrize("refused_layer", [0, 2, 3])
@@ -156,13 +90,15 @@ def test_a_refused_step_keeps_the_layers_before(refused_layer: int) -> None:
         check_lengths(cache, stock_cache)
 
 
-def test_layers_may_receive_different_numbers_of_tokens() -> None:
+def test_the_shortest_layer_does_not_write_into_shared_pages() -> None:
+    """An early exit left the last layers behind, and then all sequences became the same."""
     cache, stock_cache = make_caches()
-    for seed, lengths in enumerate([(5, 5, 5, 5), (1, 2, 1, 3), (2, 2, 2, 2), (3, 1, 3, 1)]):
-        for layer, num_tokens in enumerate(lengths):
-            for each_cache in (cache, stock_cache):
-                run_step(each_cache, [layer], num_tokens, seed)
-        check_lengths(cache, stock_cache)
+    for each_cache in (cache, stock_cache):
+        run_step(each_cache, [0, 1, 2, 3], 15, 0)
+        run_step(each_cache, [0, 1], 1, 1)  # page 1 is full in these layers
+        each_cache.reorder_cache(torch.tensor([1, 1, 1]))
+        run_step(each_cache, [0, 1, 2, 3], 3, 2)
+    check_lengths(cache, stock_cache)
 
 
 class LayerStack(torch.nn.Module):

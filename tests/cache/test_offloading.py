@@ -4,10 +4,7 @@ On a CPU, device and host memory are the same, but the cache copies pages as it 
 memory contains NaN in these tests, so a page that was not copied back changes the tokens.
 """
 
-import copy
 import gc
-import itertools
-import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,8 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, PrefixStore, enable
-from hf_fp8kv.paging import blocks
-from tests.cache.public import OutOfMemory, attend
+from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
+from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.standin import replace_triton
@@ -213,70 +209,6 @@ def test_draft_models_may_be_offloaded() -> None:
 
 # -- stored keys and values ----------------------------------------------------------------------
 
-STORAGE: dict[str, dict[str, Any]] = {
-    "default": {},
-    "static": {"scales": 0.02},
-    "one side": {"key_dtype": "auto", "value_dtype": "fp8_e5m2"},
-    "auto": {"dtype": "auto", "prefill": "stored"},
-}
-
-
-# All pairs of values occur at least once.
-@pytest.mark.parametrize(
-    ("name", "storage", "num_pages", "backend"),
-    pairwise(["llama", "mistral", "gemma3_text"], [*STORAGE], [0, None, 1, 7], ["auto", "triton"]),
-)
-def test_all_operations_match_the_reference(
-    name: str, storage: str, num_pages: int | None, backend: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The reference has one tensor, on the device. "triton" has blocks of pages and late writes.
-
-    `num_pages` pages per layer stay on the device. None means two layers, and 0 no offloading.
-    """
-    if backend == "triton":
-        replace_triton(monkeypatch)
-        monkeypatch.setattr(blocks, "BLOCK_BYTES", 3000)
-    offloading = {"offloading": True if num_pages is None else num_pages or False}
-    config, keywords = make_config(name), {"page_size": PAGE_SIZE, **STORAGE[storage]}
-    resident_backend = "reference" if backend == "triton" else backend
-    resident_cache = FP8PagedCache(config, backend=resident_backend, **keywords)
-    cache = FP8PagedCache(config, backend=backend, **keywords, **offloading)
-    caches = [resident_cache, cache]
-    call_method(caches, "activate_past_recording")
-    for step, num_tokens in enumerate((21, 1, 1, 9, 1)):
-        add_tokens(caches, num_tokens, step)
-    forks = [cache.fork() for cache in caches]
-    add_tokens(caches, 3, 5)
-    add_tokens(forks, 1, 6)
-    add_tokens(caches, 1, 7)
-    assert_holds(forks)
-    call_method(caches, "reorder_cache", torch.tensor([1, 1]))
-    add_tokens(caches, 2, 8)
-    call_method(caches, "crop", -4)
-    add_tokens(caches, 1, 9)
-    del forks
-    call_method(caches, "batch_repeat_interleave", 2)
-    add_tokens(caches, 1, 10, batch=4)
-    call_method(caches, "batch_select_indices", torch.tensor([2, 0]))
-    add_tokens(caches, 1, 11)
-    loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-    copies = [resident_cache, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
-    add_tokens([copy.deepcopy(resident_cache), *copies[1:]], 5, 12)
-    assert num_pages in (0, 7) or all(min(count_copied_bytes(copied)) > 0 for copied in copies[1:])
-    del copies, loaded
-    call_method(caches, "crop", -30 if name == "llama" else -1)
-    add_tokens(caches, 1, 13)
-    for layer in cache.paged_layers:
-        layer.offload()
-        assert not num_pages or not layer.store.memory_footprint().get("pages")
-        layer.prefetch()
-    assert_holds(caches)
-    call_method(caches, "reset")
-    assert max(cache.memory_footprint().total_bytes for cache in caches) < 100
-    add_tokens(caches, 4, 14, batch=3)
-    assert_holds(caches)
-
 
 def test_a_crop_frees_host_memory() -> None:
     caches = make_caches()
@@ -294,76 +226,6 @@ def test_a_crop_frees_host_memory() -> None:
         layer.keys, layer.values = k[:, :, ::2], v[:, :, ::2]
     add_tokens(caches, 1, 2)
     assert_holds(caches)
-
-
-def test_long_calls_pass_through_a_window() -> None:
-    caches = make_caches("mistral", prefill="stored")
-    for step, num_tokens in enumerate((40, 1, 33, 1, 1, 25, 7)):
-        add_tokens(caches, num_tokens, step)
-        forks = [cache.fork() for cache in caches]
-        add_tokens(forks, 17, 50 + step)
-
-
-def test_a_refused_step_changes_nothing() -> None:
-    caches = make_caches(max_pages=6)
-    add_tokens(caches, 21)
-    for cache in caches:
-        for index in range(NUM_LAYERS):
-            with pytest.raises(OutOfPagesError):
-                cache.update(*torch.randn(2, 2, NUM_HEADS, 9, HEAD_DIM), index)
-    add_tokens(caches, 3, 1)
-    assert_holds(caches)
-
-
-@pytest.mark.parametrize(
-    ("name", "offloading"),
-    [("gemma3_text", {}), ("llama", {"offloading": True}), ("gemma3_text", {"offloading": 9})],
-)
-def test_a_step_that_cannot_allocate_can_be_undone(name: str, offloading: dict[str, Any]) -> None:
-    """Each allocation of a step fails once. The step can be undone, and forks do not change."""
-    config, options = make_config(name), {"page_size": PAGE_SIZE, "dtype": "fp8"}
-    for failing_allocation in itertools.count(1):
-        caches = [FP8PagedCache(config, **options, **x) for x in ({}, offloading)]
-        for cache in caches:
-            cache.activate_past_recording()
-        add_tokens(caches, 21)
-        forks = [cache.fork() for cache in caches]  # pages are shared, so a write copies them
-        try:
-            with OutOfMemory(failing_allocation, PAGE_BYTES):
-                caches[1].update(*torch.randn(2, 2, NUM_HEADS, 5, HEAD_DIM), 0)
-            break
-        except MemoryError:
-            caches[1].layers[0].crop(caches[0].get_seq_length() - caches[1].get_seq_length())
-        assert_holds(forks)
-        # All caches continue in the shared page, which two caches must still refer to.
-        add_tokens(caches, 3, failing_allocation)
-        add_tokens(forks, 3, -failing_allocation)
-        assert_holds(caches)
-        assert_holds(forks)
-    assert failing_allocation > 2
-
-
-@pytest.mark.parametrize("offloading", [{}, {"offloading": True}], ids=str)
-def test_a_crop_that_cannot_allocate_leaves_layers_consistent(offloading: dict[str, Any]) -> None:
-    """A crop that cannot move pages keeps all tokens or none, the same in every layer."""
-    for failing_allocation in itertools.count(1):
-        cache, reference = (FP8PagedCache(make_config(), **EXACT, **offloading) for _ in "ab")
-        add_tokens([cache, reference], 40 * PAGE_SIZE)
-        try:
-            with OutOfMemory(failing_allocation, PAGE_BYTES):
-                cache.crop(-39 * PAGE_SIZE)
-            break
-        except MemoryError:
-            lengths = {layer.get_seq_length() for layer in cache.layers}
-        assert len(lengths) == 1
-        if lengths == {0}:
-            cache.reset(), reference.reset()
-        elif lengths == {PAGE_SIZE}:
-            reference.crop(-39 * PAGE_SIZE)
-        for num_tokens, seed in ((7 * PAGE_SIZE + 3, 1), (2, 2)):
-            add_tokens([cache, reference], num_tokens, seed)
-        assert_holds([cache, reference])
-    assert failing_allocation > 1
 
 
 def test_layers_of_transformers_stay_on_the_device() -> None:

@@ -108,35 +108,6 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
     assert all(torch.equal(tokens, outputs[0]) for tokens in outputs[1:])
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-def test_training_rounds_like_pages(is_dynamic: bool) -> None:
-    scales = planned_scales(is_dynamic=is_dynamic)
-    options = FP8PagedCache(make_config(), prefill="stored", **as_cache_keyword(scales)).options
-    k, v = make_states(19)
-    for index, layer in scales.layers.items():
-        rounding = StoredRounding(options, index, k, v)
-        rounded_values = rounding.read(rounding.store(k, v), k, v)
-        for side, x, rounded in zip("kv", (k, v), rounded_values, strict=True):
-            expected = round_by_plan(x, layer, side)
-            torch.testing.assert_close(rounded, expected, rtol=0, atol=1e-5)
-
-
-def test_a_storage_plan_without_centers_matches_an_explicit_plan() -> None:
-    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, attn_implementation="fp8_paged")
-    layer_plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
-    layers = {i: LayerScales(None, None, plan=plan) for i, plan in layer_plans.items()}
-    prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
-    caches = [
-        FP8PagedCache(model.config, page_size=8, prefill="stored", plan=plan)
-        for plan in (StoragePlan(layers), layer_plans)
-    ]
-    tokens = [generate(model, prompt, cache) for cache in caches]
-    assert torch.equal(*tokens)
-    for layer, explicit_layer in zip(*(cache.layers for cache in caches), strict=True):
-        assert_same(layer.keys.dense(), explicit_layer.keys.dense())
-        assert_same(layer.values.dense(), explicit_layer.values.dense())
-
-
 def test_the_footprint_and_repr_list_the_plans() -> None:
     cache = FP8PagedCache(make_config(), scales=planned_scales(), skip_layers=[1])
     expected = {str(PLANS[0]): 1, str(PLANS[2]): 1}
@@ -205,26 +176,6 @@ def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
         FP8PagedCache(make_config(), plan=tmp_path)
     with pytest.raises(ScaleError, match="without static scales"):
         StoragePlan(planned_scales().layers)
-
-
-@pytest.mark.parametrize("attention", ["fp8_paged", "sdpa"])
-def test_a_plan_gives_the_same_keys_and_values_in_all_caches(attention: str) -> None:
-    """The batch size, preallocation and a reset do not change the stored keys and values."""
-    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, attn_implementation=attention)
-    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
-    plan, states_by_cache = planned_scales(is_dynamic=True), []
-    for batch, max_len in ((1, None), (2, None), (1, 64)):
-        cache = FP8PagedCache(model.config, plan=plan, page_size=8, max_cache_len=max_len)
-        for _ in range(2):
-            cache.reset()
-            with torch.no_grad():
-                model(ids.expand(batch, -1), past_key_values=cache)
-        handles = [handle for layer in cache.layers for handle in (layer.keys, layer.values)]
-        states_by_cache.append([handle.dense()[:1, :, :40] for handle in handles])
-        assert cache.plan == dict(enumerate(PLANS))
-    for states in states_by_cache[1:]:
-        for expected, actual in zip(states_by_cache[0], states, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 PROTECTED_PLANS = (

@@ -1,7 +1,9 @@
-"""Tests of layers with a window, which store no more than the window after calls of any length."""
+"""Tests of layers with a window: refused crops, calls that stop, freed memory, and budgets.
+
+test_machine.py compares such layers with dense tensors.
+"""
 
 import itertools
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Gemma3TextConfig
-from transformers.cache_utils import DynamicCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.errors import OutOfPagesError
-from hf_fp8kv.paging.page_allocator import PageAllocator
 from tests.cache.public import list_tensors
 from tests.helpers.assertions import assert_same
-from tests.helpers.grids import pairwise
 
 WINDOW = 20
 PAGE_SIZE = 8
@@ -32,28 +30,12 @@ HEAD_DIM = 4
 EXACT = {"dtype": "auto", "page_size": PAGE_SIZE}
 # Bytes of a page of K and V in float32.
 PAGE_BYTES = PAGE_SIZE * 2 * NUM_HEADS * HEAD_DIM * 4
-# Numbers of tokens of each call. More than a few tokens do not fit in pages next to the window.
-CALL_LENGTHS = {
-    "long-first": [100, 1, 1],
-    "chunks": [5, 60, 1, 30, 2, 1, 1],
-    "edges": [20, 21, 19, 4, 1],
-    "one-by-one": [1] * 30 + [40, 1, 1],
-    "window-minus-one": [19, 1, 19, 24, 25, 1],
-}
-# `prefill` decides what the first call reads, so the case with a long first call has both values.
-for_each_case = pytest.mark.parametrize(
-    ("case", "prefill"),
-    [
-        ("long-first", "exact"), ("long-first", "stored"), ("chunks", "stored"),
-        ("edges", "exact"), ("one-by-one", "stored"), ("window-minus-one", "exact"),
-    ],
-)  # fmt: skip
 
 
-def make_config(window: int = WINDOW) -> Any:
+def make_config() -> Any:
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     return Gemma3TextConfig(
-        num_hidden_layers=NUM_LAYERS, layer_types=types, sliding_window=window, head_dim=HEAD_DIM,
+        num_hidden_layers=NUM_LAYERS, layer_types=types, sliding_window=WINDOW, head_dim=HEAD_DIM,
         num_key_value_heads=NUM_HEADS, num_attention_heads=2, hidden_size=8,
     )  # fmt: skip
 
@@ -67,14 +49,12 @@ def make_states(num_tokens: int, batch: int = BATCH_SIZE, seed: int = 0) -> torc
     return torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
 
 
-def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> list[list[torch.Tensor]]:
-    """Store the same tokens in all layers and caches, and return dense K and V of each cache."""
+def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> None:
+    """Store the same tokens in all layers and caches."""
     x = make_states(num_tokens, seed=seed)
-    outputs: list[list[torch.Tensor]] = []
     for cache in caches:
-        handles = [cache.update(x + layer, layer - x, layer) for layer in range(NUM_LAYERS)]
-        outputs.append([densify(handle) for key_and_value in handles for handle in key_and_value])
-    return outputs
+        for layer in range(NUM_LAYERS):
+            cache.update(x + layer, layer - x, layer)
 
 
 def check_num_pages(cache: FP8PagedCache) -> None:
@@ -96,35 +76,6 @@ def assert_same_layers(
             handles = [getattr(cache.layers[index], side) for cache in (actual, expected)]
             windows = [x.dense()[:, :, first_token - x.start : length - x.start] for x in handles]
             assert_same(*windows, f"layer {index}, {side}")
-
-
-@for_each_case
-def test_windows_match_transformers(case: str, prefill: str, tmp_path: Path) -> None:
-    """Growing and preallocated caches return the keys and values of a DynamicCache."""
-    ring_cache = make_cache(prefill=prefill, max_cache_len=MAX_LEN)
-    growing_cache = make_cache(prefill=prefill)
-    stock_cache, length = DynamicCache(config=make_config()), 0
-    for seed, num_tokens in enumerate(CALL_LENGTHS[case]):
-        outputs = add_random_tokens([ring_cache, growing_cache, stock_cache], num_tokens, seed)
-        length += num_tokens
-        for ring_output, growing_output, expected in zip(*outputs, strict=True):
-            assert_same(growing_output, expected, f"call {seed}")
-            first_token = length - expected.shape[2]
-            assert_same(ring_output[:, :, first_token:length], expected, f"call {seed}")
-        assert growing_cache.get_mask_sizes(3, 0) == stock_cache.get_mask_sizes(3, 0)
-        check_num_pages(growing_cache)
-        check_num_pages(ring_cache)
-        for cache in (ring_cache, growing_cache, stock_cache):
-            cache.reorder_cache(torch.tensor([1, 0] if seed % 2 else [1, 1]))
-        assert_same_layers(ring_cache, growing_cache)
-    ring_cache.save(tmp_path / "ring.safetensors")
-    for copied in (ring_cache.fork(), FP8PagedCache.load(tmp_path / "ring.safetensors")):
-        growing_copy = growing_cache.fork()
-        for num_tokens in (3, 50, 1):
-            assert_same_layers(copied, growing_copy)
-            add_random_tokens([copied, growing_copy], num_tokens, 99)
-        check_num_pages(copied)
-        assert_same_layers(copied, growing_copy)
 
 
 @pytest.mark.parametrize("max_len", [None, MAX_LEN])
@@ -195,21 +146,6 @@ def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
     assert cache.host_length() == 1
 
 
-@pytest.mark.parametrize("recorded_from", [0, 10, 30, 77])
-def test_a_ring_that_records_the_past_keeps_all_tokens(recorded_from: int) -> None:
-    caches = cache, growing_cache = make_cache(max_cache_len=MAX_LEN), make_cache()
-    if recorded_from:
-        add_random_tokens(caches, recorded_from, 0)
-    for each_cache in caches:
-        each_cache.activate_past_recording()
-    for seed in range(20):
-        add_random_tokens(caches, 2 if seed % 9 else 17, seed)
-    for each_cache in caches:
-        each_cache.crop(-60)
-    assert_same_layers(cache, growing_cache)
-    assert_same_layers(cache.fork(), growing_cache)
-
-
 def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) -> None:
     model_config = make_config()
     model_config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -227,18 +163,6 @@ def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) 
         copied.crop(-30)
     full_cache.crop(-30)
     assert_same_layers(cache, full_cache)
-
-
-def test_layers_of_a_ring_may_be_emptied_one_by_one() -> None:
-    cache, new_cache = make_cache(max_cache_len=MAX_LEN), make_cache()
-    add_random_tokens([cache], 100, 0)
-    for layer in cache.layers:
-        layer.crop(-100)
-    add_random_tokens([cache, new_cache], 9, 1)
-    assert_same_layers(cache.fork(), new_cache)
-    cache.crop(-3)
-    new_cache.crop(-3)
-    assert_same_layers(cache, new_cache)
 
 
 def test_a_crop_frees_recorded_tokens() -> None:
@@ -301,41 +225,6 @@ def test_a_reset_during_a_long_call_does_not_change_forks() -> None:
         assert_same_layers(fork, new_cache)
         add_random_tokens([fork, new_cache], num_tokens, 1)
     assert_same_layers(fork, new_cache)
-
-
-# All pairs of values occur at least once.
-@pytest.mark.parametrize(
-    ("window", "max_len", "prefill"),
-    pairwise([1, 2, 7, PAGE_SIZE, 9, 10], [None, MAX_LEN], ["exact", "stored"]),
-)
-def test_windows_of_about_a_page(window: int, max_len: int | None, prefill: str) -> None:
-    keywords: dict[str, Any] = {**EXACT, "prefill": prefill}
-    cache = FP8PagedCache(make_config(window), max_cache_len=max_len, **keywords)
-    full_cache = FP8PagedCache(make_config(MAX_LEN), **keywords)
-    length = 0
-    for seed, num_tokens in enumerate((16, 1, 7, 24, 8, 1, 3, 9)):
-        outputs, full_outputs = add_random_tokens([cache, full_cache], num_tokens, seed)
-        start, length = length, length + num_tokens
-        for side, (actual, expected) in enumerate(zip(outputs, full_outputs, strict=True)):
-            has_window = side not in (2, 3)  # K and V of layer 1
-            first_token = max(start - window + 1, 0) if has_window else 0
-            stop = length if max_len and actual.shape[2] == MAX_LEN else actual.shape[2]
-            window_states = actual[:, :, stop - (length - first_token) : stop]
-            assert_same(window_states, expected[:, :, first_token:], f"call {seed}")
-
-
-@pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
-def test_long_calls_do_not_change_forks(writer: int) -> None:
-    cache, expected = make_cache(), make_cache()
-    add_random_tokens([cache, expected], 33, 0)
-    forks = [cache, cache.fork()]
-    add_random_tokens([forks[writer], expected], 50, 1)
-    assert_same_layers(forks[writer], expected)
-    new_cache = make_cache()
-    add_random_tokens([new_cache], 33, 0)
-    assert_same_layers(forks[1 - writer], new_cache)
-    add_random_tokens([forks[1 - writer], new_cache], 1, 2)
-    assert_same_layers(forks[1 - writer], new_cache)
 
 
 @pytest.mark.parametrize("max_len", [None, MAX_LEN])
@@ -436,21 +325,6 @@ def test_long_calls_stay_within_the_budget() -> None:
     assert cache.budget.num_held <= BATCH_SIZE * MAX_PAGES
 
 
-@pytest.mark.parametrize("layer", [1, 0], ids=["full", "sliding"])
-def test_a_copy_during_a_step_has_the_pages_of_each_layer(layer: int, tmp_path: Path) -> None:
-    cache = make_cache(max_cache_len=MAX_LEN, prefill="stored")
-    x, next_x = make_states(30), make_states(40, seed=1)
-    add_tokens(cache, x)
-    add_tokens(cache, next_x, [layer])
-    copies = [cache.fork(), pickle.loads(pickle.dumps(cache))]
-    copies.append(FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")))
-    for saved_cache in (*copies, cache):
-        assert_last_window(saved_cache, torch.cat([x, next_x], 2) if layer == 0 else x, 0)
-        assert_last_window(saved_cache, x, 2)
-    cache.layers[2].crop(-1)
-    assert_last_window(cache, x[:, :, :-1], 2)
-
-
 def test_each_ring_refuses_a_crop_by_its_length() -> None:
     x = make_states(96)
     for change in (lambda cache: cache.layers[0].reset(), lambda cache: cache.layers[0].crop(-100)):
@@ -470,15 +344,6 @@ def test_each_ring_refuses_a_crop_by_its_length() -> None:
         cache.activate_past_recording()
     assert not cache.layers[0].record_past
     assert_last_window(cache, x, 0), assert_last_window(cache, x[:, :, :57], 2)
-
-
-def test_a_ring_that_recorded_its_past_may_be_forked() -> None:
-    cache, x = make_cache(max_cache_len=MAX_LEN, prefill="stored"), make_states(30)
-    cache.activate_past_recording()
-    add_tokens(cache, x)
-    for layer in cache.layers:
-        layer.record_past = False
-    assert_last_window(cache.fork(), x), assert_last_window(cache, x)
 
 
 @pytest.mark.parametrize("change", ["batch_repeat_interleave", "activate_past_recording"])
@@ -504,33 +369,3 @@ def test_a_refused_step_keeps_the_recorded_past() -> None:
     assert cache.memory_footprint() == footprint
     cache.crop(-40)
     assert_last_window(cache, x[:, :, :20])
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"max_cache_len": MAX_LEN}], ids=["growing", "preallocated"]
-)
-def test_an_interrupted_allocation_can_be_reset(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, x, calls = make_cache(**options), make_states(100), itertools.count()
-    if not options:
-        add_tokens(cache, make_states(30))
-    allocate = PageAllocator.allocate
-
-    def interrupt_allocate(self: PageAllocator, *arguments: Any, **keywords: Any) -> Any:
-        pages = allocate(self, *arguments, **keywords)
-        if next(calls) == len(options):  # before the pages are counted
-            self.reference_counts[pages] = 0
-            raise KeyboardInterrupt
-        return pages
-
-    monkeypatch.setattr(PageAllocator, "allocate", interrupt_allocate)
-    with pytest.raises(KeyboardInterrupt):
-        add_tokens(cache, x)
-    cache.reset()
-    for batch in (BATCH_SIZE, 3):
-        x = make_states(100, batch)
-        add_tokens(cache, x)
-        add_tokens(cache, x[:, :, :50])
-        assert_last_window(cache, torch.cat([x, x[:, :, :50]], 2))
-        cache = make_cache(**options)

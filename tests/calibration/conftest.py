@@ -1,4 +1,4 @@
-"""Fixtures of a tiny model with biased keys, and of a few layers of a trained model."""
+"""A fixture of a few layers of a trained model."""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.tiny_models import build_variant
-
 NUM_LAYERS = 6
-
-
-@pytest.fixture(scope="session")
-def biased_model() -> Any:
-    """Return a tiny model whose keys have a large bias."""
-    return build_variant("qwen2", key_bias=30.0)[0]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, LayerPlan, PrefixStore, choose_plan
+from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan
 from hf_fp8kv.attention.switching import get_attn_implementations
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.plan_choice import (
@@ -102,37 +102,6 @@ def take_step(model: Any) -> None:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"dtype": "fp8"},
-        {"dtype": "model"},
-        {"key_dtype": "model"},
-        {"value_dtype": "int8"},
-        {"scales": 1.0},
-        {"scales": KVScales.uniform(2)},
-        {"plan": "int8 rotated"},
-        {"plan": LayerPlan.parse("int8 rotated", "model")},
-        {"plan": "saved"},
-    ],
-    ids=str,
-)
-def test_an_argument_about_storage_runs_no_pass(
-    keywords: dict[str, Any], own_plan: Any, tmp_path: Path, home: Path
-) -> None:
-    if keywords.get("plan") == "saved":
-        own_plan.save_pretrained(tmp_path / "saved")
-        keywords = {"plan": tmp_path / "saved"}
-    model = make_model()
-    with recorded_inputs(model) as inputs:
-        resolved = resolve_plan(model, {**keywords, "page_size": 16})
-    assert not inputs
-    assert not home.exists()
-    cache = FP8PagedCache(model.config, **resolved)
-    assert cache.plan == FP8PagedCache(model.config, **keywords).plan
-    assert cache.options.page_size == 16
 
 
 @pytest.mark.parametrize(
@@ -273,31 +242,6 @@ def test_a_model_that_cannot_be_sampled_has_no_file(own_plan: Any, home: Path) -
 
 
 # -- changed models --------------------------------------------------------------------------------
-
-
-def test_changed_weights_get_a_new_plan(own_plan: Any) -> None:
-    model = make_model()
-    resolve_plan(model, {})
-    take_step(model)
-    digest, num_passes = resolve_and_count(model)
-    assert num_passes >= NUM_PASSES
-    assert digest == choose_plan(model).digest != own_plan.digest
-
-
-def test_a_frozen_plan_stays_after_a_step_of_an_optimizer(own_plan: Any) -> None:
-    model = make_model()
-    freeze_plan(model, resolve_plan(model, {})["plan"])
-    take_step(model)
-    for keywords in ({}, {"dtype": "adaptive"}, {"page_size": 16}):
-        assert resolve_and_count(model, **keywords) == (own_plan.digest, 0)
-    assert resolve_plan(model, {"dtype": "fp8"}) == {"dtype": "fp8", "plan": None}
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert resolve_and_count(copied) == (own_plan.digest, 0)
-    unfreeze_plan(model)
-    unfreeze_plan(model)
-    digest, num_passes = resolve_and_count(model)
-    assert num_passes >= NUM_PASSES
-    assert digest != own_plan.digest
 
 
 def test_a_model_can_be_frozen_without_a_plan(own_plan: Any) -> None:

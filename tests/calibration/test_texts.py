@@ -1,4 +1,4 @@
-"""Tests of `read_corpus`: types of texts, files, errors, windows, and held-out windows."""
+"""Tests of `read_windows`: types of texts, files, errors, and windows."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_fp8kv.calibration import texts as texts_module
-from hf_fp8kv.calibration.texts import Corpus, read_corpus
+from hf_fp8kv.calibration.texts import read_windows
 from hf_fp8kv.errors import ConfigError
 
 LETTERS = [chr(i) for i in range(97, 123)]
@@ -26,7 +26,7 @@ WORDS = ["<s>", "<unk>", "user", "assistant", "system", ":", *LETTERS]
 BOS, UNK, USER, ASSISTANT, SYSTEM, COLON = range(6)
 A, B, C, D = range(6, 10)
 TEMPLATE = "<s>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
-ALL_TOKENS = {"max_tokens": 1 << 20, "max_length": 1 << 10, "held_out": 0}
+ALL_TOKENS = {"max_tokens": 1 << 20, "max_length": 1 << 10}
 
 
 def make_tokenizer(
@@ -52,12 +52,16 @@ def make_tokenizer(
 TOKENIZER = make_tokenizer()
 
 
-def read_texts(texts, tokenizer=TOKENIZER, **options) -> Corpus:
-    return read_corpus(texts, tokenizer, **{**ALL_TOKENS, **options})
+def read_texts(texts, tokenizer=TOKENIZER, **options) -> list[torch.Tensor]:
+    return read_windows(texts, tokenizer, **{**ALL_TOKENS, **options})
 
 
-def list_window_ids(corpus: Corpus) -> list[list[int]]:
-    return [window.tolist() for window in corpus.windows]
+def list_window_ids(windows: list[torch.Tensor]) -> list[list[int]]:
+    return [window.tolist() for window in windows]
+
+
+def count_tokens(windows: list[torch.Tensor]) -> int:
+    return sum(map(len, windows))
 
 
 def get_error_message(texts, tokenizer=TOKENIZER, **options) -> str:
@@ -104,29 +108,27 @@ class FakeDataset:
 )
 def test_each_type_of_item_is_tokenized(item, expected):
     for texts in ([item], (item,), iter([item]), FakeDataset(item)):
-        corpus = read_texts(texts)
-        assert list_window_ids(corpus) == [expected]
-        assert (corpus.num_texts, corpus.num_tokens) == (1, len(expected))
-        assert corpus.windows[0].dtype == torch.int32
-        assert corpus.held_out_windows == ()
+        windows = read_texts(texts)
+        assert list_window_ids(windows) == [expected]
+        assert windows[0].dtype == torch.int32
 
 
 def test_columns_and_token_ids_are_read_as_given():
     rows = [[A, B], [C, D]]
     assert list_window_ids(read_texts(torch.tensor(rows))) == rows
-    corpus = read_texts(FakeDataset({"body": "a b"}, {"body": "c d"}), text_column="body")
-    assert list_window_ids(corpus) == rows
+    windows = read_texts(FakeDataset({"body": "a b"}, {"body": "c d"}), text_column="body")
+    assert list_window_ids(windows) == rows
     # Token ids need no tokenizer, and are copied.
     given_ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
-    corpus = read_texts([given_ids], None)
+    windows = read_texts([given_ids], None)
     given_ids.zero_()
-    assert list_window_ids(corpus) == [[A, 1 << 30]]
+    assert list_window_ids(windows) == [[A, 1 << 30]]
 
 
 def test_tensors_are_on_the_cpu_with_a_different_default_device():
     with torch.device("meta"):
-        corpus = read_texts(["a b", [A, B]])
-    assert {window.device.type for window in corpus.windows} == {"cpu"}
+        windows = read_texts(["a b", [A, B]])
+    assert {window.device.type for window in windows} == {"cpu"}
 
 
 def test_chat_template_makes_a_text_a_user_turn():
@@ -138,13 +140,13 @@ def test_chat_template_makes_a_text_a_user_turn():
 
 
 def test_special_tokens_occur_once_per_text():
-    corpus = read_texts(["a b c d a", CHAT], make_tokenizer(bos=True), max_length=3)
-    assert Counter(itertools.chain(*list_window_ids(corpus)))[BOS] == 2
+    windows = read_texts(["a b c d a", CHAT], make_tokenizer(bos=True), max_length=3)
+    assert Counter(itertools.chain(*list_window_ids(windows)))[BOS] == 2
 
 
 def test_blank_texts_are_skipped():
-    corpus = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
-    assert (list_window_ids(corpus), corpus.num_texts) == ([[A, B]], 1)
+    windows = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
+    assert list_window_ids(windows) == [[A, B]]
 
 
 def test_long_texts_cause_no_tokenizer_warning(tmp_path):
@@ -176,9 +178,8 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
     content = bom + newline.join(LINES).encode()
     path.write_bytes(content)
     for texts in (path, str(path)):
-        corpus = read_texts(texts)
-        assert list_window_ids(corpus) == LINE_IDS
-        assert corpus.num_texts == 5
+        windows = read_texts(texts)
+        assert list_window_ids(windows) == LINE_IDS
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.TXT"])
@@ -189,11 +190,10 @@ def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
     paragraphs = ["a a a", "b b\nb b", "c c c c c c c c c", "d"]
     content = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
     path.write_bytes(content)
-    corpus = read_texts(path, make_tokenizer(bos=True), max_length=12)
-    assert list_window_ids(corpus) == [
+    windows = read_texts(path, make_tokenizer(bos=True), max_length=12)
+    assert list_window_ids(windows) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
     ]  # fmt: skip
-    assert corpus.num_texts == 3
 
 
 LONG_WORDS = " ".join(["b" * 15] * 12)
@@ -211,8 +211,8 @@ LONG_WORDS = " ".join(["b" * 15] * 12)
 )
 def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
-    corpus = read_texts(path, max_length=11)  # max_length reserves a token for special tokens
-    assert sorted(list_window_ids(corpus)) == sorted(
+    windows = read_texts(path, max_length=11)  # max_length reserves a token for special tokens
+    assert sorted(list_window_ids(windows)) == sorted(
         TOKENIZER(chunk)["input_ids"] for chunk in expected
     )
 
@@ -222,16 +222,18 @@ def test_all_letters_of_a_text_file_are_read(tmp_path_factory, text, max_length)
     text = f"ab cd\n{text}"
     path = tmp_path_factory.mktemp("text") / "x.txt"
     path.write_bytes(text.encode())
-    corpus = read_texts(path, make_tokenizer(by_letter=True), max_length=max_length)
-    letter_counts = Counter(i for window in list_window_ids(corpus) for i in window if i != UNK)
+    windows = read_texts(path, make_tokenizer(by_letter=True), max_length=max_length)
+    letter_counts = Counter(i for window in list_window_ids(windows) for i in window if i != UNK)
     expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
     assert letter_counts <= expected
-    # A window of one token is dropped.
-    assert (expected - letter_counts).total() <= corpus.num_texts
+    # A window of one token is dropped, at most one of each text.
+    encoder = texts_module._Encoder(make_tokenizer(by_letter=True), "text", None)
+    num_texts = len(list(texts_module._read_text_file(path, encoder, max_length)))
+    assert (expected - letter_counts).total() <= num_texts
 
 
-def read_with_peak_memory(*arguments, **options) -> tuple[Corpus, int]:
-    """Return a corpus, and the peak memory of reading it, in bytes."""
+def read_with_peak_memory(*arguments, **options) -> tuple[list[torch.Tensor], int]:
+    """Return windows, and the peak memory of reading it, in bytes."""
     tracemalloc.start()
     try:
         return read_texts(*arguments, **options), tracemalloc.get_traced_memory()[1]
@@ -254,11 +256,11 @@ def test_a_huge_file_is_streamed(tmp_path, text):
     writer = threading.Thread(target=write_pipe, daemon=True)
     writer.start()
     tokenizer = make_tokenizer(by_letter=True)
-    corpus, peak = read_with_peak_memory(path, tokenizer, max_tokens=1000, max_length=128)
+    windows, peak = read_with_peak_memory(path, tokenizer, max_tokens=1000, max_length=128)
     writer.join(60)
     assert num_written < 1 << 20, "expected to read only the needed tokens and a buffer"
     assert peak < 16 << 20
-    assert 999 <= corpus.num_tokens <= 1000
+    assert 999 <= count_tokens(windows) <= 1000
 
 
 def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
@@ -271,8 +273,8 @@ def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
 
 def test_blank_lines_use_no_memory(tmp_path):
     (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
-    corpus, peak = read_with_peak_memory(path)
-    assert (list_window_ids(corpus), corpus.num_texts) == ([[A, B]], 1)
+    windows, peak = read_with_peak_memory(path)
+    assert list_window_ids(windows) == [[A, B]]
     assert peak < 4 << 20
 
 
@@ -286,9 +288,9 @@ def test_a_huge_file_is_tokenized_only_as_far_as_needed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count_characters)
     (path := tmp_path / "x.txt").write_text("a b c d\n" * 500_000)
-    corpus = read_texts(path, max_tokens=1000, max_length=128)
+    windows = read_texts(path, max_tokens=1000, max_length=128)
     assert 2000 <= sum(text_lengths) < 100_000
-    assert 999 <= corpus.num_tokens <= 1000
+    assert 999 <= count_tokens(windows) <= 1000
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -374,8 +376,6 @@ def test_invalid_files_are_rejected(tmp_path, name, content, fragments):
         ({"max_tokens": 1}, "max_tokens"),
         ({"max_length": 1}, "max_length"),
         ({"max_length": 2.0}, "max_length"),
-        ({"held_out": -1}, "held_out"),
-        ({"held_out": True}, "held_out"),
         ({"chat_template": "x"}, "chat_template"),
         ({"tokenizer": "gpt2"}, "AutoTokenizer.from_pretrained"),
         ({"tokenizer": None}, "texts[0]: expected token ids without a tokenizer"),
@@ -423,51 +423,35 @@ def to_tuples(windows) -> list[tuple[int, ...]]:
     return [tuple(window.tolist()) for window in windows]
 
 
-@given(texts=LISTS_OF_TEXTS, max_length=st.integers(2, 12), held_out=st.integers(0, 60))
-def test_no_token_is_lost_or_added(texts, max_length, held_out):
-    corpus = read_texts(texts, max_length=max_length, held_out=held_out)
-    windows, held_out_windows = to_tuples(corpus.windows), to_tuples(corpus.held_out_windows)
+@given(texts=LISTS_OF_TEXTS, max_length=st.integers(2, 12))
+def test_no_token_is_lost_or_added(texts, max_length):
+    windows = to_tuples(read_texts(texts, max_length=max_length))
     expected = Counter(window for text in texts for window in split_windows(text, max_length))
-    assert Counter(windows + held_out_windows) == expected
-    assert corpus.num_tokens == sum(map(len, windows))
-    assert not set(windows) & set(held_out_windows)
-    assert windows
-    assert bool(held_out_windows) == (held_out > 0 and len(expected) > 1)
-    for window_list in (windows, held_out_windows):
-        assert [len(window) for window in window_list] == sorted(
-            map(len, window_list), reverse=True
-        )
-    num_held_out = sum(map(len, held_out_windows))
-    total = corpus.num_tokens + num_held_out
-    if num_held_out > min(2 * held_out, total // 4):
-        # Then a single window and its copies are held out.
-        assert len(set(held_out_windows)) <= 1
-        assert 2 * num_held_out <= total
+    assert Counter(windows) == expected
+    assert [len(window) for window in windows] == sorted(map(len, windows), reverse=True)
 
 
-@given(st.data(), LISTS_OF_TEXTS, st.integers(2, 12), st.integers(0, 60))
-def test_the_order_of_the_texts_does_not_matter(data, texts, max_length, held_out):
+@given(st.data(), LISTS_OF_TEXTS, st.integers(2, 12))
+def test_the_order_of_the_texts_does_not_matter(data, texts, max_length):
     permuted_texts = data.draw(st.permutations(texts))
     total = sum(len(window) for text in texts for window in split_windows(text, max_length))
     for max_tokens in (1 << 20, max(total, 2)):
-        options = {"max_length": max_length, "held_out": held_out, "max_tokens": max_tokens}
+        options = {"max_length": max_length, "max_tokens": max_tokens}
         expected, actual = read_texts(texts, **options), read_texts(permuted_texts, **options)
-        assert to_tuples(expected.windows) == to_tuples(actual.windows)
-        assert to_tuples(expected.held_out_windows) == to_tuples(actual.held_out_windows)
-        if max_tokens != total:
-            assert expected.num_texts == actual.num_texts
-            assert expected.num_tokens == actual.num_tokens
+        assert to_tuples(expected) == to_tuples(actual)
 
 
 @given(LISTS_OF_TEXTS, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(texts, max_length, max_tokens):
-    corpus = read_texts(texts, max_length=max_length, max_tokens=max_tokens)
+    windows = read_texts(texts, max_length=max_length, max_tokens=max_tokens)
     total = sum(len(window) for text in texts for window in split_windows(text, max_length))
-    assert corpus.num_tokens in ({max_tokens, max_tokens - 1} if total >= max_tokens else {total})
-    assert min(map(len, corpus.windows)) >= 2
+    assert count_tokens(windows) in (
+        {max_tokens, max_tokens - 1} if total >= max_tokens else {total}
+    )
+    assert min(map(len, windows)) >= 2
     # The last window is shortened.
-    corpus = read_texts(["a b c", "b c d a"], max_tokens=5)
-    assert list_window_ids(corpus) == [[A, B, C], [B, C]]
+    windows = read_texts(["a b c", "b c d a"], max_tokens=5)
+    assert list_window_ids(windows) == [[A, B, C], [B, C]]
 
 
 def test_an_infinite_generator_is_read_only_as_far_as_needed():
@@ -478,70 +462,13 @@ def test_an_infinite_generator_is_read_only_as_far_as_needed():
             items.append(n)
             yield [n % 20, n % 7, 3]
 
-    corpus = read_texts(generate(), max_tokens=300, held_out=30)
-    assert corpus.num_tokens + sum(map(len, corpus.held_out_windows)) == 300
+    assert count_tokens(read_texts(generate(), max_tokens=300)) == 300
     assert len(items) == 100
 
 
-def make_distinct_texts(num_texts: int, length: int, start: int = 0) -> list[list[int]]:
-    """Return texts of token ids, no two of which share a window."""
-    return [[start + i] * length for i in range(num_texts)]
-
-
-def test_a_text_is_not_split_between_calibration_and_held_out():
-    texts = [list(range(start, start + 40)) for start in range(0, 4000, 40)]
-    corpus = read_texts(texts, None, held_out=190, max_length=10)
-    held_out_texts = {window[0].item() // 40 for window in corpus.held_out_windows}
-    assert len(held_out_texts) == 5
-    assert sum(map(len, corpus.held_out_windows)) == 200
-
-
-def test_a_window_shared_by_texts_is_not_held_out():
-    texts = [[100 + i // 2] * 10 + [i] * 10 for i in range(40)]
-    corpus = read_texts(texts, None, held_out=100, max_length=10)
-    assert len(corpus.held_out_windows) == 10
-    assert all(window[0] < 100 for window in corpus.held_out_windows)
-
-
 def test_a_window_does_not_keep_its_text_in_memory():
-    for window in read_texts([list(range(1000))], None, max_length=10, held_out=100).windows:
+    for window in read_texts([list(range(1000))], None, max_length=10):
         assert window.untyped_storage().nbytes() == 40
-
-
-@pytest.mark.parametrize(
-    ("texts", "held_out", "expected"),
-    [
-        ([[1] * 10], 100, []),  # one window
-        ([[1] * 10, [1] * 10], 100, []),  # one window, which occurs twice
-        ([[1] * 10, [2] * 3], 100, [3]),
-        (make_distinct_texts(3, 10), 100, [10]),
-        (make_distinct_texts(100, 10), 1, [10]),  # at least one window
-        ([[9] * 100, *make_distinct_texts(8, 30)], 1, [30]),  # within a quarter
-        (make_distinct_texts(8, 10), 0, []),
-        # The longest windows are preferred.
-        (
-            [
-                text
-                for i, n in enumerate((5, 10, 7))
-                for text in make_distinct_texts(40, n, 100 * i)
-            ],
-            50,
-            [10] * 5,
-        ),
-        # From one long text, single windows are held out, up to a quarter.
-        ([list(range(1000))], 40, [10] * 4),
-        ([list(range(1000))], 4000, [10] * 25),
-    ],
-)
-def test_the_longest_windows_are_held_out_up_to_a_quarter(texts, held_out, expected):
-    max_length = 100 if [9] * 100 in texts else 10
-    corpus = read_texts(texts, None, held_out=held_out, max_length=max_length)
-    assert [len(window) for window in corpus.held_out_windows] == expected
-
-
-def test_held_out_windows_do_not_depend_on_the_process():
-    corpus = read_texts(make_distinct_texts(100, 10), None, held_out=20)
-    assert to_tuples(corpus.held_out_windows) == [(28,) * 10, (75,) * 10]
 
 
 # -- a real tokenizer ------------------------------------------------------------------------------
@@ -551,11 +478,10 @@ def test_texts_are_tokenized_and_split_with_a_trained_tokenizer(demo_model_path,
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     text = "The cache stores keys and values.\n\nÜber 日本語 🙂\n"
     chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
-    corpus = read_texts([text, {"messages": CHAT}], tokenizer)
-    assert sorted(list_window_ids(corpus)) == sorted([tokenizer(text)["input_ids"], chat])
+    windows = read_texts([text, {"messages": CHAT}], tokenizer)
+    assert sorted(list_window_ids(windows)) == sorted([tokenizer(text)["input_ids"], chat])
 
     (path := tmp_path / "x.txt").write_text(text * 500)
-    corpus = read_texts(path, tokenizer, max_length=256, held_out=1024)
-    lengths = [len(window) for window in (*corpus.windows, *corpus.held_out_windows)]
-    assert len(lengths) == corpus.num_texts  # no text is split into windows
+    lengths = [len(window) for window in read_texts(path, tokenizer, max_length=256)]
+    assert min(lengths[:-1]) >= 128  # no text is split into windows
     assert sum(lengths) / len(lengths) > 0.85 * 256

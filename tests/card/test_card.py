@@ -128,6 +128,7 @@ def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypat
     [
         (("--quick", "--long"), 2, "expected --quick or --long, got both"),
         (("--caches", "default,fp9"), 1, "caches: expected some of default, fp8_e3m4"),
+        (("--caches", "defualt"), 1, "got 'defualt'. Did you mean 'default'?"),
         (("--scales", "/no/such/folder"), 1, "/no/such/folder"),
     ],
 )
@@ -144,8 +145,10 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
     monkeypatch.setitem(measure.SIZES, "quick", SMALLEST_SIZE)
     monkeypatch.chdir(model_folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
-    code, _, err = run_command("card", ".", *options)
+    code, out, err = run_command("card", ".", *options, "--memory", "4GiB", "--json")
     assert code == 0, err
+    cache = json.loads(out)["caches"]["fp8"]
+    assert cache["tokens"] == 4 * 2**30 // cache["bytes_per_token"]
     markdown = (tmp_path / "card" / "card.md").read_text()
     assert markdown.startswith(f"# {Path(model_folder).name}: losses")
     assert "* chains was not measured. tasks: expected" in markdown
@@ -497,12 +500,10 @@ def test_caches_are_selected_by_name_or_plan(model_folder):
 
 
 def test_the_docs_contain_the_values_of_the_cards():
-    """The tables of docs/accuracy.md and README.md have the values of the stored cards."""
+    """Check the tables of docs/accuracy.md, and the error in README.md, with the stored cards."""
     root = Path(__file__).parents[2]
     cards_folder = root / "docs" / "benchmarks"
-    lines, readme = (
-        (root / page).read_text().splitlines() for page in ("docs/accuracy.md", "README.md")
-    )
+    lines = (root / "docs" / "accuracy.md").read_text().splitlines()
     header = next(line for line in lines if line.startswith("| model | cache |"))
     models = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
     kl: dict[tuple[str, str], str] = {}
@@ -530,4 +531,7 @@ def test_the_docs_contain_the_values_of_the_cards():
         ("K and V rounded to bfloat16", "bf16"),
     ):
         cells = " | ".join(kl.get((cache, name), "refused") for name in models)
-        assert any(x.startswith(f"| {title} | ") and x.endswith(f" | {cells} |") for x in readme)
+        assert any(x.startswith(f"| {title} | ") and x.endswith(f" | {cells} |") for x in lines)
+    ratios = [float(kl["fp8", name]) / float(kl["adaptive", name]) for name in models]
+    claim = f"{min(ratios):.0f} to {max(ratios):.0f} times less than usual FP8"
+    assert claim in (root / "README.md").read_text()

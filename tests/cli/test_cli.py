@@ -9,13 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import choose_plan
-from hf_fp8kv.cli.arguments import parse_size
-from hf_fp8kv.cli.generate import Run, compare_tokens
 from hf_fp8kv.utils.environment import find_version
+from hf_fp8kv_cli.arguments import parse_size
+from hf_fp8kv_cli.comparison import Run, compare_tokens
 from tests.helpers import command_line
 
 pytestmark = pytest.mark.text
 
+PROMPT = "London is the capital of"
 TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 
 
@@ -23,9 +24,11 @@ TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 def generate(run, model_folder):
     """Return a function that runs `generate --json` with the tiny model."""
 
-    def run_generate(*arguments: str, stdin: str = "", model_folder: str = model_folder) -> dict:
+    def run_generate(
+        *arguments: str, prompt: str = PROMPT, stdin: str = "", model_folder: str = model_folder
+    ) -> dict:
         fixed_arguments = ("--model", model_folder, "--max-new-tokens", "12", "--backend", "torch")
-        return run.json("generate", *arguments, *fixed_arguments, stdin=stdin)
+        return run.json("generate", prompt, *arguments, *fixed_arguments, stdin=stdin)
 
     return run_generate
 
@@ -39,6 +42,8 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
     output = generate("--kv-cache-dtype", "auto", model_folder=folder)
     dense_run, paged_run = output["runs"]
     assert paged_run["token_ids"] == dense_run["token_ids"]
+    kl = output["agreement"].pop("kl")
+    assert abs(kl) < 1e-6
     assert output["agreement"] == {"equal": 12, "positions": 12, "first_difference": None}
     assert paged_run["bytes_per_token"] == dense_run["bytes_per_token"]
     assert dense_run["cached_tokens"] == paged_run["cached_tokens"] == 5 + 12 - 1
@@ -89,7 +94,7 @@ def test_every_attention_implementation_runs_on_pages(generate, attn):
 
 
 def test_a_prompt_can_come_from_stdin(generate):
-    assert generate("-", stdin="the capital\n")["prompt"] == "the capital"
+    assert generate(prompt="-", stdin="the capital\n")["prompt"] == "the capital"
 
 
 def test_sampling_is_reproducible_with_a_seed(generate):
@@ -103,7 +108,7 @@ def test_chat_uses_the_template(generate, run, model_folder, tmp_path):
     assert "expected a chat template" in run.fails("generate", "--model", model_folder, "--chat")
     (path := Path(model_folder) / "chat_template.jinja").write_text(TEMPLATE)
     try:
-        assert generate("capital", "--chat")["runs"][0]["cached_tokens"] == 3 + 12 - 1
+        assert generate("--chat", prompt="capital")["runs"][0]["cached_tokens"] == 3 + 12 - 1
     finally:
         path.unlink()
 
@@ -203,7 +208,12 @@ CONVERT = "convert SCALES "
         (2, GENERATE + "--backend abacus", "auto, torch, cpu, triton, got 'abacus'"),
         (1, GENERATE + "--page-size 48", "page_size"),
         (1, GENERATE + "--attn no_such_attention", "no_such_attention"),
-        (2, GENERATE + "--device no_such_device", "no_such_device"),
+        (1, GENERATE + "--device no_such_device", "no_such_device"),
+        (1, "check --device cuda:99", "'cuda:99', which is not available"),
+        (1, "check --model EMPTY_FOLDER", "no config.json in it"),
+        (1, "check --model no/such/folder", "no such folder"),
+        (1, GENERATE + "--attn fp8paged", "fp8_paged, got 'fp8paged'. Did you mean 'fp8_paged'?"),
+        (2, "generate --kv-cache-dtype fp8_e3m5", "got 'fp8_e3m5'. Did you mean 'fp8_e3m4'?"),
         (1, GENERATE + "EMPTY", "at least one token"),
         (1, "generate --model /no/such/folder", "/no/such/folder"),
     ],
@@ -212,7 +222,9 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
     run, saved_scales, model_folder, tmp_path, code, command, message
 ):
     out = tmp_path / "out"
-    words = {"SCALES": str(saved_scales), "OUT": str(out), "MODEL": model_folder, "EMPTY": ""}
+    words = {"SCALES": str(saved_scales), "OUT": str(out), "MODEL": model_folder}
+    words |= {"EMPTY_FOLDER": str(tmp_path / "empty"), "EMPTY": ""}
+    (tmp_path / "empty").mkdir()
     arguments = [re.sub("|".join(words), lambda m: words[m[0]], x) for x in command.split()]
     err = run.fails(*arguments, code=code)
     if code == 1:
@@ -231,6 +243,47 @@ def test_help_names_the_commands_and_version_prints_the_version(run):
     for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
         assert name in out
     assert run("--version")[0].strip() == find_version("hf-fp8kv")
+
+
+def test_the_default_prompt_fills_pages_and_a_short_answer_has_no_speed(run, model_folder):
+    command = ("generate", "--model", model_folder, "--backend", "torch", "--max-new-tokens", "9")
+    out, _ = run(*command)
+    assert "247 tokens of Python's documentation" in out  # as far as 256 positions allow
+    assert "256 tokens" in out  # four full pages
+    dense_size, paged_size = re.search(r"256 tokens +│ (\S+) KiB +│ (\S+) KiB", out).groups()
+    # K and V of 2 layers, 2 heads, 16 values: 2 bytes, or 1 byte and a bf16 scale per head.
+    assert (float(dense_size), float(paged_size)) == (64.0, 36.0)
+    assert "tokens/s" not in out
+    assert float(re.search(r"KL of predictions[ │]+(\S+)", out)[1]) > 0
+
+
+def test_demo_shows_memory_and_predictions_of_the_demo_model(run, model_folder, monkeypatch):
+    monkeypatch.setattr("hf_fp8kv.demo_model_path", lambda: model_folder)
+    output = run.json("demo")
+    assert output["runs"][0]["cached_tokens"] == 256 - 24 + 24 - 1
+    ratio = output["runs"][1]["bytes_per_token"] / output["runs"][0]["bytes_per_token"]
+    assert ratio < 0.8
+
+
+@pytest.mark.parametrize("command", ["check", "generate"])
+def test_only_generate_needs_a_tokenizer(run, model_folder, tmp_path, command):
+    for path in Path(model_folder).glob("[!t]*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    if command == "check":
+        assert "fused" in run(command, "--model", tmp_path)[0]
+    else:
+        err = run.fails(command, "--model", tmp_path)
+        assert f"expected a tokenizer in {tmp_path}, got none" in err
+
+
+def test_check_shows_the_bytes_of_a_token(run, model_folder):
+    assert run.json("check")["token_bytes"] == {"bf16": 131072, "8-bit pages": 66560}
+    out, _ = run("check")
+    assert "128.00 KiB per token, 8,192 tokens per GiB" in out
+    assert "65.00 KiB per token, 16,132 tokens per GiB" in out
+    # K and V of 2 layers with 2 heads of 16 values, and a scale of 2 bytes per head.
+    token_bytes = run.json("check", "--model", model_folder)["token_bytes"]
+    assert token_bytes == {"bf16": 256, "8-bit pages": 144}
 
 
 def test_check_shows_versions_and_backends(run, model_folder):

@@ -5,11 +5,15 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from transformers.utils.logging import log_levels
 
-from hf_fp8kv import cli
-from hf_fp8kv.scales import SCALE_FORMATS
+import hf_fp8kv_cli as cli
+from hf_fp8kv import formats, ops
+from hf_fp8kv.scales import SCALE_FORMATS, Granularity
+from hf_fp8kv.scales.save import Weights
 
 
 @pytest.fixture
@@ -67,9 +71,9 @@ def test_the_completion_script_contains_the_command(run, monkeypatch):
 
 
 def test_python_m_runs_the_same_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/hf_fp8kv/cli/__main__.py", "bench", "--help"])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/hf_fp8kv_cli/__main__.py", "bench", "--help"])
     with pytest.raises(SystemExit) as exit_info:
-        runpy.run_module("hf_fp8kv.cli", run_name="__main__")
+        runpy.run_module("hf_fp8kv_cli", run_name="__main__")
     assert not exit_info.value.code
     assert "Usage: hf-fp8kv bench " in capsys.readouterr().out
     # Benchmarks record this name as their command.
@@ -80,7 +84,7 @@ def test_an_interruption_prints_one_line(run, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_fp8kv.cli.check.explain_backends", interrupt)
+    monkeypatch.setattr("hf_fp8kv.ops.explain_backends", interrupt)
     assert run.fails("check", code=130) == "hf-fp8kv: interrupted\n"
 
 
@@ -100,10 +104,47 @@ def test_a_closed_pipe_exits_with_1(monkeypatch, capsys):
 def test_a_closed_pipe_prints_no_traceback(arguments):
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "hf_fp8kv.cli", *arguments]
+    command = [sys.executable, "-m", "hf_fp8kv_cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.run(
         command, env=environment, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(write_end)
     assert (process.returncode, process.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--help", "--version", "chek", "check --jsn", "serve --help", "generate --kv-cache-dtype fp",
+     "bench speed --no-such", "COMPLETE generate --kv-cache-dtype fp8_e3"],
+)  # fmt: skip
+def test_help_typos_and_completion_import_neither_torch_nor_transformers(line):
+    script = (
+        "import sys, hf_fp8kv_cli as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: print({'torch', 'transformers', 'hf_fp8kv'} & sys.modules.keys())"
+    )
+    words = line.split()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    if words[0] == "COMPLETE":
+        words = [cli.NAME, *words[1:]]
+        environment |= {"_HF_FP8KV_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words),
+                        "COMP_CWORD": str(len(words) - 1)}  # fmt: skip
+    command = [sys.executable, "-c", script, *words[words[0] == cli.NAME :]]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "set()", process.stdout
+
+
+def test_the_names_of_the_command_line_are_those_of_the_package():
+    arguments = cli.arguments
+    assert tuple(formats.FORMATS) == arguments.FORMATS
+    assert formats.ALIASES == arguments.ALIASES
+    constants = ("DEFAULT_DTYPE", "STATIC_DTYPE", "AUTO", "ADAPTIVE")
+    for name in constants:
+        assert getattr(formats, name) == getattr(arguments, name)
+    assert ops.BACKEND_CHOICES == arguments.BACKENDS
+    assert tuple(SCALE_FORMATS) == arguments.SCALE_FORMATS
+    assert (get_args(Granularity), get_args(Weights)) == (
+        arguments.GRANULARITIES, arguments.WEIGHTS
+    )  # fmt: skip
+    assert tuple(log_levels) == arguments.LOG_LEVELS

@@ -187,7 +187,11 @@ def test_an_engine_has_one_hash_key_in_all_processes(results):
 def test_a_split_model_can_be_checked(folder, results):
     expected = run_alone(folder, "report")
     assert expected["path"] == "fused"
-    assert [rank_results["report"] for rank_results in results] == [expected, expected]
+    del expected["capture_obstacle"]  # only a step of several processes has an obstacle
+    for rank_results in results:
+        report = {**rank_results["report"]}
+        del report["capture_obstacle"]
+        assert report == expected
 
 
 # -- errors --------------------------------------------------------------------------------------

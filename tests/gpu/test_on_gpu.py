@@ -572,25 +572,20 @@ def test_attention_memory_is_bounded(new_tokens, length, max_bytes):
 
 
 def test_calibration_on_a_gpu_matches_the_cpu():
-    """The model rounds differently on a GPU, so maxima differ by 2%, and scales by an octave."""
+    """The model rounds differently on a GPU, so maxima differ by 2%."""
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
     device_scales, cpu_scales = (
         calibrate(
-            build_variant("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
-            center=False, progress=False,
+            build_variant("llama")[0].to(device), texts, granularity="tensor", max_length=32,
+            batch_size=2, center=False, progress=False,
         )
         for device in (DEVICE, "cpu")
     )  # fmt: skip
     for index, layer in device_scales.layers.items():
         for side in ("k", "v"):
-            device_amax, cpu_amax = (
-                getattr(scales.report.layers[index], side).amax
-                for scales in (device_scales, cpu_scales)
-            )
-            assert list(device_amax) == pytest.approx(cpu_amax, rel=0.02)
-            ratios = getattr(layer, side) / getattr(cpu_scales.layers[index], side)
-            assert ((ratios > 0.45) & (ratios < 2.2)).all()
+            scale, cpu_scale = getattr(layer, side), getattr(cpu_scales.layers[index], side)
+            assert scale.item() == pytest.approx(cpu_scale.item(), rel=0.02)
     model, inputs = build_variant("llama")
     inputs = {name: x.to(DEVICE) for name, x in inputs.items()}
     cache = FP8PagedCache(model.config, scales=device_scales)

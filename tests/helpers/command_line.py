@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_fp8kv import cli
+import hf_fp8kv_cli as cli
 
 WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(chr, range(97, 123))]
 

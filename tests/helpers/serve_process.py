@@ -28,7 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_fp8kv import FP8PagedCache, cli
+import hf_fp8kv_cli as cli
+from hf_fp8kv import FP8PagedCache
 
 ROOT = Path(__file__).parents[2]
 # A chat template that refuses the role "wizard", and takes long for the role "sloth".
@@ -284,7 +285,7 @@ class Server(Endpoint):
     def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
         self.model = model
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hf_fp8kv.cli", "serve", model, *SERVE_OPTIONS, *options],
+            [sys.executable, "-m", "hf_fp8kv_cli", "serve", model, *SERVE_OPTIONS, *options],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         )  # fmt: skip

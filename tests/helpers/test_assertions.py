@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.assertions import POOL_AXES, assert_same, assert_same_bytes, assert_same_pool
+from tests.helpers.assertions import POOL_AXES, assert_same, assert_same_pool
 
 
 def make_pool(**fields: torch.Tensor | None) -> SimpleNamespace:
@@ -35,13 +35,6 @@ def test_a_different_value_of_a_pool_is_located_by_the_names_of_its_axes(field, 
     message = f"^layer 2 {field}: 1 of .* first at {location}: got 7"
     with pytest.raises(AssertionError, match=message):
         assert_same_pool(make_pool(**{field: tensor}), make_pool(), "layer 2")
-
-
-def test_signs_of_zero_differ_as_bytes_and_nan_differs_as_a_value():
-    with pytest.raises(AssertionError, match=r"axis 0 0: got 0\.0, expected -0\.0"):
-        assert_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
-    with pytest.raises(AssertionError, match="got nan, expected nan"):
-        assert_same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
 
 
 def test_different_shapes_and_dtypes_are_reported():

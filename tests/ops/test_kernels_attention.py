@@ -24,7 +24,6 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
 from hf_fp8kv.ops.visibility import find_visible
-from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.blocks import split_into_blocks
 from tests.helpers.grids import pairwise
@@ -304,35 +303,6 @@ def test_a_plan_gives_every_token_to_one_program(
         assert seq_parts[-1][2] == 2**31 - 1
         # All parts except the first begin at a position that must be read.
         assert all(low < row[1] < length for row in seq_parts[1:])
-
-
-# Few sequences must be split, many need no split, and ragged sequences need an order.
-@pytest.mark.parametrize("num_heads", [1, 8, 32])
-@pytest.mark.skipif(not IS_INTERPRETED, reason="the cost model assumes the SMs of an H200")
-def test_plans_are_nearly_as_fast_as_the_best_plan(num_heads):
-    """A plan reaches 95 % of the bandwidth, or of the best even split if none can reach that."""
-    # The interpreter takes a second to plan for the largest batch, so that batch has one case.
-    largest_batch = [(64, 32768)] if num_heads == 8 else []
-    for batch, max_length in ((1, 131072), (8, 131072), (25, 32768), *largest_batch):
-        ramp = [1024 + (max_length - 1024) * (7 * i % batch) // batch for i in range(batch)]
-        ragged = [max_length, *[1024] * (batch - 1)]
-        for lengths in ([4096] * batch, [max_length] * batch, ramp, ragged):
-            with assuming(Target("cuda", 90, 132, interpreted=True)):
-                rows, _ = make_plan_rows(lengths, num_heads)
-            unit = gpu_model.UNIT_TOKENS
-            min_time = gpu_model.compute_lower_bound(lengths, num_heads)
-            units = [-(-n // unit) for n in lengths]
-            parts = [
-                gpu_model.Part(b, begin // unit, min(end // unit, units[b]), slot < 0)
-                for b, begin, end, slot in rows
-            ]
-            time = gpu_model.compute_plan_time(parts, lengths, num_heads)
-            efficiency = min_time / time
-            # From 0.5 GB on, the fixed times of a program are negligible.
-            if efficiency < 0.95 and (min_time < 120 or len(set(lengths)) > 1):
-                efficiency = max(efficiency, gpu_model.compute_best_time(lengths, num_heads) / time)
-            min_efficiency = 0.95 if time > 30 else 0.88
-            assert efficiency >= min_efficiency, (batch, lengths[:3], time, efficiency)
 
 
 def test_a_plan_for_one_length_has_only_rows_for_useful_parts():

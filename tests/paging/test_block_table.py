@@ -667,30 +667,6 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
 # -- budgets -------------------------------------------------------------------------------------
 
 
-def test_exceeding_the_budget_reports_the_pages_and_changes_nothing():
-    budget = PageBudget(4, 5)
-    group = LayerGroup(budget)
-    table = group.table
-    group.add(PagePool(4, PLAN, True))
-    with pytest.raises(OutOfPagesError):
-        group.reserve(0, 9, 2)
-    assert (table.batch, table.allocator.capacity) == (0, 0), "the refused call set the batch size"
-    group.reserve(0, 6, 2)
-    group.lengths[0] = 6
-    rows, version, capacity = table.rows.copy(), table.version, table.allocator.capacity
-    with pytest.raises(
-        OutOfPagesError, match=r"at most 5 pages of 4 tokens .* 4 more with 4"
-    ) as error:
-        group.reserve(6, 13, 2)
-    assert (error.value.needed, error.value.available) == (4, 1)
-    assert np.array_equal(table.rows, rows)
-    assert (table.version, table.allocator.capacity) == (version, capacity)
-    assert (table.first_page, table.num_columns, table.allocator.num_held) == (0, 2, 4)
-    check_tables(table)
-    # A smaller step still fits.
-    group.reserve(6, 8, 2)
-
-
 # -- groups --------------------------------------------------------------------------------------
 
 

@@ -145,24 +145,6 @@ def test_growing_keeps_all_pages_and_zeroes_new_pages(case, device, single_block
     assert_holds(pool, old_pages)
 
 
-@for_each_layout
-@for_each_case
-def test_copying_a_page_copies_all_of_its_tensors_and_no_other_page(case, device, single_block):
-    key, value, is_dynamic, _ = case
-    options = {"is_dynamic": is_dynamic, "device": device, "single_block": single_block}
-    pool, source = (make_pool(key, value, num_pages, **options) for num_pages in (6, 9))
-    old_pages, source_pages = fill_pool(pool), fill_pool(source)
-    pool.memory.copy(np.zeros(0, np.int32), np.zeros(0, np.int32))
-    assert_holds(pool, old_pages)
-    pool.memory.copy(np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32))
-    expected = {name: tensor[[0, 4, 4, 3, 4, 0]] for name, tensor in old_pages.items()}
-    assert_holds(pool, expected)
-    pool.memory.put(np.array([1, 4, 0, 3]), source.memory.take(np.array([8, 2, 5, 0])))
-    for name, tensor in expected.items():
-        tensor[[1, 4, 0, 3]] = source_pages[name][[8, 2, 5, 0]]
-    assert_holds(pool, expected)
-
-
 class Allocations(TorchDispatchMode):
     """Records bytes of zeroed tensors: the largest tensor, the current total, and the peak."""
 
@@ -210,17 +192,6 @@ def test_growing_allocates_one_block_at_a_time(monkeypatch):
     assert allocations.current_bytes == 60 * page_bytes
 
 
-@for_each_layout
-def test_moving_to_the_cpu_and_back_keeps_the_bytes(device, single_block):
-    pool = make_pool(device=device, single_block=single_block)
-    old_pages, addresses = fill_pool(pool), list_addresses(pool)
-    pool.memory.move(device)
-    assert list_addresses(pool) == addresses, "a move to the same device moved pages"
-    for target in (torch.device("cpu"), pool.device):
-        pool.memory.move(target)
-        assert_holds(pool, old_pages)
-
-
 @pytest.mark.gpu
 def test_a_move_to_the_cpu_waits_for_the_copy():
     pool = PagePool(64, LayerPlan(SidePlan("fp8"), SidePlan("fp8")), False)
@@ -234,18 +205,6 @@ def test_a_move_to_the_cpu_waits_for_the_copy():
     pool.blocks.tensors[0].fill_(7)
     pool.memory.move(torch.device("cpu"))
     assert int(pool.blocks.tensors[0].min()) == 7
-
-
-@for_each_layout
-def test_a_freed_pool_may_be_allocated_again(single_block):
-    pool = make_pool(single_block=single_block)
-    fill_pool(pool)
-    pool.memory.free()
-    assert (len(pool.memory), pool.is_allocated) == (0, False)
-    # The new shapes may be different.
-    pool.allocate(*make_states(torch.float16, num_heads=3, dims=(7, 9)), 2)
-    assert read_pages(pool)["k"].shape == (2, 3, PAGE_SIZE, 7)
-    assert not any(tensor.any() for tensor in read_pages(pool).values())
 
 
 # -- cached pages ----------------------------------------------------------------------------------
@@ -297,18 +256,3 @@ def test_cached_pages_have_the_current_tensors(change, single_block):
 
 
 # -- copies from another pool -------------------------------------------------------------------
-
-
-@for_each_layout
-def test_pages_are_copied_from_a_second_pool(single_block):
-    """The pools grow in different steps, so their blocks begin at different pages."""
-    pool, source = (make_pool(num_pages=count, single_block=single_block) for count in (2, 7))
-    for num_pages in (3, 8, 11):
-        pool.memory.grow(num_pages)
-    source.memory.grow(11)
-    expected, source_pages = fill_pool(pool), fill_pool(source)
-    indices = np.array([0, 1, 2, 5, 6, 9, 10])
-    pool.blocks.copy_from(source.blocks, indices, blocking=True)
-    for name, tensor in expected.items():
-        tensor[indices] = source_pages[name][indices]
-        assert_same(read_pages(pool)[name], tensor, name)

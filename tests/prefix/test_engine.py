@@ -1,7 +1,6 @@
 """Tests of a prefix store with an engine: stored pages of prompts outlive the engine."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
-from hf_fp8kv import ConfigError, PrefixStore, enable, serving
+from hf_fp8kv import ConfigError, PrefixStore, serving
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.prefix import engine as engine_module
 from hf_fp8kv.prefix.file import Page, pack
@@ -207,15 +206,6 @@ def test_a_frequent_prefix_outlives_later_prompts(tmp_path: Path) -> None:
     assert run_prompts(tmp_path, [rare]).store_usage.tokens_found < 4 * PAGE_SIZE
 
 
-def test_a_request_looks_up_its_prefix_once(tmp_path: Path) -> None:
-    with run_engine(PrefixStore(tmp_path)) as (generate, cache):
-        request_ids: list[str] = []
-        search = cache.search_prefix_match
-        cache.search_prefix_match = lambda name, ids: request_ids.append(name) or search(name, ids)
-        generate(make_prompt(4 * PAGE_SIZE))
-        assert len(request_ids) == 1
-
-
 def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
     """The engine looks up the prefix of a request in each step, even if no block is free."""
     prompt = make_prompt(6 * PAGE_SIZE + 3)
@@ -366,15 +356,3 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     assert answers[0] == answers[1] == generate_paged(model, question, 8)
     # The prompt is "u:", the question and ";a:". Its last token is always computed.
     assert store_tokens == [0, (len(question) + 5 - 1) // SERVED_PAGE_SIZE * SERVED_PAGE_SIZE]
-
-
-@pytest.mark.parametrize("function", [enable, serving.enable])
-def test_enable_loads_a_backend_only_for_a_store(
-    function: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded_backends: list[str] = []
-    monkeypatch.setattr(sys.modules[function.__module__], "load_backend", loaded_backends.append)
-    model, _ = build_variant("gqa")
-    function(model, prefix_store=PrefixStore(tmp_path), backend="torch")
-    function(model, backend="torch")
-    assert loaded_backends == ["torch"]

@@ -390,18 +390,6 @@ def test_an_interrupted_chat_continues_correctly(
     assert num_computed == 1 or name in UNCROPPABLE_MODELS
 
 
-def test_rejected_drafts_are_not_in_the_cached_tokens() -> None:
-    chat = Chat("gqa")
-    ids = chat.make_ids(6).repeat(1, 5)
-    answer, _ = chat.check_answer(ids)
-    chat.cache.reset()
-    draft_answer = chat.model.generate(
-        ids, past_key_values=chat.cache, prompt_lookup_num_tokens=4, **GREEDY
-    )
-    assert_same(draft_answer, answer)
-    chat.check_answer(torch.cat([answer, chat.make_ids(5)], 1))
-
-
 @pytest.mark.parametrize("is_filled_by_drafts", [False, True])
 def test_assisted_decoding_compares_the_prompt(is_filled_by_drafts: bool) -> None:
     """Prompts that continue, edit, shorten or repeat a chat, before or after assisted decoding."""

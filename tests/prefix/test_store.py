@@ -724,21 +724,6 @@ def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
     assert tiny_user.store.usage().files == 0
 
 
-def test_a_smaller_limit_holds_from_the_first_lookup(tmp_path: Path) -> None:
-    StoreUser(tmp_path).check_answer(make_ids(40))
-    StoreUser(tmp_path).check_answer(make_ids(40, seed=1))
-    page_bytes = list_files(tmp_path)[0].stat().st_size
-    store = PrefixStore(tmp_path, max_bytes=7 * page_bytes)
-    assert store.usage().files == 10, "a page was looked up"
-    assert StoreUser(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40, seed=1)) == 8
-    assert count_bytes(tmp_path) <= 7 * page_bytes
-    assert StoreUser(tmp_path, max_bytes=7 * page_bytes).check_answer(make_ids(40)) == 40 - 16
-    # A page that is larger than the limit replaces no page.
-    user = StoreUser(tmp_path, max_bytes=7 * page_bytes, page_size=128)
-    user.check_answer(make_ids(250, seed=3))
-    assert user.store.usage().files == 7
-
-
 def test_a_smaller_limit_does_not_wait_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

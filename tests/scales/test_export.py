@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import stat
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
-from tests.cli.test_scales_table import make_report
 from tests.helpers import server_rules
 from tests.helpers.server_rules import LoadError
 from tests.scales.test_scales import assert_same
@@ -157,13 +155,6 @@ def test_warnings_name_the_folder(tmp_path, caplog):
     KVScales.uniform(2, 1.0, 1.0).save_pretrained(tmp_path / "a", format="autofp8")
     [message] = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert message.startswith(f"{tmp_path / 'a'}: every KV scale is exactly 1.0")
-    caplog.clear()
-    replace(random_scales("head"), report=make_report()).save_pretrained(tmp_path / "b")
-    [message] = [r.message for r in caplog.records]
-    assert message == (
-        f"{tmp_path / 'b'}: written as hf_fp8kv: its report is about different scales, so it will "
-        "not be read"
-    )
 
 
 def test_warnings_describe_the_loss(tmp_path, caplog):
@@ -606,11 +597,9 @@ def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(model_folder, folder
 def test_old_scale_files_are_not_copied(tmp_path, folder):
     KVScales.uniform(NUM_LAYERS, k=8.0).save_pretrained(folder, format="vllm-json")
     KVScales.uniform(NUM_LAYERS, k=8.0).save_pretrained(folder)
-    (folder / "kv_calibration.json").write_text("{}")
     (folder / "kv_scales" / "notes.txt").write_text("mine")
     copy = add_scales(folder, tmp_path / "copy", "autofp8")
     assert KVScales.from_pretrained(copy).format == "autofp8"
-    assert not (copy / "kv_calibration.json").exists()
     assert [path.name for path in (copy / "kv_scales").iterdir()] == ["notes.txt"]
 
 
@@ -618,11 +607,9 @@ def test_scales_next_to_added_weights_move_to_a_subfolder(tmp_path, model_folder
     folder = Path(shutil.copytree(model_folder, tmp_path / "folder"))
     for path in random_scales("head", 1).save_pretrained(tmp_path / "separate"):
         shutil.copy(path, folder)
-    (folder / "kv_calibration.json").write_text("{}")
     scales = random_scales("head", 2)
     scales.save_pretrained(folder, overwrite=True)
     assert {*read_content(folder)} - {*read_content(model_folder)} == {KV_PATH}
-    (folder / "kv_scales" / "kv_calibration.json").write_text("{}")
     scales.save_pretrained(folder, overwrite=True)
     assert not caplog.text
     assert KVScales.from_pretrained(folder).digest == scales.digest

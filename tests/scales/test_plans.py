@@ -1,5 +1,7 @@
 """Tests of scales with a storage plan: validation, files, and formats that cannot store them."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint.checkpoint import KV_FILE
+from hf_fp8kv.scales.report import Protection
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_scales import assert_same
 from tests.scales.test_weights_digest import edit_metadata, read_metadata
@@ -127,3 +130,32 @@ def test_a_plan_changes_the_digest_and_is_split_with_the_scales() -> None:
     assert rank_layer.plan == PLANS[0]
     assert torch.equal(rank_layer.k_center, full_layer.k_center[2:])
     assert torch.equal(rank_layer.k, full_layer.k[2:].expand(2, 16))
+
+
+PROTECTION = {"kl": 0.25, "unprotected_kl": 1, "extra_bytes": 0.0, "sides": ["K of layer 0"]}
+
+
+def test_a_protection_is_read_from_json():
+    expected = Protection(0.25, 1.0, 0.0, ("K of layer 0",))
+    protection = Protection.from_dict(PROTECTION, "x")
+    assert (protection, repr(protection)) == (expected, repr(expected))
+    assert Protection.from_dict(json.loads(json.dumps(asdict(expected))), "x") == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1], r"x: expected an object with the entries kl, .*, got \[1\]"),
+        ({"kl": 0.25}, r"x: expected an object with the entries kl, .*, got \{'kl'"),
+        ({**PROTECTION, "more": 1}, "x: expected an object with the entries kl"),
+        ({**PROTECTION, "sides": "K"}, r"x\.sides: expected a list of names, got 'K'"),
+        ({**PROTECTION, "sides": [0]}, r"x\.sides: expected a list of names, got \[0\]"),
+        ({**PROTECTION, "kl": True}, r"x\.kl: expected a finite number, got True"),
+        ({**PROTECTION, "extra_bytes": float("nan")}, r"x\.extra_bytes: expected a finite number"),
+        ({**PROTECTION, "kl": 10**400}, r"x\.kl: expected a finite number"),
+    ],
+    ids=["list", "missing", "unknown", "text", "number", "boolean", "nan", "huge"],
+)
+def test_a_malformed_protection_is_rejected(value, message):
+    with pytest.raises(ScaleError, match=message):
+        Protection.from_dict(value, "x")

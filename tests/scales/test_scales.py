@@ -268,7 +268,7 @@ def test_saved_scales_are_loaded_exactly(tmp_path_factory, layers):
     assert (loaded.format, loaded.model_type) == ("hf_fp8kv", "llama")
 
 
-def test_scales_without_a_report_are_saved_in_one_file(tmp_path):
+def test_scales_are_saved_in_one_file(tmp_path):
     folder = tmp_path / "deep" / "folder"
     paths = make_scales().save_pretrained(folder)
     assert paths == [*folder.iterdir()] == [folder / "kv_scales.safetensors"]

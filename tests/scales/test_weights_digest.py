@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, measure, serving
-from hf_fp8kv.cli.scales_table import describe_scales, make_tables
 from hf_fp8kv.utils.digests import digest_decoder, digest_weights
+from hf_fp8kv_cli.scales_table import describe_scales, make_tables
 from tests.helpers.tiny_models import build_variant
 
 TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4)).tolist()]
@@ -24,7 +24,7 @@ TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4))
 def model_scales() -> KVScales:
     """Return scales of the model that `make_model` returns."""
     model, _ = build_variant("gqa")
-    return calibrate(model, TEXTS, center=False, held_out=0, progress=False)
+    return calibrate(model, TEXTS, center=False, progress=False)
 
 
 def make_model() -> Any:

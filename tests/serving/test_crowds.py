@@ -113,11 +113,14 @@ def generate_answers(folder: str, kind: str, num_requests: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "num_requests"),
-    [("seeds", 20), *(pytest.param(x, NUM_REQUESTS, marks=pytest.mark.full) for x in KIND_FIELDS)],
-)
+    [
+        ("seeds", 20), ("structured", 20),
+        *(pytest.param(x, NUM_REQUESTS, marks=pytest.mark.full) for x in KIND_FIELDS),
+    ],
+)  # fmt: skip
 def test_concurrent_requests_match_single_requests(server, folder, kind, num_requests):
     single_answers = [complete(server, index, kind) for index in range(num_requests)]
-    assert len(set(single_answers)) > (10 if kind == "structured" else 0.6 * num_requests)
+    assert len(set(single_answers)) > (0.2 if kind == "structured" else 0.6) * num_requests
     metric = 'requests_total{status="499"}'
     old_count = server.wait_until(requests_active=0).get(metric, 0)
     num_disconnects = 4 * num_requests // 5

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
@@ -22,7 +21,6 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
-from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_fp8kv.server.errors import APIError
 from hf_fp8kv.server.jobs import JobPool
@@ -94,7 +92,8 @@ def test_a_mounted_application_answers_like_generate(build_application, folder, 
         assert client.get(f"{path}/health").json()["status"] == "ok"
         assert len(client.get(f"{path}/v1/models").json()["data"]) == 1
         assert 'hf_fp8kv_requests_total{status="200"} 2.0' in client.get(f"{path}/metrics").text
-        assert f"'{path}/openapi.json'" in client.get(f"{path}/docs").text
+        assert "<textarea" in client.get(f"{path}/").text
+        assert client.get(f"{path}/docs").status_code == 404
         if path:
             assert client.get("/health").status_code == 404
     assert application.failure == "the engine was not started"
@@ -151,19 +150,6 @@ def test_an_impossible_engine_fails_the_startup(build_application):
         pass
 
 
-def test_a_failed_engine_is_reported(build_application, monkeypatch):
-    application = build_application()
-    with TestClient(application) as client:
-        processor = application.engine._manager.batch_processor
-        monkeypatch.setattr(processor, "update_batch", lambda: 1 / 0)
-        assert client.post(CHAT, json=REQUEST).status_code in (500, 503)
-        deadline = time.monotonic() + 60
-        while application.failure is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert application.failure == "division by zero"
-        assert client.get("/health").status_code == 503
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failure_in_decoding_text_only_fails_its_answer(build_application, monkeypatch, stream):
     with TestClient(build_application()) as client:
@@ -172,16 +158,6 @@ def test_a_failure_in_decoding_text_only_fails_its_answer(build_application, mon
         assert response.status_code == (200 if stream else 500)
         assert "internal error" in response.text
         assert client.get("/metrics").text.count("hf_fp8kv_requests_active 0.0") == 1
-
-
-def test_outputs_of_unknown_requests_are_discarded(build_application):
-    application = build_application()
-    with TestClient(application) as client:
-        router = application.engine._manager.output_router
-        router.deliver(GenerationOutput("gone"))
-        router.deliver_batch([GenerationOutput("gone")])
-        assert client.post(CHAT, json=REQUEST).status_code == 200
-        assert router.output_queue.empty()
 
 
 @pytest.mark.parametrize(

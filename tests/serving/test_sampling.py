@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests.helpers.serve_process import (
     NAN_CHARACTER,
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from hf_fp8kv.server import metrics, sampling  # noqa: E402
-from hf_fp8kv.server.text import AnswerDecoder  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 
@@ -103,27 +101,6 @@ def test_each_row_is_filtered_by_its_limits():
     is_kept = run_sampler(scores, *sequences).isfinite()
     assert is_kept.sum(-1).tolist() == [2, 4, 3, 1, 2, 2, 4]
     assert all(row.tolist() == sorted(row.tolist(), reverse=True) for row in is_kept)
-
-
-@pytest.mark.parametrize("stop_strings", [("lo wo",), ("nothing", "d!"), ("h",), ("never",), ()])
-def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stop_strings):
-    tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
-    text = "hello world!"
-    tokens = tokenizer(text)["input_ids"]
-    decoder = AnswerDecoder(tokenizer.backend_tokenizer, stop_strings=stop_strings)
-    decoded_text = ""
-    for token in tokens:
-        decoded_text += "".join(part.text for part in decoder.add_tokens([token]))
-        if decoder.is_stopped:
-            break
-    decoded_text += "".join(part.text for part in decoder.finish())
-    stop_starts = [text.index(stop) for stop in stop_strings if stop in text]
-    assert decoder.is_stopped is bool(stop_starts)
-    assert decoded_text == (text[: stop_starts[0]] if stop_starts else text)
-    num_tokens = stop_starts[0] + len(stop_strings[-1]) if stop_starts else len(text)
-    assert decoder.num_tokens == num_tokens
-    decoder = AnswerDecoder(tokenizer.backend_tokenizer, stop_strings=stop_strings)
-    assert "".join(x.text for x in [*decoder.add_tokens(tokens), *decoder.finish()]) == decoded_text
 
 
 @pytest.fixture(scope="module")

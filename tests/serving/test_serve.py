@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -17,7 +18,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaForCausalLM,
+)  # fmt: skip
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 import hf_fp8kv.serving
@@ -49,6 +55,7 @@ def import_required(name: str) -> types.ModuleType:
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
 listen = import_required("hf_fp8kv.server.config").listen
 schemas = import_required("hf_fp8kv.server.schemas")
+engine = import_required("hf_fp8kv.server.engine")
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
 template_shows_tools = import_required("hf_fp8kv.server.model").template_shows_tools
@@ -617,7 +624,7 @@ def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, 
     ],
 )
 def test_a_rebound_host_name_is_rejected(server, host, status):
-    requests = [(path, None) for path in ("/health", "/v1/models", "/docs")]
+    requests = [(path, None) for path in ("/health", "/v1/models", "/")]
     for path, payload in [(CHAT, make_chat()), *requests]:
         actual_status, text, _ = server.ask(path, payload, headers={"host": host})
         assert actual_status == status, text
@@ -626,7 +633,7 @@ def test_a_rebound_host_name_is_rejected(server, host, status):
 
 
 def test_no_answer_contains_the_path_of_the_model(server, folder):
-    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/docs")]
+    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/")]
     requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, make_chat(model="no"))]
     requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1))]
     requests += [(COMPLETIONS, {"prompt": "x", "max_tokens": 2})]
@@ -746,7 +753,7 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
                 status, text, _ = server.ask(path, payload, headers=headers)
                 assert status == 401
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
-        assert get_status(server, "/health") == 200
+        assert get_status(server, "/health") == get_status(server, "/") == 200
         auth = {"authorization": "Bearer sesame"}
         request, answers = make_chat(STORY, max_tokens=100), []
         with ThreadPoolExecutor(24) as pool:
@@ -811,7 +818,7 @@ def test_unusable_files_are_explained(run_command, folder, tmp_path):
     template.write_text("{{ messages[0].content.nothing.more }}")
     for model, options, message in (
         (folder, ["--chat-template", str(template)], "--chat-template: expected a tem"),
-        (tmp_path, [], "cannot load"),
+        (tmp_path, [], "no config.json in it"),
         (tmp_path / "none", [], "no such folder"),
     ):
         code, _, err = run_command("serve", str(model), "--port", "0", "--device", "cpu", *options)
@@ -938,3 +945,64 @@ def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
         assert "Finished server process" in server.log
         assert "Traceback" not in server.log
     assert len(list(store.glob("*.safetensors"))) == len(STORY) // PAGE_SIZE
+
+
+def test_the_page_has_no_other_hosts_and_the_model_tells_what_fits(server):
+    status, text, headers = server.ask("/")
+    assert (status, headers["content-type"]) == (200, "text/html;charset=utf-8")
+    assert "connect-src 'self'" in headers["content-security-policy"]
+    assert not re.findall(r"(?:https?:)?//[a-z]", text)
+    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
+    pages = json.loads(server.ask(f"/v1/models/{name}")[1])["kv_cache"]
+    # A token has K and V of 2 layers with 2 heads of 16 values: 256 bytes in bf16, 144 in pages.
+    assert pages["tokens"] / pages["bf16_tokens"] == pytest.approx(256 / 144, rel=0.01)
+    assert pages["tokens"] > 0
+    assert all(plan.startswith("2 x K") for plan in pages["formats"])
+    assert server.ask("/docs")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages: expected a list with at least 1 item, got []"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content: expected text or a list of parts of type 'text', because no",
+        ),
+    ],
+)
+def test_a_rejected_message_names_one_rule(server, messages, message):
+    status, text, _ = server.ask(CHAT, {"messages": messages})
+    assert status == 400
+    assert json.loads(text)["error"]["message"].startswith(message)
+
+
+def test_an_unknown_path_gets_the_paths(server):
+    status, text, _ = server.ask("/v1/embeddings", {"input": "x"})
+    assert status == 404
+    assert "/v1/embeddings: expected one of /v1/chat/completions" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({}, 1 / 8), ({"max_memory_percent": 0.5}, 0.5), ({"num_blocks": 9}, None)],
+)
+def test_the_default_memory_on_a_cpu_is_limited(folder, monkeypatch, options, share):
+    """4 GiB of 32 GiB, unless the configuration has a limit."""
+    shares = []
+
+    def record(model: typing.Any, continuous_batching_config: typing.Any, **_: typing.Any) -> None:
+        shares.append(continuous_batching_config.max_memory_percent)
+        raise KeyboardInterrupt
+
+    model = LlamaForCausalLM.from_pretrained(folder)
+    monkeypatch.setattr(type(model), "init_continuous_batching", record)
+    monkeypatch.setattr(engine, "_count_free_bytes", lambda: 32 * 2**30)
+    with pytest.raises(KeyboardInterrupt):
+        engine.Engine(model, ContinuousBatchingConfig(**options), None)
+    assert shares == [share]
+    monkeypatch.setattr(engine, "_MIN_CPU_TOKENS", 2**25)  # 8 GiB in bf16
+    if not options:
+        with pytest.raises(KeyboardInterrupt):
+            engine.Engine(model, ContinuousBatchingConfig(), None)
+        assert shares[-1] == 1 / 4

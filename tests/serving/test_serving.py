@@ -130,15 +130,6 @@ class TestSameTokens:
         model = make_model(name)
         check_tokens(model, scales=head_scales(model, center=True))
 
-    @pytest.mark.parametrize(
-        ("key_dtype", "value_dtype"),
-        [pytest.param("auto", "fp8_e5m2", marks=FULL), ("fp8_e3m4", "auto")],
-    )
-    def test_one_side_in_8_bit(self, key_dtype: str, value_dtype: str) -> None:
-        model = make_model("mistral")
-        scales = head_scales(model)
-        check_tokens(model, key_dtype=key_dtype, value_dtype=value_dtype, scales=scales)
-
     @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=FULL)])
     def test_different_plans_per_layer(self, name: str) -> None:
         """The static scales are so coarse that a wrong plan for a layer changes the tokens."""
@@ -149,12 +140,6 @@ class TestSameTokens:
         model = make_model("gemma2")
         planned_scales_for(model, is_dynamic=True).save_pretrained(tmp_path)
         check_tokens(model, is_exact=None, plan=tmp_path)
-
-    def test_an_explicit_plan(self) -> None:
-        model = make_model("llama")
-        plan = {0: LayerPlan.parse("fp8_e5m2 rotated", "fp8_e5m2"),
-                1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
-        check_tokens(model, is_exact=None, plan=plan)
 
     @pytest.mark.parametrize(
         ("name", "sides"),
@@ -313,16 +298,6 @@ class TestSharedPages:
 
 
 class TestManagers:
-    def test_each_way_to_create_a_manager_gives_an_fp8_manager(self, llama: Any) -> None:
-        serving.enable(llama)
-        configs = {"generation_config": greedy(), "continuous_batching_config": batching()}
-        for manager in (
-            llama.init_continuous_batching(**configs),
-            llama.init_continuous_batching(greedy(), batching()),
-        ):
-            assert type(manager) is FP8Manager
-            assert isinstance(manager, ContinuousBatchingManager)
-
     def test_transformers_is_not_changed(self, llama: Any) -> None:
         serving.enable(llama)
         assert "__new__" not in vars(ContinuousBatchingManager)
@@ -656,12 +631,6 @@ class TestErrors:
         serving.enable(model, probe=False)
         assert type(model.init_continuous_batching(greedy(), batching())) is FP8Manager
 
-    def test_a_plan_conflicts_with_planned_scales(self, llama: Any) -> None:
-        scales = planned_scales_for(llama)
-        for keywords in ({"dtype": "fp8"}, {"plan": INT8_PLAN}):
-            with pytest.raises(ConfigError, match="expected None, because the scales"):
-                serving.enable(llama, scales=scales, **keywords)
-
     @pytest.mark.parametrize("page_size", [24, 4, 2048])
     def test_an_invalid_page_size_is_rejected(self, llama: Any, page_size: int) -> None:
         serving.enable(llama)
@@ -723,13 +692,6 @@ class TestAdapters:
         with pytest.raises(ConfigError, match=r"adds trained tokens.*Use generate\(\)"):
             serving.enable(AdapterWrapper(llama, is_prompt_learning=True))
         assert "init_continuous_batching" not in vars(llama)
-
-    def test_the_model_inside_a_wrapper_is_named(self, llama: Any) -> None:
-        for function in (serving.enable, serving.disable):
-            with pytest.raises(ConfigError, match="Pass the model inside it"):
-                function(SimpleNamespace(model=llama))  # like a pipeline
-            with pytest.raises(ConfigError, match="got the class"):
-                function(type(llama))
 
 
 class TestRequestLimit:

@@ -5,14 +5,12 @@ import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 from tokenizers import decoders
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Endpoint, hosting, make_step, save_chat_model, text_in
+from tests.helpers.serve_process import Endpoint, hosting, save_chat_model, text_in
 
 pytestmark = pytest.mark.text
 
@@ -21,7 +19,7 @@ llguidance = pytest.importorskip("llguidance", reason="needs the extra serve")
 from hf_fp8kv.server import engine  # noqa: E402
 from hf_fp8kv.server import structured as grammars  # noqa: E402
 from hf_fp8kv.server.errors import APIError  # noqa: E402
-from hf_fp8kv.server.sampling import Sampler, Sequence  # noqa: E402
+from hf_fp8kv.server.sampling import Sequence  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CHAT_FIELDS = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 250}
@@ -46,7 +44,6 @@ PERSON = {
     "additionalProperties": False,
 }
 NAMED_SCHEMA = {"name": "person", "schema": PERSON, "strict": True}
-NUMBERS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 5}
 
 
 def is_person(text: str) -> bool:
@@ -209,39 +206,6 @@ def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_tok
     fields = {"prompt": "x", "max_tokens": 9} | constrain(choice=["ready"])
     for endpoint, num_tokens in ((server_with_end_token, 1 + len("ready")), (server, len("ready"))):
         assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == num_tokens
-
-
-def make_requests(count: int) -> list[dict[str, object]]:
-    """Return requests with one of four grammars or none. Five of ten requests are sampled."""
-    constraints = [
-        constrain(json=PERSON),
-        {"max_tokens": 60},
-        constrain(regex=r"([a-f]{3} ){12}\."),
-        constrain(json=NUMBERS),
-        constrain(choice=["first", "second", "third"]),
-    ]
-    sampling = [{}, {"temperature": 1.5}]
-    return [
-        {
-            "max_tokens": 160, **constraints[n % 5], **sampling[n // 5 % 2],
-            "prompt": f"{n} " + "page " * (n % 4), "seed": n, "stream": n % 3 == 0,
-        }
-        for n in range(count)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("num_requests", [10, pytest.param(20, marks=pytest.mark.full)])
-def test_concurrent_requests_do_not_change_each_others_answers(server, num_requests):
-    requests = make_requests(num_requests)
-    expected = [complete(server, **fields) for fields in requests]
-    assert len(set(expected)) > 0.8 * num_requests
-    with ThreadPoolExecutor(num_requests) as pool:
-        answers = list(pool.map(lambda fields: complete(server, **fields), requests))
-    assert answers == expected
-    for (text, reason), fields in zip(answers, requests, strict=True):
-        if "json" in (constraint := fields.get("structured_outputs", {})):
-            assert is_person(text) if constraint["json"] is PERSON else len(json.loads(text)) <= 5
-        assert (reason == "stop") is bool(constraint)
 
 
 def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
@@ -410,44 +374,6 @@ def make_guide(folder):
     return make_guide
 
 
-def decode_mask(mask: np.ndarray) -> str:
-    """Return the characters that a mask of blocked tokens allows."""
-    return "".join(chr(32 + token) for token in (~mask).nonzero()[0])
-
-
-def test_rows_have_the_masks_of_their_requests(make_guide):
-    """The last two rows belong to unfinished prompts, whose scores are not used."""
-    vocab_size = 95
-    sampler = Sampler([], vocab_size)
-    sequences = [
-        Sequence([1], 9), Sequence([1], 9, guide=make_guide("[a-c]x")), Sequence([1], 9),
-        Sequence([1], 9, frozenset({5}), guide=make_guide("[d-f]?y")),
-    ]  # fmt: skip
-    scores, arguments = torch.randn(6, vocab_size), torch.zeros(5, 6, dtype=torch.int32)
-    sampler.fill_defaults(arguments)
-    sampler.prepare_tensor_args(make_step(sequences, 3), arguments)
-    masked_scores = sampler(torch.zeros(6), scores.clone(), arguments)
-    assert torch.equal(masked_scores[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
-    assert decode_mask(masked_scores[1].isinf().numpy()) == "abc"
-    assert decode_mask(masked_scores[3].isinf().numpy()) == "defy"
-    for row in (1, 3):
-        allowed = masked_scores[row].isfinite()
-        assert torch.equal(masked_scores[row][allowed], scores[row][allowed])
-
-
-def test_an_end_token_is_allowed_only_if_the_grammar_may_end(make_guide):
-    end_token = ord("b") - 32  # this token is also a letter of the grammar
-    guide = make_guide("ab?c?")
-    assert decode_mask(guide.compute_mask([end_token], 95)) == "a"
-    guide.accept(ord("a") - 32)
-    assert decode_mask(guide.compute_mask([], 95)) == "bc"
-    assert decode_mask(guide.compute_mask([end_token, 1], 95)) == "!bc"
-    guide.accept(ord("c") - 32)
-    assert guide.is_complete
-    assert decode_mask(guide.compute_mask([1], 95)) == "!"
-    assert decode_mask(make_guide(r"[?@]").compute_mask([], 95)) == "@"  # without the special token
-
-
 def test_a_matching_text_is_complete_if_the_model_has_no_end_token(make_guide):
     for end_tokens, is_complete in (((), True), ((5,), False), ((10**6,), True)):
         sequence = Sequence([1], 9, frozenset(end_tokens), guide=make_guide("a"))
@@ -458,16 +384,6 @@ def test_a_matching_text_is_complete_if_the_model_has_no_end_token(make_guide):
     with pytest.raises(APIError, match="doesn't satisfy the grammar") as error:
         engine.check_token(sequence, ord("b") - 32, 95)
     assert error.value.status == 400
-
-
-def test_a_fork_of_a_guide_advances_independently(make_guide):
-    original = make_guide("a(bc|de)")
-    original.accept(ord("a") - 32)
-    fork = original.fork()
-    original.accept(ord("b") - 32)
-    fork.accept(ord("d") - 32)
-    assert decode_mask(original.compute_mask([], 95)) == "c"
-    assert decode_mask(fork.compute_mask([], 95)) == "e"
 
 
 def test_a_tokenizer_without_bytes_is_rejected(folder):

@@ -222,20 +222,6 @@ def _openai__tools_of_responses(target: Target) -> None:
     assert client.responses.create(**options, input=input_items).output_text
 
 
-@register("openai")
-def _openai__async_client(target: Target) -> None:
-    from openai import AsyncOpenAI
-
-    async def send_requests() -> list[Any]:
-        async with AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0) as client:
-            arguments = {"model": target.model, "messages": MESSAGES, "max_tokens": 4}
-            requests = (client.chat.completions.create(**arguments) for _ in range(8))
-            return await asyncio.gather(*requests)
-
-    completions = asyncio.run(send_requests())
-    assert len({completion.choices[0].message.content for completion in completions}) == 1
-
-
 # -- langchain-openai ------------------------------------------------------------------------------
 
 
@@ -364,16 +350,6 @@ def _litellm__chat(target: Target) -> None:
 
 
 @register("litellm")
-def _litellm__async_chat(target: Target) -> None:
-    import litellm
-
-    options = {**_make_options(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True}
-    completion = asyncio.run(litellm.acompletion(**options, n=2))
-    assert len(completion.choices) == 2
-    assert completion.choices[0].logprobs.content
-
-
-@register("litellm")
 def _litellm__completions(target: Target) -> None:
     import litellm
 
@@ -432,16 +408,6 @@ def _litellm__responses(target: Target) -> None:
     options = {**_make_options(target), "input": QUESTION, "max_output_tokens": 8}
     *_, last_event = litellm.responses(**options, stream=True)
     assert last_event.type in ("response.completed", "response.incomplete")
-
-
-@register("litellm")
-def _litellm__router(target: Target) -> None:
-    from litellm import Router
-
-    deployment = {"model_name": "demo", "litellm_params": _make_options(target)}
-    router = Router(model_list=[{**deployment} for _ in range(2)], num_retries=1)
-    for _ in range(3):
-        assert router.completion("demo", MESSAGES, max_tokens=4).choices[0].message.content
 
 
 # -- instructor ------------------------------------------------------------------------------------
@@ -579,30 +545,6 @@ def _agents__streams(target: Target) -> None:
         assert REQUESTED_CITIES
 
 
-@register("openai-agents")
-def _agents__structured_output(target: Target) -> None:
-    from agents import Runner
-
-    person_class = _make_person_class()
-    for api in ("chat", "responses"):
-        agent = _make_agent(target, api, tools=[], output_type=person_class)
-        result = Runner.run_sync(agent, "Ann is 30 years old. Name and age?")
-        assert isinstance(result.final_output, person_class), api
-
-
-@register("openai-agents")
-def _agents__handoff(target: Target) -> None:
-    from agents import Runner
-
-    for api in ("chat", "responses"):
-        clerk = _make_agent(target, api, tools=[])
-        settings = {"tool_choice": "required"}
-        desk = _make_agent(target, api, tools=[], handoffs=[clerk], settings=settings)
-        desk.name = "desk"
-        result = Runner.run_sync(desk, "Hello, I need help.", max_turns=4)
-        assert result.last_agent is clerk, api
-
-
 # -- llm -------------------------------------------------------------------------------------------
 
 
@@ -634,12 +576,6 @@ def _llm__prompt(target: Target) -> None:
         arguments = ("-m", "demo", "-o", "temperature", "0", "-o", "max_tokens", "12")
         assert llm(*arguments, QUESTION) == llm(*arguments, "--no-stream", QUESTION)
         assert llm(*arguments, "-c", "Say it again.").strip()
-
-
-@register("llm")
-def _llm__completion(target: Target) -> None:
-    with _configure_llm(target) as llm:
-        assert llm("-m", "demo-text", "-o", "max_tokens", "6", "One, two, three,").strip()
 
 
 @register("llm")

@@ -1,7 +1,6 @@
 """Run tests under environment variables that change how a CPU rounds.
 
     python -m tests.tools.cpu_matrix                    the tests marked text, nine settings
-    python -m tests.tools.cpu_matrix --product          all eighteen combinations
     python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
     python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
@@ -87,7 +86,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--product", action="store_true", help="run all combinations")
     parser.add_argument("--all", action="store_true", help="run all tests, not only `-m text`")
     parser.add_argument(
         "--only", action="append", type=parse_choices, metavar="NAME=VALUE,...",
@@ -99,7 +97,7 @@ def main() -> int:
     options = parser.parse_args()
     selected_settings = [
         setting
-        for setting in list_settings(all_combinations=options.product or bool(options.only))
+        for setting in list_settings(all_combinations=bool(options.only))
         if any(choices.items() <= setting.items() for choices in options.only or [{}])
     ]
     options.logs.mkdir(parents=True, exist_ok=True)

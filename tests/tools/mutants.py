@@ -371,9 +371,20 @@ MUTANTS = (
         "tests/scales/test_export.py",
     ),
     Mutant(
-        "calibration: the costliest scale is chosen", "calibration/choose.py",
-        "step = cost.argmin(0, keepdim=True)", "step = cost.argmax(0, keepdim=True)",
-        "tests/calibration/test_choose.py",
+        "calibration: scales ignore the center", "calibration/static_scales.py",
+        "center_and_rotate(k, storage.center, rotated=rotates_k)",
+        "center_and_rotate(k, None, rotated=rotates_k)",
+        "tests/calibration/test_calibrate.py",
+    ),
+    Mutant(
+        "calibration: the costliest scale of a head is chosen", "calibration/static_scales.py",
+        "steps = costs.argmin(0)", "steps = costs.argmax(0)",
+        "tests/calibration/test_calibrate.py",
+    ),
+    Mutant(
+        "calibration: scales hold only the last window", "calibration/static_scales.py",
+        "            if (known := layer_amax.get(index)) is not None:", "            if False:",
+        "tests/calibration/test_calibrate.py",
     ),
     # Serving.
     Mutant(
@@ -389,6 +400,27 @@ MUTANTS = (
         "serving: a ring of the wrong length", "serving/step.py",
         "            positions %= self.window", "            positions %= self.window + 1",
         "tests/serving/test_serving.py tests/serving/test_serving_layouts.py",
+    ),
+    # Captured steps.
+    Mutant(
+        "capture: different steps are captured", "attention/capture.py",
+        "                if new != previous:", "                if False:",
+        "tests/attention/test_capture.py",
+    ),
+    Mutant(
+        "capture: a changed cache meets an old graph", "cache/paged_layers.py",
+        "        self.num_changes += 1\n", "",
+        "tests/attention/test_capture.py",
+    ),
+    Mutant(
+        "capture: dense keys of reserved positions are read", "attention/capture.py",
+        "if reads_dense and self._is_reserved:", "if False:",
+        "tests/attention/test_capture.py",
+    ),
+    Mutant(
+        "capture: the first step is not compared", "attention/capture.py",
+        "            result = self._compare(result, self._backup)\n", "            pass\n",
+        "tests/attention/test_capture.py",
     ),
 )  # fmt: skip
 

@@ -2,19 +2,17 @@
 
     python -m tests.tools.server_abuse --minutes 10
 
-The program starts `hf-fp8kv serve` on this machine with a tiny model, or with the demo model
-(`--demo`). For some minutes, good clients request chats, completions, responses, streams, several
-answers, penalties, structured output and forced tools. Bad clients send incomplete bodies, bad
-chunks and floods of connections, read slowly, abandon long prompts, or close connections. Some
-requests make the logits of the tiny model NaN. The program prints a table of all requests, and all
+The program starts `hf-fp8kv serve` on this machine with a tiny model. For some minutes, good
+clients request chats, completions, responses, streams, several answers, penalties, structured
+output and forced tools. Bad clients send incomplete bodies, bad chunks and floods of connections,
+read slowly, abandon long prompts, or close connections. Some requests make the logits of the model
+NaN. The program prints a table of all requests, and all
 violations:
 
 * a response with status 5xx (except for logits that are NaN), a different response to a repeated
   request, or a request without a response at its deadline
 * memory that still grows in the second half of the time
 * pages that are not freed, so the last request, which needs all pages, fails
-* log-probabilities whose bytes are not the text, or whose offsets do not index it. With `--demo`,
-  the text has characters of several tokens
 * a traceback in the log, a nonzero exit code or an exit after more than 35 s, after SIGTERM while
   requests and jobs of clients that have left run
 
@@ -43,7 +41,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hf_fp8kv import demo_model_path
 from tests.helpers.serve_process import (
     NAN_CHARACTER,
     TOOLS_TEMPLATE,
@@ -77,9 +74,7 @@ HOSTILE_ACTIONS = (
     "do_long_prompts", "do_many_prompts", "do_pipeline", "do_headers", "do_stall",
     "do_foreign_host",
 )  # fmt: skip
-REMOVED_PATHS = ("/tokenize", "/detokenize", "/load_model", "/version")
 LONG_PROMPT = "x" * 150_000  # too long for the model, and not too long to be tokenized
-EMOJI_TEXT = " is Rome \U0001f30d.\n\nThe capital \U0001f534"
 # The template takes hours for the role "snail".
 SNAIL_LOOPS = "".join(f"{{% for {name} in range(90000) %}}" for name in "ijk") + "{% endfor %}" * 3
 SNAIL_TEMPLATE = f"{{% if messages[0].role == 'snail' %}}{SNAIL_LOOPS}{{% endif %}}"
@@ -113,15 +108,11 @@ class AbuseRun:
         server: The server.
         seconds: Duration of the run.
         seed: Seed of the random requests.
-        can_overflow: Whether `NAN_CHARACTER` in a prompt makes the model's logits NaN.
         is_hostile: Whether all clients except one are hostile.
     """
 
-    def __init__(
-        self, server: Server, seconds: float, seed: int, *, can_overflow: bool, is_hostile: bool
-    ) -> None:
+    def __init__(self, server: Server, seconds: float, seed: int, *, is_hostile: bool) -> None:
         self.server, self.seed, self.is_hostile = server, seed, is_hostile
-        self.can_overflow = can_overflow
         self.request_seconds: dict[str, list[float]] = defaultdict(list)  # by action
         self.status_counts: Counter[tuple[str, object]] = Counter()  # by action and status
         self.violations: list[str] = []
@@ -214,8 +205,6 @@ class AbuseRun:
         return status
 
     def do_overflow(self, rng: random.Random) -> object:
-        if not self.can_overflow:
-            return self.do_repeat(rng)
         body = {"prompt": _random_text(rng, 60) + NAN_CHARACTER, "max_tokens": 9}
         stream = rng.random() < 0.5
         status, response = self.send(COMPLETIONS, body | {"stream": stream})
@@ -225,42 +214,6 @@ class AbuseRun:
         if not is_expected or "is finite" not in response["error"]["message"]:
             self.add_violation(f"logits of NaN: {status} {json.dumps(response):.300}")
         return f"{status} NaN"
-
-    def do_logprobs(self, rng: random.Random) -> object:
-        """Request log-probabilities, and compare their bytes or offsets with the text."""
-        body: dict[str, Any] = {"max_tokens": 24, "temperature": 1, "seed": rng.randrange(9)}
-        body["logit_bias"] = {str(ord(NAN_CHARACTER) - 32): -100}
-        if not self.can_overflow:  # the demo model
-            body["structured_outputs"] = {"choice": [EMOJI_TEXT]}
-        if is_chat := rng.random() < 0.5:
-            body |= {"messages": [{"role": "user", "content": "why"}], "logprobs": True}
-        else:
-            body |= {"prompt": "why \U0001f30d not", "logprobs": 4, "echo": True}
-        status, response = self.send(CHAT if is_chat else COMPLETIONS, body)
-        if status != 200:
-            if status != 429:
-                self.add_violation(f"logprobs: {status} {json.dumps(response):.300}")
-            return status
-        (choice,) = response["choices"]
-        if is_chat:
-            chunks = [bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]]
-            is_right = b"".join(chunks).decode() == choice["message"]["content"]
-        else:
-            text, logprobs = choice["text"], choice["logprobs"]
-            is_right = all(
-                text.startswith(token, offset) or token.startswith(("bytes:", "<|", "?"))
-                for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
-            )
-        if not is_right:
-            self.add_violation(f"logprobs are not of the text: {json.dumps(choice):.2000}")
-        return status
-
-    def do_removed_path(self, rng: random.Random) -> object:
-        path = rng.choice(REMOVED_PATHS)
-        status = self.server.ask(path, rng.choice((None, {"prompt": "x"})))[0]
-        if status != 404:
-            self.add_violation(f"{path}: expected 404, got {status}")
-        return status
 
     # -- bad clients ------------------------------------------------------------------------------
 
@@ -495,10 +448,9 @@ def check_shutdown(abuse: AbuseRun) -> dict[str, float]:
     """
     server = abuse.server
     metrics = server.wait_until(MAX_SECONDS, requests_active=0, requests_waiting=0)
-    if abuse.can_overflow:  # the tiny model, whose tokens are characters
-        status, response = abuse.send(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
-        if status != 200 or response["usage"]["completion_tokens"] != 9:
-            abuse.add_violation(f"the last request: {status} {json.dumps(response):.200}")
+    status, response = abuse.send(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
+    if status != 200 or response["usage"]["completion_tokens"] != 9:
+        abuse.add_violation(f"the last request: {status} {json.dumps(response):.200}")
     with contextlib.ExitStack() as clients:
         for _ in range(4):  # one runs for hours, and three wait
             body = {"messages": [{"role": "snail", "content": LONG_PROMPT}]}
@@ -531,23 +483,17 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=60, help="number of clients")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random requests")
     parser.add_argument("--hostile", action="store_true", help="run hostile clients instead")
-    parser.add_argument("--demo", action="store_true", help="use the demo model")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "template").write_text(SNAIL_TEMPLATE + TOOLS_TEMPLATE)
-        if options.demo:
-            model = str(demo_model_path())
-        else:
-            model = save_chat_model(folder, context=CONTEXT_LENGTH)
-            add_overflow(model)
+        model = save_chat_model(folder, context=CONTEXT_LENGTH)
+        add_overflow(model)
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
         arguments += ("--client-timeout", str(MAX_IDLE_SECONDS))
         with Server(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
-            abuse = AbuseRun(
-                server, options.minutes * 60, options.seed, can_overflow=not options.demo,
-                is_hostile=options.hostile,
-            )  # fmt: skip
+            seconds = options.minutes * 60
+            abuse = AbuseRun(server, seconds, options.seed, is_hostile=options.hostile)
             memory = MemoryMonitor(server.process.pid)
             memory.start()
             with ThreadPoolExecutor(options.clients + 1) as pool:

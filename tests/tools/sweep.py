@@ -32,10 +32,11 @@ import transformers
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fp8kv import FP8KVError, FP8PagedCache, check_model
+from hf_fp8kv import FP8KVError, FP8PagedCache, check_model, enable
 from hf_fp8kv.attention.latent import reads_stored_latents
 from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.utils.environment import describe_hardware
+from tests.helpers.recorded_graph import RecordedGraph, recorded_graphs
 from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build_model, list_types
 
 FP8_PAGED = "fp8_paged"
@@ -43,6 +44,7 @@ FP8 = "fp8_e4m3"
 TYPE_SECONDS = 60  # time limit of a type
 # Tolerance for a different order of sums in fp32, as a share of the logits' standard deviation.
 TOLERANCE = 1e-3
+CAPTURED_TOKENS = 20  # number of tokens of a call with captured steps
 OUTCOMES = ("own", "own_fp8", "paged", "paged_fp8")
 
 CacheMaker = Callable[[str], Any]  # makes a cache with a dtype
@@ -90,6 +92,7 @@ class Row:
     paged_fp8: Outcome | None = None  # with "fp8_paged", in E4M3
     path: str = ""  # `Watch.list_paths` of "fp8_paged", or why the model does not use it
     reported_path: str = ""  # the path that `check_model` reports, or its error
+    captured: str = ""  # the result of `check_capture`
     seconds: float = 0.0
 
     @property
@@ -110,17 +113,26 @@ class Row:
             outcome: Outcome | None = getattr(self, label)
             if outcome is None or outcome.status not in allowed_statuses:
                 failures.append(f"{self.name}, {label}: {outcome}")
+        if self.captured.startswith("WRONG"):
+            failures.append(f"{self.name}, captured: {self.captured}")
         return failures
 
 
-def generate(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
+def generate(
+    model: PreTrainedModel,
+    inputs: Inputs,
+    cache: Any = None,
+    new_tokens: int = NEW_TOKENS,
+    *,
+    inference: bool = True,
+) -> Answer:
     """Return the greedy answer with a cache. None means the model's default cache."""
     arguments = {name: value.clone() for name, value in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
-    with torch.inference_mode():
+    with torch.inference_mode(inference):
         output = model.generate(
-            **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
+            **arguments, max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     logits = torch.stack([x.float() for x in output["logits"]], dim=1)
@@ -292,6 +304,48 @@ def run_paged_attention(
     row.paged_fp8 = Outcome("refused")
 
 
+class _EagerGraph:
+    """A graph whose replay calls the model again, with the buffers of a captured step."""
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        self.run, self.result = run, run()
+        return self.result
+
+    def replay(self) -> None:
+        self.result.logits.copy_(self.run().logits)
+
+
+def check_capture(name: str, **options: Any) -> str:
+    """Return "equal" if captured steps give the bits of eager steps, otherwise "WRONG".
+
+    If no step was captured, return the reason. `options` are keywords of the cache.
+    """
+    model, inputs = build_model(name)
+
+    def run(graph: Any, **keywords: Any) -> tuple[Answer, Any]:
+        enable(model, dtype="model", page_size=8, **options, **keywords)
+        # Inference mode sends operations through the dispatcher that modes otherwise see in parts.
+        # Their last bits may differ from those without a mode.
+        with recorded_graphs(graph) as steps:
+            answer = generate(model, inputs, new_tokens=CAPTURED_TOKENS, inference=False)
+        return answer, steps[-1] if steps else None
+
+    stock, _ = run(RecordedGraph)
+    eager, _ = run(_EagerGraph, capture=True)
+    captured, step = run(RecordedGraph, capture=True)
+    for other in (stock, eager):
+        if not torch.equal(captured.logits.nan_to_num(), other.logits.nan_to_num()):
+            return "WRONG"
+    if step is not None and step.num_replays:
+        return "equal"
+    reason = "the model makes its own cache" if step is None else step.reason
+    reason = reason or "the cache has more tokens than the call allows"
+    if "counts tokens on the host" in reason and not options:
+        outcome = attempt(lambda: Outcome(check_capture(name, max_cache_len=64)))
+        return "equal (max_cache_len)" if outcome.status == "equal" else reason
+    return reason
+
+
 def get_attention(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
@@ -317,6 +371,8 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
             run_paged_attention(row, expected, model, inputs, makers)
             report = attempt(lambda: Outcome(check_model(model).path))
             row.reported_path = report.note or report.status
+            outcome = attempt(lambda: Outcome(check_capture(name)))
+            row.captured = outcome.note or outcome.status
     row.seconds = time.perf_counter() - start
     return row
 
@@ -371,6 +427,7 @@ def count_outcomes(rows: list[Row]) -> dict[str, int]:
         'refuse "fp8_paged"': len(runnable) - len(accepting),
         "run in E4M3 under their own attention": count_answered([row.own_fp8 for row in runnable]),
         'run in E4M3 under "fp8_paged"': count_answered([row.paged_fp8 for row in accepting]),
+        "captured": sum(row.captured.startswith("equal") for row in runnable),
     }
 
 
@@ -400,11 +457,14 @@ latents (MLA), directly as keys and values. *dense*: dense K and V. *own*: the m
 call it. *refused*: the model does not use transformers' attention registry. Use its own \
 attention. *not switched*: `set_attn_implementation` does not change the model, and \
 `from_pretrained(..., attn_implementation="fp8_paged")` was tried instead.
+* **captured** is whether `enable(model, capture=True)` captures the decode step. *equal*: the \
+logits of replays have the bits of eager steps, in a graph for CPUs that repeats calls of torch's \
+dispatcher. *max_cache_len*: only with this argument. Any other text is the reason.
 
 {counts}
 
-| type | own attention | equal | E4M3 | "fp8_paged" | equal | E4M3 | note |
-|---|---|---|---|---|---|---|---|
+| type | own attention | equal | E4M3 | "fp8_paged" | equal | E4M3 | captured | note |
+|---|---|---|---|---|---|---|---|---|
 {"".join(format_row(row) + chr(10) for row in rows if row.has_baseline)}
 ## Types that did not run under DynamicCache
 
@@ -420,7 +480,7 @@ def format_row(row: Row) -> str:
     hidden_notes = {"", *(x.note for x in (own_fp8, paged_fp8) if x.status == "differs")}
     notes = dict.fromkeys(x.note for x in outcomes if x.note not in hidden_notes)
     cells = [row.name, row.attention, own.status, format_share(own_fp8)]
-    cells += [row.path, paged.status, format_share(paged_fp8), "; ".join(notes)]
+    cells += [row.path, paged.status, format_share(paged_fp8), row.captured, "; ".join(notes)]
     return "| " + " | ".join(cells) + " |"
 
 

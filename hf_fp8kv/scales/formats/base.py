@@ -155,8 +155,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         ScaleError: The scales are for rotated values, which servers do not store, or are dynamic.
     """
     if format.holds_centers:
-        is_stale = scales.report is not None and scales.report.scales_digest != scales.digest
-        return scales, ["its report is about different scales, so it will not be read"] * is_stale
+        return scales, []
     plans = (scales.plan or {}).items()
     rotated_layers = format_list(index for index, plan in plans if plan.k.rotated or plan.v.rotated)
     if rotated_layers or scales.is_dynamic:

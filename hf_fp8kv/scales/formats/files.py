@@ -12,12 +12,12 @@ from safetensors.torch import save as to_safetensors
 
 from ...errors import ScaleError
 from ...formats import LayerPlan
-from ...utils.files import convert_read_errors, parse_metadata, read_json
+from ...utils.files import convert_read_errors, parse_metadata
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
-from ..report import REPORT_FILE, CalibrationReport, Protection, convert_json
+from ..report import Protection
 from ..request import Request
 from .base import ScaleFormat, to_json
 
@@ -30,8 +30,8 @@ METADATA_KEY, _COMMON_METADATA = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m
 class HfFp8kv(ScaleFormat):
     """The format of this package, which holds every granularity and the centers exactly.
 
-    A folder that contains `KV_FILE` is never read as a checkpoint. The report of the calibration is
-    a second file. In a folder with weights, both files are in the subfolder `KV_FOLDER`.
+    A folder that contains `KV_FILE` is never read as a checkpoint. In a folder with weights, the
+    file is in the subfolder `KV_FOLDER`.
     """
 
     name = "hf_fp8kv"
@@ -56,9 +56,7 @@ class HfFp8kv(ScaleFormat):
         for index, layer in scales.layers.items():
             named = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
             tensors |= {f"layers.{index}.{n}": t.clone() for n, t in named.items() if t is not None}
-        report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
-        # The scales are written last, so a folder with scales is complete.
-        return {**report, KV_FILE: to_safetensors(tensors, {METADATA_KEY: json.dumps(metadata)})}
+        return {KV_FILE: to_safetensors(tensors, {METADATA_KEY: json.dumps(metadata)})}
 
 
 def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
@@ -85,9 +83,9 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
         }  # fmt: skip
         if (weights_digest := metadata.get("weights_digest")) is not None:
             bytes.fromhex(weights_digest)  # raises an error for anything else
-        protection = convert_json(
-            Protection | None, metadata.get("protection"), f"{path}: protection"
-        )
+        protection = metadata.get("protection")
+        if protection is not None:
+            protection = Protection.from_dict(protection, f"{path}: protection")
         return ScaleData(
             layers, HfFp8kv.name, metadata["model_type"], path, weights_digest=weights_digest,
             protection=protection,
@@ -95,20 +93,8 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
 
 
 def read_kv_scales(path: Path) -> ScaleData:
-    """Return the scales of a file in the format "hf_fp8kv", with any report next to it."""
-    scales = parse_kv_scales(path.read_bytes(), str(path))
-    report_path = path.parent / REPORT_FILE
-    if not report_path.is_file():
-        return scales
-    try:
-        report = CalibrationReport.from_dict(read_json(report_path), str(report_path))
-    except ScaleError as error:  # the scales do not need a report
-        logger.warning("the report of the calibration is ignored: %s", error)
-        return scales
-    if report.scales_digest != scales.digest:
-        logger.warning("%s: ignored, because it is about different scales", report_path)
-        return scales
-    return replace(scales, report=report)
+    """Return the scales of a file in the format "hf_fp8kv"."""
+    return parse_kv_scales(path.read_bytes(), str(path))
 
 
 class VllmJson(ScaleFormat):

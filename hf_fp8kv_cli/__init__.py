@@ -1,19 +1,20 @@
-"""The command line `hf-fp8kv`. No other package prints.
+"""The command line `hf-fp8kv`, a package next to `hf_fp8kv`. Only this package prints.
 
-Each command has a file. Exit codes: 0 for success, 1 for an error explained on stderr, 2 for an
-invalid command line, 130 for an interruption. If the reader of a pipe closes it
-(`hf-fp8kv ... | head`), the exit code is 1 and no error is printed.
+Each command has a file, which imports `hf_fp8kv` and torch in its function: help, completion and
+invalid command lines need neither (0.4 s instead of 7 s).
+
+Exit codes: 0 for success, 1 for an error explained on stderr, 2 for an invalid command line, 130
+for an interruption. If the reader of a pipe closes it (`hf-fp8kv ... | head`), the exit code is 1
+and no error is printed.
 """
 
 import os
 import sys
+from importlib import metadata
 from typing import Annotated
 
-import torch
 import typer
 
-from ..errors import FP8KVError
-from ..utils.environment import find_version
 from . import bench, calibrate, card, check, convert, generate, inspect, serve
 
 __all__ = ["NAME", "app", "main"]
@@ -22,13 +23,13 @@ NAME = "hf-fp8kv"
 
 app = typer.Typer(
     name=NAME,
-    help="An FP8 paged KV cache for Hugging Face transformers.",
+    help="An 8-bit paged KV cache for Hugging Face transformers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 for command in (
-    generate.generate, card.card, calibrate.calibrate, inspect.inspect, convert.convert,
-    check.check, serve.serve,
+    generate.demo, generate.generate, card.card, calibrate.calibrate, inspect.inspect,
+    convert.convert, check.check, serve.serve,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(bench.app, name="bench")
@@ -50,7 +51,13 @@ def main() -> None:
         if exit_error.code == 130:  # Typer's exit code for an interruption
             print(f"{NAME}: interrupted", file=sys.stderr)
         raise
-    except (FP8KVError, OSError, torch.OutOfMemoryError) as error:
+    except Exception as error:
+        import torch
+
+        from hf_fp8kv.errors import FP8KVError
+
+        if not isinstance(error, (FP8KVError, OSError, torch.OutOfMemoryError)):
+            raise
         message = str(error)
         if isinstance(error, torch.OutOfMemoryError):
             message = (
@@ -63,7 +70,7 @@ def main() -> None:
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        print(find_version(NAME))
+        print(metadata.version(NAME))
         raise typer.Exit
 
 

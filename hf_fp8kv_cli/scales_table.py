@@ -8,11 +8,11 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..bench.reporting import build_table, format_number
-from ..formats import FORMATS, count_plans, summarize_plan
-from ..scales import CalibrationReport, KVScales
-from ..scales.report import SideStatistics
-from ..utils.text import format_list
+from hf_fp8kv.bench.reporting import build_table, format_number
+from hf_fp8kv.formats import FORMATS, count_plans, summarize_plan
+from hf_fp8kv.scales import KVScales, ScalesReport
+from hf_fp8kv.scales.report import SideStatistics
+from hf_fp8kv.utils.text import format_list
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
 # A scale that exceeds the median of all layers by this factor gets a remark.
@@ -33,7 +33,7 @@ def describe_scales(scales: KVScales) -> dict[str, Any]:
     }
 
 
-def describe_layers(scales: KVScales, report: CalibrationReport | None) -> dict[str, Any]:
+def describe_layers(scales: KVScales, report: ScalesReport | None) -> dict[str, Any]:
     """Return the scales and statistics of each layer, as JSON values."""
     layers = {}
     for index, layer in scales.layers.items():
@@ -103,9 +103,7 @@ def _name_layers(indices: Sequence[object]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {format_list(indices)}"
 
 
-def make_tables(
-    scales: KVScales, report: CalibrationReport | None, width: int
-) -> list[RenderableType]:
+def make_tables(scales: KVScales, report: ScalesReport | None, width: int) -> list[RenderableType]:
     """Return the headings, tables and remarks of `hf-fp8kv inspect`, from top to bottom.
 
     Without a report, only the scales are shown. The sources of the scales are omitted if the table
@@ -136,7 +134,7 @@ def make_tables(
     return output
 
 
-def _list_headings(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
+def _list_headings(scales: KVScales, report: ScalesReport | None) -> Iterator[str]:
     num_layers = len(scales.layers)
     num_centered = sum(layer.k_center is not None for layer in scales.layers.values())
     layer_share = f" in {num_centered} of {num_layers} layers" if num_centered < num_layers else ""
@@ -156,21 +154,14 @@ def _list_headings(scales: KVScales, report: CalibrationReport | None) -> Iterat
         yield f"{report.model}: {describe_texts(report)}; {report.date[:10]}"
 
 
-def describe_texts(report: CalibrationReport) -> str:
-    """Describe the texts on which the scales of a report were calibrated, or only measured."""
-    if not report.tokens:
-        return f"measured as {report.dtype} on {report.held_out_tokens} tokens"
-    texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
-    return (
-        f"{report.tokens} tokens of {texts}, margin {report.margin:g}; checked as {report.dtype} "
-        f"on {report.held_out_tokens} other tokens"
-    )
+def describe_texts(report: ScalesReport) -> str:
+    """Describe the text on which scales were measured."""
+    return f"measured as {report.dtype} on {report.tokens} tokens"
 
 
-def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[dict[str, str]]:
+def _list_rows(scales: KVScales, report: ScalesReport | None) -> Iterator[dict[str, str]]:
     """Yield the cells of K and of V of each layer by heading. Cells without a value are empty."""
     heading, amax_from = (f"{_E4M3_MAX:g} x scale", "scale") if report is None else ("amax", "text")
-    has_fractions = report is not None and report.held_out_tokens > 0
     for index, layer in describe_layers(scales, report).items():
         for n, side in enumerate("kv"):
             values = layer[side] or {}
@@ -181,29 +172,24 @@ def _list_rows(scales: KVScales, report: CalibrationReport | None) -> Iterator[d
             row["scale"] = " .. ".join(map(format_number, limits))
             has_amax = values.get("amax_from") == amax_from
             row[heading] = format_number(values["amax"]) if has_amax else ""
-            for name in ("saturated", "underflow") if has_fractions else ():
+            for name in ("saturated", "underflow") if report is not None else ():
                 row[name] = f"{100 * values[name]:.3g} %" if name in values else ""
             # Show the name of the tensor, without the name of its file.
             row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-n]
             yield row
 
 
-def format_quality(report: CalibrationReport) -> list[RenderableType]:
-    """Return tables of the quality on held-out text, near and far, and a note on centers."""
-    output: list[RenderableType] = []
-    for title, rows in (
-        ("held-out text, compared with the unquantized cache", report.quality),
-        (f"the same at far positions, up to {report.max_position}", report.far_quality),
-    ):
-        measures = ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens")
-        cells = (
-            (
-                row.cache, *(f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max)),
-                f"{row.top1:.2%}", f"{row.perplexity:.4g}", str(row.tokens),
-            )
-            for row in rows
-        )  # fmt: skip
-        if rows:
-            alignments: dict[str, Any] = {"cache": "left", **dict.fromkeys(measures, "right")}
-            output.append(build_table(alignments, cells, title=title))
-    return [*output, Text(report.centers)] if report.centers else output
+def format_quality(report: ScalesReport) -> list[RenderableType]:
+    """Return a table of the quality, or nothing if predictions were not compared."""
+    if not report.quality:
+        return []
+    measures = ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens")
+    cells = (
+        (
+            row.cache, *(f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max)),
+            f"{row.top1:.2%}", f"{row.perplexity:.4g}", str(row.tokens),
+        )
+        for row in report.quality
+    )  # fmt: skip
+    alignments: dict[str, Any] = {"cache": "left", **dict.fromkeys(measures, "right")}
+    return [build_table(alignments, cells, title="compared with the unquantized cache")]

@@ -3,6 +3,7 @@
 An invalid value raises `typer.BadParameter`, which exits with 2.
 """
 
+import difflib
 import importlib.util
 import inspect
 import re
@@ -10,13 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from ..calibration import calibrate
-from ..errors import ConfigError
-from ..formats import ADAPTIVE, ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
-from ..ops import BACKEND_CHOICES
+# Names of `hf_fp8kv`, which a test compares, because its import takes seconds.
+FORMATS = ("fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8")
+DEFAULT_DTYPE, STATIC_DTYPE, AUTO, ADAPTIVE = "fp8_e3m4", "fp8_e4m3", "auto", "adaptive"
+ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
+BACKENDS = ("auto", "torch", "cpu", "triton")
+SCALE_FORMATS = (
+    "vllm-json", "tgi", "compressed-tensors", "autofp8", "modelopt", "quark", "hf_fp8kv",
+)  # fmt: skip
+GRANULARITIES, WEIGHTS = ("tensor", "head", "channel"), ("copy", "link")
+LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")
 
 
 def suggest(values: Iterable[str]) -> Callable[[str], list[str]]:
@@ -28,24 +34,16 @@ def make_choice(values: Collection[str], aliases: Mapping[str, str] = {}) -> dic
     """Return keywords of `typer.Option` that accept one of `values`, by its name or an alias."""
     values_by_name = {alias: value for alias, value in aliases.items() if value in values}
     values_by_name |= {value: value for value in values}
+    names = ["model" if value == AUTO and "model" in aliases else value for value in values]
 
     def parse(name: str) -> str:
         if name not in values_by_name:
-            raise typer.BadParameter(f"expected one of {', '.join(values_by_name)}, got {name!r}")
+            match = difflib.get_close_matches(name, values_by_name, 1, 0.5)
+            hint = f". Did you mean {match[0]!r}?" if match else ""
+            raise typer.BadParameter(f"expected one of {', '.join(names)}, got {name!r}{hint}")
         return values_by_name[name]
 
-    return {"parser": parse, "autocompletion": suggest(values_by_name), "metavar": "TEXT"}
-
-
-def parse_device(text: str) -> str:
-    """Return a device that torch can use. "auto" means a GPU if torch finds one, else the CPU."""
-    device = text if text != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        message = f"expected auto, cpu, cuda, cuda:1 or similar, got {text!r}: {error}"
-        raise typer.BadParameter(message) from None
-    return device
+    return {"parser": parse, "autocompletion": suggest(values_by_name), "metavar": "NAME"}
 
 
 def parse_size(text: str) -> int:
@@ -92,7 +90,7 @@ DEVICE: dict[str, Any] = {
 _MODEL_HELP = "A folder or a Hub id. Default: the demo model."
 Model = Annotated[str | None, typer.Option(help=_MODEL_HELP)]
 ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP)]
-Device = Annotated[str, typer.Option(metavar="TEXT", parser=parse_device, **DEVICE)]
+Device = Annotated[str, typer.Option(**DEVICE)]
 ModelDtype = Annotated[
     str,
     typer.Option(
@@ -100,9 +98,7 @@ ModelDtype = Annotated[
         **make_choice(("auto", "bfloat16", "float16", "float32")),
     ),
 ]
-Backend = Annotated[
-    str, typer.Option(help="auto, torch, cpu or triton.", **make_choice(BACKEND_CHOICES))
-]
+Backend = Annotated[str, typer.Option(help="auto, torch, cpu or triton.", **make_choice(BACKENDS))]
 Scales = Annotated[str, typer.Argument(help="File, folder or Hub id, in any supported format.")]
 CacheDtype = Annotated[
     str | None,
@@ -130,7 +126,7 @@ StaticScales = Annotated[
         metavar="PATH|FLOAT",
         parser=parse_scales,
         help="Static scales: a file, a folder, a Hub id or a constant. They may include a storage "
-        "plan (calibrate --plan). Default: dynamic scales.",
+        "plan. Default: dynamic scales.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
@@ -150,14 +146,6 @@ ScalesDtype = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Maximum number of tokens to read.")]
 MaxLength = Annotated[int | None, typer.Option(min=2, help="Maximum tokens in a window of text.")]
-MaxPosition = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Last position at which scales are tested. Centers of K must also help there. "
-        "Default: eight times --max-length, at most the positions of the model.",
-    ),
-]
 TextColumn = Annotated[
     str | None, typer.Option(help="Key of the text in JSON lines. Default: text.")
 ]
@@ -177,6 +165,8 @@ def load_texts(name: str) -> Path | list[str]:
         from pydoc_data.topics import topics
 
         return [topics[topic] for topic in sorted(topics)]
+    from hf_fp8kv.errors import ConfigError
+
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
@@ -194,5 +184,10 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
 
 def collect_user_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the arguments of `calibrate` or `measure` that the user set on the command line."""
-    names = inspect.signature(calibrate).parameters.keys() - {"model", "texts"}
+    from hf_fp8kv.calibration.quality import measure
+    from hf_fp8kv.calibration.static_scales import calibrate
+
+    functions = (calibrate, measure)
+    names = {name for function in functions for name in inspect.signature(function).parameters}
+    names -= {"model", "texts", "scales"}
     return {name: x for name, x in ctx.params.items() if name in names and x is not None}

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import FORMATS
-from ..scales import CalibrationReport, KVScales
-from ..scales.report import DYNAMIC
-from ..utils.files import write_all
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.scales import KVScales, ScalesReport
+from hf_fp8kv.scales.report import DYNAMIC
+from hf_fp8kv.utils.files import write_all
+
 from .scales_table import describe_texts
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
@@ -23,22 +24,22 @@ _SIZE_INCHES, _DPI = (40 / 3, 12), 120
 _COLORS = ("#0072b2", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#e69f00")
 _MARKERS = "osv^DP"
 _NOT_MEASURED = (
-    "not measured: these scales have\nno calibration report\n\n"
-    "hf-fp8kv inspect SCALES --model MODEL --texts FILE\nmeasures them on your text"
+    "not measured\n\n"
+    "hf-fp8kv inspect SCALES --model MODEL --texts FILE\nmeasures the scales on your text"
 )
 
 
-def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | Path) -> None:
+def plot_scales(scales: KVScales, report: ScalesReport | None, path: str | Path) -> None:
     """Write a PNG with the magnitudes of K and V and the quantization errors, atomically.
 
-    `report` is the result of a calibration or of `measure`. Without it, the plot shows the largest
+    `report` is the result of `measure`. Without it, the plot shows the largest
     magnitude that E4M3 represents with the scales (448 × scale), and a note on missing errors.
     """
     figure = make_figure(scales, report)
     write_all({Path(path): lambda file: figure.savefig(file, dpi=_DPI, format="png")})
 
 
-def make_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
+def make_figure(scales: KVScales, report: ScalesReport | None) -> Any:
     """Return the matplotlib figure that `plot_scales` writes."""
     from matplotlib.figure import Figure
 
@@ -72,7 +73,7 @@ def make_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
     return figure
 
 
-def _make_title(scales: KVScales, report: CalibrationReport | None) -> str:
+def _make_title(scales: KVScales, report: ScalesReport | None) -> str:
     if report is None:
         model = scales.model_type or "model type unknown"
         return f"{model}, {_shorten(scales.origin)}\nnot measured: {_E4M3_MAX:g} × scale is shown"
@@ -85,7 +86,7 @@ def _shorten(name: str, max_length: int = 80) -> str:
     return name if len(name) <= max_length else f"...{name[-max_length:]}"
 
 
-def _find_head_maxima(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
+def _find_head_maxima(scales: KVScales, report: ScalesReport | None, side: str) -> np.ndarray:
     """Return the largest magnitudes, `[layers, heads]`. NaN replaces 0 and missing values."""
     if report is not None:
         amax = {i: np.array(getattr(layer, side).amax) for i, layer in report.layers.items()}
@@ -130,7 +131,7 @@ def _draw_heatmap(figure: Any, axes: Any, head_maxima: np.ndarray) -> None:
     figure.colorbar(image, ax=axes)
 
 
-def _draw_errors(axes: Any, report: CalibrationReport | None, side: str) -> None:
+def _draw_errors(axes: Any, report: ScalesReport | None, side: str) -> None:
     """Draw solid lines for these scales, and dotted lines for dynamic scales."""
     if report is None:
         _show_message(axes, _NOT_MEASURED)

@@ -4,18 +4,14 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import ScaleError
-from ..scales import SCALE_FORMATS, KVScales
-from ..scales.save import Weights
-from .arguments import Json, Overwrite, Scales, make_choice
-from .scales_table import describe_scales
+from .arguments import SCALE_FORMATS, WEIGHTS, Json, Overwrite, Scales, make_choice
 from .shared import WarningLog, handle_log, print_note
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("hf_fp8kv.convert")
 
 
 def convert(
@@ -32,7 +28,7 @@ def convert(
         Any,
         typer.Option(
             help="copy, or link (hard links to the weights, on the same disk).",
-            **make_choice(get_args(Weights)),
+            **make_choice(WEIGHTS),
         ),
     ] = "copy",
     overwrite: Overwrite = False,
@@ -73,6 +69,11 @@ def convert(
         raise typer.BadParameter(message, param_hint="--push-to-hub")
     if weights == "link" and checkpoint is None:
         raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
+    from hf_fp8kv.errors import ScaleError
+    from hf_fp8kv.scales import KVScales
+
+    from .scales_table import describe_scales
+
     options: dict[str, Any] = {
         "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
     }  # fmt: skip

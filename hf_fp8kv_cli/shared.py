@@ -5,27 +5,67 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..errors import ConfigError
-from ..utils.demo_model import demo_model_path
-
 DEMO_NAME = "SmolLM2-135M-Instruct (demo)"
+
+
+def choose_device(text: str) -> str:
+    """Return a device that torch can use. "auto" means a GPU if torch finds one, else the CPU."""
+    import torch
+
+    from hf_fp8kv.errors import ConfigError
+
+    device = text if text != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            has_cuda = torch.version.cuda or torch.version.hip
+            reason = "torch finds no GPU" if has_cuda else "torch was built without CUDA"
+        raise ConfigError(
+            f"--device: expected auto, cpu, cuda:1 or similar, got {text!r}, which is not "
+            f"available: {reason}. Leave it out"
+        ) from None
+    return device
 
 
 def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Return the model on a device, and its tokenizer. Without a name, load the demo model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    folder = name or str(demo_model_path())
+    from hf_fp8kv.errors import ConfigError
+
+    model = load_weights(name, device, dtype)
+    folder = name or str(model.name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return model, AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        message = f"cannot load the tokenizer of {folder!r}: {error}"
+        if Path(folder).is_dir() and not [*Path(folder).glob("*token*")]:
+            message = f"expected a tokenizer in {folder}, got none. Save one with save_pretrained"
+        raise ConfigError(message) from error
+
+
+def load_weights(name: str | None, device: str, dtype: str = "auto") -> Any:
+    """Return the model on a device, without its tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_fp8kv import ConfigError, demo_model_path
+    from hf_fp8kv.utils.files import check_model_name
+
+    device = choose_device(device)
+    folder = name or str(demo_model_path())
+    check_model_name(folder)
+    try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"cannot load a language model from {folder!r}: {error}") from error
-    return model.to(device).eval(), tokenizer
+    return model.to(device).eval()
 
 
 def make_console(piped_width: int | None = None) -> Console:

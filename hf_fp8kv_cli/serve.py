@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from transformers.utils.logging import log_levels, set_verbosity
 
-from ..cache.plans import parse_plan
-from ..prefix.store import PrefixStore
-from ..utils.demo_model import demo_model_path
 from . import arguments
 from .shared import handle_log, print_note
 
@@ -142,7 +138,9 @@ def serve(
         str,
         typer.Option(
             help="Level of transformers' log.",
-            **arguments.make_choice(log_levels, {level.upper(): level for level in log_levels}),
+            **arguments.make_choice(
+                arguments.LOG_LEVELS, {level.upper(): level for level in arguments.LOG_LEVELS}
+            ),
         ),
     ] = "warning",
 ) -> None:
@@ -150,14 +148,17 @@ def serve(
 
     POST /v1/chat/completions, /v1/completions, /v1/responses. GET /v1/models, /health, /metrics.
     """
-    from ..server import make_batching_config, require_server
+    from hf_fp8kv.server import make_batching_config, require_server
 
     require_server()
-    from .. import serving
-    from ..server.app import Application
-    from ..server.config import ServerConfig, listen
-    from ..server.model import ServedModel
-    from ..server.run import load_model, run
+    from transformers.utils.logging import log_levels, set_verbosity
+
+    from hf_fp8kv import PrefixStore, demo_model_path, serving
+    from hf_fp8kv.cache.plans import parse_plan
+    from hf_fp8kv.server.app import Application
+    from hf_fp8kv.server.config import ServerConfig, listen
+    from hf_fp8kv.server.model import ServedModel
+    from hf_fp8kv.server.run import load_model, run
 
     page_options = arguments.collect_page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded

@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .. import calibration
-from ..bench.reporting import build_table
-from ..cache.cache import FP8PagedCache
-from ..errors import ScaleError
-from ..scales import KVScales
-from ..utils.files import CACHE_FORMAT, read_header
-from ..utils.terminal import format_size
 from . import arguments
-from .scales_plot import plot_scales
-from .scales_table import describe_layers, describe_scales, list_remarks, make_tables
 from .shared import WarningLog, handle_log, load_model, make_console
 
 
@@ -37,7 +28,6 @@ def inspect(
     dtype: arguments.ScalesDtype = None,
     max_tokens: arguments.MaxTokens = None,
     max_length: arguments.MaxLength = None,
-    max_position: arguments.MaxPosition = None,
     text_column: arguments.TextColumn = None,
     chat_template: arguments.ChatTemplate = None,
     device: arguments.Device = "auto",
@@ -46,9 +36,14 @@ def inspect(
 ) -> None:
     """Show static scales: a row for K and a row for V of each layer, and remarks on unusual scales.
 
-    With --texts, measure the scales. Without it, show the report of their calibration, if any.
+    With --texts, also measure the scales.
     For the file of a saved cache, show how each layer is stored.
     """
+    from hf_fp8kv import KVScales, calibration
+
+    from .scales_plot import plot_scales
+    from .scales_table import describe_layers, describe_scales, list_remarks, make_tables
+
     options = arguments.collect_user_options(ctx)
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
@@ -62,7 +57,7 @@ def inspect(
             return
         # Faulty scales are shown with warnings, unless they cannot be read.
         kv_scales = KVScales.from_pretrained(scales, strict=False)
-        report = kv_scales.report
+        report = None
         if texts is not None:
             corpus = arguments.load_texts(texts)
             loaded_model, tokenizer = load_model(model, device, model_dtype)
@@ -85,12 +80,19 @@ def inspect(
 
 
 def _is_saved_cache(path: str) -> bool:
+    from hf_fp8kv.errors import ScaleError
+    from hf_fp8kv.utils.files import CACHE_FORMAT, read_header
+
     with suppress(ScaleError):  # the caller then reads scales, and reports the error
         return Path(path).is_file() and read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False
 
 
 def _show_cache(path: str, as_json: bool) -> None:
+    from hf_fp8kv import FP8PagedCache
+    from hf_fp8kv.bench.reporting import build_table
+    from hf_fp8kv.utils.terminal import format_size
+
     cache = FP8PagedCache.load(path)
     footprint = cache.memory_footprint()
     layers = {str(index): list(map(str, plan)) for index, plan in cache.plan.items()}

@@ -1,24 +1,23 @@
-"""Tests of the statistics in the report of a calibration, and of the digest of scales."""
+"""Tests of `measure`: statistics of K and V, errors of formats, predictions, and the digest."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tqdm import tqdm
 
-from hf_fp8kv import ConfigError, KVScales, calibrate
-from hf_fp8kv.calibration import reporting as reporting_module
-from hf_fp8kv.calibration.observe import Batch, measure_range, merge_tensors
-from hf_fp8kv.calibration.reporting import compute_head_amax, measure_statistics
-from hf_fp8kv.calibration.stages import CalibrationOptions, Job
+from hf_fp8kv import ConfigError, KVScales, ScaleError, calibrate, measure
+from hf_fp8kv.calibration import quality
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import compute_dynamic_scale, decode, encode, search_scale
 from hf_fp8kv.scales.layer_scales import LayerScales
-from tests.helpers.tiny_models import VOCAB, build_variant
+from tests.calibration.test_calibrate import EXPLICIT_PLAN, OPTIONS, make_texts
+from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 
 NUM_HEADS = 2
-AMAX = {"k": (1.0, 2.0), "v": (3.0, 4.0)}
-ENDS = "max", "min"
 # A value saturates above this limit, which is half a step above the largest code.
 SATURATION_LIMITS = {
     "fp8_e4m3": 464.0, "fp8_e5m2": 61440.0, "fp8_e3m4": 31.5, "fp8_e4m3fnuz": 248.0,
@@ -33,12 +32,10 @@ def measure_layer(monkeypatch, texts, scales: LayerScales, format_name="fp8_e4m3
     def observe(model, batch, layers, on_layer):
         on_layer(0, *next(remaining))
 
-    monkeypatch.setattr(reporting_module, "observe", observe)
-    options = CalibrationOptions("head", FORMATS[format_name], 1.0, False)
-    job = Job(None, frozenset({0}), options, tqdm(disable=True))
-    batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
-    ranges = {f"{side}_{end}": torch.tensor(AMAX[side])[:, None] for side in "kv" for end in ENDS}
-    return measure_statistics(job, batches, KVScales({0: scales}), {0: ranges})[0]
+    monkeypatch.setattr(quality, "observe", observe)
+    job = quality._Job(None, frozenset({0}), FORMATS[format_name], tqdm(disable=True))
+    windows = [torch.zeros(len(k), dtype=torch.int64) for k, _ in texts]
+    return quality._measure_statistics(job, windows, KVScales({0: scales}))[0]
 
 
 def make_scales(k: object, v: object, center: torch.Tensor | None = None) -> LayerScales:
@@ -92,8 +89,6 @@ def test_saturation_and_underflow_are_relative_to_the_center(monkeypatch):
     assert stats.k.saturated == 0.0
     assert stats.k.underflow == pytest.approx(1 / 3)
     assert stats.v.saturated == 1.0  # only K has a center
-    assert stats.centered
-    assert not measure_layer(monkeypatch, [(k, k)], make_scales(1.0, 1.0)).centered
     opposite_stats = measure_layer(monkeypatch, [(-k, k)], make_scales(1.0, 1.0, center))
     assert opposite_stats.k.saturated == 1.0
 
@@ -107,14 +102,12 @@ def test_shares_are_of_the_values_of_all_texts(monkeypatch):
     assert stats.v.saturated == pytest.approx(0.6)
 
 
-def test_statistics_of_no_text_and_of_zeros_are_zero(monkeypatch):
-    empty_stats = measure_layer(monkeypatch, [], make_scales(1.0, 1.0))
+def test_statistics_of_zeros_are_zero(monkeypatch):
     zeros = make_values(0.0)
     zero_stats = measure_layer(monkeypatch, [(zeros, zeros)], make_scales(1.0, 1.0))
-    for side in (empty_stats.k, empty_stats.v, zero_stats.k, zero_stats.v):
+    for side in (zero_stats.k, zero_stats.v):
         assert (side.saturated, side.underflow) == (0.0, 0.0)
         assert set(side.error.values()) == {0.0}
-    assert (empty_stats.k.amax, empty_stats.v.amax) == (AMAX["k"], AMAX["v"])
 
 
 def test_nan_in_a_text_is_an_error_that_names_the_layer(monkeypatch):
@@ -144,7 +137,6 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     stats = measure_layer(monkeypatch, [(k, v)], make_scales(k_scale, v_scale, center), name)
     names = dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", name))
     error_names = [*names, *(f"dynamic {n}" for n in names)]
-    assert stats.centered == is_centered
     assert list(stats.k.error) == list(stats.v.error) == error_names
     stored_x = k - center if is_centered else k
     for n in names:
@@ -168,12 +160,116 @@ def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
     assert stats.k.error["fp8_e4m3"] == pytest.approx(expected)
 
 
-def test_amax_covers_both_signs_and_every_head():
+def test_amax_covers_both_signs_every_head_and_all_texts(monkeypatch):
     k = torch.tensor([[[1.0, -5.0], [2.0, 0.5]], [[4.0, 0.0], [3.0, -2.5]]])
-    ranges = measure_range(k, -2 * k, None, None)
-    assert compute_head_amax(ranges) == {"k": (5.0, 3.0), "v": (10.0, 6.0)}
-    merged_ranges = merge_tensors(ranges, measure_range(-3 * k[1:], k[1:], None, None))
-    assert compute_head_amax(merged_ranges) == {"k": (12.0, 9.0), "v": (10.0, 6.0)}
+    texts = [(k, -2 * k), (-3 * k[1:], k[1:])]
+    stats = measure_layer(monkeypatch, texts, make_scales(1.0, 1.0))
+    assert (stats.k.amax, stats.v.amax) == ((12.0, 9.0), (10.0, 6.0))
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build_variant("llama", num_hidden_layers=3)[0]
+
+
+@pytest.fixture(scope="module")
+def llama_scales(llama: Any) -> KVScales:
+    return calibrate(llama, make_texts(), **OPTIONS)
+
+
+def test_the_report_describes_the_run_and_each_layer(llama, llama_scales):
+    texts = make_texts(5, seed=9)
+    report = measure(llama, llama_scales, texts, **OPTIONS)
+    assert report.scales_digest == llama_scales.digest
+    assert (report.dtype, report.granularity) == ("fp8_e4m3", "head")
+    assert report.tokens == sum(map(len, texts))
+    names = [row.cache for row in report.quality]
+    assert names == [
+        "unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"
+    ]  # fmt: skip
+    unquantized, *quantized = report.quality
+    assert unquantized.kl == 0.0
+    assert unquantized.top1 == 1.0
+    assert all(0 < row.kl < 0.5 and row.tokens == unquantized.tokens for row in quantized)
+    assert set(report.layers) == set(llama_scales.layers)
+    for layer in report.layers.values():
+        for side in (layer.k, layer.v):
+            assert len(side.amax) == 2
+            assert 0.01 < side.error["fp8_e4m3"] < 0.04
+            assert side.error["fp8_e3m4"] < 0.6 * side.error["fp8_e4m3"]
+            assert side.error["fp8_e5m2"] > 1.7 * side.error["fp8_e4m3"]
+    assert report.to_dict()["layers"]["0"]["k"]["amax"] == list(report.layers[0].k.amax)
+
+
+def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
+    scales, texts = llama_scales, make_texts(5, seed=9)
+    scales.save_pretrained(tmp_path)
+    report = measure(llama, tmp_path, texts, **OPTIONS)
+    assert report.scales_digest == scales.digest
+    small_scales = KVScales({i: type(x)(x.k / 8, x.v) for i, x in scales.layers.items()})
+    small_report = measure(llama, small_scales, texts, **OPTIONS)
+    for index in scales.layers:
+        assert small_report.layers[index].k.saturated > 0.05
+        layer, expected_layer = small_report.layers[index], report.layers[index]
+        assert layer.k.error["fp8_e4m3"] > 4 * expected_layer.k.error["fp8_e4m3"]
+        assert layer.v == expected_layer.v
+    caplog.clear()
+    large_scales = KVScales({i: type(x)(x.k, x.v * 2.0**14) for i, x in scales.layers.items()})
+    large_report = measure(llama, large_scales, texts, **OPTIONS)
+    assert large_report.layers[0].v.underflow > 0.02
+    assert large_report.quality[1].kl > 1.2 * report.quality[1].kl
+    ratio = large_report.quality[1].kl / large_report.quality[2].kl
+    assert ratio > 1.5
+    assert f"{ratio:.1f} times the KL of dynamic" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("scales", "options", "error", "message"),
+    [
+        (1.0, {}, ConfigError, "scales: expected KVScales, a path"),
+        (KVScales.uniform(2), {}, ScaleError, "expected scales for every paged layer"),
+        (KVScales.uniform(3), {"dtype": "model"}, ConfigError, "dtype: expected an 8-bit format"),
+        (KVScales.uniform(3), {"dtype": "int4"}, ConfigError, "dtype: expected one of"),
+    ],
+    ids=["constant", "layers", "unquantized", "format"],
+)
+def test_scales_that_cannot_be_measured_are_rejected(llama, scales, options, error, message):
+    with pytest.raises(error, match=message):
+        measure(llama, scales, make_texts(2), **OPTIONS, **options)
+
+
+def test_planned_scales_can_be_measured(llama: Any, tmp_path: Path) -> None:
+    plan = EXPLICIT_PLAN | {2: EXPLICIT_PLAN[0]}
+    scales = calibrate(llama, make_texts(6), plan=plan, **OPTIONS)
+    scales.save_pretrained(tmp_path)
+    report = measure(llama, tmp_path, make_texts(6, seed=3), **OPTIONS)
+    assert report.dtype == "plan"
+    assert [row.cache for row in report.quality][1:3] == ["static, the plan", "dynamic, the plan"]
+    # Errors are measured on stored values, and rotated values have different errors.
+    for index in (0, 2):
+        error = report.layers[index].k.error
+        assert 0 < error["fp8_e2m5"] < error["fp8_e4m3"]
+    with pytest.raises(ConfigError, match="dtype: expected None"):
+        measure(llama, scales, make_texts(6), dtype="fp8", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("static_kl", "has_warning"),
+    [
+        ([0.2, 0.2, 0.2, 0.2], True),
+        ([0.14, 0.14, 0.14, 0.14], False),
+        ([0.1, 0.1, 0.1, 0.7], False),  # one token is not representative
+        ([0.2], False),
+    ],
+)
+def test_static_scales_that_are_much_worse_cause_a_warning(static_kl, has_warning, caplog):
+    dynamic_kl = torch.full((len(static_kl),), 0.1)
+    quality._warn_if_worse(torch.tensor(static_kl), dynamic_kl, "fp8_e4m3")
+    expected = "static scales in fp8_e4m3 have 2.0 times the KL of dynamic scales"
+    assert (expected in caplog.text) == has_warning == bool(caplog.records)
 
 
 # -- the digest of scales --------------------------------------------------------------------------
@@ -193,17 +289,3 @@ def test_the_digest_covers_every_value_and_shape():
     assert KVScales({1: layers[0]}).digest not in digests
     assert KVScales({0: layers[0], 1: layers[0]}).digest not in digests
     assert KVScales({0: make_scales(k.clone(), v.clone())}).digest == digests[0]
-
-
-# -- the length of texts ---------------------------------------------------------------------------
-
-
-def test_a_long_text_is_cut_to_the_positions_of_the_model():
-    model = build_variant("llama", num_hidden_layers=1, max_position_embeddings=32)[0]
-    lengths: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    text = torch.arange(200) % (VOCAB - 3) + 3
-    calibrate(model, [text], max_length=1024, held_out=0, progress=False)
-    assert max(lengths) == 32

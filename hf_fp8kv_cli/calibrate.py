@@ -2,19 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from .. import calibration
-from ..errors import ScaleError
-from ..scales import SCALE_FORMATS, Granularity, KVScales
-from ..scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
-from ..scales.report import REPORT_FILE
-from ..scales.save import open_base
 from . import arguments
-from .scales_table import describe_scales, format_quality
-from .shared import WarningLog, handle_log, load_model, make_console, print_note
+from .shared import WarningLog, handle_log, load_model, print_note
 
 COPY_FOLDER = "checkpoint"
 
@@ -31,24 +24,23 @@ def calibrate(
         typer.Option(
             help="One scale per layer (tensor), head or channel. "
             "Default: head, or the finest that --format can hold.",
-            **arguments.make_choice(get_args(Granularity)),
+            **arguments.make_choice(arguments.GRANULARITIES),
         ),
     ] = None,
     center: Annotated[
         bool | None,
         typer.Option(
             "--center/--no-center",
-            help="Try to subtract a mean from K, a center, and keep the centers that help. "
-            "Default: on for hf_fp8kv, the only format that can hold them.",
+            help="Subtract the mean of K, a center. "
+            "Default: on for hf_fp8kv, the only format that can hold centers.",
         ),
     ] = None,
-    dtype: arguments.ScalesDtype = None,
     plan: Annotated[
         str | None,
         typer.Option(
-            help="measured: choose the format, rotation and center of least cost for each layer. "
-            "Only this package can use such scales.",
-            **arguments.make_choice(("measured",)),
+            metavar="PATH|TEXT",
+            help="Storage plan of the caches that will use the scales: the path of a saved result "
+            "of choose_plan, or text such as 'int8 rotated'. Only this package can use them.",
         ),
     ] = None,
     margin: Annotated[
@@ -60,18 +52,14 @@ def calibrate(
         typer.Option(
             "--format",
             help="Format of the files (see convert --to).",
-            **arguments.make_choice(SCALE_FORMATS),
+            **arguments.make_choice(arguments.SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
     max_tokens: arguments.MaxTokens = None,
     max_length: arguments.MaxLength = None,
-    max_position: arguments.MaxPosition = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Windows of text per call.")] = None,
     text_column: arguments.TextColumn = None,
     chat_template: arguments.ChatTemplate = None,
-    held_out: Annotated[
-        int | None, typer.Option(min=0, help="Number of tokens to hold out for the report.")
-    ] = None,
     device: arguments.Device = "auto",
     model_dtype: arguments.ModelDtype = "auto",
     checkpoint: Annotated[
@@ -86,13 +74,18 @@ def calibrate(
     overwrite: arguments.Overwrite = False,
     as_json: arguments.Json = False,
 ) -> None:
-    """Calibrate static scales on texts."""
+    """Calibrate static scales on texts. `inspect` with other texts shows their quality."""
+    from hf_fp8kv import calibration
+    from hf_fp8kv.errors import ScaleError
+    from hf_fp8kv.scales import SCALE_FORMATS, KVScales
+    from hf_fp8kv.scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
+    from hf_fp8kv.scales.save import open_base
+
+    from .scales_table import describe_scales
+
     options = arguments.collect_user_options(ctx)
     if plan is not None and not SCALE_FORMATS[format_name].holds_centers:
         message = f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan"
-        raise typer.BadParameter(message, param_hint="--plan")
-    if plan is not None and dtype is not None:
-        message = "chooses the format of each layer. Omit --dtype"
         raise typer.BadParameter(message, param_hint="--plan")
     if not SCALE_FORMATS[format_name].holds_centers:
         options = {"center": False, "granularity": SCALE_FORMATS[format_name].granularity} | options
@@ -104,7 +97,7 @@ def calibrate(
         # The calibration takes minutes, so first check that the scales can be written. OUT must not
         # contain other scales, although some formats can share a folder.
         file_names = SCALE_FORMATS[out_format].make_files(KVScales.uniform(1))
-        checked_names = {JSON_FILE, REPORT_FILE, SCALES_SHARD, *file_names}
+        checked_names = {JSON_FILE, SCALES_SHARD, *file_names}
         open_base(folder, SCALE_FORMATS[out_format], checked_names, None, overwrite=overwrite)
         if checkpoint is not None:
             open_base(copy_folder, SCALE_FORMATS[format_name], (), checkpoint, overwrite=overwrite)
@@ -122,11 +115,8 @@ def calibrate(
             paths += scales.save_pretrained(
                 copy_folder, format=format_name, checkpoint=checkpoint, overwrite=overwrite
             )
-    report, files = scales.report, list(map(str, paths))
+    files = list(map(str, paths))
     if as_json:
-        output = describe_scales(scales) | {"files": files, "warnings": log.messages}
-        print(json.dumps(output | {"report": None if report is None else report.to_dict()}))
+        print(json.dumps({**describe_scales(scales), "files": files, "warnings": log.messages}))
         return
-    if report is not None:
-        make_console(piped_width=120).print(*format_quality(report), sep="\n")
     print("\n".join(files))

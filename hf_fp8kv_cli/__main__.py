@@ -1,4 +1,4 @@
-"""`python -m hf_fp8kv.cli`, which is equivalent to the script `hf-fp8kv`."""
+"""`python -m hf_fp8kv_cli`, which is equivalent to the script `hf-fp8kv`."""
 
 import sys
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from ..modeling.layer_specs import read_config
-from .arguments import Device, parse_output_path
-from .shared import make_console, show_progress
+from .arguments import SIZE, Device, Json, parse_output_path
+from .shared import choose_device, make_console, show_progress
 
 if TYPE_CHECKING:
-    from ..bench.contenders import Setup
+    from hf_fp8kv.bench.contenders import Setup
 
 app = typer.Typer(
     help="Measure FP8PagedCache and transformers' own caches on this machine.", no_args_is_help=True
@@ -25,66 +24,68 @@ ModelOption = Annotated[
         help="A folder or a Hub id. Only its config is read. Default: the shape of Llama-3.1-8B.",
     ),
 ]
-JsonPath = Annotated[
+Out = Annotated[
     str | None,
-    typer.Option(
-        "--json",
-        metavar="PATH",
-        parser=parse_output_path,
-        help="Write the result to this file as JSON. Pass - to print JSON instead of tables.",
-    ),
+    typer.Option(metavar="PATH", parser=parse_output_path, help="Also write JSON to this file."),
 ]
 
 
 @app.command()
-def speed(model: ModelOption = None, device: Device = "auto", json_path: JsonPath = None) -> None:
+def speed(
+    model: ModelOption = None, device: Device = "auto", out: Out = None, as_json: Json = False
+) -> None:
     """Time decode steps, first calls and chunks of prompts of one layer."""
-    from ..bench.speed import format_table, measure_speed
+    from hf_fp8kv.bench.speed import format_table, measure_speed
 
     setup, _ = _make_setup(model, device)
     with show_progress() as progress:
         result = measure_speed(setup, progress=progress)
-    show_result(result, format_table, json_path)
+    show_result(result, format_table, out, as_json=as_json)
 
 
-@app.command()
-def memory(
+@app.command("memory")
+def measure_memory_use(
     model: ModelOption = None,
     device: Device = "auto",
-    memory_gib: Annotated[
-        float, typer.Option(min=0.001, max=10_000, help="GPU memory left for the cache, in GiB.")
-    ] = 40.0,
-    json_path: JsonPath = None,
+    memory: Annotated[
+        Any, typer.Option(help="GPU memory left for the cache: 7GiB, 500MB, ...", **SIZE)
+    ] = "40GiB",
+    out: Out = None,
+    as_json: Json = False,
 ) -> None:
     """Show bytes per token, the memory growth of processes, and the tokens that fit on a GPU."""
-    from ..bench.memory import format_table, measure_memory
+    from hf_fp8kv.bench.memory import format_table, measure_memory
 
     setup, config = _make_setup(model, device)
     models = None if config is None else {str(model): config}
     with show_progress() as progress:
-        result = measure_memory(setup, models=models, memory_gib=memory_gib, progress=progress)
-    show_result(result, format_table, json_path)
+        result = measure_memory(setup, models=models, memory_gib=memory / 2**30, progress=progress)
+    show_result(result, format_table, out, as_json=as_json)
 
 
 def show_result(
     result: dict[str, Any],
     format_table: Callable[[dict[str, Any]], RenderableType],
-    json_path: str | None,
+    path: str | None,
+    *,
+    as_json: bool = False,
 ) -> None:
-    """Print a result as tables, or as JSON if the path is "-". Write JSON to any other path."""
-    if json_path == "-":
+    """Write a result to a path as JSON, and print it as tables or as JSON."""
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=2) + "\n")
+    if as_json:
         print(json.dumps(result))
         return
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
     make_console(piped_width=140).print(format_table(result))
 
 
 def _make_setup(model: str | None, device: str) -> "tuple[Setup, Any]":
     """Return the setup of the layer to measure, and the model's config or None."""
-    from ..bench.contenders import Heads, Setup
-    from ..serving.engines.common import read_kv_sizes
+    from hf_fp8kv.bench.contenders import Heads, Setup
+    from hf_fp8kv.modeling.layer_specs import read_config
+    from hf_fp8kv.serving.engines.common import read_kv_sizes
 
+    device = choose_device(device)
     if model is None:
         return Setup(device=device), None
     config = read_config(model)

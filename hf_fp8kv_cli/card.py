@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,15 +37,16 @@ def card(
     scales: Annotated[
         str | None, typer.Option(help="Measure these static scales as well: a folder or Hub id.")
     ] = None,
-    memory_gib: Annotated[
-        float, typer.Option(min=0.001, help="Memory for the cache, in GiB.")
-    ] = 8.0,
+    memory: Annotated[
+        Any, typer.Option(help="Memory to fill with tokens: 8GiB, 500MB, ...", **arguments.SIZE)
+    ] = "8GiB",
     device: arguments.Device = "auto",
+    as_json: arguments.Json = False,
 ) -> None:
     """Measure a model with each cache: KL, drift, lost answers, bytes and speed."""
-    from ..card.measure import SIZES, measure_card
-    from ..card.report import draw_badge, draw_plot, format_markdown, format_table
-    from ..utils.files import write_all
+    from hf_fp8kv.card.measure import SIZES, measure_card
+    from hf_fp8kv.card.report import draw_badge, draw_plot, format_markdown, format_table
+    from hf_fp8kv.utils.files import write_all
 
     if quick and long:
         raise typer.BadParameter("expected --quick or --long, got both")
@@ -57,7 +58,7 @@ def card(
     cache_names = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
         loaded_model, tokenizer, name=name, parts_path=parts_path, size=SIZES[size],
-        caches=cache_names, scales=scales, memory_gib=memory_gib,
+        caches=cache_names, scales=scales, memory_gib=memory / 2**30,
     )  # fmt: skip
     files = {
         folder / "card.json": (json.dumps(result, indent=2) + "\n").encode(),
@@ -69,5 +70,8 @@ def card(
     else:
         print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
     write_all({**files, parts_path: None})
-    make_console(piped_width=200).print(format_table(result))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        make_console(piped_width=200).print(format_table(result))
     print_note(f"The card is in {folder}.")

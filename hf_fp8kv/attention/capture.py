@@ -1,0 +1,576 @@
+"""Captured steps: `generate()` records a decode step as a CUDA graph once, and then replays it.
+
+    prompt | step 1      step 2    | step 3   | step 4, 5, ...
+    eager  | eager, described      | captured | replayed
+
+A graph repeats operations on the same memory with the same numbers. It is only captured if two
+eager steps consist of equal operations (`StepDescription`). The inputs of a step are copied to
+buffers. A growing cache reserves pages for the next steps (`PagedLayers.reserve`).
+
+A graph never meets a model or a cache that it was not captured for. It belongs to one call of
+`generate()`, whose frame alone refers to its `CapturedStep`. So other threads have other graphs and
+buffers, and so do later calls, after a change of adapters, weights, attention, dtype, batch or
+training mode, or after an exception in a processor. Within a call, a graph is replayed only if the
+inputs have equal shapes, dtypes, devices and constants, if no operation has changed the cache, and
+if every layer has the same pages. The next replay reads weights that are written in place. A
+processor that replaces weights or switches adapters in the middle of a call is not noticed.
+"""
+
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from transformers import EncoderDecoderCache
+
+from ..cache.cache import FP8PagedCache
+from ..cache.paged_tensor import PagedKV
+from ..errors import OutOfPagesError
+from ..modeling.methods import ModelMethod
+from ..modeling.model_support import CACHE, with_cache
+from ..utils.warn_once import warn_once
+
+# Environment variable that turns captured steps off if it is "0".
+ENVIRONMENT_VARIABLE = "HF_FP8KV_CAPTURE"
+# Minimum number of new tokens that a call must allow. The first three steps are not replayed.
+MIN_NEW_TOKENS = 16
+# Minimum number of tokens per sequence to reserve pages for, and divisor of the stored tokens.
+MIN_RESERVED_TOKENS, RESERVED_DIVISOR = 1024, 8
+# Maximum number of times that the inputs of a call may change their shapes.
+MAX_KEY_CHANGES = 4
+# Maximum relative error of the logits of a step, from a different order of sums. In 16 bits it is
+# eight roundings of bfloat16 (0.4 %), because work plans split a preallocated cache differently on
+# a GPU, which was not measured. On CPUs nine 16-bit types have no error, and nllb-moe, which needs
+# a growing cache, has 4.9 %. If the error is larger, the call runs eagerly.
+MAX_ERROR = 0.03
+PRECISE_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
+# What a graph cannot repeat, by torch's tag of an operation.
+_RANDOM = "draws random numbers"
+_TAGS = {
+    torch.Tag.data_dependent_output: "reads a value on the host",
+    torch.Tag.dynamic_output_shape: "has a result whose shape depends on values",
+    torch.Tag.nondeterministic_seeded: _RANDOM,
+}
+# The shape of their results only depends on values if an index is a mask.
+_INDEX_OPERATIONS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_MASK_DTYPES = (torch.bool, torch.uint8)
+_LOG_MESSAGE = "capture: the steps of {} run eagerly, because {}"
+
+
+class CaptureError(Exception):
+    """A step cannot be captured. If `capture` raises it, no operation was executed."""
+
+
+class CudaGraph:
+    """A CUDA graph with a separate memory pool, which is freed with this object."""
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        """Record and execute the operations of `run()`, and return its result.
+
+        Raises:
+            CaptureError: The operations cannot be captured.
+        """
+        self._graph = graph = torch.cuda.CUDAGraph()
+        stream, current_stream = torch.cuda.Stream(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        old_state = generator.clone_state()
+        stream.wait_stream(current_stream)
+        with torch.cuda.stream(stream):
+            try:
+                # Other threads may call functions that a graph cannot capture.
+                graph.capture_begin(capture_error_mode="thread_local")
+                result = run()
+                graph.capture_end()
+            except Exception as error:
+                # A failed capture must be ended, but then leaves the generator in capture mode.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                generator.graphsafe_set_state(old_state)
+                raise CaptureError(f"{type(error).__name__}: {error}") from error
+        current_stream.wait_stream(stream)
+        self.replay()
+        return result
+
+    def replay(self) -> None:
+        """Execute the operations again, on the same memory."""
+        self._graph.replay()
+
+
+# Class of graphs by type of device.
+GRAPHS: dict[str, Callable[[], Any]] = {"cuda": CudaGraph}
+
+
+class StepDescription(TorchDispatchMode):
+    """A mode that describes each operation of a step.
+
+    If two steps have equal descriptions, the next step consists of the same operations on the same
+    memory with the same numbers, so a graph can repeat it.
+
+    Attributes:
+        calls: Name and described arguments of each operation.
+        obstacle: Why a graph cannot repeat the step, or "".
+
+    Raises:
+        CaptureError: The step reads dense keys and values of pages that are only reserved. Code
+            that ignores the mask would attend to positions without tokens.
+    """
+
+    def __init__(self, device: torch.device, *, is_reserved: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, list[Any]]] = []
+        self.obstacle = ""
+        self._device, self._is_reserved = device, is_reserved
+        # Index of the operation that made a storage, by the storage's number. A weak reference
+        # reserves the number, even if the storage is freed during the step.
+        self._makers: dict[int, tuple[int, StorageWeakRef]] = {}
+        # Numbers of the storages that operations have changed.
+        self._written: set[int] = set()
+        # Storages that existed before the step. They are kept alive for the graph.
+        self._old_storages: dict[int, Any] = {}
+
+    def report(self, obstacle: str) -> None:
+        """Set `obstacle`, unless it is set."""
+        self.obstacle = self.obstacle or obstacle
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, structure = tree_flatten((args, kwargs or {}))
+        is_gather = func._schema.name.startswith("hf_fp8kv::gather")
+        reads_dense = (is_gather and args[5]) or any(
+            isinstance(x, PagedKV) and x.is_ragged for x in leaves
+        )
+        if reads_dense and self._is_reserved:
+            raise CaptureError("it reads dense keys and values of reserved positions")
+        # A tensor of Python numbers is new in each step, so its values are compared.
+        is_constant = func is torch.ops.aten.lift_fresh.default
+        described = [x.tolist() if is_constant else self._describe(x) for x in leaves]
+        result = func(*args, **(kwargs or {}))
+        results = _find_tensors(tree_leaves(result))
+        if not is_constant:
+            self._check(func, args, _find_tensors(leaves), results)
+        if func._schema.is_mutable:
+            written = _find_tensors(args[:1])
+            self._written |= {x.untyped_storage()._cdata for x in written}
+        for storage in (x.untyped_storage() for x in results):
+            number = storage._cdata
+            if number not in self._old_storages and number not in self._makers:
+                self._makers[number] = len(self.calls), StorageWeakRef(storage)
+        self.calls.append((str(func), [structure, *described]))
+        return result
+
+    def _check(self, func: Any, args: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
+        """Set `obstacle` if a graph cannot repeat an operation."""
+        tags = [tag for tag in _TAGS if tag in func.tags]
+        if func._schema.name in _INDEX_OPERATIONS:
+            has_mask = any(x.dtype in _MASK_DTYPES for x in inputs[1:])
+            tags = [torch.Tag.dynamic_output_shape] if has_mask else []
+        names = [argument.name for argument in func._schema.arguments]
+        for index, name in enumerate(names):
+            if name in ("dropout_p", "train") and args[index : index + 1] in ((), (False,)):
+                tags = []  # without dropout, an operation draws no numbers
+        devices = {x.device for x in (*inputs, *results) if x.ndim}
+        has_old = any(x.untyped_storage()._cdata in self._old_storages for x in inputs if x.is_cpu)
+        for tag in tags:
+            self.report(f"{func} {_TAGS[tag]}")
+        if len(devices) > 1 or (has_old and self._device.type != "cpu"):
+            self.report(f"{func} reads or copies a tensor of a different device")
+
+    def _describe(self, x: Any) -> Any:
+        """Return a description of an argument. A tensor has an origin, and its layout."""
+        if not isinstance(x, Tensor):
+            return type(x), repr(x) if isinstance(x, float) else x
+        if wrapped := _flatten(x):
+            inner = [self._describe(getattr(x, name)) for name in wrapped[0]]
+            return type(x), wrapped[1], x.shape, inner
+        storage = x.untyped_storage()
+        maker = self._makers.get(storage._cdata)
+        if maker is None:
+            self._old_storages[storage._cdata] = storage
+        origin = ("memory", storage._cdata) if maker is None else ("operation", maker[0])
+        return Tensor, origin, (x.storage_offset(), x.shape, x.stride(), x.dtype, x.device)
+
+    def writes_to(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether an operation has changed one of `tensors`."""
+        return any(x.untyped_storage()._cdata in self._written for x in _find_tensors(tensors))
+
+    def add_result(self, result: Any) -> None:
+        """Describe the result of the step. Only the logits may be a new tensor."""
+        tensors = _find_tensors(tree_leaves(result))
+        self.calls.append(("the result", [self._describe(x) for x in tensors]))
+        others = [x for x in tensors if x is not getattr(result, "logits", None)]
+        if any(x.untyped_storage()._cdata in self._makers for x in others):
+            self.report("the model returns new tensors in addition to the logits")
+
+    def find_difference(self, old: "StepDescription") -> str:
+        """Return the first difference from the description of the previous step, or ""."""
+        for (name, arguments), (old_name, old_arguments) in zip(
+            self.calls, old.calls, strict=False
+        ):
+            if name != old_name:
+                return f"a step calls {name} where the previous step calls {old_name}"
+            for new, previous in zip(arguments, old_arguments, strict=False):
+                if new != previous:
+                    is_tensor = isinstance(new, tuple) and new[0] is Tensor
+                    text = (
+                        "different memory in each step" if is_tensor else f"{previous}, then {new}"
+                    )
+                    return f"{name} reads {text:.100}"
+        is_longer = len(self.calls) != len(old.calls)
+        return "steps have different numbers of operations" if is_longer else ""
+
+
+def _flatten(x: Any) -> Any:
+    """Return the names of the tensors inside a wrapper such as a compact mask, and its constants.
+
+    Return None for any other object.
+    """
+    return x.__tensor_flatten__() if is_traceable_wrapper_subclass(x) else None
+
+
+def _find_tensors(objects: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among objects, and the tensors inside wrappers instead of the wrappers."""
+    tensors = list[Tensor]()
+    for x in objects:
+        if wrapped := _flatten(x):
+            tensors += _find_tensors(getattr(x, name) for name in wrapped[0])
+        elif isinstance(x, Tensor):
+            tensors.append(x)
+    return tensors
+
+
+def _copy(x: Any) -> Any:
+    """Return a contiguous copy of a tensor, and any other object unchanged."""
+    if not isinstance(x, Tensor):
+        return x
+    if not (wrapped := _flatten(x)):
+        return x.clone(memory_format=torch.contiguous_format)
+    copies = {name: _copy(getattr(x, name)) for name in wrapped[0]}
+    wrapper: Any = type(x)
+    return wrapper.__tensor_unflatten__(copies, wrapped[1], x.shape, x.stride())
+
+
+def _make_key(x: Any) -> Any:
+    """Return everything but the values of a tensor, and any other object unchanged."""
+    if not isinstance(x, Tensor):
+        return x
+    return type(x), _flatten(x), x.shape, x.dtype, x.device
+
+
+class CapturedStep:
+    """The forward of one `generate()`, which replays a graph after three steps.
+
+    Attributes:
+        model: The model.
+        cache: Cache of the decoder's self-attention.
+        max_length: Number of tokens per sequence that the call may store.
+        reason: Why the steps of this call are not captured, or "".
+        num_steps, num_replays: Number of calls, and of calls that replayed a graph.
+    """
+
+    def __init__(self, model: Any, cache: FP8PagedCache, max_length: int) -> None:
+        self.model, self.cache, self.max_length = model, cache, max_length
+        self.reason = ""
+        self.num_steps = self.num_replays = self._num_key_changes = 0
+        self._num_left = 0  # number of tokens for which pages are reserved
+        # A fork of the cache and the function that prepares the inputs, until a step has succeeded.
+        self._backup: FP8PagedCache | None = None
+        # The attributes of each module with a copy of them, for the same purpose.
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._prepare: Callable[[], dict[str, Any]] = dict
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the graph and everything that belongs to it."""
+        self._key: Any = None
+        self._offsets: list[Tensor] = []
+        self._descriptions: list[StepDescription] = []
+        self._graph: Any = None
+
+    def begin(self) -> None:
+        """Reserve pages after the prompt."""
+        # Drafts and assisted decoding remove tokens after each step, so they record the past.
+        if not any(x.record_past for x in self.cache._paged.groups.values()):
+            if not self.cache.options.is_preallocated:
+                self._backup = self.cache.fork()
+                modules = self.model.modules()
+                states = [state for m in modules for state in (vars(m), m._buffers)]
+                self._attributes = [(state, dict(state)) for state in states]
+            self.reserve()
+
+    def end(self) -> None:
+        """Free the graph and the reserved pages, and log why steps were not captured."""
+        self._forget()
+        self.cache._paged.unreserve()
+        if self.reason:
+            warn_once(_LOG_MESSAGE.format(type(self.model).__name__, self.reason))
+
+    def reserve(self) -> None:
+        """Reserve pages for the next steps, whose addresses are then constant."""
+        self._forget()
+        self._num_left = self._num_key_changes = 0
+        cache, paged = self.cache, self.cache._paged
+        paged.unreserve()
+        length = cache._count_tokens()
+        capacity = cache.options.max_cache_len
+        counting = [type(x).__name__ for x in cache.stock_layers if counts_on_host(x)]
+        if counting or not (paged.stores or capacity):
+            self.refuse(f"{(*counting, 'the model')[0]} counts tokens on the host")
+        elif {length, *paged.read_lengths()} != {length}:
+            self.refuse("the layers of the cache have different lengths")
+        elif not 0 < length <= self.max_length + 1 - MIN_NEW_TOKENS:
+            return
+        elif capacity is not None:
+            self._num_left = capacity - length
+        else:
+            # Pages of a window that no step reads any more are only freed by this method.
+            has_windows = any(window is not None for window in paged.groups)
+            share = 0 if has_windows else length // RESERVED_DIVISOR
+            capacity = min(length + max(MIN_RESERVED_TOKENS, share), self.max_length)
+            try:
+                paged.reserve(capacity)
+                self._num_left = capacity - length
+            except OutOfPagesError as error:
+                self.refuse(str(error))
+
+    def refuse(self, reason: str) -> None:
+        """Run all further steps of this call eagerly."""
+        self.reason, self._backup = reason, None
+        self._forget()
+        self.cache._paged.unreserve()
+
+    def prepare(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the inputs of a step, which `run()` prepares for the cache."""
+        self._prepare = run
+        try:
+            return run()
+        except Exception as error:
+            self._undo_first_step(error)
+            return run()
+
+    def _undo_first_step(self, error: Exception) -> None:
+        """Undo a first step that raised `error`, because the model may need a growing cache.
+
+        Raise the error of a later step.
+        """
+        if self._backup is None:
+            raise error
+        self._restore(self._backup)
+        self.refuse(f"it needs a growing cache ({type(error).__name__}: {error})"[:200])
+
+    def _restore(self, backup: FP8PagedCache) -> None:
+        """Restore the cache and the attributes of all modules."""
+        vars(self.cache).update(vars(backup))
+        for attributes, old_attributes in self._attributes:
+            for name in attributes.keys() - old_attributes.keys():
+                del attributes[name]
+            attributes.update(old_attributes)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Compute a step. The next replay overwrites the logits."""
+        self.num_steps += 1
+        if self.reason or self._num_left < 1:
+            return self.model(**inputs)
+        ids = inputs.get("input_ids", inputs.get("decoder_input_ids"))
+        is_single = ids is not None and ids.shape[1] == 1
+        if is_single and self.cache.is_compileable:
+            result = self._compute(inputs)
+            self._num_left -= 1
+        else:
+            result = self.model(**inputs)
+            self._num_left = 0
+        if not is_single:
+            self.refuse("a step has several tokens per sequence")
+        elif self._num_left < 1 and not self.reason:
+            self.reserve()
+        return result
+
+    def _compute(self, inputs: dict[str, Any]) -> Any:
+        """Describe, capture or replay a step of one token per sequence."""
+        paged, tensors = self.cache._paged, _find_tensors(tree_leaves(inputs))
+        key = paged.num_changes, tree_map(_make_key, inputs)
+        offsets = [store.pool.blocks.offsets for store in paged.stores]
+        if key != self._key or not all(map(operator.is_, offsets, self._offsets)):
+            self._forget()
+            self._num_key_changes += 1
+            self._key, self._offsets, self._inputs = key, offsets, tree_map(_copy, inputs)
+            self._buffers = _find_tensors(tree_leaves(self._inputs))
+        torch._foreach_copy_(self._buffers, tensors)
+        if self._graph is not None:
+            self._graph.replay()
+            self.num_replays += 1
+        elif len(self._descriptions) < 2:
+            return self._describe()
+        else:
+            graph = GRAPHS[self.model.device.type]()
+            try:
+                self._result = graph.capture(lambda: self.model(**self._inputs))
+                self._graph = graph
+            except CaptureError as error:
+                self._result = self.model(**self._inputs)
+                self.refuse(str(error))
+        return self._result
+
+    def _describe(self) -> Any:
+        """Compute a step eagerly, and decide whether a graph can repeat it."""
+        is_reserved = not self.cache.options.is_preallocated
+        description = StepDescription(self.model.device, is_reserved=is_reserved)
+        try:
+            with description:
+                result = self.model(**self._inputs)
+        except Exception as error:
+            self._undo_first_step(error)
+            return self.model(**self._prepare(), return_dict=True)
+        description.add_result(result)
+        if description.writes_to(self.model.buffers()):
+            description.report("the model changes its buffers")
+        elif self._backup is not None and _RANDOM not in description.obstacle:
+            result = self._compare(result, self._backup)
+        self._backup = None
+        if self._num_key_changes > MAX_KEY_CHANGES:
+            description.report("its inputs have different shapes or constants in each step")
+        elif self._descriptions:
+            description.report(description.find_difference(self._descriptions[0]))
+        self._descriptions.append(description)
+        if description.obstacle and not self.reason:
+            self.refuse(description.obstacle)
+        return result
+
+    def _compare(self, reserved: Any, backup: FP8PagedCache) -> Any:
+        """Compute the first step again with the growing cache, and return its result.
+
+        Results may differ because masks for preallocated caches have other shapes, and a model may
+        use masks for more than attention. If they are equal up to the order of sums, continue with
+        the reserved pages.
+        """
+        reserved_cache = dict(vars(self.cache))
+        self._restore(backup)
+        result = self.model(**self._prepare(), return_dict=True)
+        logits = result.logits.float()
+        error = (reserved.logits.float() - logits).norm() / logits.norm()
+        if error <= PRECISE_ERRORS.get(result.logits.dtype, MAX_ERROR):
+            vars(self.cache).update(reserved_cache)
+        else:
+            self.refuse("its results differ with a preallocated cache")
+        return result
+
+
+def counts_on_host(layer: Any) -> bool:
+    """Return whether a layer of transformers counts its tokens in Python, which a graph cannot."""
+    has_keys = getattr(layer, "keys", None) is not None
+    return not layer.is_compileable or (has_keys and isinstance(layer.get_seq_length(), int))
+
+
+def find_obstacle(model: Any, cache: FP8PagedCache) -> str:
+    """Run `model` on a few tokens. Return why its steps cannot be captured, or ""."""
+    step = CapturedStep(model, cache, 2 + MIN_NEW_TOKENS)
+    inputs = {"input_ids": torch.ones((1, 2), dtype=torch.long, device=model.device)}
+    inputs |= with_cache(model, cache)
+    model(**inputs)
+    inputs["input_ids"] = inputs["input_ids"][:, :1]
+    step.begin()
+    step.prepare(lambda: inputs)
+    for _ in range(2):
+        step(**inputs)
+    step.end()
+    return find_refusal(model) or step.reason
+
+
+class _Thread(threading.local):
+    """The `CapturedStep` of the last `generate()` of this thread.
+
+    Attributes:
+        new_step: A step until `get_forward` returns it.
+        next_step: A weak reference to a step until its decoding begins.
+        running_step: The step whose decoding has begun.
+    """
+
+    new_step: CapturedStep | None = None
+    next_step: Callable[[], CapturedStep | None] = staticmethod(lambda: None)
+    running_step: CapturedStep | None = None
+
+
+_thread = _Thread()
+
+
+def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: Any) -> bool:
+    """Return whether `generate()` gets the forward of its steps from `get_forward`.
+
+    `config` is the generation config of this call.
+    """
+    model, cache = method.model, model_kwargs.get(CACHE)
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    is_off = os.environ.get(ENVIRONMENT_VARIABLE) == "0"
+    if is_off or config.compile_config is not None or not isinstance(cache, FP8PagedCache):
+        return bool(method.original_method(model_kwargs, config))
+    if config.disable_compile or config.prefill_chunk_size or cache.options.offloading:
+        return False
+    reason = find_refusal(model)
+    if model.device.type not in GRAPHS:
+        reason = f"no graphs are implemented for the device {model.device}"
+    if reason:
+        warn_once(_LOG_MESSAGE.format(type(model).__name__, reason))
+        return False
+    embeddings = model_kwargs.get("inputs_embeds")
+    num_embeddings = 0 if embeddings is None else embeddings.shape[1]
+    _thread.new_step = CapturedStep(model, cache, config.max_length - 1 + num_embeddings)
+    return True
+
+
+def get_forward(method: ModelMethod, compile_config: Any) -> Any:
+    """Return the step that `choose_forward` has made, or a compiled forward."""
+    new_step, _thread.new_step = _thread.new_step, None
+    if new_step is None:
+        return method.original_method(compile_config)
+    _thread.next_step = weakref.ref(new_step)
+    return new_step
+
+
+def prepare_inputs(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
+    """Prepare the inputs of a step with the function `method.arguments[0]`."""
+    step, run = _thread.running_step, partial(method.arguments[0], method, *args, **kwargs)
+    return run() if step is None or step.model is not method.model else step.prepare(run)
+
+
+@contextmanager
+def decode(method: ModelMethod) -> Iterator[None]:
+    """Run the steps of a `generate()` after the prompt."""
+    step, _thread.next_step = _thread.next_step(), _Thread.next_step
+    outer_step = _thread.running_step
+    with method.original_method():
+        if step is None:
+            yield
+            return
+        try:
+            _thread.running_step = step
+            step.begin()
+            yield
+        finally:
+            _thread.running_step = outer_step
+            step.end()
+
+
+def find_refusal(model: Any) -> str:
+    """Return why no step of a model can be captured, or ""."""
+    modules = list(model.modules())
+    hooks = [
+        x for m in modules for x in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    ]
+    packages = {getattr(hook, "__module__", "").split(".")[0] for hook in hooks}
+    quantizer = getattr(model, "hf_quantizer", None)
+    reasons = {
+        "the model is on several devices": len({*getattr(model, "hf_device_map", {}).values()}) > 1,
+        "modules have hooks of accelerate": any(hasattr(x, "_hf_hook") for x in modules),
+        "modules have hooks, which a graph does not call": packages - {"hf_fp8kv", "transformers"},
+        "modules are compiled": any(x._compiled_call_impl is not None for x in modules),
+        "its quantizer does not support it": quantizer and not quantizer.is_compileable,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")

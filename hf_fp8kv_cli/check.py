@@ -1,0 +1,52 @@
+"""`hf-fp8kv check`, which shows versions, backends, and how a model uses the cache."""
+
+import json
+from typing import Any
+
+from .arguments import Device, Json, Model
+from .shared import choose_device, load_weights, make_console
+
+
+def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
+    """Show versions, backends and bytes per token. With --model, also how each layer is stored.
+
+    Without --model, the bytes are for Llama-3.1-8B.
+    """
+    from hf_fp8kv import FP8PagedCache, check_model, ops
+    from hf_fp8kv.bench import capacity
+    from hf_fp8kv.bench.reporting import build_table
+    from hf_fp8kv.utils.environment import describe_hardware, list_versions
+    from hf_fp8kv.utils.terminal import format_size
+
+    device = choose_device(device)
+    package_versions = list_versions()
+    backends = {name: reason or "available" for name, reason in ops.explain_backends().items()}
+    output: dict[str, Any] = {
+        "python": package_versions.pop("python"),
+        "versions": package_versions,
+        "gpus": describe_hardware()["gpus"],
+        "backends": backends,
+    }
+    report = None
+    name, config = (model or "Llama-3.1-8B"), None
+    if model is None:
+        config = capacity.get_config(name)
+    else:
+        loaded_model = load_weights(model, device)
+        report, config = check_model(loaded_model), loaded_model.config
+        output["model"] = report.to_dict()
+    sizes = None if report and report.refused else FP8PagedCache(config).count_bytes()
+    rows = {**list_versions(), "gpus": ", ".join(output["gpus"]) or "none"}
+    rows |= {f"backend {name}": status for name, status in backends.items()}
+    if sizes is not None:
+        names = "bf16", "8-bit pages"
+        output["token_bytes"] = dict(zip(names, sizes, strict=True))
+        for title, size in output["token_bytes"].items():
+            fits = f"{2**30 / size:,.0f} tokens per GiB"
+            rows[f"{name}, {title}"] = f"{format_size(size)} per token, {fits}"
+    if as_json:
+        print(json.dumps(output, default=str))
+        return
+    make_console().print(build_table({"": "left", "found": "left"}, rows.items()))
+    if report is not None:
+        print(report)

@@ -1,0 +1,94 @@
+"""`hf-fp8kv generate`, which answers a prompt with the default cache and with 8-bit pages."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from . import arguments
+from .shared import DEMO_NAME, load_model, make_console, print_note
+
+
+def generate(
+    ctx: typer.Context,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="Text to continue or answer. Pass - to read it from stdin. Default: up to 1,200 "
+            "tokens of Python's documentation."
+        ),
+    ] = None,
+    model: arguments.Model = None,
+    kv_cache_dtype: arguments.CacheDtype = None,
+    key_dtype: arguments.KeyDtype = None,
+    value_dtype: arguments.ValueDtype = None,
+    plan: arguments.Plan = None,
+    scales: arguments.StaticScales = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 48,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 64,
+    backend: arguments.Backend = "auto",
+    attn: Annotated[
+        str,
+        typer.Option(
+            help="Attention of the run with pages: fp8_paged, sdpa, eager, ...",
+            autocompletion=arguments.suggest(("fp8_paged", "sdpa", "eager", "flex_attention")),
+        ),
+    ] = "fp8_paged",
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 selects greedy decoding.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed for a temperature above 0.")] = 0,
+    device: arguments.Device = "auto",
+    memory: Annotated[
+        Any, typer.Option(help="Memory to fill with tokens: 8GiB, 500MB, ...", **arguments.SIZE)
+    ] = "8GiB",
+    as_json: arguments.Json = False,
+) -> None:
+    """Answer a prompt with the default cache and with 8-bit pages, side by side."""
+    page_options = arguments.collect_page_options(ctx) | {"page_size": page_size}
+    # A value of None overrides the checkpoint's recommendation for sampling.
+    sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
+                "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
+    text = sys.stdin.read().strip() if prompt == "-" else prompt
+    _compare(text, model, device, page_options, sampling, attn, chat, seed, memory, as_json)
+
+
+def demo(device: arguments.Device = "auto", as_json: arguments.Json = False) -> None:
+    """Show memory, predictions and answers of a small model with both caches, in a minute."""
+    sampling = {"max_new_tokens": 24, "do_sample": False}
+    _compare(None, None, device, {}, sampling, as_json=as_json)
+    print_note("In your script: hf_fp8kv.enable(model). Quality of your model: hf-fp8kv card MODEL")
+
+
+def _compare(
+    prompt: str | None, name: str | None, device: str, page_options: Mapping[str, Any],
+    sampling: Mapping[str, Any], attention: str = "fp8_paged", chat: bool = False, seed: int = 0,
+    memory: int = 8 * 2**30, as_json: bool = False,
+) -> None:  # fmt: skip
+    """Run a model with both caches, and print the comparison. None means the default prompt."""
+    from hf_fp8kv import FP8PagedCache
+
+    from . import comparison
+
+    if page_options.get("dtype") != arguments.ADAPTIVE:
+        FP8PagedCache(**page_options)  # raises for invalid options before the model is loaded
+    model_name = name or DEMO_NAME
+    model, tokenizer = load_model(name, device)
+    inputs, text = comparison.encode_prompt(
+        model, tokenizer, prompt, model_name, sampling["max_new_tokens"], chat=chat
+    )
+    runs, kl = comparison.run_caches(
+        model, tokenizer, inputs, sampling, seed, memory, page_options, attention, model_name
+    )
+    if as_json:
+        settings = {"model": model_name, "options": page_options, "memory_bytes": memory}
+        agreement = comparison.compare_tokens(*runs) | {"kl": kl}
+        answers = {"agreement": agreement, "runs": [asdict(run) for run in runs]}
+        print(json.dumps({"prompt": text, **settings, **answers}))
+    else:
+        table = comparison.make_comparison(model_name, text, runs, kl, memory)
+        make_console().print(*table, sep="\n")

@@ -1,0 +1,159 @@
+"""Tests of captured steps with CUDA graphs.
+
+Without a GPU, tiny models run in Triton's interpreter, and a graph repeats calls of the dispatcher.
+"""
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import FP8PagedCache, disable, enable, ops
+from hf_fp8kv.attention import capture
+from hf_fp8kv.modeling.model_support import CACHE
+from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_llama, needs_gpu
+from tests.helpers.recorded_graph import recorded_graphs
+from tests.helpers.tiny_models import build_variant
+
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
+
+pytestmark = MARKS
+NEW_TOKENS = 40 if ON_GPU else 18
+OPTIONS = {
+    "max_new_tokens": NEW_TOKENS, "pad_token_id": 0, "eos_token_id": None, "output_logits": True,
+    "return_dict_in_generate": True,
+}  # fmt: skip
+
+
+def make_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    if name == "medium":
+        ids = torch.randint(1, 1000, (2, 300 if ON_GPU else 20), device=DEVICE)
+        mask = torch.ones_like(ids)
+        mask[0, :7] = 0
+        return make_llama(), {"input_ids": ids, "attention_mask": mask}
+    model, inputs = build_variant(name)
+    return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
+
+
+def generate(model: Any, inputs: Any, captured: bool, **keywords: Any) -> tuple[Any, Any]:
+    """Return the result, and the captured step or None."""
+    enable(model, capture=captured, backend="triton", **keywords.pop("options", {}))
+    torch.manual_seed(0)
+    with recorded_graphs() as steps:
+        result = model.generate(**inputs, **{**OPTIONS, **keywords})
+    return result, steps[-1] if steps else None
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert all(map(torch.equal, actual.logits, expected.logits))
+
+
+NAMES = ("medium", "gqa", "sliding_and_full", "softcap", "sinks", "latent", "hybrid")
+
+
+@pytest.mark.parametrize("name", NAMES if ON_GPU else NAMES[1:3])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_replays_give_the_bits_of_eager_steps(name: str, options: Any, sample: bool) -> None:
+    model, inputs = make_model(name)
+    keywords = {"options": options, "do_sample": sample}
+    expected, _ = generate(model, inputs, False, disable_compile=True, **keywords)
+    actual, step = generate(model, inputs, True, **keywords)
+    assert_equal(actual, expected)
+    assert step.num_replays == NEW_TOKENS - 4, step.reason
+
+
+def test_a_chat_captures_again_when_its_pages_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", 9)
+    model, inputs = make_model("sliding_and_full")
+    results = []
+    for captured in (False, True):
+        first, _ = generate(model, inputs, captured)
+        ids = torch.cat([first.sequences, first.sequences[:, :3]], 1)
+        second, step = generate(model, {"input_ids": ids}, captured, past_key_values=first[CACHE])
+        results.append((first, second))
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert_equal(actual, expected)
+    assert step.num_replays > 0
+
+
+@needs_gpu
+def test_a_failed_capture_leaves_everything_usable() -> None:
+    """A synchronization that no operation shows makes the capture fail."""
+    model, inputs = make_model("gqa")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+
+    def synchronize(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return forward(x)
+
+    expected, _ = generate(model, inputs, False, do_sample=True)
+    mlp.forward = synchronize
+    actual, step = generate(model, inputs, True, do_sample=True)
+    assert_equal(actual, expected)
+    assert step.reason
+    assert step.num_replays == 0
+    del mlp.forward
+    actual, step = generate(model, inputs, True, do_sample=True)
+    assert_equal(actual, expected)
+    assert step.num_replays > 0
+
+
+@needs_gpu
+def test_the_memory_of_a_graph_is_freed_with_its_call() -> None:
+    model, inputs = make_model("medium")
+
+    def measure() -> int:
+        generate(model, inputs, True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    sizes = [measure() for _ in range(4)]
+    assert sizes[-1] <= sizes[1]
+
+
+@needs_gpu  # Triton's interpreter runs in one thread
+def test_threads_have_their_own_graphs() -> None:
+    model, inputs = make_model("gqa")
+    prompts = [{name: x.roll(i, 0) for name, x in inputs.items()} for i in range(2)]
+    expected = [generate(model, prompt, False)[0] for prompt in prompts]
+    enable(model, capture=True, backend="triton")
+    results: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        results[i] = model.generate(**prompts[i], **OPTIONS)
+
+    with recorded_graphs() as steps:
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for i in range(2):
+        assert torch.equal(results[i].sequences, expected[i].sequences)
+    assert len(steps) == 2
+
+
+def test_an_exception_leaves_a_growing_cache() -> None:
+    model, inputs = make_model("gqa")
+    cache = FP8PagedCache(model, backend="triton")
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == inputs["input_ids"].shape[1] + 12:
+            raise ValueError("stop")
+        return scores
+
+    with pytest.raises(ValueError, match="stop"):
+        generate(model, inputs, True, past_key_values=cache, logits_processor=[fail])
+    assert not cache.is_compileable
+    expected, _ = generate(model, inputs, False)
+    cache.reset()
+    disable(model)
+    actual, _ = generate(model, inputs, True, past_key_values=cache)
+    assert_equal(actual, expected)

@@ -1,0 +1,19 @@
+"""Tests of style, which only warn about changes by contributors who do not run .ci/run."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+STRICT = "HF_FP8KV_STRICT_STYLE"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """Report a failed test with the marker "style" as an expected failure, with its message."""
+    report = yield
+    if report.failed and item.get_closest_marker("style") and not os.environ.get(STRICT):
+        report.wasxfail = f"style, {STRICT}=1 fails: {report.longrepr.reprcrash.message}"
+        report.outcome = "skipped"
+    return report
