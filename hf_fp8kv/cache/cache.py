@@ -30,7 +30,7 @@ from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
 from . import plans, serialization
-from .layer import FP8PagedIndexedLayer, FP8PagedLayer, parse_crop
+from .layer import FP8PagedLayer, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
@@ -38,7 +38,6 @@ from .plans import Plan
 from .tokens import UNKNOWN, Tokens, can_crop
 
 NOT_KEPT = "not kept"
-_PAGED_CLASSES = (FP8PagedLayer, FP8PagedIndexedLayer)
 
 
 @dataclass(frozen=True)
@@ -313,13 +312,9 @@ class FP8PagedCache(DynamicCache):
                     f"got {layer_idx}. A cache belongs to one model. Create a new FP8PagedCache"
                 )
             layer = self.layers[layer_idx]
-            states = None
-            if not is_compiling:
-                if self._empty_batch:
-                    self._fit_batch(key_states)
-                if type(layer) in _PAGED_CLASSES and not layer.assigned:
-                    states = layer.store.repeat(key_states, value_states)
-            keys, values = states or layer.update(key_states, value_states, *args, **kwargs)
+            if not is_compiling and self._empty_batch:
+                self._fit_batch(key_states)
+            keys, values = layer.update(key_states, value_states, *args, **kwargs)
         except BaseException as error:
             self._undo_step(layer_idx, key_states.shape[-2], error)
             raise

@@ -1,6 +1,8 @@
 """`LayerStore`: the pages of one layer, with the layer's encoding and length."""
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,30 +20,23 @@ from .indexers import Indexer, get_tensors
 from .paged_tensor import PagedKV, make_handles
 
 
+@dataclass
 class DecodeRecord:
     """What the decode steps of a layer have in common, for steps that only differ in values.
 
     Nearly all host time of a decode step is spent on checks and lookups with the same results in
     each step. `LayerStore.repeat` leaves them out. A record is an attribute of the `Pages`, so it
-    is dropped with them. It does not refer to them.
+    is dropped with them.
 
     Attributes:
         layout: Result of `describe_tokens`.
         write: `ops.write` for tokens of this layout and the pages of the record.
-        attributes: Attributes of the handle on K. Those that differ between steps are replaced.
         attention: The call of the attention function that read the handles, or None.
     """
 
+    layout: tuple[Any, ...]
+    write: Callable[..., None]
     attention: Any = None
-
-    def __init__(
-        self, key: torch.Tensor, value: torch.Tensor, handles: tuple[PagedKV, PagedKV]
-    ) -> None:
-        k, v = handles
-        self.layout, self.backend = describe_tokens(key, value), k.backend
-        self.write = ops.bind("write", k.backend, k.pages, key, value, k.lengths, None)
-        self.attributes = {**vars(k), "pages": None}
-        self.dims, self.dtypes = (k.shape[3], v.shape[3]), (k.dtype, v.dtype)
 
 
 def describe_tokens(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
@@ -199,45 +194,39 @@ class LayerStore:
         )  # fmt: skip
 
     def record(
-        self, key: torch.Tensor, value: torch.Tensor, handles: tuple[PagedKV, PagedKV]
+        self, pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """Record a decode step of a growing layer on its pages, unless something is unusual."""
-        pages, is_offloaded = handles[0].pages, isinstance(self.pool.memory, OffloadBlocks)
-        if pages is not None and not is_offloaded and api.can_skip_dispatcher(key):
-            pages.record = DecodeRecord(key, value, handles)
+        """Record a decode step of a growing layer, unless something observes or offloads it."""
+        is_growing = isinstance(self.length, HostLength)
+        if is_growing and not (isinstance(self.pool.memory, OffloadBlocks) or api.is_observed(key)):
+            write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
+            pages.record = DecodeRecord(describe_tokens(key, value), write)
 
-    def repeat(self, key: torch.Tensor, value: torch.Tensor) -> tuple[PagedKV, PagedKV] | None:
+    def repeat(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Store one token per sequence as in the recorded step, and return the handles.
 
-        Returns None if the pages have no record, or anything is not as in the recorded step. Raises
+        Return None if the pages have no record, or anything is not as in the recorded step. Raise
         the errors of `LayerGroup.reserve`.
         """
-        blocks, group, member = self.pool.blocks, self.group, self.length.member
-        if self.length.max_tokens is not None:  # a growing fork may have recorded a step
+        length, blocks = self.length, self.pool.blocks
+        # A growing fork may have recorded a step on the pages of a preallocated layer.
+        if length.max_tokens is not None or (cached := blocks.cached_pages) is None:
             return None
-        if (cached := blocks.cached_pages) is None or (record := cached[1].record) is None:
+        pages, device = cached[1], key.device
+        record = pages.record
+        if record is None or record.layout != describe_tokens(key, value) or api.is_observed(key):
             return None
-        if record.layout != describe_tokens(key, value) or api.is_observed(key):
-            return None
-        pages, start, device = cached[1], group.lengths[member], key.device
-        positions = group.reserve(start, start + 1, key.shape[0])
+        backend = self.encoding.backend
+        positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)
         table, lengths = positions.locate(device)
         if table is not pages.table or blocks.cached_pages is not cached:
             return None
         record.write(pages, key, value, lengths, None)
-        num_rows = self._count_query_rows(1)
-        plan = positions.get_work_plan(device, pages.num_heads, num_rows, record.backend)
-        group.lengths[member] = start + 1
-        k = record.attributes.copy()
-        k["pages"], k["lengths"], k["plan"] = pages, lengths, plan
-        k["start"], k["stop"] = positions.first, positions.stop
-        v = k.copy()
-        v["side"] = "v"
-        size, (k_dim, v_dim) = (*key.shape[:2], positions.stop - positions.first), record.dims
-        return (
-            PagedKV.wrap(k, (*size, k_dim), record.dtypes[0], device),
-            PagedKV.wrap(v, (*size, v_dim), record.dtypes[1], device),
-        )
+        handles = self.make_handles(pages, lengths, positions)
+        length.record(positions)
+        return handles
 
     def _count_query_rows(self, num_tokens: int) -> int:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""

@@ -76,7 +76,7 @@ def _operation(function: _Operation) -> _Operation:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if can_skip_dispatcher(args[first]):
+        if not is_observed(args[first]):
             return function(*args, **kwargs)
         arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
         fields = [arguments[x] for x in plain_names]
@@ -281,15 +281,11 @@ def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
     return bound
 
 
-def can_skip_dispatcher(x: Tensor) -> bool:
-    """Return whether an operation on `x` can call its backend without the dispatcher."""
-    return not (torch.compiler.is_dynamo_compiling() or is_observed(x))
-
-
 def is_observed(x: Tensor) -> bool:
-    """Return whether anything but Dynamo observes eager operations on `x`."""
+    """Return whether anything observes an operation on `x`, which needs the dispatcher then."""
     return bool(
-        torch.is_grad_enabled()
+        torch.compiler.is_dynamo_compiling()
+        or torch.is_grad_enabled()
         or type(x) is not Tensor
         or x.is_meta
         or torch._C._len_torch_dispatch_stack()
