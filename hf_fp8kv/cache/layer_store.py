@@ -211,8 +211,7 @@ class LayerStore:
         the errors of `LayerGroup.reserve`.
         """
         length, blocks = self.length, self.pool.blocks
-        # A growing fork may have recorded a step on the pages of a preallocated layer.
-        if length.max_tokens is not None or (cached := blocks.cached_pages) is None:
+        if (cached := blocks.cached_pages) is None:
             return None
         pages, device = cached[1], key.device
         record = pages.record
@@ -221,6 +220,7 @@ class LayerStore:
         backend = self.encoding.backend
         positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)
         table, lengths = positions.locate(device)
+        # The step may have allocated a page, or a fork may have recorded a step on its pages.
         if table is not pages.table or blocks.cached_pages is not cached:
             return None
         record.write(pages, key, value, lengths, None)

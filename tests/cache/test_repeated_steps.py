@@ -12,11 +12,13 @@ import torch
 from torch.profiler import profile
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fp8kv import FP8PagedCache
+from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention import fp8_paged
+from hf_fp8kv.attention.capture import StepDescription
 from hf_fp8kv.attention.compact import make_compact
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
 from hf_fp8kv.cache.layer_store import LayerStore
+from hf_fp8kv.ops.triton import decode, write
 from tests.helpers.assertions import assert_same
 from tests.ops.test_dispatch import NameRecorder, TensorSubclass
 
@@ -48,6 +50,37 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return counts
 
 
+@pytest.fixture
+def bound_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Check that calls of bound operations only differ in values, and return their names."""
+    names: list[str] = []
+    modules: dict[str, Any] = {"write": write, "attend": decode}
+    bind = ops.bind
+
+    def describe(name: str, args: Any) -> Any:
+        (pages,) = [x for x in args if isinstance(x, ops.Pages)]
+        tensors, integers = modules[name].list_variables(*args)
+        dtypes = [None if x is None else (x.dtype, x.device) for x in tensors]
+        return id(pages), modules[name].describe_layout(*args), dtypes, integers.keys()
+
+    def bind_checked(name: str, backend: str, *bound_args: Any) -> Any:
+        call, expected = bind(name, backend, *bound_args), describe(name, bound_args)
+
+        def call_checked(*args: Any) -> Any:
+            assert describe(name, args) == expected
+            names.append(name)
+            return call(*args)
+
+        return call_checked
+
+    monkeypatch.setattr(ops, "bind", bind_checked)
+    return names
+
+
+def no_change(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 class Decoder:
     """Layers of a model, whose steps have seeded queries, keys and values."""
 
@@ -59,7 +92,7 @@ class Decoder:
         self.cache = FP8PagedCache(config, backend=backend, page_size=16, **options)
         self.modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
         self.generator = torch.Generator().manual_seed(0)
-        self.convert: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+        self.convert = self.convert_query = no_change
         self.keywords: dict[str, Any] = {"sliding_window": window}
 
     def step(self, num_tokens: int = 1, *, padded: bool = False) -> list[torch.Tensor]:
@@ -75,7 +108,7 @@ class Decoder:
                 for n in (4, 2, 2)
             )
             keys, values = self.cache.update(key, value, module.layer_idx)
-            attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
+            attend, query = ALL_ATTENTION_FUNCTIONS["fp8_paged"], self.convert_query(query)
             results.append(attend(module, query, keys, values, mask, **self.keywords)[0])
         return results
 
@@ -95,10 +128,10 @@ BACKENDS = ["cpu", "torch", "reference", pytest.param("triton", marks=pytest.mar
 )  # fmt: skip
 @pytest.mark.usefixtures("interpreted")
 def test_repeated_steps_give_the_same_results(
-    backend: str, padded: bool, options: dict[str, Any], counts: Counts,
+    backend: str, padded: bool, options: dict[str, Any], counts: Counts, bound_calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Steps cross page boundaries, crops, other numbers of tokens and forks."""
+    """Steps cross page boundaries, crops, other numbers of tokens, forks and reorders."""
     outputs, caches = [], []
     for repeats in (True, False):
         if not repeats:
@@ -112,11 +145,17 @@ def test_repeated_steps_give_the_same_results(
                 decoder.cache.crop(-2)
             if step == 25:
                 fork = decoder.cache.fork()
-        outputs.append(results)
+            if step == 29:
+                decoder.cache.reorder_cache(torch.tensor([1, 0]))
         caches.append((decoder.cache, fork))
+        decoder.cache = fork
+        for _ in range(4):
+            results += decoder.step(padded=padded)
+        outputs.append(results)
         if repeats:
             repeated = counts.updates, counts.attention
-    assert min(repeated) > 40, repeated
+    assert min(repeated) > 44, repeated
+    assert (bound_calls.count("write"), bound_calls.count("attend")) == repeated
     for x, y in zip(*outputs, strict=True):
         assert_same(x, y)
     for cache, expected in zip(*caches, strict=True):
@@ -145,11 +184,18 @@ def reset(decoder: Decoder) -> None:
     decoder.step(PROMPT_TOKENS)
 
 
+def move(decoder: Decoder) -> None:
+    """Replace the memory, as a move to a different device does."""
+    for layer in decoder.cache.paged_layers:
+        blocks = layer.store.pool.blocks
+        blocks._set_blocks([block.clone() for block in blocks.tensors])
+
+
 # Changes before a step, and contexts of a step, in which no update is repeated.
 CHANGES: dict[str, Any] = {
     "dtype": change_dtype, "strides": change_strides, "subclass": subclass, "reset": reset,
     "gradients": torch.enable_grad, "mode": NameRecorder, "profiler": profile,
-    "moved": lambda decoder: [layer.offload() for layer in decoder.cache.layers],
+    "moved": move,
 }  # fmt: skip
 
 
@@ -173,9 +219,29 @@ def test_an_unusual_step_is_not_repeated(name: str, counts: Counts) -> None:
     counts.updates = counts.attention = 0
     with context:
         decoder.step()
-    if name == "moved":  # the pages are on the same device, so nothing has changed
-        return
     assert (counts.updates, counts.attention) == (0, 0)
+
+
+@torch.no_grad()
+def test_the_description_of_a_captured_step_has_all_operations(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for repeats in (True, False):
+        if not repeats:
+            monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
+            monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
+        decoder = Decoder("torch")
+        for num_tokens in (PROMPT_TOKENS, 1, 1):
+            decoder.step(num_tokens)
+        with StepDescription(torch.device("cpu"), is_reserved=False) as description:
+            decoder.step()
+        names.append([name for name, _ in description.calls])
+    assert counts.updates
+    assert names[0] == names[1]
+    operations = [name for name in names[0] if name.startswith("hf_fp8kv.")]
+    expected = ["hf_fp8kv.write_by_host.default", "hf_fp8kv.attend_by_host.default"]
+    assert operations == expected * NUM_LAYERS
 
 
 @torch.no_grad()
@@ -201,6 +267,40 @@ def test_other_arguments_of_attention_are_not_repeated(
     counts.updates = counts.attention = 0
     decoder.step()
     assert (counts.updates, counts.attention) == (NUM_LAYERS, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.repeat(1, 1, 1, 2)[..., :32], lambda x: x.repeat(1, 2, 1, 1),
+        torch.Tensor.bfloat16, lambda x: x.as_subclass(TensorSubclass),
+        lambda x: x.clone().requires_grad_(),
+    ],
+    ids=["strides", "heads", "dtype", "subclass", "gradient"],
+)  # fmt: skip
+def test_another_query_is_not_repeated(
+    change: Callable[[torch.Tensor], torch.Tensor], counts: Counts
+) -> None:
+    decoder = Decoder("torch")
+    for num_tokens in (PROMPT_TOKENS, 1, 1):
+        decoder.step(num_tokens)
+    decoder.convert_query = change
+    counts.updates = counts.attention = 0
+    decoder.step()
+    assert (counts.updates, counts.attention) == (NUM_LAYERS, 0)
+
+
+@torch.no_grad()
+def test_the_attention_of_another_module_is_not_repeated(counts: Counts) -> None:
+    decoder = Decoder("torch")
+    for num_tokens in (PROMPT_TOKENS, 1, 1):
+        decoder.step(num_tokens)
+    modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
+    modules[0], decoder.modules = decoder.modules[0], modules
+    counts.updates = counts.attention = 0
+    decoder.step()
+    assert (counts.updates, counts.attention) == (NUM_LAYERS, 1)
 
 
 @torch.no_grad()

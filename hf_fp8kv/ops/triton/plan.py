@@ -75,7 +75,7 @@ def get_max_parts(plan: torch.Tensor, batch: int) -> int:
     return max_parts
 
 
-def _describe_layout(
+def describe_layout(
     plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int,
     num_head_blocks: int, programs_per_sm: int = 0,
 ) -> tuple[Any, ...] | None:  # fmt: skip
@@ -84,13 +84,13 @@ def _describe_layout(
     return shape_and_strides(plan), lengths.shape, num_tokens, window, num_head_blocks
 
 
-def _list_variables(
+def list_variables(
     plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int, *_: int
 ) -> Variables:
     return (plan, lengths), {"start": start}
 
 
-@replayed(_describe_layout, _list_variables)
+@replayed(describe_layout, list_variables)
 def fill_plan(
     plan: torch.Tensor,
     lengths: torch.Tensor,

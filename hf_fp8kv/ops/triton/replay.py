@@ -127,7 +127,7 @@ def replayed(
         layout: Function with the operation's parameters, which returns everything that a recording
             depends on except `variables` and pages, or None for a call that is not recorded.
         variables: Function with the operation's parameters, which returns its `Variables`.
-        pages: Index of the pages among the parameters. None means that the operation reads no pages.
+        pages: Index of the pages among the parameters. None means no pages.
 
     The operation has an attribute `bind`, as in `ops.bind`.
     """

@@ -35,7 +35,7 @@ MIN_WARPS, MAX_WARPS = 4, 16
 UNLIMITED = 2**31 - 1
 
 
-def _describe_layout(
+def describe_layout(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> tuple[Any, ...] | None:
     # Each length of a prompt would need a recording, and the number of recordings is limited.
@@ -44,7 +44,7 @@ def _describe_layout(
     return shape_and_strides(key), shape_and_strides(value)
 
 
-def _list_variables(
+def list_variables(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> Variables:
     table, limit = pages.table, UNLIMITED if limit is None else limit
@@ -52,7 +52,7 @@ def _list_variables(
     return (key, value, lengths), integers
 
 
-@replayed(_describe_layout, _list_variables, pages=0)
+@replayed(describe_layout, list_variables, pages=0)
 def write(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> None:
