@@ -132,11 +132,9 @@ class LayerStack:
             return None
         length = int(self.cache.get_seq_length())
         position = torch.tensor([[length]], device=self.key.device)
-        is_token = self.is_token[:, : length + 1]
-        mask: torch.Tensor = create_causal_mask(
-            self.config, self.embeddings, is_token, self.cache, position
+        return create_causal_mask(  # type: ignore[no-any-return]
+            self.config, self.embeddings, self.is_token[:, : length + 1], self.cache, position
         )
-        return mask
 
     def step(self) -> None:
         """Run one decode step of all layers."""
@@ -176,9 +174,7 @@ def _write_rows(task: dict[str, Any]) -> None:
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
-    rows = []
     max_layers = max(LAYER_COUNTS)
-
     with ExitStack() as contexts:
         heads, num_tokens, suffix = HEADS, STORED_TOKENS, ""
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -202,16 +198,14 @@ def _write_rows(task: dict[str, Any]) -> None:
                 stack = LayerStack(cache, "sdpa", heads, num_tokens, max_layers, batch)
                 cases[STOCK + suffix + label, max_layers] = stack, nullcontext()
         times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-        for turn in range(task["turns"] + 1):
+        for _ in range(task["turns"] + 1):
             for case, (stack, context) in cases.items():
                 with context:
-                    us = stack.measure_turn()
-                if turn:  # the first turn compiles the kernels
-                    times[case].append(us)
-        for (name, num_layers), values in times.items():
-            rows.append(
-                {"cache": name, "layers": num_layers, "value": min(values), "unit": "µs per layer"}
-            )
+                    times[case].append(stack.measure_turn())
+    rows = [  # without the first turn, which compiles the kernels
+        {"cache": name, "layers": num_layers, "value": min(values[1:]), "unit": "µs per layer"}
+        for (name, num_layers), values in times.items()
+    ]
     sys.stdout.write(json.dumps(rows) + "\n")
 
 
