@@ -121,7 +121,6 @@ class LayerStack:
         self.config._attn_implementation = attention
         self.is_token = torch.ones(batch, num_tokens + _CALLS_PER_TURN + 1, dtype=torch.bool)
         self.is_token[:, 0] = False
-        self.embeddings = torch.empty(batch, 1, 1, dtype=torch.bfloat16)
         states = torch.zeros(batch, num_kv_heads, num_tokens, dim, dtype=torch.bfloat16)
         for layer in range(num_layers):
             cache.update(states, states, layer)
@@ -133,7 +132,7 @@ class LayerStack:
         length = int(self.cache.get_seq_length())
         position = torch.tensor([[length]], device=self.key.device)
         return create_causal_mask(  # type: ignore[no-any-return]
-            self.config, self.embeddings, self.is_token[:, : length + 1], self.cache, position
+            self.config, self.key[:, 0], self.is_token[:, : length + 1], self.cache, position
         )
 
     def step(self) -> None:

@@ -34,7 +34,7 @@ FLOORS = (
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
     "attention": 1603, "bench": 396, "cache": 1946, "calibration": 1227, "card": 995, "cli": 933,
-    "enabling": 245, "errors": 24, "formats": 202, "__init__": 31, "modeling": 436, "ops": 2766,
+    "enabling": 245, "errors": 24, "formats": 202, "__init__": 31, "modeling": 436, "ops": 2763,
     "paging": 1060, "prefix": 1032, "scales": 1660, "server": 2465, "serving": 1109, "utils": 352,
     "vllm": 553,
 }  # fmt: skip

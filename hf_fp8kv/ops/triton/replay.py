@@ -27,6 +27,7 @@ with unusual settings of Triton, or with versions of Triton whose launches may d
 import collections
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -156,11 +157,11 @@ def replayed(
                     result = operation(*args)
                 if len(replays) >= _MAX_RECORDINGS:
                     replays.clear()
-                try:
-                    replay = _compile_replay(recorded, result, target, device, addresses, integers)
-                except LookupError:
-                    replay = None
-                replays[key] = replay
+                replays[key] = None
+                with suppress(LookupError):
+                    replays[key] = _compile_replay(
+                        recorded, result, target, device, addresses, integers
+                    )
                 return result
             if (replay := replays[key]) is None:
                 return operation(*args)
@@ -199,12 +200,9 @@ def _is_usual() -> bool:
     """Return whether launches can be replayed, and no hooks or changed settings affect them."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
-    try:
-        has_hooks = enter_hook.calls or leave_hook.calls
-    except AttributeError:  # a function or None, instead of a chain of functions
-        has_hooks = enter_hook or leave_hook
     return _CAN_REPLAY and recorder.recorded is None and not (
-        has_hooks or runtime.debug or compilation.instrumentation_mode
+        getattr(enter_hook, "calls", enter_hook) or getattr(leave_hook, "calls", leave_hook)
+        or runtime.debug or compilation.instrumentation_mode
         or (_HAS_CASTS and compilation.fpsan_homomorphic_casts)
         or (_HAS_STAGES_HOOK and runtime.add_stages_inspection_hook)
     )  # fmt: skip
