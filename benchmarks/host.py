@@ -1,8 +1,9 @@
 """Measure the CPU time of a decode step on a GPU, with or without a GPU.
 
 A step calls `update` of the growing cache, then the attention function "fp8_paged" with the backend
-"triton", as eager `generate()` does, at shapes of an 8B model. Two rows omit a mechanism that saves
-host time: replayed launches, and calls that skip torch's dispatcher.
+"triton", as eager `generate()` does, at shapes of an 8B model. Some rows omit a mechanism that
+saves host time: repeated steps, replayed launches, and calls that skip torch's dispatcher. The
+turns of all rows alternate. A step of a padded batch includes its mask.
 
 Without a GPU, Triton compiles the kernels for `GPU`, but a stand-in for the driver ignores each
 launch. The times then exclude Triton's launcher in C, the driver's call, and torch's queries of
@@ -15,13 +16,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from transformers import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
 
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
 from hf_fp8kv.utils.environment import describe_run
@@ -37,10 +39,15 @@ STORED_TOKENS = 1000
 TINY_HEADS = Heads(4, 2, 16)
 TINY_STORED_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
+PADDED_BATCH = 2
 # Rows that omit a mechanism: the replaced object, and its replacement.
 REPLACEMENTS: dict[str, tuple[str, object]] = {
+    f"{PAGED}, no repeated steps": (
+        "hf_fp8kv.cache.layer_store.LayerStore.repeat",
+        lambda *_: None,
+    ),
     f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._CAN_REPLAY", False),
-    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.can_skip_dispatcher", lambda _: False),
+    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_observed", lambda _: True),
 }
 # Number of calls of layers in a turn. Turns are short, so at least one turn is undisturbed.
 _CALLS_PER_TURN = 32
@@ -89,7 +96,13 @@ class LayerStack:
     """Layers of a model with stored tokens, and their decode step."""
 
     def __init__(
-        self, cache: Cache, attention: str, heads: Heads, num_tokens: int, num_layers: int
+        self,
+        cache: Cache,
+        attention: str,
+        heads: Heads,
+        num_tokens: int,
+        num_layers: int,
+        batch: int = 1,
     ) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -98,20 +111,36 @@ class LayerStack:
         group_size = num_heads // num_kv_heads
         self.modules = [AttentionLayer(group_size, i).eval() for i in range(num_layers)]
         # The strides are the same as after a projection and RoPE.
-        self.query = torch.randn(1, 1, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
-        self.key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
-        self.value = torch.randn(1, 1, num_kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+        self.query = torch.randn(batch, 1, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+        self.key = torch.randn(batch, num_kv_heads, 1, dim, dtype=torch.bfloat16)
+        self.value = torch.randn(batch, 1, num_kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
         self.num_steps = _CALLS_PER_TURN // num_layers
-        states = torch.zeros(1, num_kv_heads, num_tokens, dim, dtype=torch.bfloat16)
+        # The first token of each sequence of a batch is padding, so each step makes a mask.
+        self.config = make_config(heads, num_layers)
+        self.config._attn_implementation = attention
+        self.is_token = torch.ones(batch, num_tokens + _CALLS_PER_TURN + 1, dtype=torch.bool)
+        self.is_token[:, 0] = False
+        states = torch.zeros(batch, num_kv_heads, num_tokens, dim, dtype=torch.bfloat16)
         for layer in range(num_layers):
             cache.update(states, states, layer)
 
+    def make_mask(self) -> torch.Tensor | None:
+        """Return the mask of a step of a padded batch, or None for a single sequence."""
+        if len(self.key) == 1:
+            return None
+        length = int(self.cache.get_seq_length())
+        position = torch.tensor([[length]], device=self.key.device)
+        return create_causal_mask(  # type: ignore[no-any-return]
+            self.config, self.key[:, 0], self.is_token[:, : length + 1], self.cache, position
+        )
+
     def step(self) -> None:
         """Run one decode step of all layers."""
+        mask = self.make_mask()
         for module in self.modules:
             keys, values = self.cache.update(self.key, self.value, module.layer_idx)
-            self.attention(module, self.query, keys, values, None, **self.options)
+            self.attention(module, self.query, keys, values, mask, **self.options)
 
     def measure_turn(self) -> float:
         """Run one turn, and return the CPU time of this thread in µs per layer and step."""
@@ -123,14 +152,14 @@ class LayerStack:
         return 1e6 * seconds / _CALLS_PER_TURN
 
 
-def make_stack(num_layers: int) -> LayerStack:
+def make_stack(num_layers: int, batch: int = 1) -> LayerStack:
     """Return layers of the paged cache on a GPU, or on a CPU with the calls of a GPU."""
     from hf_fp8kv.cache.cache import FP8PagedCache
 
     has_gpu = torch.cuda.is_available()
     cache = FP8PagedCache(make_config(HEADS, num_layers), backend="triton" if has_gpu else "torch")
     # The last page has free slots, so that growth of the cache is not measured.
-    stack = LayerStack(cache, "fp8_paged", HEADS, STORED_TOKENS, num_layers)
+    stack = LayerStack(cache, "fp8_paged", HEADS, STORED_TOKENS, num_layers, batch)
     for layer in cache.paged_layers:
         layer.store.encoding.backend = "triton"
     return stack
@@ -144,34 +173,38 @@ def _write_rows(task: dict[str, Any]) -> None:
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
-    rows = []
     max_layers = max(LAYER_COUNTS)
-
-    def add_row(name: str, num_layers: int, stack: LayerStack) -> None:
-        stack.step()  # compiles the kernels
-        stack.cache.crop(-1)
-        us = min(stack.measure_turn() for _ in range(task["turns"]))
-        rows.append({"cache": name, "layers": num_layers, "value": us, "unit": "µs per layer"})
-
     with ExitStack() as contexts:
-        heads, num_tokens = HEADS, STORED_TOKENS
+        heads, num_tokens, suffix = HEADS, STORED_TOKENS, ""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
             # DynamicCache computes on the CPU.
-            heads, num_tokens = TINY_HEADS, TINY_STORED_TOKENS
+            heads, num_tokens, suffix = TINY_HEADS, TINY_STORED_TOKENS, ", tiny"
             triton.runtime.driver.set_active(make_driver())
             contexts.enter_context(assuming(Target.parse(GPU)))
+        cases: dict[tuple[str, int], tuple[LayerStack, Any]] = {}
         # A default device during the measurement would slow down every call of torch.
         with torch.device(device):
-            paged_stacks = {num_layers: make_stack(num_layers) for num_layers in LAYER_COUNTS}
-            dynamic_cache = DynamicCache(config=make_config(heads, max_layers))
-            stock_stack = LayerStack(dynamic_cache, "sdpa", heads, num_tokens, max_layers)
-        for num_layers, stack in paged_stacks.items():
-            add_row(PAGED, num_layers, stack)
-        for name, (target, replacement) in REPLACEMENTS.items():
-            with mock.patch(target, replacement):
-                add_row(name, max_layers, paged_stacks[max_layers])
-        add_row(STOCK if device == "cuda" else f"{STOCK}, tiny", max_layers, stock_stack)
+            for num_layers in LAYER_COUNTS:
+                cases[PAGED, num_layers] = make_stack(num_layers), nullcontext()
+            for name, (target, replacement) in REPLACEMENTS.items():
+                context = mock.patch(target, replacement)
+                cases[name, max_layers] = cases[PAGED, max_layers][0], context
+            for batch, label in ((1, ""), (PADDED_BATCH, ", padded")):
+                if batch > 1:
+                    cases[PAGED + label, max_layers] = make_stack(max_layers, batch), nullcontext()
+                cache = DynamicCache(config=make_config(heads, max_layers))
+                stack = LayerStack(cache, "sdpa", heads, num_tokens, max_layers, batch)
+                cases[STOCK + suffix + label, max_layers] = stack, nullcontext()
+        times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+        for _ in range(task["turns"] + 1):
+            for case, (stack, context) in cases.items():
+                with context:
+                    times[case].append(stack.measure_turn())
+    rows = [  # without the first turn, which compiles the kernels
+        {"cache": name, "layers": num_layers, "value": min(values[1:]), "unit": "µs per layer"}
+        for (name, num_layers), values in times.items()
+    ]
     sys.stdout.write(json.dumps(rows) + "\n")
 
 

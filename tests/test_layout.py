@@ -33,9 +33,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1530, "bench": 396, "cache": 1905, "calibration": 1227, "card": 995, "cli": 933,
-    "enabling": 245, "errors": 24, "formats": 202, "__init__": 31, "modeling": 436, "ops": 2741,
-    "paging": 1058, "prefix": 1032, "scales": 1660, "server": 2482, "serving": 1109, "utils": 352,
+    "attention": 1603, "bench": 396, "cache": 1946, "calibration": 1227, "card": 995, "cli": 933,
+    "enabling": 245, "errors": 24, "formats": 202, "__init__": 31, "modeling": 436, "ops": 2763,
+    "paging": 1060, "prefix": 1032, "scales": 1660, "server": 2482, "serving": 1109, "utils": 352,
     "vllm": 553,
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,10 +30,10 @@ from transformers import (
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_fp8kv import disable, enable
-from hf_fp8kv.bench.reporting import count_bytes
+from hf_fp8kv.bench.reporting import compute_quartiles, count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 
-from .goals import FLASH, PAGED, PAGED_AUTO
+from .goals import FLASH, PAGED, PAGED_AUTO, Row
 from .random_data import PAGE_SIZE
 from .record import Record
 from .shapes import ModelShape, RunSizes, format_tokens
@@ -41,6 +42,8 @@ from .stage import Stage
 # Free positions of a static cache after the last new token. generate() may take an extra step.
 SPARE_POSITIONS = 8
 SECTION = "end to end"
+# transformers checks the end of sequences one step late if this function returns True.
+STOP_CHECK = "transformers.generation.utils.DeferredStopCheck.is_supported"
 STOCK_OFFLOADED = "DynamicCache offloaded"
 
 
@@ -61,13 +64,16 @@ CONTENDERS = [
     Contender(FLASH, "sdpa", DynamicCache),
     Contender("FP8PagedCache eager", "fp8_paged", FP8PagedCache),
     Contender("FP8PagedCache captured", "fp8_paged", FP8PagedCache, is_captured=True),
+    Contender(PAGED, "fp8_paged", FP8PagedCache, is_compiled=True),
+    # SDPA with transformers' mask requires K and V for each query head, so they are repeated.
+    Contender("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, is_compiled=True),
+]
+# All caches of a case are in memory together, and the memory of a GPU has no room for these too.
+OTHER_CONTENDERS = [
+    Contender(PAGED_AUTO, "fp8_paged", FP8PagedCache, AUTO_OPTIONS, is_compiled=True),
     Contender("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
     Contender("DynamicCache flash-attn eager", "flash_attention_2", DynamicCache),
     Contender("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
-    Contender(PAGED, "fp8_paged", FP8PagedCache, is_compiled=True),
-    Contender(PAGED_AUTO, "fp8_paged", FP8PagedCache, AUTO_OPTIONS, is_compiled=True),
-    # SDPA with transformers' mask requires K and V for each query head, so they are repeated.
-    Contender("StaticCache (repeats K and V) compiled", "sdpa", StaticCache, is_compiled=True),
 ]
 # Caches with layers in host memory. "half" keeps half of the pages on the device.
 OFFLOADED_OPTIONS = {"offloading": True}
@@ -83,21 +89,15 @@ OFFLOADED_CONTENDERS = [
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add a row for each contender, batch size and context length, and rows for first calls.
 
-    Compilation takes most of the time, so eager contenders come first.
+    Compilation takes most of the time, so the most important cases and contenders come first.
     """
-    model = make_model(sizes, record)
-    early_shapes = sizes.generate_shapes[:2]
-    eager_contenders = [x for x in CONTENDERS if not x.is_compiled]
-    compiled_contenders = [x for x in CONTENDERS if x.is_compiled]
-    # The last contender compiles the longest.
-    fast_contenders, slow_contenders = compiled_contenders[:-1], compiled_contenders[-1:]
-    for shapes in (early_shapes, sizes.generate_shapes[2:]):
-        _measure_contenders(record, SECTION, model, sizes, backend, eager_contenders, shapes)
-        if shapes is early_shapes:
-            _measure_first_calls(record, model, sizes, backend)
-        _measure_contenders(record, SECTION, model, sizes, backend, fast_contenders, shapes)
-    all_shapes = sizes.generate_shapes
-    _measure_contenders(record, SECTION, model, sizes, backend, slow_contenders, all_shapes)
+    model, shapes = make_model(sizes, record), sizes.generate_shapes
+    _measure_first_calls(record, model, sizes, backend)
+    for contenders, cases in (
+        (CONTENDERS, shapes[:2]), (OTHER_CONTENDERS, shapes[:1]),
+        (CONTENDERS, shapes[2:]), (OTHER_CONTENDERS, shapes[1:]),
+    ):  # fmt: skip
+        _measure_contenders(record, SECTION, model, sizes, backend, contenders, cases)
 
 
 def measure_offloaded(record: Record, sizes: RunSizes, backend: str) -> None:
@@ -105,7 +105,7 @@ def measure_offloaded(record: Record, sizes: RunSizes, backend: str) -> None:
 
     Copies over the bus take most of the time of such a step, so a few tokens suffice.
     """
-    short_sizes = replace(sizes, timed_tokens=(4, 4), warmup_tokens=(2, 2))
+    short_sizes = replace(sizes, num_rounds=1, round_tokens=4)
     model = make_model(sizes, record)
     contenders, shapes = OFFLOADED_CONTENDERS, sizes.offloaded_shapes
     _measure_contenders(record, "offloaded", model, short_sizes, backend, contenders, shapes)
@@ -115,26 +115,27 @@ def _measure_contenders(
     record: Record, section: str, model: Any, sizes: RunSizes, backend: str,
     contenders: list[Contender], shapes: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
+    """Add a row for each contender. In each case they alternate, so that all have equal load."""
     for batch, context in shapes:
+        _drop_graphs(model)
+        runs: list[tuple[Row, Run]] = []
         for contender in contenders:
             if reason := _find_skip_reason(record.stage, contender, model.config):
                 record.skip(f"{section}, {contender.name}: {reason}")
                 continue
-            options = dict(contender.options)
-            if contender.cache_class is FP8PagedCache:
-                options["backend"] = backend
-            if options.get("offloading") == "half":
-                num_pages = -(-context // PAGE_SIZE) * batch
-                options["offloading"] = num_pages // 2
-            if contender.is_compiled:
-                new_tokens = sizes.timed_tokens[1] + sizes.warmup_tokens[1]
-                options["max_cache_len"] = context + new_tokens + SPARE_POSITIONS
-            make_cache = functools.partial(contender.cache_class, config=model.config, **options)
-            measure_row = functools.partial(
-                _measure_cache, record.stage, model, contender, make_cache, sizes, batch, context
-            )
+            run = Run(record.stage, model, contender, sizes, backend, batch, context)
             case = f"{batch} x {format_tokens(context)}"
-            record.measure(section, case, contender.name, measure_row)
+            row = record.measure(section, case, contender.name, run.begin)
+            runs += [] if row is None else [(row, run)]
+        for index in range(sizes.num_rounds):
+            for row, run in runs:
+                if "failed" in row or (index and record.seconds_left() <= 0):
+                    continue
+                try:
+                    row.update(run.measure_round())
+                except Exception as error:
+                    row["failed"] = f"{type(error).__name__}: {error}"[:300]
+    _drop_graphs(model)
 
 
 def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: str) -> None:
@@ -199,11 +200,14 @@ def make_model(shape: ModelShape, record: Record) -> Any:
 
 
 class _TokenTimer(LogitsProcessor):
-    """Records the time and the logits of each token, and returns the logits unchanged."""
+    """Records the time and the logits of each token, and returns the logits unchanged.
+
+    The first time is the start.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.timestamps: list[Any] = []
+        self.timestamps: list[Any] = [stage.record_time()]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.timestamps.append(self.stage.record_time())
@@ -211,7 +215,7 @@ class _TokenTimer(LogitsProcessor):
         return scores
 
     def step_times(self) -> list[float]:
-        """Return the time from each token to the next token, in seconds."""
+        """Return the time until each token from the previous one, in seconds."""
         self.stage.synchronize()
         intervals = itertools.pairwise(self.timestamps)
         if self.stage.is_gpu:
@@ -219,54 +223,97 @@ class _TokenTimer(LogitsProcessor):
         return [end - start for start, end in intervals]
 
 
-def _measure_cache(
-    stage: Stage, model: Any, contender: Contender, make_cache: Callable[[], Cache],
-    sizes: RunSizes, batch: int, context: int,
-) -> dict[str, Any]:  # fmt: skip
-    is_compiled = contender.is_compiled or contender.is_captured
-    # Each pair of `RunSizes` is for eager steps, then for compiled steps.
-    timed_tokens = sizes.timed_tokens[is_compiled]
-    warmup_tokens = sizes.warmup_tokens[is_compiled]
-    _drop_graphs(model)
-    model.set_attn_implementation(contender.attention)
-    if contender.is_captured:
-        enable(model, capture=True)
-    # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
-    is_flash = contender.name == FLASH and stage.is_gpu and not stage.is_dry
-    sdpa_context = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else nullcontext()
-    try:
-        cache = make_cache()
-        shape = (batch, sizes.heads.kv, context, sizes.heads.dim)
-        for layer in range(sizes.num_layers):
-            cache.update(stage.randn(*shape), stage.randn(*shape), layer)
-        ids = torch.randint(1, sizes.vocab_size, (batch, context + 1), device=stage.device)
-        timer = _TokenTimer(stage)
-        stage.reset_peak()
-        start = time.perf_counter()
-        with torch.no_grad(), sdpa_context:
-            model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
-                do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([timer]),
-                max_new_tokens=warmup_tokens + timed_tokens,
-                **({} if contender.is_captured else _make_compile_options(is_compiled, stage)),
-            )  # fmt: skip
-        all_times = timer.step_times()
-        seconds = time.perf_counter() - start
-    finally:
-        _drop_graphs(model)
-        disable(model)
-    if not bool(timer.scores.isfinite().all()):
-        raise RuntimeError("expected finite logits, got NaN or infinity")
-    step_times = sorted(all_times[warmup_tokens - 1 :])
-    peak_bytes = stage.peak_bytes()
-    weight_bytes = sum(weight.nbytes for weight in model.parameters())
-    return {
-        "tokens_per_s": batch / statistics.median(step_times), "slowest_ms": 1e3 * step_times[-1],
-        "step_ms": 1e3 * statistics.median(step_times), "tokens": len(step_times),
-        "generate_s": seconds, "first_s": sum(all_times[: warmup_tokens - 1]),
-        "cache_bytes": count_bytes(cache), "peak_bytes": peak_bytes,
-        "beside_bytes": None if peak_bytes is None else peak_bytes - weight_bytes,
-    }  # fmt: skip
+class Run:
+    """The calls of `generate()` of a contender in one case. Each call continues the last one."""
+
+    def __init__(
+        self, stage: Stage, model: Any, contender: Contender, sizes: RunSizes, backend: str,
+        batch: int, context: int,
+    ) -> None:  # fmt: skip
+        self.stage, self.model, self.contender, self.sizes = stage, model, contender, sizes
+        self.ids = torch.randint(1, sizes.vocab_size, (batch, context + 1), device=stage.device)
+        self.options = dict(contender.options)
+        if contender.cache_class is FP8PagedCache:
+            self.options["backend"] = backend
+        if self.options.get("offloading") == "half":
+            self.options["offloading"] = -(-context // PAGE_SIZE) * batch // 2
+        if contender.is_compiled:
+            num_calls = 1 + (2 if contender.cache_class is FP8PagedCache else 1) * sizes.num_rounds
+            num_positions = num_calls * sizes.round_tokens + SPARE_POSITIONS
+            self.options["max_cache_len"] = context + num_positions
+        # Seconds per step of each round: the median of its steps.
+        self.steps: list[float] = []
+        self.late_steps: list[float] = []
+
+    def begin(self) -> dict[str, Any]:
+        """Fill the cache, run the first call, which compiles, and return fields of the row.
+
+        Full speed begins after the last slow step of the first half of the call.
+        """
+        self.stage.reset_peak()
+        old_bytes = self.stage.peak_bytes() or 0
+        self.cache = self.contender.cache_class(config=self.model.config, **self.options)
+        (batch, num_tokens), heads = self.ids.shape, self.sizes.heads
+        shape = (batch, heads.kv, num_tokens - 1, heads.dim)
+        for layer in range(self.sizes.num_layers):
+            self.cache.update(self.stage.randn(*shape), self.stage.randn(*shape), layer)
+        times = self._generate()
+        typical_time, early_times = statistics.median(times), times[: len(times) // 2]
+        slow_steps = [i for i, x in enumerate(early_times, 1) if x > 1.25 * typical_time]
+        # Other contenders of the case use memory too. On a CPU the number is 0.
+        own_bytes = (self.stage.peak_bytes() or 0) - old_bytes
+        weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
+        return {
+            "first_ms": 1e3 * times[0], "full_speed_s": sum(times[: max(slow_steps, default=1)]),
+            "cache_bytes": count_bytes(self.cache), "beside_bytes": own_bytes or None,
+            "peak_bytes": own_bytes + weight_bytes if own_bytes else None,
+        }  # fmt: skip
+
+    def measure_round(self) -> dict[str, Any]:
+        """Run a further call, and return fields of the row for all rounds so far.
+
+        With graphs, a second call checks the end of sequences one step late.
+        """
+        self.steps.append(statistics.median(self._generate()[1:]))
+        step, low, high = compute_quartiles(self.steps)
+        batch = len(self.ids)
+        fields = {
+            "tokens_per_s": batch / step, "low_per_s": batch / (high or step),
+            "high_per_s": batch / (low or step), "step_ms": 1e3 * step, "rounds": len(self.steps),
+        }  # fmt: skip
+        replays_graphs = self.contender.is_compiled or self.contender.is_captured
+        if self.stage.is_gpu and replays_graphs and isinstance(self.cache, FP8PagedCache):
+            # Without a window, a cache can remove tokens that it has not recorded.
+            record_past = mock.patch.object(FP8PagedCache, "activate_past_recording")
+            with record_past, mock.patch(STOP_CHECK, return_value=True):
+                self.late_steps.append(statistics.median(self._generate()[1:]))
+            fields["late_per_s"] = batch / statistics.median(self.late_steps)
+        return fields
+
+    def _generate(self) -> list[float]:
+        """Generate the tokens of a round, and return the seconds until each token."""
+        contender, stage, model = self.contender, self.stage, self.model
+        is_captured, timer = contender.is_captured, _TokenTimer(stage)
+        model.set_attn_implementation(contender.attention)
+        if is_captured:
+            enable(model, capture=True)
+        # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
+        is_flash = contender.name == FLASH and stage.is_gpu and not stage.is_dry
+        sdpa_context = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else nullcontext()
+        try:
+            with torch.no_grad(), sdpa_context:
+                self.ids = model.generate(
+                    input_ids=self.ids, attention_mask=torch.ones_like(self.ids),
+                    past_key_values=self.cache, do_sample=False, pad_token_id=0,
+                    logits_processor=LogitsProcessorList([timer]),
+                    max_new_tokens=self.sizes.round_tokens,
+                    **({} if is_captured else _make_compile_options(contender.is_compiled, stage)),
+                )  # fmt: skip
+        finally:
+            disable(model)
+        if not bool(timer.scores.isfinite().all()):
+            raise RuntimeError("expected finite logits, got NaN or infinity")
+        return timer.step_times()
 
 
 def _make_compile_options(is_compiled: bool, stage: Stage) -> dict[str, Any]:

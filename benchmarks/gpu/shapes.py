@@ -174,8 +174,8 @@ class RunSizes(ModelShape):
     generate_shapes: tuple[tuple[int, int], ...]  # batch and context, most important first
     prompt_tokens: int  # tokens of the prompt of a first call
     offloaded_shapes: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
-    timed_tokens: tuple[int, int]  # new tokens of an eager run, and of a compiled run
-    warmup_tokens: tuple[int, int]  # untimed tokens before them, which compile and capture graphs
+    num_rounds: int  # rounds in which contenders alternate, after their first call
+    round_tokens: int  # new tokens of a contender in a round
     serving: ServingLoad
     num_pages: int  # number of random pages that pools repeat
     time_weights: dict[str, float]  # relative time of each section
@@ -224,7 +224,7 @@ FULL = RunSizes(
     extend_shapes=tuple(product((8192, 0, 32768), (2048, 512, 64, 8192))),
     num_layers=32, hidden_size=4096, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
-    timed_tokens=(12, 32), warmup_tokens=(3, 8), offloaded_shapes=((1, 32768), (1, 131072)),
+    num_rounds=8, round_tokens=40, offloaded_shapes=((1, 32768), (1, 131072)),
     serving=ServingLoad(
         num_layers=16, hidden_size=2048, vocab_size=32000, heads=Heads(32, 8, 64),
         request_counts=(128, 32), prompt_lengths=(200, 2000), new_tokens=128, warmup_tokens=8,
@@ -253,7 +253,7 @@ TINY = replace(
     write_batches=(1, 3), written_tokens=20, extend_shapes=((0, 20), (70, 20)),
     num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS,
     generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
-    timed_tokens=(3, 3), warmup_tokens=(2, 2), num_pages=4,
+    num_rounds=2, round_tokens=4, num_pages=4,
     serving=ServingLoad(
         num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS, request_counts=(3,),
         prompt_lengths=(3, 20), new_tokens=3, warmup_tokens=2, page_size=8, max_batch_tokens=32,

@@ -2,10 +2,14 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -14,7 +18,7 @@ from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..modeling.step import step
-from ..ops import AttentionSpec
+from ..ops import AttentionSpec, api
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent, masks
@@ -54,6 +58,9 @@ _DETERMINISTIC_ERROR = (
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 # Arguments that attention over pages does not support.
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
+# Minimum number of tokens of a prompt for which cuDNN is preferred.
+_MIN_CUDNN_TOKENS = 512
+_SPECIAL = _DENSE_ARGUMENTS | {_ENGINE_ARGUMENT}
 
 
 class Call(NamedTuple):
@@ -130,17 +137,24 @@ def fp8_paged_attention(
         ConfigError: The call trains through stored pages, the mask is too narrow, or an engine's
             cache has no FP8 pages or does not support the model.
     """
-    if not torch.compiler.is_compiling() and step.check_module is not None:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and step.check_module is not None:
         (get_method, get_keys), step.check_module = step.check_module, None
         check_module = get_method()
         if check_module is not None and get_keys() is key:
             check_module(module)
+    can_repeat = position_bias is None and s_aux is None and _SPECIAL.isdisjoint(kwargs)
+    arguments = dropout, scaling, is_causal, sliding_window, softcap
+    if can_repeat and type(key) is PagedKV and not is_compiling:
+        attended = _repeat(module, query, key, value, attention_mask, arguments)
+        if attended is not None:
+            return attended, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Positional arguments take half the time of keyword arguments.
     spec = AttentionSpec(
         float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
         int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias, None,
-        False, getattr(module, DETERMINISTIC, False),
+        False, vars(module).get(DETERMINISTIC, False),
     )  # fmt: skip
     call = Call(module, query, key, value, spec, dropout, kwargs)
     engine = getattr(key, ENGINE_ATTRIBUTE, kwargs.get(_ENGINE_ARGUMENT))
@@ -160,12 +174,94 @@ def fp8_paged_attention(
         if not needs_dense and is_same_layer and (key.side, value.side) == ("k", "v"):
             if query.requires_grad and module.training:
                 raise ConfigError(_TRAINING_ERROR)
-            return attend_stored(query, key, spec), None
+            attended = attend_stored(query, key, spec)
+            if can_repeat and not is_compiling:
+                _record(module, query, key, attention_mask, arguments, spec)
+            return attended, None
         warn_once(_DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
-        attended: tuple[Tensor, Tensor | None] = rounding.attend(call)
-        return attended
+        rounded: tuple[Tensor, Tensor | None] = rounding.attend(call)
+        return rounded
     return attend_dense(call)
+
+
+class AttentionRecord(NamedTuple):
+    """A decode step of one layer, for steps that only differ in values (see `DecodeRecord`).
+
+    Attributes:
+        layout: Result of `_describe`.
+        module: Weak reference to the attention module.
+        spec: What the step computes, without its mask.
+        attend: `ops.attend` for calls of this layout.
+    """
+
+    layout: tuple[Any, ...]
+    module: weakref.ref[torch.nn.Module]
+    spec: AttentionSpec
+    attend: Callable[..., Tensor]
+
+
+def _describe(
+    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: CompactMask | None,
+    arguments: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return everything that a decode step depends on, except the pages and the values."""
+    plan = key.plan
+    return (
+        arguments, query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
+        None if plan is None else plan.shape, getattr(module, "is_causal", True), module.training,
+        vars(module).get(DETERMINISTIC),
+        None if mask is None else (mask.shape[:3], mask.device, mask.window),
+    )  # fmt: skip
+
+
+def _repeat(
+    module: torch.nn.Module, query: Tensor, key: PagedKV, value: Tensor, mask: Tensor | None,
+    arguments: tuple[Any, ...],
+) -> Tensor | None:  # fmt: skip
+    """Compute the attention of a decode step as in the recorded step, or return None."""
+    if type(value) is not PagedKV or (pages := key.pages) is None or value.pages is not pages:
+        return None
+    if (record := pages.record) is None or (last := record.attention) is None:
+        return None
+    if mask is not None and type(mask) is not CompactMask:
+        return None
+    start, stop = key.start, key.stop
+    if (
+        last.module() is not module
+        or last.layout != _describe(module, query, key, mask, arguments)
+        or value.stop != stop
+        or (key.side, value.side) != ("k", "v")
+        or api.is_observed(query)
+    ):
+        return None
+    spec = last.spec
+    if mask is not None:
+        scaling, causal, window, softcap, sinks, *_ = spec
+        columns = mask.get_columns(start, stop)
+        spec = AttentionSpec(scaling, causal, window, softcap, sinks, columns, None, mask.bounds)
+    attended: Tensor = last.attend(query, pages, key.lengths, start, stop, spec, key.plan)
+    return attended
+
+
+def _record(
+    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: Tensor | None,
+    arguments: tuple[Any, ...], spec: AttentionSpec,
+) -> None:  # fmt: skip
+    """Record a decode step whose update was recorded, unless something is unusual."""
+    pages = key.pages
+    if pages is None or pages.record is None or spec.deterministic or query.shape[2] != 1:
+        return
+    if api.is_observed(query) or (mask is not None and type(mask) is not CompactMask):
+        return
+    spec = _fit_to_pages(spec, query, key)
+    attend = ops.bind(
+        "attend", key.backend, query, pages, key.lengths, key.start, key.stop, spec, key.plan
+    )
+    pages.record.attention = AttentionRecord(
+        _describe(module, query, key, mask, arguments), weakref.ref(module),
+        spec._replace(mask=None, bounds=None), attend,
+    )  # fmt: skip
 
 
 def requires_dense(kwargs: dict[str, Any]) -> bool:
@@ -339,10 +435,43 @@ def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:
             module, query, key, value, masks.make_additive(mask, query.dtype), scaling=spec.scaling,
             dropout=dropout, sliding_window=spec.window or None, **kwargs,
         )  # fmt: skip
-    return sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=spec.scaling,
-        is_causal=spec.causal, position_bias=spec.bias, **kwargs,
-    )  # fmt: skip
+    is_causal_prompt = mask is None and spec.bias is None and spec.causal and not dropout
+    backends = _list_sdpa_backends(query, key) if is_causal_prompt else []
+    with sdpa_kernel(backends, set_priority=True) if backends else nullcontext():
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=spec.scaling,
+            is_causal=spec.causal, position_bias=spec.bias, **kwargs,
+        )  # fmt: skip
+
+
+def _list_sdpa_backends(query: Tensor, key: Tensor) -> list[SDPBackend]:
+    """Return the order in which torch tries its backends for a causal prompt, or [] for its own.
+
+    torch tries FlashAttention-2 first. On an H100 or H200, cuDNN takes half of its time. On other
+    GPUs it is often slower, and with gradients it was not measured.
+    """
+    is_prompt = _MIN_CUDNN_TOKENS <= query.shape[2] == key.shape[2]
+    if torch.compiler.is_compiling() or not is_prompt:
+        return []
+    if torch.is_grad_enabled() or torch.are_deterministic_algorithms_enabled():
+        return []
+    enabled = {
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+    }
+    if not enabled[SDPBackend.CUDNN_ATTENTION] or _read_capability(query.device) != (9, 0):
+        return []
+    return [backend for backend, is_enabled in enabled.items() if is_enabled]
+
+
+@functools.cache
+def _read_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, and None for any other device."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -301,6 +301,7 @@ class FP8PagedCache(DynamicCache):
         as it was before the step. After errors of other libraries, a cache that is preallocated or
         has layers of transformers refuses tokens until `reset`.
         """
+        is_compiling = torch.compiler.is_compiling()
         if self.is_open_ended:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._paged.add_layer(len(self.layers), None))
@@ -311,12 +312,13 @@ class FP8PagedCache(DynamicCache):
                     f"got {layer_idx}. A cache belongs to one model. Create a new FP8PagedCache"
                 )
             layer = self.layers[layer_idx]
-            self._fit_batch(key_states)
+            if not is_compiling and self._empty_batch:
+                self._fit_batch(key_states)
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
         except BaseException as error:
             self._undo_step(layer_idx, key_states.shape[-2], error)
             raise
-        if torch.compiler.is_compiling():
+        if is_compiling:
             uses_flex = self._paged.uses_flex_attention()
         else:
             uses_flex = self._paged.end_layer(layer_idx, key_states.shape[2], keys)

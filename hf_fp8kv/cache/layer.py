@@ -126,6 +126,8 @@ class FP8PagedLayer(CacheLayerMixin):
         store = self.store
         length, encoding = store.length, store.encoding
         if not torch.compiler.is_compiling():
+            if not self.assigned and (repeated := store.repeat(key_states, value_states)):
+                return repeated
             check_tokens(self, key_states, value_states)
         elif length.max_tokens is None:
             uncompiled: tuple[torch.Tensor, torch.Tensor]
@@ -145,6 +147,8 @@ class FP8PagedLayer(CacheLayerMixin):
         states: tuple[torch.Tensor, torch.Tensor]
         if reads_pages:
             states = store.make_handles(pages, lengths, positions)
+            if positions.num_tokens == 1:
+                store.record(pages, key_states, value_states, lengths)
         else:
             states = self._pad_new_states(key_states), self._pad_new_states(value_states)
         length.record(positions)

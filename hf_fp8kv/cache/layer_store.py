@@ -1,12 +1,15 @@
 """`LayerStore`: the pages of one layer, with the layer's encoding and length."""
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import ops
-from ..ops import Pages
+from ..ops import Pages, api
 from ..ops.blocks import locate_pages
 from ..paging.layer_group import Positions
 from ..paging.lengths import AnyPositions, DeviceLength, HostLength
@@ -15,6 +18,33 @@ from ..paging.page_pool import PagePool
 from .encoding import Encoding
 from .indexers import Indexer, get_tensors
 from .paged_tensor import PagedKV, make_handles
+
+
+@dataclass
+class DecodeRecord:
+    """What the decode steps of a layer have in common, for steps that only differ in values.
+
+    Nearly all host time of a decode step is spent on checks and lookups with the same results in
+    each step. `LayerStore.repeat` leaves them out. A record is an attribute of the `Pages`, so it
+    is dropped with them.
+
+    Attributes:
+        layout: Result of `describe_tokens`.
+        write: `ops.write` for tokens of this layout and the pages of the record.
+        attention: The call of the attention function that read the handles, or None.
+    """
+
+    layout: tuple[Any, ...]
+    write: Callable[..., None]
+    attention: Any = None
+
+
+def describe_tokens(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    """Return everything about new tokens that a step depends on, except their values."""
+    return (
+        key.shape, key.stride(), key.dtype, key.device, type(value), value.shape, value.stride(),
+        value.dtype, value.device,
+    )  # fmt: skip
 
 
 class LayerStore:
@@ -162,6 +192,41 @@ class LayerStore:
             pages, lengths, work_plan, (self.pool.k_dtype, self.pool.v_dtype), positions.first,
             positions.stop, self.group.window or 0, self.length.max_tokens is not None, backend,
         )  # fmt: skip
+
+    def record(
+        self, pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Record a decode step of a growing layer, unless something observes or offloads it."""
+        is_growing = isinstance(self.length, HostLength)
+        if is_growing and not (isinstance(self.pool.memory, OffloadBlocks) or api.is_observed(key)):
+            write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
+            pages.record = DecodeRecord(describe_tokens(key, value), write)
+
+    def repeat(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Store one token per sequence as in the recorded step, and return the handles.
+
+        Return None if the pages have no record, or anything is not as in the recorded step. Raise
+        the errors of `LayerGroup.reserve`.
+        """
+        length, blocks = self.length, self.pool.blocks
+        if (cached := blocks.cached_pages) is None:
+            return None
+        pages, device = cached[1], key.device
+        record = pages.record
+        if record is None or record.layout != describe_tokens(key, value) or api.is_observed(key):
+            return None
+        backend = self.encoding.backend
+        positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)
+        table, lengths = positions.locate(device)
+        # The step may have allocated a page, or a fork may have recorded a step on its pages.
+        if table is not pages.table or blocks.cached_pages is not cached:
+            return None
+        record.write(pages, key, value, lengths, None)
+        handles = self.make_handles(pages, lengths, positions)
+        length.record(positions)
+        return handles
 
     def _count_query_rows(self, num_tokens: int) -> int:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""

@@ -21,12 +21,19 @@ token_scales[..., 1] and no center.
 """
 
 # Define nothing here that needs the library `torch`: the folder `torch` has the same name.
-from .api import advance, attend, create_plan, fill_plan, gather, write
-from .backends import BACKEND_CHOICES, BACKENDS, choose_backend, explain_backends, load_backend
+from .api import advance, attend, bind, create_plan, fill_plan, gather, write
+from .backends import (
+    BACKEND_CHOICES,
+    BACKENDS,
+    CHECKS_ON_DEVICE,
+    choose_backend,
+    explain_backends,
+    load_backend,
+)
 from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
-    "BACKENDS", "BACKEND_CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend",
-    "choose_backend", "create_plan", "explain_backends", "fill_plan", "gather", "load_backend",
-    "write",
+    "BACKENDS", "BACKEND_CHOICES", "CHECKS_ON_DEVICE", "AttentionSpec", "Pages", "StoredSide",
+    "advance", "attend", "bind", "choose_backend", "create_plan", "explain_backends", "fill_plan",
+    "gather", "load_backend", "write",
 ]  # fmt: skip

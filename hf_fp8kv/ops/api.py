@@ -5,17 +5,17 @@ dispatcher if something observes them: torch's compilers, modes, transforms and 
 meta tensors, tensor subclasses, or autograd.
 """
 
+import functools
 import inspect
-import itertools
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, OutOfPagesError
-from .backends import load_backend
+from .backends import CHECKS_ON_DEVICE, IS_DETERMINISTIC, PLANS, load_backend
 from .pages import PAGE_FIELDS, AttentionSpec, Pages, flatten, unflatten
 from .sizes import check_sizes
 
@@ -25,6 +25,80 @@ _FAKE = "fake"
 _MAX_SEPARATE_TOKENS = 256
 
 
+# A `torch.library.custom_op` would take six times as long to dispatch.
+_LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
+_HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+# By the dispatcher's name of an operation: its function for the dispatcher.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
+
+
+def _operation(function: _Operation) -> _Operation:
+    """Register an operation, and return a function that calls it, by the dispatcher if necessary.
+
+    Its schema has each field of its named tuples as an argument. Operations whose backend does not
+    check on the device read values on the host, which a CUDA graph cannot capture. torch requires a
+    tag for such an operation, so it is registered twice.
+    """
+    name, hints = function.__name__, typing.get_type_hints(function)
+    result_type = hints.pop("return")
+    names, first = list(hints), list(hints.values()).index(Tensor)
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+    plain_names = [x for x in names if not hasattr(hints[x], "_fields")]
+    record_names = [x for x in ("spec", "pages") if x in hints]
+    types = dict(pair for n in plain_names + record_names for pair in _flatten_hint(n, hints[n]))
+
+    def run(*args: Any, **replaced: Any) -> Any:
+        arguments = dict(zip(plain_names, args, strict=False))
+        if record_names:
+            arguments["pages"] = unflatten(args[-len(PAGE_FIELDS) :])
+        if "spec" in hints:
+            arguments["spec"] = AttentionSpec(*args[len(plain_names) : -len(PAGE_FIELDS)])
+        return function(**arguments | replaced)
+
+    mutates = result_type is type(None)
+    vars(run)["__signature__"] = inspect.Signature(
+        [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x])
+         for x in types],
+        return_annotation=None if mutates else result_type,
+    )  # fmt: skip
+    mutated_names = {"block", "plan"} & types.keys() if mutates else ()
+    schema = torch.library.infer_schema(run, mutates_args=mutated_names)
+    for full_name, tags in ((name, ()), (f"{name}_by_host", _HOST_TAGS)):
+        _LIBRARY.define(full_name + schema, tags=tags)
+        _LIBRARY.impl(full_name, run, "CompositeExplicitAutograd")
+        fake = functools.partial(run, backend=_FAKE)
+        torch.library.register_fake(f"hf_fp8kv::{full_name}", fake, lib=_LIBRARY)
+        FUNCTIONS[full_name] = run
+    on_device = getattr(torch.ops.hf_fp8kv, name).default
+    by_host = getattr(torch.ops.hf_fp8kv, f"{name}_by_host").default
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_observed(args[first]):
+            return function(*args, **kwargs)
+        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
+        fields = [arguments[x] for x in plain_names]
+        for x in record_names:
+            fields += flatten(arguments[x]) if x == "pages" else arguments[x]
+        return (on_device if arguments["backend"] in CHECKS_ON_DEVICE else by_host)(*fields)
+
+    return cast(_Operation, call)
+
+
+def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the name and the type of each schema argument, such as `k_format` for `k.format`."""
+    if not hasattr(type_, "_fields"):
+        yield prefix + name, type_
+        return
+    hints = typing.get_type_hints(type_)
+    inner_prefix = "" if type_ in (Pages, AttentionSpec) else f"{prefix}{name}_"
+    for field in type_._fields:
+        yield from _flatten_hint(field, hints[field], inner_prefix)
+
+
+@_operation
 def write(
     pages: Pages,
     key: Tensor,
@@ -32,8 +106,6 @@ def write(
     lengths: Tensor,
     backend: str,
     limit: int | None = None,
-    *,
-    is_dispatched: bool = False,
 ) -> None:
     """Store new tokens. Token `t` of sequence `b` is stored at position `lengths[b] - T + t`.
 
@@ -44,24 +116,19 @@ def write(
         lengths: Number of stored tokens, including the new tokens, `[B]`, int32.
         backend: One of `BACKENDS`, as returned by `choose_backend`.
         limit: Maximum number of tokens in a sequence. None means the capacity of its pages.
-        is_dispatched: Only for torch's dispatcher: whether it has received this call.
 
     Raises:
         OutOfPagesError: A token has no page or exceeds the limit. In this case nothing is stored.
             The "triton" backend never raises this error and skips such tokens.
     """
-    if not (is_dispatched or can_skip_dispatcher(key)):
-        _get_dispatcher("write", backend)(key, value, lengths, backend, limit, pages)
-        return
     check_sizes(pages, lengths, new_tokens=(key, value))
     if backend == _FAKE:
         return
     _check_limit(lengths, key.shape[2], limit)
-    # "triton" checks the limit on the device, because the host does not have the lengths.
-    device_args = (limit,) if backend == "triton" else ()
-    load_backend(backend).write(pages, key, value, lengths, *device_args)
+    load_backend(backend).write(pages, key, value, lengths, limit)
 
 
+@_operation
 def gather(
     pages: Pages,
     lengths: Tensor,
@@ -71,8 +138,6 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
     backend: str,
-    *,
-    is_dispatched: bool = False,
 ) -> Tensor:
     """Return the dense keys or values of positions `start` to `stop - 1`.
 
@@ -85,15 +150,11 @@ def gather(
         dtype: Dtype of the result.
         ragged: Whether some positions may be at or after `lengths[b]`. They are zero in the result.
         backend: One of `BACKENDS`.
-        is_dispatched: As in `write`.
 
     Returns:
         The dense tensor, `[B, Hkv, stop - start, D]`, contiguous. Positions in freed pages have
         arbitrary values.
     """
-    if not (is_dispatched or can_skip_dispatcher(lengths)):
-        dispatch = _get_dispatcher("gather", backend)
-        return dispatch(lengths, side, start, stop, dtype, ragged, backend, pages)
     if side not in ("k", "v"):
         raise ConfigError(f"side: expected 'k' or 'v', got {side!r}")
     check_sizes(pages, lengths, start, stop)
@@ -105,6 +166,7 @@ def gather(
     return dense
 
 
+@_operation
 def attend(
     query: Tensor,
     pages: Pages,
@@ -115,7 +177,6 @@ def attend(
     *,
     plan: Tensor | None = None,
     backend: str,
-    is_dispatched: bool = False,
 ) -> Tensor:
     """Compute softmax attention over stored positions `start` to `stop - 1`.
 
@@ -130,15 +191,11 @@ def attend(
         plan: Work plan that `fill_plan` wrote for these lengths, number of query tokens, window and
             start. None means that a backend makes a plan if it needs one.
         backend: One of `BACKENDS`.
-        is_dispatched: As in `write`.
 
     Returns:
         The attention output, `[B, T, Hq, Dv]`, or `[B, T, Hq, Dk]` for latents, in the query's
         dtype. The output of a query without visible tokens is zero.
     """
-    if not (is_dispatched or can_skip_dispatcher(query)):
-        dispatch = _get_dispatcher("attend", backend)
-        return dispatch(query, lengths, start, stop, plan, backend, spec, pages)
     check_sizes(pages, lengths, start, stop, query, spec)
     if backend == _FAKE:
         batch, num_heads, num_tokens, _ = query.shape
@@ -147,25 +204,21 @@ def attend(
     mask, bias = spec.mask, spec.bias
     if mask is not None and mask.is_floating_point():
         spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
-    if spec.deterministic and backend != "cpu":
+    if spec.deterministic and backend not in IS_DETERMINISTIC:
         return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
-    device_args = (plan,) if backend == "triton" else ()
     attend_pages = load_backend(backend).attend
-    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, *device_args)
+    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, plan)
     return attended
 
 
-def advance(
-    lengths: Tensor, num_tokens: int, limit: int, backend: str, *, is_dispatched: bool = False
-) -> Tensor:
+@_operation
+def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
     """Return `lengths + num_tokens`, the lengths for a `write` of `num_tokens` tokens.
 
     Compiled code raises the errors of `write` here, because it may use the result before the write.
     """
-    if not is_dispatched and backend != "triton" and torch.compiler.is_compiling():
-        return _get_dispatcher("advance", backend)(lengths, num_tokens, limit, backend)
     new_lengths = lengths + num_tokens
-    if is_dispatched and backend != _FAKE:
+    if backend != _FAKE:
         _check_limit(new_lengths, num_tokens, limit)
     return new_lengths
 
@@ -183,7 +236,7 @@ def create_plan(
         num_query_rows: Query heads per KV head times query tokens. With more rows a GPU runs fewer
             programs at once, and `attend` does not use a plan with too many parts.
     """
-    if backend != "triton":
+    if backend not in PLANS:
         return None
     device, count_plan_rows = lengths.device, load_backend(backend).count_plan_rows
     num_rows: int = count_plan_rows(device, len(lengths), num_heads, length, num_query_rows)
@@ -192,6 +245,7 @@ def create_plan(
     return plan
 
 
+@_operation
 def fill_plan(
     plan: Tensor,
     lengths: Tensor,
@@ -200,8 +254,6 @@ def fill_plan(
     start: int,
     num_heads: int,
     backend: str,
-    *,
-    is_dispatched: bool = False,
 ) -> None:
     """Assign tokens to programs for all layers of a step, on the device.
 
@@ -213,18 +265,25 @@ def fill_plan(
         start: As in `attend`.
         num_heads: Number of KV heads.
         backend: "triton", the only backend with plans.
-        is_dispatched: As in `write`.
     """
-    if not (is_dispatched or can_skip_dispatcher(lengths)):
-        dispatch = _get_dispatcher("fill_plan", backend)
-        dispatch(plan, lengths, num_tokens, window, start, num_heads, backend)
-    elif backend != _FAKE:
+    if backend != _FAKE:
         load_backend(backend).fill_plan(plan, lengths, num_tokens, window, start, num_heads)
 
 
-def can_skip_dispatcher(x: Tensor) -> bool:
-    """Return whether an operation on `x` can call its backend without the dispatcher."""
-    return not (
+def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
+    """Return a function for calls of an operation that only differ from this call in values.
+
+    `args` are checked arguments of the backend's operation. The function checks nothing, so the
+    shapes, strides, dtypes, devices and pages of a call must equal `args`.
+    """
+    operation = getattr(load_backend(backend), name)
+    bound: Callable[..., Any] = vars(operation).get("bind", lambda *_: operation)(*args)
+    return bound
+
+
+def is_observed(x: Tensor) -> bool:
+    """Return whether anything observes an operation on `x`, which needs the dispatcher then."""
+    return bool(
         torch.compiler.is_dynamo_compiling()
         or torch.is_grad_enabled()
         or type(x) is not Tensor
@@ -258,7 +317,7 @@ def _attend_per_token(
         token_rows = x.expand(batch, -1, num_tokens, -1).transpose(1, 2).flatten(0, 1)
         return token_rows[chunk, :, None, : end - start]
 
-    outputs, host_lengths = [], None if backend == "triton" else token_lengths.tolist()
+    outputs, host_lengths = [], None if backend in CHECKS_ON_DEVICE else token_lengths.tolist()
     chunk_size = _MAX_SEPARATE_TOKENS if host_lengths is None else 1
     for first in range(0, len(token_queries), chunk_size):
         chunk, end = slice(first, first + chunk_size), stop
@@ -277,80 +336,3 @@ def _check_limit(lengths: Tensor, num_tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens exceed the limit. Lengths on a GPU are not checked."""
     if limit is not None and lengths.is_cpu and (stop := int(lengths.max())) > limit:
         raise OutOfPagesError.for_tokens(limit, stop - num_tokens, num_tokens)
-
-
-# -- registration --------------------------------------------------------------------------------
-
-# A `torch.library.custom_op` would take six times as long to dispatch.
-_LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
-_HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-# By the dispatcher's name of an operation: its function, and a function that dispatches it.
-FUNCTIONS: dict[str, Callable[..., Any]] = {}
-_DISPATCHERS: dict[str, Callable[..., Tensor]] = {}
-
-
-def _get_dispatcher(name: str, backend: str) -> Callable[..., Tensor]:
-    """Return a function that calls an operation through the dispatcher.
-
-    Its arguments are the operation's arguments in order, except that `spec` and `pages` come last.
-
-    All backends except "triton" read values on the host, which a CUDA graph cannot capture. torch
-    requires a tag for such an operation, so it is registered twice.
-    """
-    return _DISPATCHERS[name if backend == "triton" else f"{name}_by_host"]
-
-
-def _register(name: str, function: Callable[..., Any], tags: tuple[torch.Tag, ...]) -> None:
-    """Register an operation, whose schema has each field of its named tuples as an argument."""
-    hints = typing.get_type_hints(function)
-    result_type = hints.pop("return")
-    del hints["is_dispatched"]
-    plain_names = [name for name, type_ in hints.items() if not hasattr(type_, "_fields")]
-    record_names = [name for name in ("spec", "pages") if name in hints]
-    types = dict(pair for n in plain_names + record_names for pair in _flatten_hint(n, hints[n]))
-
-    def run(*args: Any, **replaced: Any) -> Any:
-        arguments = dict(zip(plain_names, args, strict=False))
-        if record_names:
-            arguments["pages"] = unflatten(args[-len(PAGE_FIELDS) :])
-        if "spec" in hints:
-            arguments["spec"] = AttentionSpec(*args[len(plain_names) : -len(PAGE_FIELDS)])
-        return function(**arguments | replaced, is_dispatched=True)
-
-    def fake(*args: Any) -> Any:
-        return run(*args, backend=_FAKE)
-
-    def dispatch(*args: Any) -> Any:
-        fields = [flatten(x) if isinstance(x, Pages) else x for x in args[len(plain_names) :]]
-        return operation(*args[: len(plain_names)], *itertools.chain(*fields))
-
-    parameters = [
-        inspect.Parameter(parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_)
-        for parameter, type_ in types.items()
-    ]
-    mutates = result_type is type(None)
-    signature = inspect.Signature(parameters, return_annotation=None if mutates else result_type)
-    vars(run)["__signature__"] = signature
-    mutated_names = {"block", "plan"} & types.keys() if mutates else ()
-    schema = torch.library.infer_schema(run, mutates_args=mutated_names)
-    _LIBRARY.define(name + schema, tags=tags)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hf_fp8kv::{name}", fake, lib=_LIBRARY)
-    operation = getattr(torch.ops.hf_fp8kv, name).default
-    FUNCTIONS[name], _DISPATCHERS[name] = run, dispatch
-
-
-def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and the type of each schema argument, such as `k_format` for `k.format`."""
-    if not hasattr(type_, "_fields"):
-        yield prefix + name, type_
-        return
-    hints = typing.get_type_hints(type_)
-    inner_prefix = "" if type_ in (Pages, AttentionSpec) else f"{prefix}{name}_"
-    for field in type_._fields:
-        yield from _flatten_hint(field, hints[field], inner_prefix)
-
-
-for _function in (write, gather, attend, fill_plan, advance):
-    _register(_function.__name__, _function, ())
-    _register(f"{_function.__name__}_by_host", _function, _HOST_TAGS)

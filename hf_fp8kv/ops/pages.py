@@ -66,15 +66,17 @@ class Pages(_PageFields):
         k_dtype: Dtype of a stored value of K: uint8, or a floating dtype for "auto".
         v_dtype: Dtype of a stored value of V.
         has_scales: Whether pages have room for dynamic scales.
-        sizes: Cached sizes for `check_sizes`, or None. This and the next two attributes are not
+        sizes: Cached sizes for `check_sizes`, or None. This and the next three attributes are not
             fields of the tuple, and `_replace` drops them.
         attributes: Cached fields under the names of `PagedKV`, or None.
         launch_properties: Cached properties for recorded launches (`triton.replay`), or None.
+        record: The last decode step (`cache.layer_store.DecodeRecord`), or None.
     """
 
     sizes: tuple[int, int, int, int, int, torch.device] | None = None
     attributes: dict[str, Any] | None = None
     launch_properties: Any = None
+    record: Any = None
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy does not keep the cached attributes. A pool locates the blocks of a copy again.

@@ -20,7 +20,9 @@ MAX_GATHER_TOKENS = 512
 MAX_WRITE_TOKENS = 512
 
 
-def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+def write(
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, _limit: int | None = None
+) -> None:
     """Store new tokens, with the arguments and errors of `ops.write`."""
     num_tokens = key.shape[2]
     page_number, slot, exists = locate_tokens(pages, lengths, num_tokens)
@@ -134,8 +136,9 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
 
 
 def attend(
-    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
-) -> Tensor:
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec,
+    _plan: None = None,
+) -> Tensor:  # fmt: skip
     """Compute softmax attention, with the arguments and result of `ops.attend`."""
     batch, num_q_heads, num_tokens, _ = query.shape
     k = gather(pages, lengths, "k", start, stop, torch.float32, ragged=True)

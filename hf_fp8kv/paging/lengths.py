@@ -187,7 +187,10 @@ class DeviceLength:
                 raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
         if not is_allocated:
             self.allocate(batch, device)
-        new_lengths = ops.advance(self.lengths, num_tokens, self.max_tokens, backend)
+        if torch.compiler.is_compiling() and backend not in ops.CHECKS_ON_DEVICE:
+            new_lengths = ops.advance(self.lengths, num_tokens, self.max_tokens, backend)
+        else:
+            new_lengths = self.lengths + num_tokens
         ring_size, page_size, long_write = self.group.ring_size, self.group.page_size, None
         # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
         max_new_tokens = (ring_size - 1) * page_size - (self.group.window or 0) + 2

@@ -76,6 +76,7 @@ def find_failures(record, measure, *args):
 def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
     """Serving and compiled caches are left to the full tier."""
     monkeypatch.setattr(end_to_end, "CONTENDERS", end_to_end.CONTENDERS[:2])
+    monkeypatch.setattr(end_to_end, "OTHER_CONTENDERS", [])
     monkeypatch.setattr(
         suite, "TINY", replace(TINY, write_batches=(1,), other_cases=TINY.other_cases[:1])
     )
@@ -86,7 +87,7 @@ def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, 
     assert not [row for row in result["rows"] if "failed" in row]
     # No kernels of other projects are installed.
     assert {row["section"] for row in result["rows"]} == {*sections} - {"other kernels"}
-    assert len([row for row in result["rows"] if row.get("first_ms", 0) > 0]) == 3
+    assert len([row for row in result["rows"] if row["case"].startswith("first token")]) == 3
     decode_names = {row["name"] for row in result["rows"] if row["section"] == "decode"}
     assert {fmt.name for fmt in PAGE_FORMATS} | {"sdpa math", "flex"} <= decode_names
     for row in result["rows"]:
@@ -161,6 +162,29 @@ def test_the_command_line_rejects_invalid_arguments(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
         assert message in capsys.readouterr().err
+
+
+def test_contenders_of_generate_alternate_in_rounds(record, monkeypatch):
+    """A contender that fails in a round has no more rounds, and all others continue."""
+    names, generate = [], end_to_end.Run._generate
+
+    def generate_or_fail(run):
+        names.append(run.contender.name)
+        if len(names) == 5:
+            raise ValueError("lost\na page")
+        return generate(run)
+
+    monkeypatch.setattr(end_to_end.Run, "_generate", generate_or_fail)
+    model = end_to_end.make_model(TINY, record)
+    contenders, sizes = end_to_end.CONTENDERS[:2], replace(TINY, num_rounds=3)
+    end_to_end._measure_contenders(record, "s", model, sizes, "torch", contenders, ((2, 40),))
+    first, second = (contender.name for contender in contenders)
+    assert names == [first, second] * 2 + [first, second, second]
+    assert [row["rounds"] for row in record.rows] == [1, 3]
+    assert record.rows[0]["failed"] == "ValueError: lost\na page"
+    row = record.rows[1]
+    assert 0 < row["low_per_s"] <= row["tokens_per_s"] <= row["high_per_s"]
+    assert row["first_ms"] <= 1e3 * row["full_speed_s"]
 
 
 # -- wrong results ---------------------------------------------------------------------------------

@@ -65,6 +65,38 @@ def test_latent_attention_with_a_wrong_output_raises_an_error(monkeypatch):
         latent.make_steps(latent.make_module(num_heads := 4), num_heads, 70, "torch")
 
 
+def test_a_decode_step_needs_few_calls():
+    """Calls are counted, because times depend on the load. Limits are per layer, of 32 layers."""
+    program = """
+import json, sys, torch, triton
+from collections import Counter
+from benchmarks import host
+from hf_fp8kv.ops.triton.target import Target, assuming
+triton.runtime.driver.set_active(host.make_driver())
+host.STORED_TOKENS, results = 5, []
+with torch.no_grad(), assuming(Target.parse(host.GPU)):
+    for batch in (1, 2):
+        stack, counts = host.make_stack(32, batch), Counter()
+        for _ in range(3):
+            stack.step()
+        mask = stack.make_mask()
+        stack.make_mask = lambda: mask
+        sys.setprofile(lambda _frame, event, _argument: counts.update([event]))
+        stack.step()
+        sys.setprofile(None)
+        results.append([counts["call"] / 32, counts["c_call"] / 32])
+print(json.dumps(results))
+"""
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
+    assert process.returncode == 0, process.stderr
+    plain, padded = json.loads(process.stdout)
+    assert plain[0] <= 60, plain
+    assert plain[1] <= 45, plain
+    assert padded[0] <= 60, padded
+    assert padded[1] <= 50, padded
+
+
 @pytest.mark.full
 def test_the_host_benchmark_launches_only_the_kernels_of_a_step():
     """Triton runs in a separate process, with a driver that ignores launches."""
@@ -91,7 +123,9 @@ print(json.dumps([kernels, stack.cache.host_length()]))
     values = {(row["cache"], row["layers"]): row["value"] for row in rows}
     stock_name = f"{host.STOCK}, tiny"
     assert values.keys() == {
-        (host.PAGED, 1), *((name, 32) for name in (host.PAGED, *host.REPLACEMENTS, stock_name)),
+        (host.PAGED, 1),
+        *((name, 32) for name in (host.PAGED, *host.REPLACEMENTS, stock_name)),
+        *((f"{name}, padded", 32) for name in (host.PAGED, stock_name)),
     }  # fmt: skip
     assert all(value > 0 for value in values.values())
 

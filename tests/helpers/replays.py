@@ -1,7 +1,8 @@
 """Check that replayed calls of the Triton backend launch the same kernels as direct calls.
 
 Each check records a call, runs a call that differs in one argument, and repeats the first call. All
-launches must have the same arguments as the launches of direct calls, without replay. Triton
+launches must have the same arguments as the launches of direct calls, without replay. Bound calls
+(`ops.bind`) are compared in the same way. Triton
 specializes kernels as on a GPU, but the fake compiler returns only a name. This module patches
 Triton globally, so it must run in a separate process without Triton's interpreter.
 """
@@ -28,7 +29,7 @@ from triton.runtime import jit
 from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay
-from hf_fp8kv.ops.triton.target import Target, assuming
+from hf_fp8kv.ops.triton.target import Target, assuming, recording
 
 BATCH, HEADS, QUERY_HEADS, DIM = 2, 2, 8, 64
 # Slots of a page, pages of a pool, and pages in a row of the block table.
@@ -135,6 +136,101 @@ def compare_with_replay(operation: Any, args: tuple[Any, ...], label: str) -> bo
     actual = trace_call(operation, args)
     assert actual == expected, f"{label}:\n{actual}\n{expected}"
     return next(_jit_calls) == old_count + 1  # the call did not run Triton's own launch code
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+def compare_bound_calls(operation: Any, args: Any, label: str) -> None:
+    """Compare calls of a bound operation with direct calls, and check the way that they take.
+
+    Raises:
+        AssertionError: The launches, the allocations or the result differ, or a call that differs
+            in more than values is not an ordinary call.
+    """
+    bind, pages = vars(operation)["bind"], getattr(args, "pages", None)
+    other_args = args._replace(pages=None) if pages else args
+
+    def compare(changed: Any, change: str, expected_way: str) -> None:
+        changed = changed._replace(pages=pages) if pages else changed
+        replay._CAN_REPLAY = False
+        expected = trace_call(operation, changed)
+        replay._CAN_REPLAY = True
+        old_count = next(_jit_calls)
+        with patch.object(replay, "describe_tensors", wraps=replay.describe_tensors) as describe:
+            actual = trace_call(bound, changed)
+        uses_triton = next(_jit_calls) != old_count + 1
+        way = "described" if describe.called else "direct" if uses_triton else "bound"
+        assert actual == expected, f"{label}, bound, {change}:\n{actual}\n{expected}"
+        assert way == expected_way, f"{label}, bound, {change}: {way}"
+
+    for recordings in replay.recordings.values():
+        recordings.clear()
+    replay.NO_SHARED_TENSORS.recordings.clear()
+    assert bind(*args) is operation, "bound without a recording"
+    operation(*args)
+    bound = bind(*args)
+    assert bound is not operation
+    counter = itertools.count()
+    map_tensors(other_args, lambda _: next(counter))
+    for i in range(next(counter)):
+        misaligned_args = map_tensors(other_args, make_misaligned, i)
+        compare(map_tensors(other_args, make_strided, i), f"tensor {i}", "bound")
+        compare(misaligned_args, f"tensor {i}, not aligned", "described")
+        misaligned_args = misaligned_args._replace(pages=pages) if pages else misaligned_args
+        assert bind(*misaligned_args) is operation
+    for name, values in BOUND_INTEGERS[type(args)].items():
+        for value in values:
+            compare(other_args._replace(**{name: value}), f"{name}={value}", "bound")
+    for i, context in enumerate(CONTEXTS):
+        with context():
+            way = "direct" if knobs.runtime.debug else "described"
+            compare(other_args, f"context {i}", way)
+    compare(other_args, "as before", "bound")
+    with assuming(Target.parse("gfx942")):
+        operation(*args)
+        assert bind(*args) is operation
+    with recording(dry_run=True) as recorded:
+        launches.clear()
+        bound(*args)
+        assert recorded.launches
+        assert not launches
+    hook = knobs.runtime.launch_enter_hook
+    for edit_hook in (hook.add, hook.remove):
+        edit_hook(print)
+        had_hooks.clear()
+        bound(*args)
+        assert set(had_hooks) == {edit_hook.__name__ == "add"}
+
+
+def compare_devices(operation: Any, args: Any) -> None:
+    """Check that a bound call enters the device of its first tensor, unless it is the current one.
+
+    Raises:
+        AssertionError: A call does not enter it, or enters it without need.
+    """
+    entered: list[torch.device] = []
+    on_gpu = args._replace(plan=args.plan.as_subclass(CudaTensor))
+
+    def enter(device: torch.device) -> AbstractContextManager[None]:
+        entered.append(device)
+        return nullcontext()
+
+    with patch("torch.cuda.device", enter), patch("torch.cuda.current_device") as current_device:
+        current_device.return_value = 0
+        operation(*on_gpu)
+        bound = vars(operation)["bind"](*on_gpu)
+        assert bound is not operation
+        for index in (0, 1, 0):
+            current_device.return_value = index
+            entered.clear()
+            launches.clear()
+            bound(*on_gpu)
+            assert len(launches) == 1
+            assert entered == [CudaTensor.device] * index
 
 
 def make_tokens(num_heads: int, num_tokens: int = 1) -> torch.Tensor:
@@ -255,6 +351,12 @@ FIELD_VALUES: dict[type, dict[str, list[Any]]] = {
     AttendArgs: {"start": [5], "stop": [43], "plan": [None, make_plan_rows(20), make_plan_rows(5)]},
     PlanArgs: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
+# Values of integers that a bound call may change.
+BOUND_INTEGERS: dict[type, dict[str, list[Any]]] = {
+    WriteArgs: {"limit": [7, None]},
+    AttendArgs: {"start": [5], "stop": [43]},
+    PlanArgs: {"start": [5]},
+}
 # Contexts that change the environment of a call.
 CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
     lambda: assuming(Target.parse("sm_80")),
@@ -318,6 +420,7 @@ def compare_calls() -> dict[str, int]:
                 check_after_recording(
                     operation, args, args, f"{name}, context {next(comparison_numbers)}", context
                 )
+            compare_bound_calls(operation, args, name)
             # With a launch hook, Triton must perform the launch so that it calls the hook.
             hook = knobs.runtime.launch_enter_hook
             for edit_hook in (hook.add, hook.remove):
@@ -326,4 +429,5 @@ def compare_calls() -> dict[str, int]:
                 operation(*args)
                 assert set(had_hooks) == {edit_hook.__name__ == "add"}
             comparisons[name] = next(comparison_numbers)
+        compare_devices(backend.fill_plan, calls["fill_plan"])
     return comparisons

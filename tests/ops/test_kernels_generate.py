@@ -107,7 +107,7 @@ def test_a_compiled_step_gives_equal_tokens():
 
 @torch.no_grad()
 def test_keys_take_few_hops_to_the_kernel(monkeypatch):
-    """In first and later calls, seven functions in six files receive the keys."""
+    """In first and later calls, at most eight functions in six files receive the keys."""
     cache = FP8PagedCache(make_model("gqa")[0].config, backend="triton")
     stacks = []
 
@@ -120,7 +120,7 @@ def test_keys_take_few_hops_to_the_kernel(monkeypatch):
         cache.update(*torch.randn(2, 1, 2, num_tokens, 16), 0)
     for stack in stacks:
         names = [x.function for x in stack][::-1]
-        assert len([*names, "launch", "_write"]) <= 7, names
+        assert len([*names, "launch", "_write"]) <= 8, names
         assert len({*[x.filename for x in stack], "target.py"}) <= 6
     assert len(stacks) == 3
 

@@ -85,7 +85,9 @@ def _choose_num_threads(num_values: int) -> int:
     return max(1, min(torch.get_num_threads(), num_values // MIN_THREAD_VALUES))
 
 
-def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+def write(
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, _limit: int | None = None
+) -> None:
     """Store new tokens, with the same bytes as `reference.write`."""
     if not KINDS.keys() >= {pages.k_dtype, pages.v_dtype}:
         torch_backend.write(pages, key, value, lengths)
@@ -149,8 +151,9 @@ def gather(
 
 
 def attend(
-    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
-) -> Tensor:
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec,
+    _plan: None = None,
+) -> Tensor:  # fmt: skip
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     if not KINDS.keys() >= {query.dtype, pages.k_dtype, pages.v_dtype}:
         return torch_backend.attend(query, pages, lengths, start, stop, spec)

@@ -23,8 +23,9 @@ LATENT_CHUNK_TOKENS, MAX_LATENT_ROWS = 2048, 256
 
 
 def attend(
-    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
-) -> Tensor:
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec,
+    _plan: None = None,
+) -> Tensor:  # fmt: skip
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     batch, num_q_heads, num_tokens, _ = query.shape
     num_heads, k, v, window = pages.num_heads, pages.k, pages.v, spec.window

@@ -10,12 +10,13 @@ from ..pages import AttentionSpec, Pages
 from . import decode, extend
 from .gather import gather
 from .plan import count_plan_rows, fill_plan
-from .tuning import MAX_DECODE_ROWS, MAX_DECODE_TOKENS
+from .replay import replayed
 from .write import write
 
 __all__ = ["attend", "count_plan_rows", "fill_plan", "gather", "write"]
 
 
+@replayed(decode.describe_layout, decode.list_variables, pages=1)
 def attend(
     query: Tensor,
     pages: Pages,
@@ -29,9 +30,6 @@ def attend(
 
     `plan` is a plan that `fill_plan` wrote for these lengths, or None to make a plan here.
     """
-    _, num_q_heads, num_tokens, _ = query.shape
-    num_rows = num_q_heads // pages.num_heads * num_tokens
-    # Models with latents have many query heads per KV head, so the number of tokens decides.
-    if num_tokens > MAX_DECODE_TOKENS if spec.latent else num_rows > MAX_DECODE_ROWS:
-        return extend.attend(query, pages, lengths, start, stop, spec)
-    return decode.attend(query, pages, lengths, start, stop, spec, plan)
+    if decode.has_few_rows(query, pages, spec):
+        return decode.attend(query, pages, lengths, start, stop, spec, plan)
+    return extend.attend(query, pages, lengths, start, stop, spec)

@@ -5,6 +5,8 @@ over one sequence, or over one part of it. With parts, a few rows also keep all 
 plan (plan.py) assigns the parts. A second kernel merges the partial sums of a sequence.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,10 +15,17 @@ from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
 from .plan import count_plan_rows, fill_plan, get_max_parts
-from .replay import Variables, describe_pages, replayed, shape_and_strides
+from .replay import Variables, shape_and_strides
 from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
-from .tuning import FEW_ROWS, MAX_DECODE_ROWS, LaunchConfig, choose_decode_config, estimate_programs
+from .tuning import (
+    FEW_ROWS,
+    MAX_DECODE_ROWS,
+    MAX_DECODE_TOKENS,
+    LaunchConfig,
+    choose_decode_config,
+    estimate_programs,
+)
 
 # Number of values that a `_combine` program loads at a time, and its maximum number of channels. Of
 # five pairs, this pair was the fastest on an H100 in three of four decode cases. A program has one
@@ -25,7 +34,7 @@ LOAD_SIZE = tl.constexpr(4096)
 MAX_CHANNELS = tl.constexpr(128)
 
 
-def _describe(
+def describe_layout(
     query: torch.Tensor,
     pages: Pages,
     lengths: torch.Tensor,
@@ -33,26 +42,45 @@ def _describe(
     stop: int,
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
-) -> Variables | None:
-    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, deterministic = spec
+) -> tuple[Any, ...] | None:
+    scaling, causal, window, softcap, _, mask, bias, _, latent, deterministic = spec
     # Dense masks and biases are not recorded. They are rare in decoding, and more of their strides
     # change with each step.
-    if bias is not None or (mask is not None and not _is_compact(mask)):
+    is_dense = bias is not None or (mask is not None and not _is_compact(mask))
+    if is_dense or not has_few_rows(query, pages, spec):
         return None
-    return Variables(
-        layout=(
-            shape_and_strides(query), None if plan is None else plan.shape, scaling, causal, window,
-            softcap, latent, deterministic,
-        ),
-        tensors=(query, lengths, plan, sinks, mask, bounds),
-        shared=describe_pages(pages),
-        integers={
-            "start": start, "stop": stop, "table_stride": pages.table.stride(0),
-            "mask_batch_stride": 0 if mask is None or len(mask) == 1 else mask.stride(0),
-            # A compact mask has no head stride. Kernels read the batch stride of its bounds here.
-            "mask_head_stride": 0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
-        },
+    return (
+        shape_and_strides(query), None if plan is None else plan.shape, scaling, causal, window,
+        softcap, latent, deterministic,
     )  # fmt: skip
+
+
+def list_variables(
+    query: torch.Tensor,
+    pages: Pages,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
+    plan: torch.Tensor | None = None,
+) -> Variables:
+    mask, bounds = spec.mask, spec.bounds
+    integers = {
+        "start": start, "stop": stop, "table_stride": pages.table.stride(0),
+        "mask_batch_stride": 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
+        # A compact mask has no head stride. Kernels read the batch stride of its bounds here.
+        "mask_head_stride": 0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0),
+    }  # fmt: skip
+    return (query, lengths, plan, spec.sinks, mask, bounds), integers
+
+
+def has_few_rows(query: torch.Tensor, pages: Pages, spec: AttentionSpec) -> bool:
+    """Return whether `attend` of this module supports a call."""
+    _, num_q_heads, num_tokens, _ = query.shape
+    # Models with latents have many query heads per KV head, so the number of tokens decides.
+    if spec.latent:
+        return num_tokens <= MAX_DECODE_TOKENS
+    return num_q_heads // pages.num_heads * num_tokens <= MAX_DECODE_ROWS
 
 
 def _is_compact(mask: torch.Tensor) -> bool:
@@ -60,7 +88,6 @@ def _is_compact(mask: torch.Tensor) -> bool:
     return mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
 
 
-@replayed(_describe)
 def attend(
     query: torch.Tensor,
     pages: Pages,

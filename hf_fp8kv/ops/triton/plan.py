@@ -18,11 +18,13 @@ other lengths or another window therefore still assigns every position to exactl
 is only less balanced.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .replay import NO_SHARED_TENSORS, Variables, replayed, shape_and_strides
+from .replay import Variables, replayed, shape_and_strides
 from .softmax import find_last_before_window
 from .target import cdiv, get_target, launch, next_power_of_2
 from .tuning import MAX_DECODE_TOKENS, PlanConfig, choose_plan_config, estimate_programs
@@ -73,17 +75,22 @@ def get_max_parts(plan: torch.Tensor, batch: int) -> int:
     return max_parts
 
 
-def _describe(
+def describe_layout(
     plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int,
     num_head_blocks: int, programs_per_sm: int = 0,
-) -> Variables | None:  # fmt: skip
+) -> tuple[Any, ...] | None:  # fmt: skip
     if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
         return None
-    layout = shape_and_strides(plan), lengths.shape, num_tokens, window, num_head_blocks
-    return Variables(layout, (plan, lengths), NO_SHARED_TENSORS, {"start": start})
+    return shape_and_strides(plan), lengths.shape, num_tokens, window, num_head_blocks
 
 
-@replayed(_describe)
+def list_variables(
+    plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int, *_: int
+) -> Variables:
+    return (plan, lengths), {"start": start}
+
+
+@replayed(describe_layout, list_variables)
 def fill_plan(
     plan: torch.Tensor,
     lengths: torch.Tensor,

@@ -27,6 +27,7 @@ with unusual settings of Triton, or with versions of Triton whose launches may d
 import collections
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -34,12 +35,16 @@ import triton
 from triton import knobs
 
 from ..pages import Pages
-from .target import LaunchRecord, Target, get_target, is_recording, recording
+from .target import LaunchRecord, Target, get_target, recorder, recording
 
 # Triton launches kernels in the same way from the first version on, and before the second version.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 10)
 _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _CAN_REPLAY = _FIRST_VERSION <= _version < _END_VERSION and not knobs.runtime.interpret
+
+# Settings that only some of these versions have.
+_HAS_CASTS = hasattr(knobs.compilation, "fpsan_homomorphic_casts")
+_HAS_STAGES_HOOK = hasattr(knobs.runtime, "add_stages_inspection_hook")
 
 # Maximum number of recordings for one kind of pages.
 _MAX_RECORDINGS = 256
@@ -100,21 +105,9 @@ def describe_pages(pages: Pages) -> SharedTensors:
     return shared
 
 
-class Variables(NamedTuple):
-    """Everything that a call depends on.
-
-    Attributes:
-        layout: Everything except the arguments below.
-        tensors: Tensors that differ in each call. The first determines the device.
-        shared: All other tensors among the arguments.
-        integers: Integers that differ in each call. Kernels take them under these names, without
-            specialization, or not at all.
-    """
-
-    layout: tuple[Any, ...]
-    tensors: Sequence[torch.Tensor | None]
-    shared: SharedTensors
-    integers: dict[str, int]
+# The arguments that differ in each call: tensors, the first of which determines the device,
+# and integers, which kernels take under these names, without specialization, or not at all.
+Variables: TypeAlias = tuple[Sequence[torch.Tensor | None], dict[str, int]]
 
 
 def shape_and_strides(x: torch.Tensor | None) -> Hashable:
@@ -122,61 +115,96 @@ def shape_and_strides(x: torch.Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.stride())
 
 
-def replayed(describe: Callable[..., Variables | None]) -> Callable[[_Operation], _Operation]:
+def replayed(
+    layout: Callable[..., tuple[Any, ...] | None],
+    variables: Callable[..., Variables],
+    pages: int | None = None,
+) -> Callable[[_Operation], _Operation]:
     """Return a decorator for an operation that returns None, or a tensor from `allocate`.
 
-    If an equal call was recorded, the operation is replayed. `describe` has the parameters of the
-    operation. It returns None for a call that is not recorded.
+    If an equal call was recorded, the operation is replayed.
+
+    Args:
+        layout: Function with the operation's parameters, which returns everything that a recording
+            depends on except `variables` and pages, or None for a call that is not recorded.
+        variables: Function with the operation's parameters, which returns its `Variables`.
+        pages: Index of the pages among the parameters. None means no pages.
+
+    The operation has an attribute `bind`, as in `ops.bind`.
     """
 
     def decorate(operation: _Operation) -> _Operation:
+        def describe(args: tuple[Any, ...]) -> Any:
+            call_layout = layout(*args) if _is_usual() else None
+            if call_layout is None:
+                return None
+            tensors, integers = variables(*args)
+            device = tensors[0].device  # type: ignore[union-attr]
+            target = get_target(device)
+            shared = NO_SHARED_TENSORS if pages is None else describe_pages(args[pages])
+            properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
+            key = operation, call_layout, device, properties, id(target)
+            return *shared, key, addresses, integers, target, device
+
         @functools.wraps(operation)
         def run(*args: Any) -> Any:
-            if not _CAN_REPLAY or is_recording() or _has_unusual_settings():
+            if (call := describe(args)) is None:
                 return operation(*args)
-            if (variables := describe(*args)) is None:
-                return operation(*args)
-            layout, tensors, (replays, shared_addresses), integers = variables
-            first = tensors[0]
-            assert first is not None
-            device = first.device
-            target = get_target(device)
-            properties, addresses = describe_tensors(tensors, sizes=not target.is_nvidia)
+            replays, shared_addresses, key, addresses, integers, target, device = call
             addresses += shared_addresses
-            key = operation, layout, device, properties, id(target)
             if key not in replays:
                 with recording() as recorded:
                     result = operation(*args)
                 if len(replays) >= _MAX_RECORDINGS:
                     replays.clear()
-                try:
-                    replay = _compile_replay(recorded, result, target, device, addresses, integers)
-                except LookupError:
-                    replay = None
-                replays[key] = replay
+                replays[key] = None
+                with suppress(LookupError):
+                    replays[key] = _compile_replay(
+                        recorded, result, target, device, addresses, integers
+                    )
                 return result
-            replay = replays[key]
-            if replay is None:
+            if (replay := replays[key]) is None:
                 return operation(*args)
-            if first.is_cuda and device.index not in (None, torch.cuda.current_device()):
+            if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
                 with torch.cuda.device(device):
                     return replay(addresses, **integers)
             return replay(addresses, **integers)
 
+        def bind(*args: Any) -> Callable[..., Any]:
+            if (call := describe(args)) is None:
+                return run
+            replays, shared_addresses, key, addresses, _, target, device = call
+            is_aligned = not any(address and address & 15 for address in addresses)
+            if (replay := replays.get(key)) is None or not (is_aligned and target.is_nvidia):
+                return run
+
+            def run_bound(*args: Any) -> Any:
+                tensors, integers = variables(*args)
+                addresses = [None if x is None else x.data_ptr() for x in tensors]
+                is_same = device.type != "cuda" or device.index == torch.cuda.current_device()
+                for address in addresses:
+                    is_same &= address is None or not address & 15
+                if is_same and _is_usual() and get_target(device) is target:
+                    return replay(addresses + shared_addresses, **integers)
+                return run(*args)
+
+            return run_bound
+
+        vars(run)["bind"] = bind
         return cast(_Operation, run)
 
     return decorate
 
 
-def _has_unusual_settings() -> bool:
-    """Return whether hooks observe launches, or settings that affect compilation are changed."""
+def _is_usual() -> bool:
+    """Return whether launches can be replayed, and no hooks or changed settings affect them."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
+    return _CAN_REPLAY and recorder.recorded is None and not (
         getattr(enter_hook, "calls", enter_hook) or getattr(leave_hook, "calls", leave_hook)
         or runtime.debug or compilation.instrumentation_mode
-        or getattr(compilation, "fpsan_homomorphic_casts", None)
-        or getattr(runtime, "add_stages_inspection_hook", None)
+        or (_HAS_CASTS and compilation.fpsan_homomorphic_casts)
+        or (_HAS_STAGES_HOOK and runtime.add_stages_inspection_hook)
     )  # fmt: skip
 
 
@@ -222,7 +250,7 @@ def _compile_replay(
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         handles = compiled.function, compiled.packed_metadata
-        # No metadata and no hooks, because `_has_unusual_settings` excludes them.
+        # No metadata and no hooks, because `_is_usual` excludes them.
         elements = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(bind, handles), *["None"] * 3]
         for parameter, x in zip(kernel.params, args, strict=False):
             if parameter.name not in integers:

@@ -211,7 +211,7 @@ class _Recorder(threading.local):
     recorded: LaunchRecord | None = None
 
 
-_recorder = _Recorder()
+recorder = _Recorder()
 
 # Triton 3.9 warns without this option, because Triton 3.10 changes its default.
 _DEFAULT_OPTIONS = {"enable_fp_fusion": True}
@@ -223,23 +223,18 @@ def recording(*, dry_run: bool = False) -> Iterator[LaunchRecord]:
 
     With `dry_run`, kernels are not launched.
     """
-    previous, _recorder.recorded = _recorder.recorded, LaunchRecord(dry_run)
+    previous, recorder.recorded = recorder.recorded, LaunchRecord(dry_run)
     try:
-        yield _recorder.recorded
+        yield recorder.recorded
     finally:
-        _recorder.recorded = previous
-
-
-def is_recording() -> bool:
-    """Return whether this thread is within `recording`."""
-    return _recorder.recorded is not None
+        recorder.recorded = previous
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate memory for launches to write. Operations that are replayed only allocate here."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if _recorder.recorded is not None:
-        _recorder.recorded.allocations.append(tensor)
+    if recorder.recorded is not None:
+        recorder.recorded.allocations.append(tensor)
     return tensor
 
 
@@ -253,7 +248,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if 0 in grid:
         return
-    constants, recorded = _DEFAULT_OPTIONS | constants, _recorder.recorded
+    constants, recorded = _DEFAULT_OPTIONS | constants, recorder.recorded
     if recorded is not None and recorded.dry_run:
         recorded.launches.append(Launch(kernel, grid, args, constants, None))
         return

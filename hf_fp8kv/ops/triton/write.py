@@ -19,7 +19,7 @@ from .encoder import (
     to_bfloat16,
 )
 from .page_access import load_page_offset, point_to_head
-from .replay import Variables, describe_pages, replayed, shape_and_strides
+from .replay import Variables, replayed, shape_and_strides
 from .rotation import lay_out_like, rotate
 from .target import get_target, launch
 from .tuning import MAX_DECODE_TOKENS
@@ -35,24 +35,24 @@ MIN_WARPS, MAX_WARPS = 4, 16
 UNLIMITED = 2**31 - 1
 
 
-def _describe(
+def describe_layout(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
-) -> Variables | None:
+) -> tuple[Any, ...] | None:
     # Each length of a prompt would need a recording, and the number of recordings is limited.
     if key.shape[2] > MAX_DECODE_TOKENS:
         return None
+    return shape_and_strides(key), shape_and_strides(value)
+
+
+def list_variables(
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
+) -> Variables:
     table, limit = pages.table, UNLIMITED if limit is None else limit
-    return Variables(
-        layout=(shape_and_strides(key), shape_and_strides(value)),
-        tensors=(key, value, lengths),
-        shared=describe_pages(pages),
-        integers={
-            "limit": limit, "num_columns": table.shape[1], "table_stride": table.stride(0)
-        },
-    )  # fmt: skip
+    integers = {"limit": limit, "num_columns": table.shape[1], "table_stride": table.stride(0)}
+    return (key, value, lengths), integers
 
 
-@replayed(_describe)
+@replayed(describe_layout, list_variables, pages=0)
 def write(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> None:

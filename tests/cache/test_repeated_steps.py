@@ -1,0 +1,362 @@
+"""Tests of `LayerStore.repeat`: decode steps that leave out checks give the results of full steps.
+
+test_benchmarks.py counts the calls of such a step, and helpers/replays.py compares bound replays.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import profile
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv.attention import fp8_paged
+from hf_fp8kv.attention.capture import StepDescription
+from hf_fp8kv.attention.compact import make_compact
+from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
+from hf_fp8kv.cache.layer_store import LayerStore
+from hf_fp8kv.ops.triton import decode, write
+from tests.helpers.assertions import assert_same
+from tests.ops.test_dispatch import NameRecorder, TensorSubclass
+
+HEADS, NUM_LAYERS, BATCH, PROMPT_TOKENS = Heads(4, 2, 32), 2, 2, 20
+
+
+class Counts:
+    """Number of repeated updates, and of repeated calls of attention."""
+
+    updates = attention = 0
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    counts = Counts()
+
+    def count(owner: Any, name: str, attribute: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            result = function(*args)
+            setattr(counts, attribute, getattr(counts, attribute) + (result is not None))
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    count(LayerStore, "repeat", "updates")
+    count(fp8_paged, "_repeat", "attention")
+    return counts
+
+
+@pytest.fixture
+def bound_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Check that calls of bound operations only differ in values, and return their names."""
+    names: list[str] = []
+    modules: dict[str, Any] = {"write": write, "attend": decode}
+    bind = ops.bind
+
+    def describe(name: str, args: Any) -> Any:
+        (pages,) = [x for x in args if isinstance(x, ops.Pages)]
+        tensors, integers = modules[name].list_variables(*args)
+        dtypes = [None if x is None else (x.dtype, x.device) for x in tensors]
+        return id(pages), modules[name].describe_layout(*args), dtypes, integers.keys()
+
+    def bind_checked(name: str, backend: str, *bound_args: Any) -> Any:
+        call, expected = bind(name, backend, *bound_args), describe(name, bound_args)
+
+        def call_checked(*args: Any) -> Any:
+            assert describe(name, args) == expected
+            names.append(name)
+            return call(*args)
+
+        return call_checked
+
+    monkeypatch.setattr(ops, "bind", bind_checked)
+    return names
+
+
+def no_change(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class Decoder:
+    """Layers of a model, whose steps have seeded queries, keys and values."""
+
+    def __init__(self, backend: str, *, window: int | None = None, **options: Any) -> None:
+        config = make_config(HEADS, NUM_LAYERS)
+        if window is not None:
+            config.sliding_window, config.layer_types = window, ["sliding_attention"] * NUM_LAYERS
+        config._attn_implementation = "fp8_paged"
+        self.cache = FP8PagedCache(config, backend=backend, page_size=16, **options)
+        self.modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
+        self.generator = torch.Generator().manual_seed(0)
+        self.convert = self.convert_query = no_change
+        self.keywords: dict[str, Any] = {"sliding_window": window}
+
+    def step(self, num_tokens: int = 1, *, padded: bool = False) -> list[torch.Tensor]:
+        """Run a step, and return the results of all layers."""
+        length = int(self.cache.get_seq_length()) + num_tokens
+        is_token = torch.ones(BATCH, length, dtype=torch.bool)
+        is_token[0, :3] = False
+        mask = make_compact(is_token, 0, length, 0, num_tokens) if padded else None
+        results = []
+        for module in self.modules:
+            query, key, value = (
+                self.convert(torch.randn(BATCH, n, num_tokens, 32, generator=self.generator))
+                for n in (4, 2, 2)
+            )
+            keys, values = self.cache.update(key, value, module.layer_idx)
+            attend, query = ALL_ATTENTION_FUNCTIONS["fp8_paged"], self.convert_query(query)
+            results.append(attend(module, query, keys, values, mask, **self.keywords)[0])
+        return results
+
+
+BACKENDS = ["cpu", "torch", "reference", pytest.param("triton", marks=pytest.mark.full)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("padded", "options"),
+    [
+        (False, {}), (True, {}), (False, {"window": 24}), (False, {"dtype": "int8"}),
+        (False, {"plan": ("int8 rotated", "fp8_e2m5 rotated")}), (True, {"scales": 0.05}),
+    ],
+    ids=["plain", "padded", "window", "int8", "rotated", "static scales"],
+)  # fmt: skip
+@pytest.mark.usefixtures("interpreted")
+def test_repeated_steps_give_the_same_results(
+    backend: str, padded: bool, options: dict[str, Any], counts: Counts, bound_calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Steps cross page boundaries, crops, other numbers of tokens, forks and reorders."""
+    outputs, caches = [], []
+    for repeats in (True, False):
+        if not repeats:
+            monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
+            monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
+        decoder = Decoder(backend, **options)
+        results = decoder.step(PROMPT_TOKENS)
+        for step in range(34):
+            results += decoder.step(3 if step == 9 else 1, padded=padded)
+            if step in (5, 20) and "window" not in options:
+                decoder.cache.crop(-2)
+            if step == 25:
+                fork = decoder.cache.fork()
+            if step == 29:
+                decoder.cache.reorder_cache(torch.tensor([1, 0]))
+        caches.append((decoder.cache, fork))
+        decoder.cache = fork
+        for _ in range(4):
+            results += decoder.step(padded=padded)
+        outputs.append(results)
+        if repeats:
+            repeated = counts.updates, counts.attention
+    assert min(repeated) > 44, repeated
+    assert (bound_calls.count("write"), bound_calls.count("attend")) == repeated
+    for x, y in zip(*outputs, strict=True):
+        assert_same(x, y)
+    for cache, expected in zip(*caches, strict=True):
+        assert cache.host_length() == expected.host_length()
+        for layer, expected_layer in zip(cache.paged_layers, expected.paged_layers, strict=True):
+            assert_same(layer.keys.dense(), expected_layer.keys.dense())
+            assert_same(layer.values.dense(), expected_layer.values.dense())
+
+
+def change_dtype(decoder: Decoder) -> None:
+    decoder.cache.reset()
+    decoder.convert = torch.Tensor.bfloat16
+    decoder.step(PROMPT_TOKENS)
+
+
+def change_strides(decoder: Decoder) -> None:
+    decoder.convert = lambda x: x.repeat(1, 1, 1, 2)[..., :32]
+
+
+def subclass(decoder: Decoder) -> None:
+    decoder.convert = lambda x: x.as_subclass(TensorSubclass)
+
+
+def reset(decoder: Decoder) -> None:
+    decoder.cache.reset()
+    decoder.step(PROMPT_TOKENS)
+
+
+def move(decoder: Decoder) -> None:
+    """Replace the memory, as a move to a different device does."""
+    for layer in decoder.cache.paged_layers:
+        blocks = layer.store.pool.blocks
+        blocks._set_blocks([block.clone() for block in blocks.tensors])
+
+
+# Changes before a step, and contexts of a step, in which no update is repeated.
+CHANGES: dict[str, Any] = {
+    "dtype": change_dtype, "strides": change_strides, "subclass": subclass, "reset": reset,
+    "gradients": torch.enable_grad, "mode": NameRecorder, "profiler": profile,
+    "moved": move,
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_unusual_step_is_not_repeated(name: str, counts: Counts) -> None:
+    decoder = Decoder("torch")
+    decoder.step(PROMPT_TOKENS)
+    for _ in range(3):
+        decoder.step()
+    counts.updates = counts.attention = 0
+    decoder.step()
+    assert (counts.updates, counts.attention) == (NUM_LAYERS, NUM_LAYERS)
+    change = CHANGES[name]
+    context: AbstractContextManager[Any] = nullcontext()
+    if name in ("gradients", "mode", "profiler"):
+        context = change()
+    else:
+        change(decoder)
+    counts.updates = counts.attention = 0
+    with context:
+        decoder.step()
+    assert (counts.updates, counts.attention) == (0, 0)
+
+
+@torch.no_grad()
+def test_the_description_of_a_captured_step_has_all_operations(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for repeats in (True, False):
+        if not repeats:
+            monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
+            monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
+        decoder = Decoder("torch")
+        for num_tokens in (PROMPT_TOKENS, 1, 1):
+            decoder.step(num_tokens)
+        with StepDescription(torch.device("cpu"), is_reserved=False) as description:
+            decoder.step()
+        names.append([name for name, _ in description.calls])
+    assert counts.updates
+    assert names[0] == names[1]
+    operations = [name for name in names[0] if name.startswith("hf_fp8kv.")]
+    expected = ["hf_fp8kv.write_by_host.default", "hf_fp8kv.attend_by_host.default"]
+    assert operations == expected * NUM_LAYERS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1, 4, 1, 1)}, {"softcap": 9.0},
+        {"scaling": 0.5}, {"output_attentions": False}, {"sliding_window": 16},
+    ],
+    ids=lambda keywords: next(iter(keywords)),
+)  # fmt: skip
+def test_other_arguments_of_attention_are_not_repeated(
+    keywords: dict[str, Any], counts: Counts
+) -> None:
+    decoder = Decoder("torch")
+    decoder.step(PROMPT_TOKENS)
+    for _ in range(3):
+        decoder.step()
+    if "position_bias" in keywords:
+        length = int(decoder.cache.get_seq_length()) + 1
+        keywords = {"position_bias": torch.zeros(1, 4, 1, length)}
+    decoder.keywords = {**decoder.keywords, **keywords}
+    counts.updates = counts.attention = 0
+    decoder.step()
+    assert (counts.updates, counts.attention) == (NUM_LAYERS, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.repeat(1, 1, 1, 2)[..., :32], lambda x: x.repeat(1, 2, 1, 1),
+        torch.Tensor.bfloat16, lambda x: x.as_subclass(TensorSubclass),
+        lambda x: x.clone().requires_grad_(),
+    ],
+    ids=["strides", "heads", "dtype", "subclass", "gradient"],
+)  # fmt: skip
+def test_another_query_is_not_repeated(
+    change: Callable[[torch.Tensor], torch.Tensor], counts: Counts
+) -> None:
+    decoder = Decoder("torch")
+    for num_tokens in (PROMPT_TOKENS, 1, 1):
+        decoder.step(num_tokens)
+    decoder.convert_query = change
+    counts.updates = counts.attention = 0
+    decoder.step()
+    assert (counts.updates, counts.attention) == (NUM_LAYERS, 0)
+
+
+@torch.no_grad()
+def test_the_attention_of_another_module_is_not_repeated(counts: Counts) -> None:
+    decoder = Decoder("torch")
+    for num_tokens in (PROMPT_TOKENS, 1, 1):
+        decoder.step(num_tokens)
+    modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
+    modules[0], decoder.modules = decoder.modules[0], modules
+    counts.updates = counts.attention = 0
+    decoder.step()
+    assert (counts.updates, counts.attention) == (NUM_LAYERS, 1)
+
+
+@torch.no_grad()
+def test_offloaded_and_preallocated_layers_are_not_repeated(counts: Counts) -> None:
+    for options in ({"offloading": True}, {"max_cache_len": 64}):
+        decoder = Decoder("torch", **options)
+        for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
+            decoder.step(num_tokens)
+    assert (counts.updates, counts.attention) == (0, 0)
+
+
+@torch.no_grad()
+def test_an_error_undoes_a_repeated_step(counts: Counts) -> None:
+    decoder = Decoder("torch", max_pages=4)
+    decoder.step(PROMPT_TOKENS)
+    for _ in range(12):
+        decoder.step()
+    assert counts.updates
+    length = decoder.cache.host_length()
+    with pytest.raises(Exception, match="max_pages"):
+        decoder.step()
+    assert decoder.cache.host_length() == length == 32
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), None])
+def test_prompts_prefer_cudnn_on_an_h100(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[list[str]] = []
+    kernel = fp8_paged.sdpa_kernel
+
+    def record(backends: Any, set_priority: bool) -> Any:
+        requested.append([x.name for x in backends])
+        return kernel(backends, set_priority=set_priority)
+
+    monkeypatch.setattr(fp8_paged, "sdpa_kernel", record)
+    monkeypatch.setattr(fp8_paged, "_read_capability", lambda _: capability)
+    module, attend = AttentionLayer(2, 0).eval(), ALL_ATTENTION_FUNCTIONS["fp8_paged"]
+
+    def run(num_tokens: int, mask: Any = None, **keywords: Any) -> None:
+        query, key = torch.randn(1, 4, num_tokens, 32), torch.randn(1, 2, num_tokens, 32)
+        attend(module, query, key, key, mask, **keywords)
+
+    with torch.no_grad():
+        run(512)
+        expected = [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]]
+        assert requested == (expected if capability == (9, 0) else [])
+        requested.clear()
+        run(511)
+        run(512, torch.ones(1, 1, 512, 512, dtype=torch.bool))
+        run(512, is_causal=False)
+        torch.use_deterministic_algorithms(True)
+        run(512)
+        torch.use_deterministic_algorithms(False)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            run(512)
+    with torch.enable_grad():
+        run(512)
+    assert not requested
