@@ -281,7 +281,7 @@ def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **
         ("model_folder", "compressed-tensors", "tgi", True),
         ("model_folder", "modelopt", "modelopt", False),
         ("sharded_folder", "tgi", "compressed-tensors", False),
-        ("sharded_folder", "quark", "modelopt", True),
+        ("sharded_folder", "quark", "quark", True),
         ("sharded_folder", "vllm-json", "hf_fp8kv", True),
         ("sharded_folder", None, "tgi", False),
     ],
