@@ -13,7 +13,7 @@
 #   make mutants    break the package in 68 ways, and check that the tests notice each (45 minutes).
 #                   MUTANTS_ARGS="--only fork beams" selects
 #   make cpu-matrix the tests marked "text" under nine settings that change how a CPU rounds.
-#                   CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
+#                   CPU_MATRIX_ARGS="--all --only 3": all tests under the third setting
 #   make kernels    compile the Triton kernels for every GPU, and check their machine code, without
 #                   a GPU. KERNELS_ARGS="--target sm_90 --summary"
 #   make kernels-ptx  the kernels' tests, executed on the CPU from the PTX that Triton makes for
@@ -26,8 +26,8 @@
 #                   by the oldest Triton
 #   make peft       the tests with adapters of PEFT
 #   make vllm       the tests of the plugin for vLLM: a download of 1 GB, .venv-vllm of 3.4 GB
-#   make clients    clients of OpenAI's API, run against the server with the demo model:
-#                   .venv-clients of 1.1 GB. CLIENTS_ARGS="--only openai llm"
+#   make clients    three clients of OpenAI's API, run against the server with the demo model, in
+#                   .venv-clients. CLIENTS_ARGS="--only openai lm-eval"
 #   make rl         GRPO with TRL on rollouts from 8-bit pages, in the environment .venv-rl;
 #                   RL_ARGS="--case 'not replayed' --steps 5 --seed 2"
 #   make tools      write the small checkpoints in tests/data/tools again with the quantization
@@ -83,8 +83,7 @@ CLIENTS := .venv-clients
 RIVALS := .venv-rivals
 RL := .venv-rl
 # The versions in docs/serving.md.
-CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
-  openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
+CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 lm_eval[api]==0.4.13
 CLIENTS_ARGS ?=
 TOOLS ?= auto-round llm-compressor modelopt quark
 TOOL_ENVIRONMENTS := .venv-tools

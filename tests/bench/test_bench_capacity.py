@@ -7,7 +7,6 @@ import pytest
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.bench import capacity
 from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_capacity, plan_tokens
-from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving.config import ServingConfig
 from tests.helpers.serving_tools import batching, greedy
 from tests.helpers.tiny_models import build_variant
@@ -20,46 +19,34 @@ def make_config(**keywords: Any) -> ServingConfig:
     return ServingConfig.parse(backend="torch", **keywords)
 
 
+# Bytes of a value of K and a value of V, and of both scales.
+@pytest.mark.parametrize(
+    ("options", "value_bytes", "scale_bytes"),
+    [
+        ({"dtype": "auto"}, 4, 0),
+        ({"key_dtype": "auto", "scales": 1.0}, 3, 0),
+        ({"scales": 1.0}, 2, 0),
+        ({}, 2, 4),
+    ],
+    ids=["auto", "16-bit keys", "static", "dynamic"],
+)
 @pytest.mark.parametrize("model_name", MODELS)
-def test_capacity_is_the_memory_over_the_bytes_per_token(model_name: str) -> None:
-    """With 20 GiB more memory, the number of tokens grows by 20 GiB over the bytes per token.
-
-    FP8 pages store at least 1.9 times the tokens of bf16 pages with FlashAttention.
-    """
+def test_capacity_is_the_memory_over_the_bytes_per_token(
+    model_name: str, options: dict[str, Any], value_bytes: int, scale_bytes: int
+) -> None:
+    """With 20 GiB more memory, the number of tokens grows by 20 GiB over the bytes per token."""
     model_config = get_config(model_name).get_text_config()
-    num_kv_heads = model_config.num_key_value_heads * model_config.num_hidden_layers
     dim = getattr(model_config, "head_dim", None)
     dim = dim or model_config.hidden_size // model_config.num_attention_heads
-    bf16_tokens = 0
-    # Bytes of K and V of a token in one head. None means the pages of transformers.
-    # In the last case layer 0 keeps K in 16 bits.
-    num_layers = model_config.num_hidden_layers
-    protected_plan = dict.fromkeys(range(num_layers), LayerPlan.parse("int8 rotated", "int8"))
-    protected_plan[0] = LayerPlan.parse("model", "int8")
-    for config, head_bytes in (
-        (None, 4 * dim),
-        (make_config(dtype="auto"), 4 * dim),
-        (make_config(key_dtype="auto", scales=1.0), 3 * dim),
-        (make_config(scales=1.0), 2 * dim),
-        (make_config(), 2 * dim + 4),
-        (make_config(plan=protected_plan), 2 * dim + 4 + dim / num_layers),
-    ):
-        tokens_in_20_gib, tokens_in_40_gib = (
-            plan_tokens(model_config, gib * GIB, config, attention=FLASH) for gib in (20, 40)
-        )
-        added_tokens = tokens_in_40_gib - tokens_in_20_gib
-        expected = capacity.MEMORY_SHARE * 20 * GIB / (num_kv_heads * head_bytes)
-        assert tokens_in_20_gib < expected
-        if config is None:  # transformers' engine has more tensors that grow with the tokens
-            bf16_tokens = tokens_in_40_gib
-            # Both numbers of tokens are multiples of the page size.
-            assert 0.9 * expected < added_tokens < expected + capacity.PAGE_SIZE
-        else:
-            # Layers of two kinds with pages of different sizes leave up to 2 % of blocks unused.
-            tolerance = 0.021 if head_bytes % 1 else 0.005
-            assert added_tokens == pytest.approx(expected, rel=tolerance)
-        if config is not None and head_bytes <= 2 * dim + 4:
-            assert tokens_in_40_gib >= 1.9 * bf16_tokens
+    num_heads = model_config.num_key_value_heads * model_config.num_hidden_layers
+    token_bytes = num_heads * (value_bytes * dim + scale_bytes)
+    tokens_in_20_gib, tokens_in_40_gib = (
+        plan_tokens(model_config, gib * GIB, make_config(**options), attention=FLASH)
+        for gib in (20, 40)
+    )
+    expected = capacity.MEMORY_SHARE * 20 * GIB / token_bytes
+    assert tokens_in_20_gib < expected
+    assert tokens_in_40_gib - tokens_in_20_gib == pytest.approx(expected, rel=0.005)
 
 
 def test_too_little_memory_for_a_step_raises_an_error() -> None:

@@ -26,24 +26,13 @@ from benchmarks.gpu import (
     goals,
     latent,
     other_kernels,
-    serving,
     suite,
     vllm_file,
     write,
 )
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.record import Record, summarize
-from benchmarks.gpu.shapes import (
-    BF16,
-    E3M4,
-    E4M3,
-    FULL,
-    PAGE_FORMATS,
-    TINY,
-    Case,
-    Heads,
-    shorten_sizes,
-)
+from benchmarks.gpu.shapes import BF16, E3M4, E4M3, FULL, PAGE_FORMATS, TINY, Case
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv import ops
 from hf_fp8kv.formats import DISTINCT
@@ -210,19 +199,6 @@ def make_one_value_nan(function):
     return call_and_change
 
 
-def return_uninitialized(function):
-    return lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))
-
-
-def scale_last_head(function):
-    def call_and_scale(*args, **kwargs):
-        output = function(*args, **kwargs)
-        output[:, :, -1] *= 1.2
-        return output
-
-    return call_and_scale
-
-
 def drop_last_tokens(function):
     def attend_to_fewer_tokens(query, pages, lengths, *args, **kwargs):
         return function(query, pages, (lengths - 8).clamp(min=1), *args, **kwargs)
@@ -247,7 +223,6 @@ LATENT_CALL = (latent.measure, TINY, "torch")
 PADDED_CASE = Case((130, 130), TINY.heads, padding=(0, 65))
 CACHED_CALL = (cached.measure_attention, "decode", PADDED_CASE, E4M3, "torch")
 RAGGED_CALL = (attention.measure_pages, TINY, "torch", "decode", TINY.decode_cases[1], E4M3)
-MANY_HEADS_CALL = (*RAGGED_CALL[:4], Case((40,), Heads(48, 1, 32, 16)), E4M3)
 WRITE_CALL = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70), "torch")
 SDPA_CALL = (baselines.measure_decode, "decode", TINY.decode_cases[0])
 # A module, its function, a defect for it, the measurement, and the contenders that must fail.
@@ -255,14 +230,10 @@ DEFECTS = [
     (ops, "attend", scale_output, LATENT_CALL, LATENT_STEPS | LATENT_KERNELS),
     (ops, "attend", drop_last_tokens, RAGGED_CALL, {"e4m3"}),
     (ops, "attend", make_one_value_nan, RAGGED_CALL, {"e4m3"}),
-    (ops, "attend", return_uninitialized, RAGGED_CALL, {"e4m3"}),
-    (ops, "attend", scale_last_head, MANY_HEADS_CALL, {"e4m3"}),
     (ops, "write", flip_bit, WRITE_CALL, {fmt.name for fmt in PAGE_FORMATS}),
-    (cached, "fp8_paged_attention", scale_output, CACHED_CALL, {"e4m3"}),
     (cached, "fp8_paged_attention", drop_mask, CACHED_CALL, {"e4m3"}),
     (latent, "fp8_paged_attention", scale_output, LATENT_CALL, LATENT_STEPS),
     (latent, "sdpa_attention_forward", scale_output, LATENT_CALL, {goals.STOCK}),
-    (latent, "attend_absorbed", scale_output, LATENT_CALL, {goals.ABSORBED}),
     # Attention to expanded latents is correct, but the row is for stored latents.
     (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENT_CALL, LATENT_STEPS),
     (baselines, "attend_grouped", scale_output, SDPA_CALL, {"sdpa math"}),
@@ -285,9 +256,6 @@ def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
     monkeypatch.setattr(ops, "attend", mock.Mock(side_effect=ValueError("no such kernel")))
     assert find_failures(record, *RAGGED_CALL) == {"e4m3"}
     assert record.rows[0]["failed"] == "ValueError: no such kernel"
-    monkeypatch.setattr(ops, "attend", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
-    assert attention.measure_pages(record, *RAGGED_CALL[1:-1], BF16) is None
-    assert record.skipped == ["decode, ragged, bf16 pages: out of memory"]
     failing_section = mock.Mock(side_effect=AttributeError("a mistake"))
     monkeypatch.setitem(suite.SECTIONS, "write", failing_section)
     result = suite.run_suite(**DRY_RUN, sections=("write", "ceilings"))
@@ -295,30 +263,6 @@ def test_a_failure_ends_neither_the_section_nor_the_run(record, monkeypatch):
     assert errors == ["AttributeError: a mistake", None]
     assert result["ceilings"]["read_gb_per_s"] > 0
     assert summarize(result)["errors"] == ["write"]
-    late_result = suite.run_suite(**DRY_RUN, sections=("decode", "latent"), seconds=0.0)
-    assert not late_result["rows"]
-    assert all("no time left" in section["skipped"][-1] for section in late_result["sections"])
-
-
-def test_a_lost_device_ends_the_run_and_keeps_the_measured_rows(monkeypatch, tmp_path, capsys):
-    """The first row is measured. The second row loses the device, which ends the run."""
-    json_path = tmp_path / "gpu.json"
-    losses = []
-
-    def measure_and_lose_device(record, _sizes, _backend):
-        record.measure("write", "a case", "good", lambda: {"us": 1.0})
-        record.measure("write", "a case", "bad", lambda: losses.append(1) or 1 / 0)
-        record.measure("write", "a case", "later", lambda: {"us": 1.0})
-
-    monkeypatch.setitem(suite.SECTIONS, "write", measure_and_lose_device)
-    monkeypatch.setattr(Stage, "is_lost", lambda _self: bool(losses))
-    result = suite.run_suite(**DRY_RUN, sections=("write", "decode"), json_path=json_path)
-    assert json.loads(json_path.read_text())["rows"] == result["rows"]
-    assert [row.get("us") for row in result["rows"]] == [1.0, None]
-    assert result["sections"][0]["error"].startswith("lost the device: write, a case, bad: ")
-    assert summarize(result)["unfinished"] == ["decode"]
-    assert main(["--from", str(json_path)]) == 1
-    assert "section decode is missing or incomplete: the run ended" in capsys.readouterr().out
 
 
 # -- compiling first -------------------------------------------------------------------------------
@@ -346,72 +290,18 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     assert not [name for name in names if name.startswith("sdpa")]
 
 
-def test_short_sizes_have_each_shape_of_heads_and_few_tokens():
-    """Longer sequences would change neither splits nor the widths of plans."""
-    short_sizes = shorten_sizes(FULL)
-    for name in ("decode_cases", "layer_cases", "latent_cases", "other_cases"):
-        full_shapes, short_shapes = (
-            {
-                (len(case.lengths), case.heads, case.new_tokens, case.window, case.softcap)
-                for case in getattr(sizes, name)
-            }
-            for sizes in (FULL, short_sizes)
-        )
-        assert full_shapes == short_shapes
-        assert len(getattr(short_sizes, name)) == len(short_shapes)
-    # A layer's K and V take at most 1 GiB in 16 bits, because 15 processes share a GPU.
-    assert {(bool(num_stored), num_new) for num_stored, num_new in short_sizes.extend_shapes} == {
-        (bool(num_stored), num_new) for num_stored, num_new in FULL.extend_shapes
-    }
-
-
-def exit_with_index(_device, _backend, _dry, index, _processes):
-    sys.exit(index)
-
-
 def hang(*_args):
     time.sleep(600)
 
 
-@pytest.mark.parametrize(
-    ("compile_shard", "seconds", "num_failed"),
-    [pytest.param(exit_with_index, 300.0, 1, marks=pytest.mark.full), (hang, 0.5, 2)],
-)
-def test_a_process_that_fails_or_hangs_does_not_end_the_run(
-    monkeypatch, compile_shard, seconds, num_failed
-):
-    monkeypatch.setattr(suite, "compile_shard", compile_shard)
-    monkeypatch.setattr(suite, "COMPILE_SECONDS", seconds)
+def test_a_process_that_hangs_does_not_end_the_run(monkeypatch):
+    monkeypatch.setattr(suite, "compile_shard", hang)
+    monkeypatch.setattr(suite, "COMPILE_SECONDS", 0.5)
     result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, num_processes=2)
     compiling = result["settings"]["compiling"]
-    assert (compiling["processes"], compiling["failed"]) == (2, num_failed)
+    assert (compiling["processes"], compiling["failed"]) == (2, 2)
     assert result["rows"]
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.full
-def test_processes_compile_tiny_shapes():
-    assert suite.compile_kernels("cpu", "torch", True, 2, 600.0)["failed"] == 0
-
-
-@pytest.mark.full
-def test_a_failing_engine_does_not_end_other_engines(record):
-    """FP8 pages fail here, because the page size must be a power of two."""
-    sizes = replace(TINY, serving=replace(TINY.serving, request_counts=(2,), page_size=7))
-    with torch.no_grad():
-        serving.measure(record, sizes, "torch")
-    failures = {row["name"]: row.get("failed", "") for row in record.rows}
-    assert "power of two" in failures["fp8 static"]
-    assert not failures["bf16 sdpa"]
-
-
-def test_each_step_of_a_layer_stores_another_token(record):
-    case = TINY.layer_cases[0]
-    cache_steps = cached.CacheSteps(record.stage, E4M3, case, 2, "torch", preallocated=False)
-    for index in range(3):
-        outputs = [cache_steps.step(layer) for layer in range(2)]
-        assert cache_steps.cache.get_seq_length() == case.lengths[0] + index
-    assert not torch.equal(*outputs), "the layers must have different tokens"
 
 
 def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
@@ -432,12 +322,10 @@ def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
     # Three new tokens after two stored tokens attend to three, four and five tokens.
     assert Case((5,), new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
     assert Case((1000, 10), window=100, new_tokens=2).tokens_read == 101 + 10
-    padded_case = Case((100,) * 4).pad_left()
-    assert (padded_case.padding, padded_case.tokens_read) == ((0, 12, 25, 37), 400 - 74)
+    assert Case((100,) * 4).pad_left().tokens_read == 400 - 74
     # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
-    for case in FULL.latent_cases:
-        assert case.bytes_read(E3M4) == case.tokens_read * 644
-        assert case.bytes_read(BF16) == case.tokens_read * 1152
+    latent_case = FULL.latent_cases[0]
+    assert latent_case.bytes_read(E3M4) == latent_case.tokens_read * 644
 
 
 # -- Triton and other projects ---------------------------------------------------------------------

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan, demo_model_path
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.calibration.divergence import Scores, compute_scores
 from hf_fp8kv.card import measure
 from hf_fp8kv.card.answers import run_task
 from hf_fp8kv.card.caches import (
@@ -29,11 +28,10 @@ from hf_fp8kv.card.caches import (
 from hf_fp8kv.card.drift import (
     UNQUANTIZED_PAGES,
     compare_answers,
-    compute_student_quantile,
     describe_drift,
     sample_answers,
 )  # fmt: skip
-from hf_fp8kv.card.measure import Size, judge_cache, select_rows
+from hf_fp8kv.card.measure import Size, judge_cache
 from hf_fp8kv.card.predictions import States, compare_states, prefill, score_text
 from hf_fp8kv.card.report import make_columns
 from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
@@ -67,15 +65,11 @@ def remove_times(card: dict[str, Any]) -> dict[str, Any]:
     return card
 
 
-def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypatch, tmp_path):
+def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path):
     options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "default,fp8,bf16")
-    code, out, err = run_command(*options, "--out", str(tmp_path / "whole"))
+    code, out, err = run_command(*options, "--out", str(tmp_path))
     assert code == 0, err
-    files = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert {"card.json", "card.md", "badge.svg"} <= files <= {
-        "card.json", "card.md", "badge.svg", "drift.png"
-    }  # fmt: skip
-    card = json.loads((tmp_path / "whole" / "card.json").read_text())
+    card = json.loads((tmp_path / "card.json").read_text())
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= card.keys()
     caches = card["caches"]
     kl = {name: cache["verdict"]["kl"] for name, cache in caches.items()}
@@ -88,17 +82,19 @@ def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypat
     assert caches["fp8"]["tokens"] == 8 * 2**30 // page_bytes
     assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 3
     assert caches["bf16"]["steps"] == {"64": None}, "expected no times of an imitated cache"
-    markdown = (tmp_path / "whole" / "card.md").read_text()
-    assert make_columns(card)[""][3:6] == ["KL at 192", "KL at 96, stored", "99th percentile"]
+    markdown = (tmp_path / "card.md").read_text()
     assert re.search(r"\| KL at 96, stored( \| [\d.]+ ± [\d.]+){3} \|", markdown)
-    losses = re.findall(r"\* .* After stored prompts: ([a-z ]+ \([-.e\d]+\))\.", markdown)
-    assert losses[1].startswith(measure.find_tier(select_rows(caches["fp8"], "stored")[0]["kl"]))
-    assert len(losses) == len(caches)
     for cache in caches.values():
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())
-    ET.fromstring((tmp_path / "whole" / "badge.svg").read_text())
+    ET.fromstring((tmp_path / "badge.svg").read_text())
 
+
+def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp_path):
+    monkeypatch.setitem(
+        measure.SIZES, "quick", replace(SIZE, positions=(96,), drift=128, stored=())
+    )
+    options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "fp8")
     started_parts: list[str] = []
     sample_answers, score_text = measure.sample_answers, measure.score_text
 
@@ -116,11 +112,15 @@ def test_a_resumed_card_equals_a_whole_card(run_command, model_folder, monkeypat
     monkeypatch.setattr(measure, "score_text", record_and_score)
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 130
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
-    assert started_parts == ["text"] * 5 + ["answers"] * 2
+    num_texts = started_parts.count("text")
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 0
-    assert started_parts == ["text"] * 5 + ["answers"] * 5, "finished parts must not be repeated"
-    resumed = json.loads((tmp_path / "resumed" / "card.json").read_text())
-    assert remove_times(resumed) == remove_times(card)
+    assert started_parts.count("text") == num_texts, "finished parts must not be repeated"
+    assert run_command(*options, "--out", str(tmp_path / "whole"))[0] == 0
+    resumed, whole = (
+        remove_times(json.loads((tmp_path / name / "card.json").read_text()))
+        for name in ("resumed", "whole")
+    )
+    assert resumed == whole
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
     assert "* chains was not measured. tasks: expected" in markdown
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3"])
 def test_cards_support_windows_latents_and_shared_layers(name):
     """Layers with a window count only the tokens in the window, with and without quantization."""
     model, _ = build_variant(name)
@@ -183,19 +183,6 @@ def test_unsupported_models_are_rejected(name, model_folder, tmp_path):
     with pytest.raises(ConfigError, match="model: expected a decoder of attention layers"):
         measure.measure_card(model, tokenizer, name=name, parts_path=tmp_path / "x" / "parts.json")
     assert not (tmp_path / "x").exists()
-
-
-def test_an_infinite_divergence_gives_the_tier_broken():
-    """A cache with an infinite divergence has a tier, but no slope."""
-    divergences = torch.full((4,), math.inf, dtype=torch.float64)
-    row = measure.summarize_scores(
-        [Scores(divergences, torch.ones_like(divergences), divergences)] * 2
-    )
-    drift = describe_drift(torch.full((2, 16), math.inf, dtype=torch.float64), None)
-    row |= {"kind": measure.ALL_KINDS, "prompt": "exact"}
-    drift["kl"] = math.inf
-    cache = {"predictions": [row], "stored": None, "tasks": {}, "drift": drift}
-    assert judge_cache(cache, None) == {"tier": "broken", "kl": math.inf, "findings": []}
 
 
 def test_changed_settings_discard_saved_parts(tmp_path):
@@ -255,18 +242,6 @@ def test_planted_defects_of_stored_states_are_found():
         assert any(text.startswith(finding) for text in findings), (finding, findings)
 
 
-def test_a_jump_is_found_and_a_trend_is_not():
-    generator = torch.Generator().manual_seed(0)
-    floor = torch.exp(torch.randn(4, 64, generator=generator) / 4 - 9).double()
-    windows = 10 * floor * torch.exp(torch.randn(4, 64, generator=generator) / 4)
-    windows *= torch.linspace(1, 4, 64)
-    assert describe_drift(windows, floor)["jump"] is None
-    windows[:, 46] *= 100
-    jump = describe_drift(windows, floor)["jump"]
-    assert jump["position"] == 46 * 32
-    assert 30 < jump["factor"] < 300
-
-
 def test_predictions_along_an_answer_match_decoding():
     """Chunks of an answer have the same divergences as decoding token by token."""
     model, _ = build_variant("llama", num_hidden_layers=2)
@@ -278,9 +253,6 @@ def test_predictions_along_an_answer_match_decoding():
             model, prompts, slice(None), UNQUANTIZED, {"default": contender}, 12
         )
         last_answer, _ = sample_answers(model, prompts, slice(1, 2), UNQUANTIZED, {}, 12)
-        free_answers, free_kl = sample_answers(
-            model, prompts, slice(None), contender, {"exact": UNQUANTIZED}, 12
-        )
         caches = DynamicCache(config=model.config), FP8PagedCache(model, dtype="fp8_e3m4")
         decoded_kls = []
         for step in range(-1, 12):
@@ -293,71 +265,52 @@ def test_predictions_along_an_answer_match_decoding():
     decoded_kl = torch.stack(decoded_kls[1:], 1)
     assert decoded_kl.min() > 0
     torch.testing.assert_close(kl["default"], decoded_kl, rtol=0.02, atol=1e-10)
-    torch.testing.assert_close(free_kl["exact"], decoded_kl, rtol=0.02, atol=1e-10)
-    comparison = compare_answers(free_answers, answers, free_kl["exact"])
-    mean_kl = torch.stack(decoded_kls[:-1]).mean().item()
+
+
+def test_answers_are_compared_up_to_the_first_difference():
+    answers = torch.arange(24).view(2, 12)
+    kl = torch.rand(2, 12).double()
+    comparison = compare_answers(answers, answers, kl)
     assert (comparison["first"], comparison["kl_after"]) == ([None, None], None)
-    assert comparison["kl_before"] == pytest.approx(mean_kl, rel=0.02)
     other_answers = answers.clone()
     other_answers[1, 3] += 1
-    comparison = compare_answers(free_answers, other_answers, free_kl["exact"])
-    after_kl = torch.stack(decoded_kls[3:-1], 1)[1].mean().item()
+    comparison = compare_answers(answers, other_answers, kl)
     assert comparison["first"] == [None, 3]
-    assert comparison["kl_after"] == pytest.approx(after_kl, rel=0.02)
+    assert comparison["kl_after"] == pytest.approx(kl[1, 2:-1].mean().item())
 
 
-def test_slopes_and_intervals_match_planted_drift():
+def test_slopes_and_jumps_match_planted_drift():
     generator = torch.Generator().manual_seed(0)
     positions = torch.arange(64) * 32 / 1000  # in thousands of tokens
     noise = torch.randn(6, 64, generator=generator) / 4
     floor = torch.exp(torch.randn(6, 64, generator=generator) / 4 - 9).double()
     windows = torch.exp(0.5 * positions + noise - 7).double()
     drift = describe_drift(windows, floor)
-    assert drift["low"] < 0.5 < drift["high"]
-    assert drift["low"] > 0
+    assert 0 < drift["low"] < 0.5 < drift["high"]
     assert drift["detectable"] < 0.5
     assert drift["jump"] is None
-    short_drift = describe_drift(windows[:, :31], floor[:, :31])
-    assert short_drift["slope"] is short_drift["low"] is None, "a slope needs more windows"
     flat_drift = describe_drift(torch.exp(noise - 7).double(), floor)
     assert flat_drift["low"] < 0 < flat_drift["high"]
+    windows[:, 46] *= 100
+    jump = describe_drift(windows, floor)["jump"]
+    assert jump["position"] == 46 * 32
+    assert 30 < jump["factor"] < 300
 
 
-@pytest.mark.parametrize(
-    ("probability", "degrees", "expected"), [(0.975, 1, 12.706), (0.975, 5, 2.571), (0.8, 4, 0.941)]
-)
-def test_quantiles_match_students_t(probability, degrees, expected):
-    assert compute_student_quantile(probability, degrees) == pytest.approx(expected, rel=1e-3)
-
-
-def test_a_lost_token_changes_predictions():
-    model, _ = build_variant("llama", num_hidden_layers=2)
-    ids = torch.randint(4, 90, (1, 64))
-    contenders = {
-        "whole": Contender("", lambda model: DynamicCache(config=model.config)),
-        "forgetful": Contender("", lambda model: TokenLosingCache(model.config, dtype="model")),
-    }
-    with paged_attention(model):
-        states = prefill(model, ids).states
-        scores = dict(score_text(model, ids, states, contenders, positions=[60], scored=10))
-    assert scores[60, "exact", "whole"].summarize().kl == 0
-    assert scores[60, "exact", "forgetful"].summarize().kl > 1e-6
-
-
-def build_model_with_biased_keys(bias: float = 100.0, num_layers: int = 6) -> PreTrainedModel:
+def build_model_with_biased_keys() -> PreTrainedModel:
     """Return a model whose first layer has large constant keys, and whose errors grow by layer.
 
     The bias is in a pair of channels that RoPE hardly rotates, as in Qwen2.5.
     """
     model, _ = build_variant(
-        "qwen2", num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers,
+        "qwen2", num_hidden_layers=6, layer_types=["full_attention"] * 6,
         max_position_embeddings=4096, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     first_layer, *later_layers = model.model.layers
     with torch.no_grad():
         head_biases = first_layer.self_attn.k_proj.bias.view(2, 16)
-        head_biases[:, 7] += bias
-        head_biases[:, 15] -= bias
+        head_biases[:, 7] += 100
+        head_biases[:, 15] -= 100
         for layer in later_layers:
             layer.self_attn.q_proj.weight *= 3
     return model
@@ -378,34 +331,12 @@ def test_large_keys_lose_more_after_stored_prompts():
             positions=[96, 128], scored=32, stored_positions=[128],
         )  # fmt: skip
         kl = {key: scores.kl for key, scores in all_scores}
-        # The bytes of a stored prompt do not depend on how it is split.
-        caches = (
-            DynamicCache(config=model.config),
-            FP8PagedCache(model.config, dtype="fp8_e3m4", prefill="stored"),
-        )
-        with torch.no_grad():
-            expected, actual = (
-                [model(chunk, past_key_values=cache).logits for chunk in ids.split(32, dim=1)]
-                for cache in caches
-            )
-    decoded_kl = compute_scores(expected[-1], actual[-1], ids[:, -31:]).kl
-    torch.testing.assert_close(kl[128, "stored", "fp8_e3m4"], decoded_kl, rtol=0.05, atol=1e-8)
     means = {key[1:]: values.mean().item() for key, values in kl.items() if key[0] == 128}
     assert means["stored", "fp8_e3m4"] > 2 * means["exact", "fp8_e3m4"]
     assert means["stored", "bf16"] > 2 * means["exact", "bf16"]
     # The plan has centers that a prompt does not change.
     assert 20 * means["stored", "default"] < means["stored", "fp8_e3m4"]
     assert not any(position == 96 and prompt == "stored" for position, prompt, _ in kl)
-
-
-def test_caches_that_need_exact_prompts_refuse_stored_prompts():
-    model, _ = build_variant("llama", num_hidden_layers=2)
-    assert CONTENDERS["QuantizedCache"].make_stored(model) is None
-    for name in ("default", "fp8", "fp8-1.0"):
-        cache, exact_cache = (
-            getattr(CONTENDERS[name], method)(model) for method in ("make_stored", "make")
-        )
-        assert cache.options == replace(exact_cache.options, prefill="stored")
 
 
 def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
@@ -488,13 +419,9 @@ def test_caches_are_selected_by_name_or_plan(model_folder):
     contenders, refusals = choose_contenders(model)
     assert [*contenders] == ["default", "fp8_e3m4", "fp8", "QuantizedCache", "bf16"]
     assert not refusals
-    contenders, _ = choose_contenders(model, ["int8 rotated"])
+    contenders, refusals = choose_contenders(model, ["checkpoint", "int8 rotated"])
     assert str(contenders["int8 rotated"].make(model).plan[0].v) == "int8 rotated"
-    contenders, refusals = choose_contenders(model, ["checkpoint", "bf16"])
-    assert [*contenders] == ["bf16"]
     assert "checkpoint" in refusals
-    with pytest.raises(ConfigError, match="caches: expected some of default"):
-        choose_contenders(model, ["fp9"])
     with pytest.raises(ConfigError, match="caches: expected a usable cache"):
         choose_contenders(model, ["checkpoint"])
 

@@ -1,18 +1,15 @@
 """Tests of `hf-fp8kv inspect`: the output for scales, plans, measurements and reports."""
 
-import importlib.util
-import json
-
 import pytest
 import torch
 
 import hf_fp8kv.calibration
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import KVScales, LayerScales
 from tests.cli.test_scales_table import make_report
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
-from tests.scales.test_sources import DATA, edit_json
+from tests.scales.test_sources import edit_json
 
 
 @pytest.fixture
@@ -28,59 +25,45 @@ def measure_calls(monkeypatch) -> list[dict[str, object]]:
     return calls
 
 
-@pytest.mark.parametrize("scale_format", SCALE_FORMATS)
-def test_every_format_is_a_table_with_two_rows_per_layer(run, tmp_path, scale_format):
+def test_scales_are_a_table_with_two_rows_per_layer(run, tmp_path):
     scales = random_scales("tensor")
-    scales.save_pretrained(tmp_path, format=scale_format)
+    scales.save_pretrained(tmp_path, format="autofp8")
     out, err = run("inspect", tmp_path)
     assert err == ""
-    assert f"{scale_format}, llama, 3 layers, per tensor, K not centered" in out
+    assert "autofp8, llama, 3 layers, per tensor, K not centered" in out
     assert str(tmp_path) in out
-    for index, layer in KVScales.from_pretrained(tmp_path).layers.items():
+    for index, layer in scales.layers.items():
         rows = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
         for name, scale, row in zip("KV", layer.static, rows, strict=True):
             assert f"│ {name} " in row
             assert f"{scale.item():.3g}" in row
-            assert f"{448 * scale.item():.3g}" in row
 
 
-@pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centered-channel"])
+@pytest.mark.parametrize("kind", ["head", "centered-channel"])
 def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path)
-    out, err = run("inspect", tmp_path, "--json")
-    output = json.loads(out)
-    assert err == ""
-    assert output["format"] == "hf_fp8kv"
-    assert output["model_type"] == "llama"
-    assert output["num_layers"] == 3
+    output = run.json("inspect", tmp_path)
+    assert (output["format"], output["model_type"]) == ("hf_fp8kv", "llama")
     assert (output["report"], output["warnings"], output["remarks"]) == (None, [], [])
-    for index, layer in scales.layers.items():
-        row = output["layers"][str(index)]
-        assert row["centered"] == kind.startswith("centered")
-        assert row["granularity"] == layer.granularity
-        for name, scale in (("k", layer.k), ("v", layer.v)):
-            side = row[name]
-            assert side["shape"] == list(scale.shape)
-            assert (side["min"], side["max"]) == (scale.min().item(), scale.max().item())
-            assert (side["amax"], side["amax_from"]) == (448 * side["max"], "scale")
-            assert ("values" in side) == (kind in ("tensor", "head"))
-            if "values" in side:
-                assert side["values"] == scale.flatten().tolist()
+    assert output["layers"].keys() == {"0", "1", "2"}
+    row, layer = output["layers"]["1"], scales.layers[1]
+    assert row["centered"] == kind.startswith("centered")
+    assert row["granularity"] == layer.granularity
+    for name in ("k", "v"):
+        side, scale = row[name], getattr(layer, name)
+        assert side["shape"] == list(scale.shape)
+        assert (side["min"], side["max"]) == (scale.min().item(), scale.max().item())
+        assert (side["amax"], side["amax_from"]) == (448 * side["max"], "scale")
+        assert side.get("values") == (scale.flatten().tolist() if kind == "head" else None)
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_plan_is_shown(run, tmp_path, is_dynamic):
-    scales = planned_scales(is_dynamic=is_dynamic)
-    scales.save_pretrained(tmp_path)
-    out, err = run("inspect", tmp_path)
-    assert err == ""
+    planned_scales(is_dynamic=is_dynamic).save_pretrained(tmp_path)
+    out, _ = run("inspect", tmp_path)
     assert "per token" in out if is_dynamic else "per head" in out
-    for index, plan in enumerate(PLANS):
-        assert f"1 x {plan}" in out
-        rows = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
-        for name, side, row in zip("KV", plan, rows, strict=True):
-            assert f"│ {name} {side} " in row
+    assert all(f"1 x {plan}" in out for plan in PLANS)
     output = run.json("inspect", tmp_path)
     assert output["plan"] == {str(plan): 1 for plan in PLANS}
     assert output["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
@@ -92,32 +75,22 @@ def test_the_plan_of_a_saved_cache_is_shown(run, tmp_path):
     for index in range(2):
         cache.update(torch.ones(1, 4, 5, 8), torch.ones(1, 4, 5, 8), index)
     path = cache.save(tmp_path / "prompt.safetensors")
-    out, err = run("inspect", path)
-    assert err == ""
+    out, _ = run("inspect", path)
     assert f"FP8PagedCache(2 layers: 1 x {PLANS[0]}; 1 x {PLANS[1]})" in out
     assert "5 tokens" in out
-    for index, plan in enumerate(PLANS[:2]):
-        (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index} ")]
-        assert [cell.strip() for cell in row.split("│")[2:4]] == [str(side) for side in plan]
     output = run.json("inspect", path)
     assert output["layers_by_plan"] == {str(plan): 1 for plan in PLANS[:2]}
     assert output["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
-    assert output["tokens"] == 5
     run.fails("inspect", path, "--texts", "pydoc", code=2)
 
 
 def test_warnings_and_remarks_are_shown(run, tmp_path):
-    path = next((DATA / "vllm-two-ranks").glob("*.json"))
-    out, err = run("inspect", path)
-    assert err.startswith("warning: ")
-    assert "its 2 ranks differ" in err
-    assert "K and V have the same scale" in out
     layer = LayerScales(torch.tensor(1.0), torch.tensor(1.0))
     scales = KVScales({0: layer, 2: layer}, model_type="llama")
     scales.save_pretrained(tmp_path, format="autofp8")
     edit_json(tmp_path / "config.json", num_hidden_layers=3)
     out, err = run("inspect", tmp_path)
-    assert "warning: " in err
+    assert err.startswith("warning: ")
     assert "layers without scales: 1" in err
     assert "no scales for layer 1" in out
     assert "exactly 1.0" in out
@@ -125,28 +98,23 @@ def test_warnings_and_remarks_are_shown(run, tmp_path):
 
 
 def test_a_measurement_is_shown(run, tmp_path, model_folder, measure_calls):
-    scales = random_scales("head", num_layers=2)
-    scales.save_pretrained(tmp_path)
+    random_scales("head", num_layers=2).save_pretrained(tmp_path)
     (text_file := tmp_path / "text.txt").write_text("the capital of London")
     arguments = ("inspect", tmp_path, "--model", model_folder, "--device", "cpu", "--texts")
     options = ("--max-tokens", "99", "--dtype", "fp8", "--model-dtype", "bfloat16")
     out, _ = run(*arguments, text_file, *options)
     (call,) = measure_calls
-    assert (loaded_model := call.pop("model")).config.num_hidden_layers == 2
-    assert loaded_model.dtype == torch.bfloat16
+    assert call.pop("model").dtype == torch.bfloat16
     assert call.pop("tokenizer").vocab_size > 2
     assert call.pop("scales").layers.keys() == {0, 1}
     assert call == {"texts": text_file, "max_tokens": 99, "dtype": "fp8_e4m3"}
     for text in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
         assert text in out
-    output = run.json(*arguments, text_file)
-    assert output["layers"]["1"]["v"]["amax"] == 2.125
-    assert output["layers"]["1"]["v"]["amax_from"] == "text"
-    assert output["layers"]["1"]["k"]["saturated"] == 0.00003
+    output = run.json(*arguments, "pydoc")  # Python's documentation
+    assert len(measure_calls[-1]["texts"]) > 50
+    side = output["layers"]["1"]["v"]
+    assert (side["amax"], side["amax_from"], side["saturated"]) == (2.125, "text", 0.00003)
     assert output["report"] == make_report(2, num_heads=2).to_dict()
-    run(*arguments, "pydoc")  # Python's documentation
-    assert len(texts := measure_calls[-1]["texts"]) > 50
-    assert all(isinstance(text, str) for text in texts)
 
 
 def test_a_plot_is_written(run, tmp_path):
@@ -156,13 +124,3 @@ def test_a_plot_is_written(run, tmp_path):
     out, _ = run("inspect", tmp_path, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "per head" in out
-
-
-def test_a_missing_matplotlib_is_reported_before_measuring(run, monkeypatch, measure_calls):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name)
-    )
-    arguments = ("inspect", "/no/such/scales", "--plot", "scales.png", "--texts", "pydoc")
-    assert "pip install 'hf-fp8kv[plot]'" in run.fails(*arguments, code=2)
-    assert measure_calls == []

@@ -20,12 +20,11 @@ from hf_fp8kv.scales.save import Weights
 def complete(monkeypatch, capsys):
     """Return a function that returns the completions of a line's last word, as in a shell."""
 
-    def complete_line(line: str, shell: str = "bash") -> list[str]:
+    def complete_line(line: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])
-        monkeypatch.setenv("_HF_FP8KV_COMPLETE", f"complete_{shell}")
+        monkeypatch.setenv("_HF_FP8KV_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
-        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
         with pytest.raises(SystemExit) as exit_info:
             cli.main()
         assert not exit_info.value.code
@@ -40,34 +39,16 @@ def complete(monkeypatch, capsys):
         ("hf-fp8kv gen", ["generate"]),
         ("hf-fp8kv generate --back", ["--backend"]),
         ("hf-fp8kv generate --backend t", ["torch", "triton"]),
-        ("hf-fp8kv generate --attn s", ["sdpa"]),
         ("hf-fp8kv generate --key-dtype m", ["model"]),
-        ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
         ("hf-fp8kv bench ", ["speed", "memory"]),
         ("hf-fp8kv bench speed --device c", ["cpu", "cuda"]),
-        ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel"]),
-        ("hf-fp8kv calibrate --format v", ["vllm-json"]),
         ("hf-fp8kv calibrate --model-dtype b", ["bfloat16"]),
-        ("hf-fp8kv inspect --dtype fp8_e5", ["fp8_e5m2"]),
         ("hf-fp8kv convert a b --to ", list(SCALE_FORMATS)),
-        ("hf-fp8kv convert --to t", ["tgi"]),
         ("hf-fp8kv convert a b --weights ", ["copy", "link"]),
     ],
 )
 def test_a_shell_completes_words(complete, line, expected):
     assert complete(line) == expected
-
-
-def test_zsh_completes_words(complete):
-    (completion,) = complete("hf-fp8kv bench s", "zsh")
-    assert '"speed"' in completion
-
-
-def test_the_completion_script_contains_the_command(run, monkeypatch):
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    out, _ = run("--show-completion", "bash")
-    assert "_HF_FP8KV_COMPLETE=complete_bash" in out
-    assert "hf-fp8kv" in out
 
 
 def test_python_m_runs_the_same_command(monkeypatch, capsys):
@@ -99,25 +80,9 @@ def test_a_closed_pipe_exits_with_1(monkeypatch, capsys):
     assert (exit_info.value.code, capsys.readouterr().err) == (1, "")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("arguments", [["check", "--json"], ["--help"]])
-def test_a_closed_pipe_prints_no_traceback(arguments):
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = [sys.executable, "-m", "hf_fp8kv_cli", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.run(
-        command, env=environment, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False
-    )
-    os.close(write_end)
-    assert (process.returncode, process.stderr) == (1, "")
-
-
 @pytest.mark.parametrize(
-    "line",
-    ["--help", "--version", "chek", "check --jsn", "serve --help", "generate --kv-cache-dtype fp",
-     "bench speed --no-such", "COMPLETE generate --kv-cache-dtype fp8_e3"],
-)  # fmt: skip
+    "line", ["--version", "chek", "serve --help", "COMPLETE generate --kv-cache-dtype fp8_e3"]
+)
 def test_help_typos_and_completion_import_neither_torch_nor_transformers(line):
     script = (
         "import sys, hf_fp8kv_cli as cli\n"

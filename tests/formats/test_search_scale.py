@@ -114,7 +114,7 @@ def reshape_to_keys(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tens
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Backends vectorize over the values of a vector, so each format is paired with each size and dtype,
 # on each backend, with and without a center.
-WRITE_CASES = pairwise(FORMAT_NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], BACKENDS)
+WRITE_CASES = pairwise(FORMAT_NAMES, [1, 5, 24, 80, 256], DTYPES, [False, True], BACKENDS)
 
 
 @pytest.mark.parametrize(("name", "dim", "dtype", "is_centered", "backend"), WRITE_CASES, ids=str)
@@ -136,9 +136,11 @@ def test_every_backend_writes_the_same_bytes(name, dim, dtype, is_centered, back
     check_write(key, name, backend, center)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dim", [1023, 1024, 1040, 4096])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+# Each format is paired with each size and backend, because backends split long sums by size.
+SUM_CASES = pairwise(FORMAT_NAMES, [1023, 1024, 1040, 4096], BACKENDS)
+
+
+@pytest.mark.parametrize(("name", "dim", "backend"), SUM_CASES, ids=str)
 def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     if reason := ops.explain_backends().get(backend):
         pytest.skip(reason)
@@ -153,14 +155,6 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     error = (decode(encode(x, fmt), fmt) - x).abs() * fmt.error_unit
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
     check_write(reshape_to_keys(torch.cat([x, x * 1.001, torch.randn(8, dim)])), name, backend)
-
-
-def test_a_scale_does_not_depend_on_other_vectors():
-    x = torch.cat([make_random_vectors(48), make_special_vectors(48)])
-    fmt = FORMATS["fp8_e3m4"]
-    expected = search_scale(x, fmt)
-    assert_same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
-    assert search_scale(x.view(2, -1, 1, 48), fmt).shape == (2, len(x) // 2, 1)
 
 
 def compute_unit_factor(name: str) -> float:
@@ -204,10 +198,9 @@ def list_candidate_scales(x: Tensor, name: str) -> list[Tensor]:
     return scales
 
 
-@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_the_best_scale_of_an_octave_is_chosen(name, dim):
-    x = torch.cat([torch.randn(300, dim), torch.randn(2, 300, dim).prod(0)])
+def test_the_best_scale_of_an_octave_is_chosen(name):
+    x = torch.cat([torch.randn(300, 64), torch.randn(2, 300, 64).prod(0)])
     chosen_scales = search_scale(x, FORMATS[name])
     scales = torch.stack(list_candidate_scales(x, name))
     assert (scales == chosen_scales).any(0).all()
@@ -238,7 +231,7 @@ def test_the_largest_value_never_saturates(max_value, name, fractions):
     assert abs(decoded - max_value) <= step / 2 * (1 + 2.0**-20)
 
 
-@pytest.mark.parametrize("dim", [1, 64, 80])
+@pytest.mark.parametrize("dim", [1, 80])
 def test_dynamic_errors_of_several_formats_match_the_reference(dim: int) -> None:
     """The values have all magnitudes or are zero, and are stored as V in each format."""
     x = torch.randn(len(FORMAT_NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))

@@ -42,7 +42,7 @@ from hf_fp8kv.prefix.pages import check_store
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
-from tests.tools.store_kills import run_concurrent_writers, run_killed_writers
+from tests.tools.store_kills import run_killed_writers
 
 pytestmark = pytest.mark.text
 
@@ -1062,12 +1062,6 @@ def test_killed_writers_leave_valid_files(num_kills: int, tmp_path: Path) -> Non
     counts = run_killed_writers(tmp_path, num_kills)
     assert (counts["wrong_answers"], counts["over_limit"]) == (0, 0), counts
     assert counts["bytes_written"] > 0
-
-
-@pytest.mark.full
-def test_two_processes_share_a_folder(tmp_path: Path) -> None:
-    counts = run_concurrent_writers(tmp_path, num_processes=2)
-    assert (counts["wrong_answers"], counts["over_limit"]) == (0, 0), counts
     assert counts["tokens_found"] > 0
 
 

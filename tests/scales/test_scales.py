@@ -4,11 +4,9 @@ import copy
 import pickle
 from types import SimpleNamespace
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from transformers import LlamaConfig
 
 from hf_fp8kv.errors import FP8KVError, ScaleError
@@ -62,24 +60,17 @@ def test_scales_are_copied_and_keep_two_dimensions(shape, granularity):
 
 BAD_TENSORS = {
     "zero": torch.tensor(0.0),
-    "negative": torch.tensor(-1.0),
     "nan": torch.tensor(NAN),
-    "infinity": torch.tensor(INF),
     "too-small-for-a-reciprocal": torch.tensor(1e-40),
     "too-large-in-float32": torch.tensor(1e300, dtype=torch.float64),
-    "zero-in-float32": torch.tensor(1e-300, dtype=torch.float64),
     "one-bad-head": torch.tensor([[1.0], [0.0]]),
     "int8": torch.tensor(1, dtype=torch.int8),
-    "bool": torch.tensor(True),
     "float8": torch.ones(()).to(torch.float8_e4m3fn),
-    "complex": torch.tensor(1j),
     "meta": torch.ones((), device="meta"),
-    "one-dimension": torch.ones(4),
     "three-dimensions": torch.ones(4, 1, 2),
     "empty": torch.ones(0, 4),
     "a-float": 0.5,
     "none": None,
-    "a-list": [0.5],
 }
 
 
@@ -93,8 +84,8 @@ def test_invalid_scales_are_rejected(value, side):
 
 @pytest.mark.parametrize(
     "center",
-    [torch.full((2, 4), NAN), torch.full((2, 4), INF), torch.ones(4), ONE, torch.ones(2, 4).int()],
-    ids=["nan", "infinity", "one-dimension", "scalar", "int32"],
+    [torch.full((2, 4), NAN), torch.ones(4), torch.ones(2, 4).int()],
+    ids=["nan", "one-dimension", "int32"],
 )
 def test_invalid_centers_are_rejected(center):
     with pytest.raises(ScaleError, match="center of K"):
@@ -144,16 +135,8 @@ def test_invalid_layers_are_rejected(layers):
         KVScales(layers)
 
 
-def test_uniform_does_not_depend_on_the_default_dtype():
-    torch.set_default_dtype(torch.bfloat16)
-    scales = KVScales.uniform(3, k=0.0152239128947258, v=0.25)
-    assert list(scales.layers) == [0, 1, 2]
-    values = {(layer.k.item(), layer.v.item()) for layer in scales.layers.values()}
-    assert values == {(torch.tensor(0.0152239128947258, dtype=torch.float32).item(), 0.25)}
-
-
 @pytest.mark.parametrize(
-    "value", [0, -1.0, NAN, INF, True, "1", None, 1e-40, pytest.param(10**400, id="huge-integer")]
+    "value", [0, NAN, True, "1", 1e-40, pytest.param(10**400, id="huge-integer")]
 )
 def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
     with pytest.raises(ScaleError, match="expected a finite number above 0"):
@@ -236,50 +219,6 @@ def test_for_layer_rejects_sizes_and_ranks_that_do_not_match(change, message):
         make_scales().for_layer(arguments.pop("index"), **arguments)
 
 
-# -- files of this package -------------------------------------------------------------------------
-
-SCALES = st.floats(2.0**-100, 2.0**100, width=32)
-CENTERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
-
-
-@st.composite
-def draw_layer(draw) -> LayerScales:
-    """Draw the scales of a layer, with any granularity."""
-    num_heads, k_dim, v_dim = (draw(st.integers(1, 3)) for _ in range(3))
-
-    def draw_tensor(elements, shape):
-        size = int(np.prod(shape))
-        values = draw(st.lists(elements, min_size=size, max_size=size))
-        return torch.tensor(values, dtype=torch.float32).reshape(shape)
-
-    k_shape = draw(st.sampled_from([(), (num_heads, 1), (1, k_dim), (num_heads, k_dim)]))
-    v_shape = draw(st.sampled_from([(), (num_heads, 1), (1, v_dim), (num_heads, v_dim)]))
-    center = draw_tensor(CENTERS, (num_heads, k_dim)) if draw(st.booleans()) else None
-    return LayerScales(draw_tensor(SCALES, k_shape), draw_tensor(SCALES, v_shape), center)
-
-
-@given(st.dictionaries(st.integers(0, 10**6), draw_layer(), min_size=1, max_size=4))
-def test_saved_scales_are_loaded_exactly(tmp_path_factory, layers):
-    folder = tmp_path_factory.mktemp("scales")
-    scales = KVScales(layers, model_type="llama", origin="a test")
-    scales.save_pretrained(folder)
-    loaded = KVScales.from_pretrained(folder)
-    assert_same(loaded, scales)
-    assert (loaded.format, loaded.model_type) == ("hf_fp8kv", "llama")
-
-
-def test_scales_are_saved_in_one_file(tmp_path):
-    folder = tmp_path / "deep" / "folder"
-    paths = make_scales().save_pretrained(folder)
-    assert paths == [*folder.iterdir()] == [folder / "kv_scales.safetensors"]
-
-
-def test_saving_into_a_file_is_rejected(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ScaleError, match="expected a folder, got a file"):
-        make_scales().save_pretrained(tmp_path / "file")
-
-
 # -- `resolve` -------------------------------------------------------------------------------------
 
 
@@ -287,26 +226,20 @@ def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
     scales = make_scales()
     assert resolve_scales(None) is None
     assert resolve_scales(scales) is scales
-    for value in (0.5, 2, np.float64(0.25)):
-        constant = resolve_scales(value)
-        assert type(constant) is float
-        assert constant == value
+    constant = resolve_scales(np.float64(0.25))
+    assert (type(constant), constant) == (float, 0.25)
     scales.save_pretrained(tmp_path)
-    for path in (tmp_path, tmp_path / "kv_scales.safetensors"):
+    for path in (tmp_path, tmp_path / "kv_scales.safetensors", str(tmp_path)):
         assert_same(resolve_scales(path), scales)
-        assert_same(resolve_scales(str(path)), scales)
 
 
 BAD_ARGUMENTS = {
     "bool": (True, "finite number"),
     "zero": (0, "finite number"),
-    "nan": (NAN, "finite number"),
     "a-tensor": (ONE, "expected None, a number, KVScales"),
-    "a-dict": ({0: 1.0}, "expected None, a number, KVScales"),
     "one-layer": (LayerScales(ONE, ONE), "expected None, a number, KVScales"),
     "missing-file": ("/nowhere/scales.json", "expected a file, found none"),
     "nul-in-the-path": ("scales\0", "expected a folder, a file or a repository id"),
-    "bytes": (b"scales.json", "expected None, a number, KVScales"),
 }
 
 
@@ -389,7 +322,6 @@ def test_declared_scales_are_described(config, convert):
     assert "kv_cache" in description
 
 
-@pytest.mark.parametrize("convert", [dict, to_objects, to_config])
 @pytest.mark.parametrize("config", WITHOUT_STATIC_SCALES.values(), ids=WITHOUT_STATIC_SCALES)
-def test_configs_without_static_scales_have_no_description(config, convert):
-    assert describe_kv_scales(convert(config)) is None
+def test_configs_without_static_scales_have_no_description(config):
+    assert describe_kv_scales(to_objects(config)) is None

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.scales.checkpoint import checkpoint as checkpoint_module
-from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY_SCALE_PATTERN, TENSOR_NAMES
 from hf_fp8kv.scales.kv_scales import resolve_scales
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
@@ -161,16 +159,6 @@ def test_a_single_golden_file_is_read():
 # -- tensor names ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", TENSOR_NAMES, ids=lambda entry: entry.template)
-def test_a_written_tensor_name_is_recognized(entry):
-    for side in ("k", "v") if "{side}" in entry.template else ("kv",):
-        name = f"model.layers.17.self_attn.{entry.template.format(side=side)}"
-        match = entry.pattern.fullmatch(name)
-        assert match is not None
-        assert (match["layer"], match.groupdict().get("side", "kv")) == ("17", side)
-        assert LIKELY_SCALE_PATTERN.search(name), "the error of a checkpoint would not name it"
-
-
 # `test_sources_formats` contains no dialect with these names.
 LANGUAGE_MODEL_NAMES = [
     "model.layers.0.self_attn.attn.k_scale",
@@ -260,13 +248,13 @@ def test_kv_scale_takes_precedence_over_an_incomplete_pair(tmp_path):
     assert list_values(scales, "k") == list_values(scales, "v") == round_values(LARGER_KV)
 
 
-@pytest.mark.parametrize(("side", "expected"), [("k", K), ("v", V)])
-def test_a_single_side_is_used_for_both_with_one_warning(tmp_path, caplog, side, expected):
+@pytest.mark.parametrize(("side", "other_side", "expected"), [("k", "v", K), ("v", "k", V)])
+def test_a_single_side_is_used_for_both_with_one_warning(
+    tmp_path, caplog, side, other_side, expected
+):
     folder = copy_golden("autofp8", tmp_path)
-    other_side = "v" if side == "k" else "k"
     edit_tensors(folder, {ATTENTION.format(i) + f"{other_side}_scale": None for i in range(3)})
-    scales = KVScales.from_pretrained(folder)
-    assert list_values(scales, "k") == list_values(scales, "v") == round_values(expected)
+    assert list_sides(KVScales.from_pretrained(folder)) == 2 * [round_values(expected)]
     assert [r.message for r in caplog.records] == [
         f"{folder}: only {side.upper()} has a scale, which is used for K and V (layers 0, 1, 2)"
     ]
@@ -274,12 +262,10 @@ def test_a_single_side_is_used_for_both_with_one_warning(tmp_path, caplog, side,
 
 def test_redundant_tensors_are_accepted(tmp_path):
     """Zero points of 0 are redundant, and so is a scale with two names."""
-    folder = copy_golden("compressed-tensors", tmp_path)
-    zero = torch.zeros(1).to(torch.float8_e4m3fn)
-    edit_tensors(folder, {ATTENTION.format(0) + "k_zero_point": zero})
-    assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K, BF16)
     folder = copy_golden("autofp8", tmp_path)
-    edit_tensors(folder, {ATTENTION.format(0) + "attn.k_scale": torch.tensor(K[0])})
+    zero = torch.zeros(1).to(torch.float8_e4m3fn)
+    names = (ATTENTION.format(0) + suffix for suffix in ("k_zero_point", "attn.k_scale"))
+    edit_tensors(folder, dict(zip(names, (zero, torch.tensor(K[0])), strict=True)))
     assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K)
 
 
@@ -287,10 +273,9 @@ def test_consolidated_files_are_ignored_next_to_ordinary_files(tmp_path):
     folder = copy_golden("autofp8", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     changed_tensors = {name: tensor * 8 for name, tensor in tensors.items()}
-    (folder / "model.safetensors").rename(folder / "weights.safetensors")
     save_file(changed_tensors, folder / "consolidated.safetensors")
     assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K)
-    (folder / "weights.safetensors").unlink()
+    (folder / "model.safetensors").unlink()
     assert list_values(KVScales.from_pretrained(folder), "k") == [x * 8 for x in round_values(K)]
 
 
@@ -335,12 +320,11 @@ def test_missing_scales_cause_a_warning_without_strict(tmp_path, caplog):
     folder = copy_golden("autofp8", tmp_path)
     set_scales(folder, [1], None)
     scales = KVScales.from_pretrained(folder, strict=False)
-    assert list(scales.layers) == [0, 2]
     assert f"{folder}: layers without scales: 1" in caplog.text
     with pytest.raises(ScaleError, match="expected layer 1, got layers 0, 2"):
         scales.for_layer(1, num_kv_heads=2, k_head_dim=4, v_head_dim=4)
     (folder / "config.json").unlink()
-    assert len(list_values(KVScales.from_pretrained(folder, strict=False), "v")) == 2
+    assert list(KVScales.from_pretrained(folder, strict=False).layers) == [0, 2]
     assert "no config.json" in caplog.text
 
 
@@ -484,10 +468,8 @@ BAD_JSON: dict[str, tuple[Corrupt, str]] = {
         "rank 0, layer 0: expected a finite number above 0",
     ),
     "nan": (corrupt_json(FIRST_ENTRY, '"0": NaN'), "got nan"),
-    "words": (corrupt_json(FIRST_ENTRY, '"0": "half"'), "expected a number.*half"),
     "bool": (corrupt_json(FIRST_ENTRY, '"0": true'), "got True"),
     "underflows": (corrupt_json(FIRST_ENTRY, '"0": 1e-45'), "got 1e-45"),
-    "huge-integer": (corrupt_json(FIRST_ENTRY, '"0": 1' + "0" * 400), "expected a finite number"),
     "endless-integer": (corrupt_json(FIRST_ENTRY, '"0": 1' + "0" * 5000), "expected a JSON file"),
     "missing-layer": (corrupt_json(FIRST_ENTRY + ",", ""), "without layers 0"),
     "layer-beyond-the-model": (corrupt_json('"2"', '"3"'), "without layers 2"),
@@ -520,8 +502,6 @@ BAD_JSON: dict[str, tuple[Corrupt, str]] = {
     "cache-missing": (corrupt_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
     "model-type-missing": (corrupt_json('"model_type"', '"type"'), "model_type"),
     "model-type-a-number": (corrupt_json('"llama"', "1"), "model_type: expected a string"),
-    "cut-off": (truncate("kv_cache_scales.json", 90), "expected a JSON file"),
-    "binary": (corrupt_bytes("kv_cache_scales.json", lambda _: b"\xff\xfe\x00"), "UnicodeDecode"),
     "an-array": (corrupt_bytes("kv_cache_scales.json", lambda _: b"[1]"), "JSON object, got list"),
     "very-deep": (
         corrupt_bytes("kv_cache_scales.json", lambda _: b'{"a":' * 10**5),
@@ -551,19 +531,6 @@ def test_a_large_json_is_rejected_before_it_is_read(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_duplicate_key_is_found_in_linear_time(tmp_path):
-    """With 16 times more keys, reading takes less than 64 times longer."""
-    path, durations = tmp_path / "kv_cache_scales.json", []
-    for num_keys in (1_000, 16_000):
-        keys = [*range(num_keys), num_keys - 1]
-        path.write_text('{"x":{' + ",".join(f'"{key}":1' for key in keys) + "}}")
-        start = time.process_time()
-        with scale_error(f"'{num_keys - 1}' twice", path):
-            KVScales.from_file(path)
-        durations.append(time.process_time() - start)
-    assert durations[1] < 64 * durations[0]
-
-
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
@@ -580,13 +547,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
     "zero": (corrupt_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
     "nan": (corrupt_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
     "int64": (corrupt_tensor("k_scale", torch.ones((), dtype=torch.int64)), r"got torch\.int64"),
-    "float8": (
-        corrupt_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)),
-        r"got torch\.float8_e4m3fn",
-    ),
-    "empty-tensor": (corrupt_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
     "one-dimension": (corrupt_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
-    "per-channel": (corrupt_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
     "sides-with-other-heads": (
         corrupt_tensors({"k_scale": torch.ones(2, 1, 1), "v_scale": torch.ones(3, 1, 1)}),
         r"v_scale: .* heads in config.json \(\[2\]\), got \[3, 1, 1\]",
@@ -595,7 +556,6 @@ BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
         lambda folder: set_scales(folder, [1], None),
         "expected scales for 3 layers, got 2 without layers 1",
     ),
-    "more-layers-in-the-model": (corrupt_config(num_hidden_layers=5), "got 3 without layers 3, 4"),
     "two-names-that-differ": (
         corrupt_tensor("attn.k_scale", torch.tensor(9.0)),
         "expected one scale for K of layer 1, got .*which differ",
@@ -604,18 +564,9 @@ BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
         corrupt_tensor("k_zero_point", torch.ones(1).to(torch.float8_e4m3fn)),
         "k_zero_point: expected a zero point of 0",
     ),
-    "zero-point-of-int8": (corrupt_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
     "bias-of-a-layer": (
         corrupt_tensor("k_proj.k_bias", torch.ones(2)),
         r"k_bias: expected floats of the shape \[1, heads, 1, D\] .*, got torch.float32 \[2\]",
-    ),
-    "bias-of-other-heads": (
-        corrupt_tensor("v_proj.v_bias", torch.ones(2, 2, 1, 4)),
-        r"v_bias: expected floats of the shape",
-    ),
-    "bias-of-three-heads": (
-        corrupt_tensor("k_proj.k_bias", torch.ones(1, 3, 1, 4)),
-        r"k_bias: expected floats of the shape \[1, heads, 1, D\] with heads in",
     ),
     "bias-of-more-heads-than-its-scale": (
         corrupt_tensors({"v_scale": torch.ones(2, 1, 1), "v_proj.v_bias": torch.ones(1, 4, 1, 4)}),
@@ -635,8 +586,6 @@ BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
     "dynamic-local-scheme": (set_scheme(dynamic="local"), "dynamic, which needs no scales"),
     "unknown-word": (corrupt_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (delete("config.json"), "expected a config.json"),
-    "config-cut-off": (truncate("config.json", 40), "config.json.*JSON file"),
-    "cut-off": (truncate("model.safetensors", -4), "a safetensors file"),
     "no-scales": (
         lambda folder: save_file({"model.norm": torch.ones(2)}, folder / "model.safetensors"),
         "expected kv_scales.safetensors, kv_cache_scales.json, or scale tensors such as "
@@ -658,7 +607,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Corrupt, str]] = {
 
 
 # Checkpoints that are rejected even with strict=False.
-ALWAYS_INVALID = ("zero", "int64", "zero-point", "channel-scheme", "cut-off")
+ALWAYS_INVALID = ("zero", "int64", "zero-point", "channel-scheme")
 
 
 @pytest.mark.parametrize(("corrupt", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
@@ -691,7 +640,6 @@ def list_in_file(file: object) -> Corrupt:
 SHARD = "model-00002-of-00002.safetensors"
 BAD_INDICES: dict[str, tuple[Corrupt, str]] = {
     "shard-missing": (delete(SHARD), f"expected the file {SHARD}"),
-    "shard-cut-off": (truncate(SHARD, -1), "a safetensors file"),
     "tensor-missing": (
         edit_index(
             lambda weight_map: (
@@ -702,10 +650,8 @@ BAD_INDICES: dict[str, tuple[Corrupt, str]] = {
         "which the index lists here",
     ),
     "outside": (list_in_file("../x.safetensors"), "expected file names"),
-    "absolute": (list_in_file("/x.safetensors"), "expected file names"),
     "not-a-name": (list_in_file(3), "expected file names.*got 3"),
     "empty-map": (edit_index(lambda _: {}), "expected file names of tensors in weight_map"),
-    "list-map": (edit_index(list), "expected file names of tensors in weight_map"),
     "cut-off": (truncate("model.safetensors.index.json", 50), "expected a JSON file"),
 }
 
@@ -739,15 +685,10 @@ BAD_NATIVE_FILES: dict[str, tuple[Corrupt, str]] = {
         write_native(PAIR | {"model.norm": torch.ones(())}),
         "as save_pretrained writes",
     ),
-    "other-part": (write_native(PAIR | {"layers.0.q_scale": torch.ones(())}), "argument 'q_scale'"),
     "other-unit": (write_native(PAIR, dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
         lambda folder: save_file(PAIR, folder / NATIVE_FILE, metadata={"hf_fp8kv": "{"}),
         "as save_pretrained writes it, got JSONDecodeError",
-    ),
-    "header-of-a-number": (
-        lambda folder: save_file(PAIR, folder / NATIVE_FILE, metadata={"hf_fp8kv": "1"}),
-        "as save_pretrained writes it, got TypeError",
     ),
 }
 
@@ -762,10 +703,7 @@ BAD_FILES = {
     "missing": ("scales.json", "expected a file, found none. Check the path"),
     "a-folder": (".", "expected a file, found none. Use from_pretrained"),
     "pt": ("scales.pt", "pickles are never loaded"),
-    "bin": ("pytorch_model.bin", "pickles are never loaded"),
-    "npz": ("rank0.npz", "pickles are never loaded"),
     "gguf": ("model.gguf", r"expected .json or .safetensors, got '.gguf'"),
-    "no-suffix": ("scales", r"expected .json or .safetensors, got ''"),
 }
 
 
@@ -780,7 +718,6 @@ def test_unsupported_files_are_rejected(tmp_path, name, message):
 
 BAD_REQUESTS = {
     "rank-too-high": ({"tp_rank": 2, "tp_size": 2}, "tp_rank=2"),
-    "rank-negative": ({"tp_rank": -1, "tp_size": 2}, "tp_rank=-1"),
     "no-ranks": ({"tp_size": 0}, "tp_size=0"),
     "rank-a-text": ({"tp_rank": "0"}, "expected integers"),
     "fewer-ranks": ({"tp_size": 3}, "expected the scales of 3 ranks, got 2"),
@@ -806,11 +743,10 @@ def make_hub_cache(tmp_path: Path, name: str) -> Path:
     return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("name", ["autofp8", "compressed-tensors-heads", "vllm"])
-def test_a_cached_repository_is_read_without_a_network(tmp_path, name):
-    cache_dir = make_hub_cache(tmp_path, name)
+def test_a_cached_repository_is_read_without_a_network(tmp_path):
+    cache_dir = make_hub_cache(tmp_path, "compressed-tensors-heads")
     scales = KVScales.from_pretrained("org/model", cache_dir=cache_dir, local_files_only=True)
-    expected = KVScales.from_pretrained(DATA / name)
+    expected = KVScales.from_pretrained(DATA / "compressed-tensors-heads")
     assert (scales.format, scales.digest) == (expected.format, expected.digest)
     assert resolve_scales("org/model", cache_dir=cache_dir).digest == expected.digest
 
@@ -878,14 +814,6 @@ def test_only_files_with_scales_are_fetched(hub):
     assert set(fake.fetched) == config_files | {"model-00001-of-00002.safetensors", SHARD}
 
 
-def test_rank_files_are_found_in_a_repository_of_tensorrt(hub):
-    fake = hub("trtllm")
-    shutil.copy(fake.folder / "model.safetensors", fake.folder / "rank1.safetensors")
-    (fake.folder / "model.safetensors").rename(fake.folder / "rank0.safetensors")
-    assert list_values(KVScales.from_pretrained("org/model"), "k") == round_values(LARGER_KV)
-    assert sorted(fake.fetched) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
-
-
 def test_a_cached_repository_is_read_if_the_hub_is_unreachable(hub, monkeypatch):
     fake = hub("autofp8")
     error = LocalEntryNotFoundError("no route")
@@ -897,14 +825,6 @@ def test_a_cached_repository_is_read_if_the_hub_is_unreachable(hub, monkeypatch)
     assert list_values(scales, "k") == round_values(K)
     assert scales.origin == "org/model (Hub unreachable)"
     assert fake.options["local_files_only"] is True
-
-
-def test_weights_without_scales_are_not_fetched(hub):
-    fake = hub("autofp8")
-    set_scales(fake.folder, range(3), None)
-    with pytest.raises(ScaleError, match=r"org/model: expected kv_scales\.safetensors"):
-        KVScales.from_pretrained("org/model")
-    assert set(fake.fetched) == {"config.json"}
 
 
 def test_a_missing_repository_is_a_scale_error(hub, monkeypatch):
@@ -919,7 +839,7 @@ def test_a_missing_repository_is_a_scale_error(hub, monkeypatch):
         KVScales.from_pretrained("org/model")
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "/org/model", "./model", "org model", "", "org//model"])
+@pytest.mark.parametrize("name", ["a/b/c", "./model", "org model", ""])
 def test_an_invalid_repository_id_causes_no_request(hub, name):
     fake = hub("autofp8")
     with pytest.raises(ScaleError, match="expected a folder, a file or a repository id"):

@@ -1,7 +1,7 @@
 """Tests of requests from clients of OpenAI's API, and of the responses that the clients read.
 
-client_requests.json contains one request of each type that a client sent to
-tests/tools/clients.py. The tests send the requests to a tiny model with random weights, and parse
+client_requests.json contains one request of each type that eight clients sent to the server
+(2026-11-27). The tests send the requests to a tiny model with random weights, and parse
 the responses with the types of the package openai, as these clients do.
 """
 

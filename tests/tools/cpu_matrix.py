@@ -1,7 +1,7 @@
 """Run tests under environment variables that change how a CPU rounds.
 
     python -m tests.tools.cpu_matrix                    the tests marked text, nine settings
-    python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
+    python -m tests.tools.cpu_matrix --all --only 3     all tests under the third setting
     python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
 Libraries select kernels by the CPU's instruction sets. These variables hide some instruction sets,
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+LOGS = ROOT / "build" / "cpu_matrix"
 UNSET = "unset"
 # Threads alternate along both other axes, so nine settings contain all pairs of choices.
 CHOICES = {
@@ -31,24 +32,11 @@ CHOICES = {
 Setting = dict[str, str]
 
 
-def list_settings(*, all_combinations: bool) -> list[Setting]:
-    """Return one setting for each pair of instruction sets, or all combinations of choices."""
-    if all_combinations:
-        rows = list(itertools.product(*CHOICES.values()))
-    else:
-        isa_pairs = itertools.product(*list(CHOICES.values())[:2])
-        rows = [(*pair, CHOICES["threads"][i % 2]) for i, pair in enumerate(isa_pairs)]
+def list_settings() -> list[Setting]:
+    """Return one setting for each pair of instruction sets."""
+    isa_pairs = itertools.product(*list(CHOICES.values())[:2])
+    rows = [(*pair, CHOICES["threads"][i % 2]) for i, pair in enumerate(isa_pairs)]
     return [dict(zip(CHOICES, row, strict=True)) for row in rows]
-
-
-def parse_choices(text: str) -> Setting:
-    """Return the choices that `text` names, such as "ATEN_CPU_CAPABILITY=default,threads=1"."""
-    choices = dict(choice.partition("=")[::2] for choice in text.split(","))
-    for name, value in choices.items():
-        if value not in CHOICES.get(name, ()):
-            allowed = "; ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
-            raise argparse.ArgumentTypeError(f"expected one of {allowed}, got {name}={value}")
-    return choices
 
 
 def make_environment(setting: Setting, log_folder: Path) -> dict[str, str]:
@@ -82,37 +70,24 @@ def run_pytest(setting: Setting, arguments: list[str], log: Path) -> tuple[bool,
 
 
 def main() -> int:
-    """Run the selected settings in order. Return 1 if a test failed under one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run the settings in order. Return the number of settings under which a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="run all tests, not only `-m text`")
-    parser.add_argument(
-        "--only", action="append", type=parse_choices, metavar="NAME=VALUE,...",
-        help="run the settings with these choices (may be repeated)",
-    )  # fmt: skip
-    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix",
-                        help="folder for a log of each setting")  # fmt: skip
+    parser.add_argument("--only", nargs="+", type=int, help="numbers of the settings to run")
     parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT", help="passed to pytest")
     options = parser.parse_args()
-    selected_settings = [
-        setting
-        for setting in list_settings(all_combinations=bool(options.only))
-        if any(choices.items() <= setting.items() for choices in options.only or [{}])
-    ]
-    options.logs.mkdir(parents=True, exist_ok=True)
+    LOGS.mkdir(parents=True, exist_ok=True)
     arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
-    rows = []
-    for number, setting in enumerate(selected_settings, 1):
-        name = ", ".join(f"{key}={value}" for key, value in setting.items())
+    num_failed = 0
+    for number, setting in enumerate(list_settings(), 1):
+        if options.only is not None and number not in options.only:
+            continue
         start = time.monotonic()
-        has_passed, summary = run_pytest(setting, arguments, options.logs / f"{number:02}.txt")
-        rows.append((has_passed, *setting.values(), summary))
-        print(f"{name}: {summary} ({time.monotonic() - start:.0f} s)", flush=True)
-    print("\n|  |", " | ".join(CHOICES), "| pytest |\n|---|---|---|---|---|")
-    for has_passed, *cells in rows:
-        print("|", "passed" if has_passed else "FAILED", "|", " | ".join(cells), "|")
-    return 0 if all(has_passed for has_passed, *_ in rows) else 1
+        has_passed, summary = run_pytest(setting, arguments, LOGS / f"{number:02}.txt")
+        num_failed += not has_passed
+        name = ", ".join(f"{key}={value}" for key, value in setting.items())
+        print(f"{number}: {name}: {summary} ({time.monotonic() - start:.0f} s)", flush=True)
+    return num_failed
 
 
 if __name__ == "__main__":

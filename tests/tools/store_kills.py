@@ -2,15 +2,15 @@
 
     python -m tests.tools.store_kills --kills 200
 
-The parent process builds a tiny model. It forks each writer, which answers prompts in a random
-order until it is killed at a random moment. After each kill, a new store reads the folder. The
-answers must equal the answers without a store, and the total size of all files, including partial
-files, must be at most `MAX_BYTES`. The program prints the counts of all answers as JSON:
+The parent process builds a tiny model. It forks pairs of writers, which answer prompts in a random
+order at the same time. One writer is killed at a random moment. Afterwards, a new store reads the
+folder. The answers must equal the answers without a store, and the total size of all files,
+including partial files, must be at most `MAX_BYTES`. The program prints these counts as JSON:
 
 * wrong_answers: number of answers that differ from the answers without a store
 * tokens_found, bytes_written, files_refused: sums of the fields of `PrefixStore.usage()`
 * over_limit: number of times at which the files had more than `MAX_BYTES`
-* kills, partial_files: number of kills, and of partial files after them (only with `--kills`)
+* kills, partial_files: number of kills, and of partial files after them
 """
 
 import argparse
@@ -34,20 +34,12 @@ MAX_BYTES = 36 * 2300
 
 def run_killed_writers(folder: Path, num_kills: int) -> dict[str, int]:
     """Run `kill_writers` in a separate process, because it forks, and callers may have threads."""
-    return _run_module("--kills", str(num_kills), "--folder", str(folder))
-
-
-def run_concurrent_writers(folder: Path, num_processes: int) -> dict[str, int]:
-    """Run `write_concurrently` in a separate process, because it also forks."""
-    return _run_module("--together", str(num_processes), "--folder", str(folder))
-
-
-def _run_module(*arguments: str) -> dict[str, int]:
-    command = [sys.executable, "-m", "tests.tools.store_kills", *arguments]
+    command = [sys.executable, "-m", "tests.tools.store_kills", "--kills", str(num_kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
-    )
+        [*command, "--folder", str(folder)], env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert not process.returncode, process.stderr[-3000:]
     counts: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
     return counts
@@ -105,67 +97,51 @@ class Workload:
                 continue  # another process has removed the file
         return total
 
-    def fork_writer(self, num_answers: int, seed: int, result_path: Path | None = None) -> int:
+    def fork_writer(self, num_answers: int, seed: int, result_path: Path) -> int:
         """Answer prompts in a child process, which writes its counts to a file. Return its pid."""
         pid = os.fork()
         if pid:
             return pid
         try:
             counts = self.answer_prompts(num_answers, seed)
-            if result_path is not None:
-                result_path.write_text(json.dumps(counts))
+            result_path.write_text(json.dumps(counts))
         finally:
             os._exit(0)
 
 
 def kill_writers(workload: Workload, num_kills: int) -> dict[str, int]:
-    """Kill `num_kills` writers at random moments. Return the summed counts of the new stores."""
+    """Kill one of two writers `num_kills` times. Return the summed counts of the other stores."""
     start = time.monotonic()
     workload.answer_prompts(NUM_PROMPTS, 0)
     max_seconds = time.monotonic() - start
+    result_path = workload.folder.with_name("result")
     totals = Counter(kills=num_kills)
     rng = random.Random(1)
     for seed in range(num_kills):
         for path in list(workload.folder.glob("*.safetensors"))[:: rng.randint(1, 3)]:
-            path.unlink()  # so that the writer has pages to write
-        pid = workload.fork_writer(1000, seed=seed)
+            path.unlink()  # so that the writers have pages to write
+        killed_pid = workload.fork_writer(1000, seed, result_path)
+        other_pid = workload.fork_writer(3, seed + 1, result_path)
         time.sleep(rng.uniform(0, max_seconds))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        os.kill(killed_pid, signal.SIGKILL)
+        os.waitpid(killed_pid, 0)
         totals["partial_files"] += len(list(workload.folder.glob(".*.part")))
         totals["over_limit"] += workload.count_bytes() > MAX_BYTES
-        totals.update(workload.answer_prompts(3, seed=seed))
-    return totals
-
-
-def write_concurrently(workload: Workload, num_processes: int) -> dict[str, int]:
-    """Run processes that answer prompts at the same time. Return their summed counts."""
-    result_paths = [workload.folder.with_name(f"result{index}") for index in range(num_processes)]
-    pids = [workload.fork_writer(30, index, path) for index, path in enumerate(result_paths)]
-    totals = Counter[str]()
-    while pids:
-        totals["over_limit"] += workload.count_bytes() > MAX_BYTES
-        pid, _ = os.waitpid(pids[0], os.WNOHANG)
-        if pid:
-            pids.pop(0)
-        time.sleep(0.005)
-    for path in result_paths:
-        totals.update(json.loads(path.read_text()))
+        os.waitpid(other_pid, 0)
+        totals.update(json.loads(result_path.read_text()))
+        totals.update(workload.answer_prompts(3, seed))
     return totals
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=0, help="number of writers to kill")
-    parser.add_argument("--together", type=int, default=0, help="processes to run without kills")
+    parser.add_argument("--kills", type=int, default=10, help="number of writers to kill")
     parser.add_argument("--folder", type=Path, help="parent of the store's folder")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary_folder:
         folder = (options.folder or Path(temporary_folder)) / "store"
         folder.mkdir(parents=True, exist_ok=True)
-        workload = Workload(folder)
-        totals = write_concurrently(workload, options.together) if options.together else None
-        sys.stdout.write(json.dumps(totals or kill_writers(workload, options.kills)) + "\n")
+        sys.stdout.write(json.dumps(kill_writers(Workload(folder), options.kills)) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """Determine which model types run in transformers' engine, with its cache and with our pages.
 
-    python -m tests.tools.sweep_serving [--json PATH]
+    python -m tests.tools.sweep_serving
 
 A tiny random model of each type answers five prompts with `generate_batch`, in chunks. It first
 runs with transformers' cache, and then with pages in the model's dtype, which round no values. The
 answers of each run must equal the answers of `generate()`. The sweep takes about five minutes.
 """
 
-import argparse
 import contextlib
-import json
 import logging
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +32,6 @@ class Comparison(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the outcomes of each type as JSON")
-    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.disable(logging.CRITICAL)
@@ -52,8 +46,6 @@ def main() -> None:
     outcome_counts = Counter((row.stock, row.paged) for row in rows.values())
     for (stock, paged), count in outcome_counts.most_common():
         print(f"{count:4}  transformers: {stock:8} pages: {paged}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def compare_caches(name: str) -> Comparison | None:

@@ -33,11 +33,10 @@ def gpu_backend():
 
 
 @pytest.mark.usefixtures("gpu_backend")
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_path, name):
+def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_path):
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
 
-    model, folder = load_model(name)
+    model, folder = load_model("gemma2")
     scales = make_scales("head", centered=True)
     scales.save_pretrained(tmp_path)
     llm = serve(folder, "hf_fp8kv_static", tmp_path)

@@ -18,6 +18,7 @@ from hf_fp8kv.serving.layout import EngineLayout
 from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
 from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
+from tests.helpers.grids import pairwise
 
 NUM_HEADS = 2  # KV heads
 GROUP_SIZE = 3  # query heads per KV head
@@ -155,7 +156,7 @@ ATTENTION_OPTIONS = {
 @pytest.mark.parametrize(
     ("backend", "gap", "kind", "attention"),
     [
-        *itertools.product(["torch", "cpu"], [0, 512], DTYPE_NAMES, ATTENTION_OPTIONS),
+        *pairwise(["torch", "cpu"], [0, 512], [*DTYPE_NAMES], [*ATTENTION_OPTIONS]),
         ("triton", 512, "dynamic", "plain"), ("triton", 512, "static", "window"),
         ("triton", 512, "dynamic", "softcap and sinks"),
     ],
