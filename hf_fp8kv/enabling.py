@@ -51,7 +51,8 @@ from .utils.text import suggest
 logger = logging.getLogger(__name__)
 
 _SAVED_ATTENTION = "_hf_fp8kv_saved_attention"
-_PREPARE_METHOD, _ENGINE_METHOD = "_prepare_cache_for_generation", "init_continuous_batching"
+_PREPARE_METHOD = "_prepare_cache_for_generation"
+_ENGINE_METHOD = "init_continuous_batching"
 # Value of generate()'s `cache_implementation` for a growing cache in host memory.
 OFFLOADED = "offloaded"
 # Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
@@ -251,7 +252,8 @@ class _LastUse:
     """The memory of a cache, measured when it is deleted or when `measure` is called."""
 
     def __init__(self, cache: FP8PagedCache) -> None:
-        self._cache, self._sizes = weakref.ref(cache), _NO_SIZES
+        self._cache = weakref.ref(cache)
+        self._sizes = _NO_SIZES
         # The attributes exist until the pages are measured. They do not refer to the cache.
         weakref.finalize(cache, self._measure_last, vars(cache)).atexit = False
 
@@ -259,7 +261,8 @@ class _LastUse:
         """Return the memory, and the bytes of the same tokens in bf16."""
         cache = self._cache()
         if cache is not None:
-            footprint, num_tokens = cache.memory_footprint(), cache.host_length()
+            footprint = cache.memory_footprint()
+            num_tokens = cache.host_length()
             dense_bytes, _ = cache.count_bytes(num_tokens) or (0.0, 0.0)
             num_sequences = footprint.tokens // max(num_tokens, 1)
             self._sizes = footprint, dense_bytes * num_sequences + footprint.other_bytes
@@ -381,7 +384,8 @@ def _pad_to_full_length(layer: Any) -> list[torch.Tensor]:
 
     No query attends to these tokens.
     """
-    states, num_tokens = [], layer.get_seq_length()
+    states = []
+    num_tokens = layer.get_seq_length()
     for dense in (layer.keys, layer.values):
         states.append(torch.nn.functional.pad(dense, (0, 0, num_tokens - dense.shape[2], 0)))
     return states

@@ -28,9 +28,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    generate.demo, generate.generate, card.card, calibrate.calibrate, inspect.inspect,
-    convert.convert, check.check, serve.serve,
-):  # fmt: skip
+    generate.demo,
+    generate.generate,
+    card.card,
+    calibrate.calibrate,
+    inspect.inspect,
+    convert.convert,
+    check.check,
+    serve.serve,
+):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -15,7 +15,10 @@ import typer
 
 # Names of `hf_fp8kv`, which a test compares, because its import takes seconds.
 FORMATS = ("fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8")
-DEFAULT_DTYPE, STATIC_DTYPE, AUTO, ADAPTIVE = "fp8_e3m4", "fp8_e4m3", "auto", "adaptive"
+DEFAULT_DTYPE = "fp8_e3m4"
+STATIC_DTYPE = "fp8_e4m3"
+AUTO = "auto"
+ADAPTIVE = "adaptive"
 ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 BACKENDS = ("auto", "torch", "cpu", "triton")
 SCALE_FORMATS = (
@@ -84,8 +87,9 @@ _SIDE_OPTION = make_choice((*FORMATS, AUTO), ALIASES)
 SIZE: dict[str, Any] = {"metavar": "SIZE", "parser": parse_size}
 
 DEVICE: dict[str, Any] = {
-    "help": "auto, cpu, cuda, cuda:1, ...", "autocompletion": suggest(("auto", "cpu", "cuda"))
-}  # fmt: skip
+    "help": "auto, cpu, cuda, cuda:1, ...",
+    "autocompletion": suggest(("auto", "cpu", "cuda")),
+}
 
 _MODEL_HELP = "A folder or a Hub id. Default: the demo model."
 Model = Annotated[str | None, typer.Option(help=_MODEL_HELP)]

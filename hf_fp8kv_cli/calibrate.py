@@ -89,7 +89,8 @@ def calibrate(
         raise typer.BadParameter(message, param_hint="--plan")
     if not SCALE_FORMATS[format_name].holds_centers:
         options = {"center": False, "granularity": SCALE_FORMATS[format_name].granularity} | options
-    folder, copy_folder = Path(out), Path(out) / COPY_FOLDER
+    folder = Path(out)
+    copy_folder = Path(out) / COPY_FOLDER
     with handle_log(log := WarningLog()):
         corpus = arguments.load_texts(texts)
         # With a checkpoint, only its copy has the scales in --format, and OUT has hf_fp8kv.

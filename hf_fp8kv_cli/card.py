@@ -57,9 +57,15 @@ def card(
     loaded_model, tokenizer = load_model(model, device, "float32")
     cache_names = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
-        loaded_model, tokenizer, name=name, parts_path=parts_path, size=SIZES[size],
-        caches=cache_names, scales=scales, memory_gib=memory / 2**30,
-    )  # fmt: skip
+        loaded_model,
+        tokenizer,
+        name=name,
+        parts_path=parts_path,
+        size=SIZES[size],
+        caches=cache_names,
+        scales=scales,
+        memory_gib=memory / 2**30,
+    )
     files = {
         folder / "card.json": (json.dumps(result, indent=2) + "\n").encode(),
         folder / "card.md": format_markdown(result).encode(),

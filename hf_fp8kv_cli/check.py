@@ -28,12 +28,14 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         "backends": backends,
     }
     report = None
-    name, config = (model or "Llama-3.1-8B"), None
+    name = model or "Llama-3.1-8B"
+    config = None
     if model is None:
         config = capacity.get_config(name)
     else:
         loaded_model = load_weights(model, device)
-        report, config = check_model(loaded_model), loaded_model.config
+        report = check_model(loaded_model)
+        config = loaded_model.config
         output["model"] = report.to_dict()
     sizes = None if report and report.refused else FP8PagedCache(config).count_bytes()
     rows = {**list_versions(), "gpus": ", ".join(output["gpus"]) or "none"}

@@ -53,7 +53,8 @@ def encode_prompt(
     None means the start of a topic of Python's documentation, as far as the model's positions and
     `num_new` new tokens allow.
     """
-    text, max_tokens = prompt, None
+    text = prompt
+    max_tokens = None
     if prompt is None:
         text = topics["typesseq"]
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -65,8 +66,10 @@ def encode_prompt(
     else:
         encoding = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
-            add_generation_prompt=True, return_tensors="pt", return_dict=True,
-        )  # fmt: skip
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
     if encoding["input_ids"].shape[1] == 0:
         raise ConfigError("expected a prompt of at least one token, got an empty prompt")
     # Some tokenizers also return token_type_ids, which many models do not accept.
@@ -103,9 +106,15 @@ def run_caches(
 
 
 def run_cache(
-    model: Any, tokenizer: Any, inputs: Mapping[str, torch.Tensor], sampling: Mapping[str, Any],
-    seed: int, memory_bytes: int, make_cache: Callable[[], Any], scales: object = None,
-) -> tuple[Run, torch.Tensor]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    inputs: Mapping[str, torch.Tensor],
+    sampling: Mapping[str, Any],
+    seed: int,
+    memory_bytes: int,
+    make_cache: Callable[[], Any],
+    scales: object = None,
+) -> tuple[Run, torch.Tensor]:
     """Generate with a new cache. Also return log probabilities after the last prompt tokens.
 
     `scales` is the option of an FP8 cache, only for its title.
@@ -116,7 +125,8 @@ def run_cache(
     )
     # Kernels are compiled at their first use, so run the model and two tokens before timing.
     ids = inputs["input_ids"]
-    cache, num_scored = make_cache(), min(_SCORED_TOKENS, ids.shape[1] - 1)
+    cache = make_cache()
+    num_scored = min(_SCORED_TOKENS, ids.shape[1] - 1)
     with torch.no_grad():
         model(ids[:, : ids.shape[1] - num_scored], **with_cache(model, cache))
         logits = torch.empty(0)
@@ -134,8 +144,10 @@ def run_cache(
     speed = num_steps / (timestamps[-1] - timestamps[0]) if is_timed else None
     if isinstance(cache, FP8PagedCache):
         warn_if_stale(model, cache.options.scales)
-        footprint, page_size = cache.memory_footprint(), cache.options.page_size
-        num_tokens, cache_bytes = footprint.tokens, footprint.used_bytes + footprint.other_bytes
+        footprint = cache.memory_footprint()
+        page_size = cache.options.page_size
+        num_tokens = footprint.tokens
+        cache_bytes = footprint.used_bytes + footprint.other_bytes
         # The last page is partly filled, so count a token as its share of a full page.
         num_slots = -(-num_tokens // page_size) * page_size
         token_bytes = footprint.used_bytes / num_slots + footprint.other_bytes / num_tokens
@@ -144,17 +156,23 @@ def run_cache(
         is_auto = all(side.is_auto for plan in cache.plan.values() for side in plan)
         scales_title = "none" if is_auto else str(scales or "dynamic")
     else:
-        num_tokens, cache_bytes = cache.get_seq_length(), count_bytes(cache)
+        num_tokens = cache.get_seq_length()
+        cache_bytes = count_bytes(cache)
         token_bytes = cache_bytes / num_tokens
         cache_title = f"DynamicCache {str(model.dtype).removeprefix('torch.')}"
         scales_title = "none"
     run = Run(
-        cache_title=cache_title, scales_title=scales_title, token_ids=new_ids,
-        text=tokenizer.decode(new_ids, skip_special_tokens=True), tokens_per_second=speed,
-        attention=str(model.config._attn_implementation), cached_tokens=num_tokens,
-        cache_bytes=cache_bytes, bytes_per_token=token_bytes,
+        cache_title=cache_title,
+        scales_title=scales_title,
+        token_ids=new_ids,
+        text=tokenizer.decode(new_ids, skip_special_tokens=True),
+        tokens_per_second=speed,
+        attention=str(model.config._attn_implementation),
+        cached_tokens=num_tokens,
+        cache_bytes=cache_bytes,
+        bytes_per_token=token_bytes,
         tokens_that_fit=int(memory_bytes / token_bytes),
-    )  # fmt: skip
+    )
     return run, logits.log_softmax(-1)
 
 

@@ -75,11 +75,15 @@ def convert(
     from .scales_table import describe_scales
 
     options: dict[str, Any] = {
-        "format": to, "overwrite": overwrite, "tp_size": tp_size, "base_model": base_model
-    }  # fmt: skip
+        "format": to,
+        "overwrite": overwrite,
+        "tp_size": tp_size,
+        "base_model": base_model,
+    }
     with handle_log(log := WarningLog()):
         source = KVScales.from_pretrained(scales, strict=not lenient)
-        description, typed_scales = describe_scales(source), source
+        description = describe_scales(source)
+        typed_scales = source
         if model_type not in (None, source.model_type):
             typed_scales = replace(source, model_type=model_type)
             if source.model_type is not None:
@@ -95,7 +99,8 @@ def convert(
         else:
             options |= {"checkpoint": checkpoint, "weights": weights}
             paths = typed_scales.save_pretrained(str(out), **options)
-            files, target = list(map(str, paths)), {"format": to, "folder": str(out)}
+            files = list(map(str, paths))
+            target = {"format": to, "folder": str(out)}
     if as_json:
         output = {"from": description, "to": target, "files": files, "warnings": log.messages}
         print(json.dumps(output))

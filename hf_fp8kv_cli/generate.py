@@ -51,8 +51,13 @@ def generate(
     """Answer a prompt with the default cache and with 8-bit pages, side by side."""
     page_options = arguments.collect_page_options(ctx) | {"page_size": page_size}
     # A value of None overrides the checkpoint's recommendation for sampling.
-    sampling = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0,
-                "temperature": temperature or None, "top_p": None, "top_k": None}  # fmt: skip
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": temperature > 0,
+        "temperature": temperature or None,
+        "top_p": None,
+        "top_k": None,
+    }
     text = sys.stdin.read().strip() if prompt == "-" else prompt
     _compare(text, model, device, page_options, sampling, attn, chat, seed, memory, as_json)
 

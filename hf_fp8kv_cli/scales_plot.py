@@ -19,7 +19,8 @@ from .scales_table import describe_texts
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
 # A plot is 1600 pixels wide.
-_SIZE_INCHES, _DPI = (40 / 3, 12), 120
+_SIZE_INCHES = (40 / 3, 12)
+_DPI = 120
 # Colors that color-blind readers can distinguish (Okabe and Ito), and markers for gray prints.
 _COLORS = ("#0072b2", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#e69f00")
 _MARKERS = "osv^DP"
@@ -50,7 +51,8 @@ def make_figure(scales: KVScales, report: ScalesReport | None) -> Any:
     panels["kv"].set_title(f"{quantity} of K and V, by layer", loc="left")
     panels["kv"].set_ylabel(quantity)
     for series_index, side in enumerate("kv"):
-        name, head_maxima = side.upper(), _find_head_maxima(scales, report, side)
+        name = side.upper()
+        head_maxima = _find_head_maxima(scales, report, side)
         layer_maxima = dict(enumerate(np.fmax.reduce(head_maxima, axis=1)))
         _draw_line(panels["kv"], layer_maxima, series_index, label=f"{name}, largest head")
         panels[side].set_title(f"{quantity} of {name}, by layer and head", loc="left")

@@ -55,7 +55,8 @@ def _describe_side(
     """Return the scale and statistics of K or V of a layer. Scales per channel are not listed."""
     entry: dict[str, Any] = {}
     if scale is not None:
-        min_scale, max_scale = float(scale.min()), float(scale.max())
+        min_scale = float(scale.min())
+        max_scale = float(scale.max())
         entry = {"shape": list(scale.shape), "min": min_scale, "max": max_scale}
         if scale.ndim == 0 or scale.shape[1] == 1:
             entry["values"] = scale.flatten().tolist()
@@ -116,7 +117,9 @@ def make_tables(scales: KVScales, report: ScalesReport | None, width: int) -> li
     widths = {name: 3 + max(map(len, [name, *cells])) for name, cells in columns.items()}
     if 1 + sum(widths.values()) > width:
         columns.pop("source", None)
-    fixed_columns, other_columns = [*columns][:2], [*columns][2:]  # "layer" and "stored"
+    # "layer" and "stored"
+    fixed_columns = [*columns][:2]
+    other_columns = [*columns][2:]
     tables = [[*fixed_columns]]
     for name in other_columns:
         if len(tables[-1]) > 2 and 1 + sum(widths[x] for x in [*tables[-1], name]) > width:
@@ -186,10 +189,13 @@ def format_quality(report: ScalesReport) -> list[RenderableType]:
     measures = ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens")
     cells = (
         (
-            row.cache, *(f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max)),
-            f"{row.top1:.2%}", f"{row.perplexity:.4g}", str(row.tokens),
+            row.cache,
+            *(f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max)),
+            f"{row.top1:.2%}",
+            f"{row.perplexity:.4g}",
+            str(row.tokens),
         )
         for row in report.quality
-    )  # fmt: skip
+    )
     alignments: dict[str, Any] = {"cache": "left", **dict.fromkeys(measures, "right")}
     return [build_table(alignments, cells, title="compared with the unquantized cache")]

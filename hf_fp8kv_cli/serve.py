@@ -179,10 +179,12 @@ def serve(
         enable_cors=enable_cors,
     )
     batching_options = {
-        "num_blocks": cb_num_blocks, "page_size": cb_block_size,
-        "max_batch_tokens": cb_max_batch_tokens, "max_memory_percent": cb_max_memory_percent,
+        "num_blocks": cb_num_blocks,
+        "page_size": cb_block_size,
+        "max_batch_tokens": cb_max_batch_tokens,
+        "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
-    }  # fmt: skip
+    }
     # Check these options before the model is loaded.
     batching = make_batching_config(**{n: x for n, x in batching_options.items() if x is not None})
     template_text = None if chat_template is None else chat_template.read_text("utf-8")
@@ -195,13 +197,19 @@ def serve(
     log_handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
     with handle_log(log_handler), closing(listen(host, port)) as listener:
         loaded_model, processor = load_model(
-            name, device=device, dtype=dtype, quantization=quantization,
+            name,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
             trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        )
         served_model = ServedModel(
-            serving.enable(loaded_model, **page_options), processor, name,
-            served_name=served_model_name, template=template_text,
+            serving.enable(loaded_model, **page_options),
+            processor,
+            name,
+            served_name=served_model_name,
+            template=template_text,
             template_arguments={**(chat_template_kwargs or {}), **thinking},
-        )  # fmt: skip
+        )
         app = Application(served_model, config, batching)
         run(app, listener, lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"))

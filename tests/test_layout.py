@@ -33,10 +33,10 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1603, "bench": 396, "cache": 1946, "calibration": 1227, "card": 995, "cli": 933,
-    "enabling": 245, "errors": 24, "formats": 202, "__init__": 31, "modeling": 436, "ops": 2763,
-    "paging": 1060, "prefix": 1032, "scales": 1660, "server": 2482, "serving": 1109, "utils": 352,
-    "vllm": 553,
+    "attention": 1647, "bench": 407, "cache": 2002, "calibration": 1246, "card": 1018, "cli": 950,
+    "enabling": 249, "errors": 24, "formats": 203, "__init__": 31, "modeling": 441, "ops": 2832,
+    "paging": 1107, "prefix": 1062, "scales": 1690, "server": 2551, "serving": 1122, "utils": 353,
+    "vllm": 565,
 }  # fmt: skip
 
 

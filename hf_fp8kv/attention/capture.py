@@ -80,7 +80,8 @@ class CudaGraph:
             CaptureError: The operations cannot be captured.
         """
         self._graph = graph = torch.cuda.CUDAGraph()
-        stream, current_stream = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        current_stream = torch.cuda.current_stream()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         old_state = generator.clone_state()
         stream.wait_stream(current_stream)
@@ -276,7 +277,9 @@ class CapturedStep:
     """
 
     def __init__(self, model: Any, cache: FP8PagedCache, max_length: int) -> None:
-        self.model, self.cache, self.max_length = model, cache, max_length
+        self.model = model
+        self.cache = cache
+        self.max_length = max_length
         self.reason = ""
         self.num_steps = self.num_replays = self._num_key_changes = 0
         self._num_left = 0  # number of tokens for which pages are reserved
@@ -342,7 +345,8 @@ class CapturedStep:
 
     def refuse(self, reason: str) -> None:
         """Run all further steps of this call eagerly."""
-        self.reason, self._backup = reason, None
+        self.reason = reason
+        self._backup = None
         self._forget()
         self.cache._paged.unreserve()
 
@@ -394,7 +398,8 @@ class CapturedStep:
 
     def _compute(self, inputs: dict[str, Any]) -> Any:
         """Describe, capture or replay a step of one token per sequence."""
-        paged, tensors = self.cache._paged, _find_tensors(tree_leaves(inputs))
+        paged = self.cache._paged
+        tensors = _find_tensors(tree_leaves(inputs))
         key = paged.num_changes, tree_map(_make_key, inputs)
         offsets = [store.pool.blocks.offsets for store in paged.stores]
         if key != self._key or not all(map(operator.is_, offsets, self._offsets)):
@@ -505,7 +510,8 @@ def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: An
 
     `config` is the generation config of this call.
     """
-    model, cache = method.model, model_kwargs.get(CACHE)
+    model = method.model
+    cache = model_kwargs.get(CACHE)
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     is_off = os.environ.get(ENVIRONMENT_VARIABLE) == "0"
@@ -527,7 +533,8 @@ def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: An
 
 def get_forward(method: ModelMethod, compile_config: Any) -> Any:
     """Return the step that `choose_forward` has made, or a compiled forward."""
-    new_step, _thread.new_step = _thread.new_step, None
+    new_step = _thread.new_step
+    _thread.new_step = None
     if new_step is None:
         return method.original_method(compile_config)
     _thread.next_step = weakref.ref(new_step)
@@ -536,14 +543,16 @@ def get_forward(method: ModelMethod, compile_config: Any) -> Any:
 
 def prepare_inputs(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
     """Prepare the inputs of a step with the function `method.arguments[0]`."""
-    step, run = _thread.running_step, partial(method.arguments[0], method, *args, **kwargs)
+    step = _thread.running_step
+    run = partial(method.arguments[0], method, *args, **kwargs)
     return run() if step is None or step.model is not method.model else step.prepare(run)
 
 
 @contextmanager
 def decode(method: ModelMethod) -> Iterator[None]:
     """Run the steps of a `generate()` after the prompt."""
-    step, _thread.next_step = _thread.next_step(), _Thread.next_step
+    step = _thread.next_step()
+    _thread.next_step = _Thread.next_step
     outer_step = _thread.running_step
     with method.original_method():
         if step is None:

@@ -38,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 # Relative error of logits that a different order of sums, and codes that change with it, may cause.
 _LOGITS_TOLERANCE = 0.1
-FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
+FUSED = "fused"
+LATENT = "fused, latent"
+DENSE = "dense"
+STOCK = "stock"
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -153,10 +157,13 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
 def _report_layer(
     index: int, layer: Any, uses_interface: bool, paths: dict[int, str] | None, config: Any
 ) -> LayerReport:
-    kind, path, why = type(layer).__name__, DENSE, ""
+    kind = type(layer).__name__
+    path = DENSE
+    why = ""
     is_latent = caches_latents(config.get_text_config(decoder=True))
     if not isinstance(layer, FP8PagedLayer):
-        path, why = STOCK, "not plain attention: a layer of transformers stores it, unquantized"
+        path = STOCK
+        why = "not plain attention: a layer of transformers stores it, unquantized"
         if kind == "DummyLayer":
             why = "it stores nothing: no attention, or attention to another layer's keys and values"
     elif not uses_interface:
@@ -219,7 +226,8 @@ def probe_deterministic(
     options.check_stored("deterministic")
     check_page_size(options.page_size)
     check_deterministic(model, stock_layers)
-    num_tokens, vocab_size = 64, model.config.get_text_config(decoder=True).vocab_size
+    num_tokens = 64
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(3 * num_tokens, device=model.device) * 37 + 11
     ids = ids.view(3, num_tokens) % vocab_size
 
@@ -229,7 +237,8 @@ def probe_deterministic(
         return torch.cat([model(chunk, **with_cache(model, cache)).logits[0] for chunk in chunks])
 
     training_modules = [module for module in model.modules() if module.training]
-    name, reason = type(model).__name__, ""
+    name = type(model).__name__
+    reason = ""
     try:
         with torch.no_grad(), paged_attention(model.eval()), latent.temporary_installs(model):
             latent.install_all(model)
@@ -237,7 +246,8 @@ def probe_deterministic(
             install_deterministic(model, __name__)
             with FunctionWatch(num_tokens) as watch:
                 logits = compute_logits(1, [num_tokens])
-            difference, other_calls = logits - stock_logits, ((1, [7] * 9 + [1]), (3, [1, 63]))
+            difference = logits - stock_logits
+            other_calls = ((1, [7] * 9 + [1]), (3, [1, 63]))
             if watch.found_name:
                 reason = f"calls {watch.found_name} on all tokens at once, outside modules"
             elif not all(torch.equal(logits, compute_logits(*call)) for call in other_calls):

@@ -44,7 +44,9 @@ class CompactMask(LazyTensor):
         Raises:
             ConfigError: The mask does not cover these positions.
         """
-        first, end, width = start - self.start, stop - self.start, self.shape[3]
+        first = start - self.start
+        end = stop - self.start
+        width = self.shape[3]
         if first < 0 or end > width:
             raise ConfigError(
                 f"expected a mask that covers the tokens {start} to {stop - 1}, got a mask of the "
@@ -55,7 +57,8 @@ class CompactMask(LazyTensor):
 
     def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
-        lengths, is_token = self.lengths + self.start - start, self.get_columns(start, stop).bool()
+        lengths = self.lengths + self.start - start
+        is_token = self.get_columns(start, stop).bool()
         return (
             find_visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & is_token
         )
@@ -100,9 +103,12 @@ def make_compact(
         lengths = torch.full((batch,), length, dtype=torch.int32, device=is_token.device)
     token_mask = is_token.to(torch.uint8)[:, None, None]
     attributes = {
-        "token_mask": token_mask, "bounds": find_mask_bounds(is_token, start), "lengths": lengths,
-        "start": start, "window": window,
-    }  # fmt: skip
+        "token_mask": token_mask,
+        "bounds": find_mask_bounds(is_token, start),
+        "lengths": lengths,
+        "start": start,
+        "window": window,
+    }
     size = (batch, 1, num_queries, num_columns)
     return CompactMask.wrap(attributes, size, torch.bool, is_token.device)
 

@@ -28,7 +28,8 @@ MIN_PAGE_SIZE = 16
 BLOCK_ROWS = 16
 # Number of values in a block of an activation, few enough that torch uses a single thread. A vector
 # register holds at most `_VECTOR_VALUES` values. torch has separate code for an incomplete vector.
-_BLOCK_VALUES, _VECTOR_VALUES = 1 << 14, 64
+_BLOCK_VALUES = 1 << 14
+_VECTOR_VALUES = 64
 # Attribute of a model: the owners that called `install_deterministic`.
 _OWNERS_ATTRIBUTE = "_hf_fp8kv_deterministic_for"
 _LINEAR_FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
@@ -165,7 +166,8 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
 
 def _find_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     """Return the function that replaces a module's `forward`, or None to keep it."""
-    name, is_leaf = type(module).__name__, not any(True for _ in module.children())
+    name = type(module).__name__
+    is_leaf = not any(True for _ in module.children())
     # A router may multiply by the weight of one of its submodules.
     modules = module.modules() if "Router" in name else [module]
     if _EXPERT_NAMES.search(name) and any(map(_has_matrices, modules)):
@@ -196,7 +198,8 @@ class FunctionWatch(TorchDispatchMode):
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._num_tokens, self.found_name = num_tokens, ""
+        self._num_tokens = num_tokens
+        self.found_name = ""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -217,7 +220,8 @@ def _forward_blocks(method: ModelMethod, states: Tensor, *args: Any, **kwargs: A
     """Run the `forward` of a linear module or a norm, block by block."""
     if torch.compiler.is_compiling():
         _refuse_compilation()
-    forward, rows = method.original_method, states.reshape(-1, states.shape[-1])
+    forward = method.original_method
+    rows = states.reshape(-1, states.shape[-1])
     output = compute_in_blocks(lambda block: forward(block, *args, **kwargs), rows)
     return output.view(*states.shape[:-1], output.shape[-1])
 
@@ -236,7 +240,8 @@ def _forward_tokens(method: ModelMethod, states: Tensor, *args: Any, **kwargs: A
 
     The number of tokens that an expert receives depends on the call.
     """
-    forward, num_tokens = method.original_method, states.shape[:-1].numel()
+    forward = method.original_method
+    num_tokens = states.shape[:-1].numel()
 
     def compute_token(i: int) -> Any:
         def select_token(x: Any) -> Any:
@@ -256,7 +261,8 @@ def _forward_tokens(method: ModelMethod, states: Tensor, *args: Any, **kwargs: A
 
 def _forward_elementwise(method: ModelMethod, states: Tensor) -> Tensor:
     """Run the `forward` of an elementwise activation, in blocks of complete vectors."""
-    forward, values = method.original_method, states.reshape(-1)
+    forward = method.original_method
+    values = states.reshape(-1)
     padded = torch.nn.functional.pad(values, (0, -len(values) % _VECTOR_VALUES))
     output = torch.cat([forward(block) for block in padded.split(_BLOCK_VALUES)])
     return output[: len(values)].view(states.shape)
@@ -267,7 +273,8 @@ def compute_in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: i
 
     Rows are copied, because strides and the alignment of memory affect the order of sums.
     """
-    num_rows, padding_shape = rows.shape[axis], [*rows.shape]
+    num_rows = rows.shape[axis]
+    padding_shape = [*rows.shape]
     padding_shape[axis] = -num_rows % BLOCK_ROWS
     rows = torch.cat([rows, rows.new_zeros(padding_shape)], axis)
     outputs = torch.cat([compute(block) for block in rows.split(BLOCK_ROWS, axis)], axis)

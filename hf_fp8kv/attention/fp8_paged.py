@@ -202,23 +202,37 @@ class AttentionRecord(NamedTuple):
 
 
 def _describe(
-    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: CompactMask | None,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: PagedKV,
+    mask: CompactMask | None,
     arguments: tuple[Any, ...],
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Return everything that a decode step depends on, except the pages and the values."""
     plan = key.plan
     return (
-        arguments, query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
-        None if plan is None else plan.shape, getattr(module, "is_causal", True), module.training,
+        arguments,
+        query.shape,
+        query.stride(),
+        query.dtype,
+        query.device,
+        query.requires_grad,
+        None if plan is None else plan.shape,
+        getattr(module, "is_causal", True),
+        module.training,
         vars(module).get(DETERMINISTIC),
         None if mask is None else (mask.shape[:3], mask.device, mask.window),
-    )  # fmt: skip
+    )
 
 
 def _repeat(
-    module: torch.nn.Module, query: Tensor, key: PagedKV, value: Tensor, mask: Tensor | None,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: PagedKV,
+    value: Tensor,
+    mask: Tensor | None,
     arguments: tuple[Any, ...],
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Compute the attention of a decode step as in the recorded step, or return None."""
     if type(value) is not PagedKV or (pages := key.pages) is None or value.pages is not pages:
         return None
@@ -245,9 +259,13 @@ def _repeat(
 
 
 def _record(
-    module: torch.nn.Module, query: Tensor, key: PagedKV, mask: Tensor | None,
-    arguments: tuple[Any, ...], spec: AttentionSpec,
-) -> None:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: PagedKV,
+    mask: Tensor | None,
+    arguments: tuple[Any, ...],
+    spec: AttentionSpec,
+) -> None:
     """Record a decode step whose update was recorded, unless something is unusual."""
     pages = key.pages
     if pages is None or pages.record is None or spec.deterministic or query.shape[2] != 1:
@@ -259,9 +277,11 @@ def _record(
         "attend", key.backend, query, pages, key.lengths, key.start, key.stop, spec, key.plan
     )
     pages.record.attention = AttentionRecord(
-        _describe(module, query, key, mask, arguments), weakref.ref(module),
-        spec._replace(mask=None, bounds=None), attend,
-    )  # fmt: skip
+        _describe(module, query, key, mask, arguments),
+        weakref.ref(module),
+        spec._replace(mask=None, bounds=None),
+        attend,
+    )
 
 
 def requires_dense(kwargs: dict[str, Any]) -> bool:
@@ -285,7 +305,8 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     elif key.k_center is not None:
         reason = _CENTER_REASON
     elif not dropout and not requires_dense(other_kwargs):
-        projections, reason = latent.find_projections(module, key), _PRODUCT_REASON
+        projections = latent.find_projections(module, key)
+        reason = _PRODUCT_REASON
     if projections is None:
         warning = _EXPANSION_WARNING if reason else _DENSE_WARNING
         warn_once(warning.format(type(module).__name__, reason))
@@ -293,7 +314,8 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     if projections is None or not (spec.deterministic or is_cheaper):
         return attend_dense(call)
     if indices is not None:
-        window, lengths = spec.window or key.window, key.lengths if key.is_ragged else None
+        window = spec.window or key.window
+        lengths = key.lengths if key.is_ragged else None
         mask = masks.make_complete(spec.mask, query, key, window, spec.causal, key.start, lengths)
         spec = spec._replace(mask=masks.keep_selected_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
@@ -334,21 +356,32 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
     return ops.attend(
-        without_grad(query), pages_of(key), key.lengths, key.start, key.stop, spec, plan=key.plan,
+        without_grad(query),
+        pages_of(key),
+        key.lengths,
+        key.start,
+        key.stop,
+        spec,
+        plan=key.plan,
         backend=key.backend,
-    )  # fmt: skip
+    )
 
 
 def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> AttentionSpec:
     """Return a spec with the layer's window, and with mask and bias as the operations need them."""
-    mask, bounds, window = spec.mask, None, spec.window or key.window
+    mask = spec.mask
+    bounds = None
+    window = spec.window or key.window
     if mask is not None:
         # A mask includes the window. Unlike transformers' layers, a preallocated sliding layer also
         # keeps older tokens. Every mask hides them, so the window only avoids reading them.
         window = key.window + query.shape[2] - 1 if key.is_ragged and key.window else 0
-    causal, bias = spec.causal and mask is None, spec.bias
+    causal = spec.causal and mask is None
+    bias = spec.bias
     if isinstance(mask, CompactMask):
-        causal, window, bounds = True, spec.window or mask.window or window, mask.bounds
+        causal = True
+        window = spec.window or mask.window or window
+        bounds = mask.bounds
         mask = mask.get_columns(key.start, key.stop)
     elif mask is not None:
         mask = _cut_to_keys(mask, key)
@@ -357,9 +390,13 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
     if bias is not None:
         bias = without_grad(_cut_to_keys(bias, key))
     return spec._replace(
-        causal=causal, window=window, sinks=_detach_sinks(spec.sinks), mask=mask, bias=bias,
+        causal=causal,
+        window=window,
+        sinks=_detach_sinks(spec.sinks),
+        mask=mask,
+        bias=bias,
         bounds=bounds,
-    )  # fmt: skip
+    )
 
 
 def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
@@ -407,7 +444,9 @@ def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:
     module, query, key, value, spec, dropout, kwargs = call
     if spec.deterministic:
         raise ConfigError(_DETERMINISTIC_ERROR)
-    window, start, lengths = spec.window, None, None
+    window = spec.window
+    start = None
+    lengths = None
     if isinstance(key, PagedKV):
         start = key.start
         if spec.mask is None:  # a mask includes the window

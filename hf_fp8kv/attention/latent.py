@@ -276,7 +276,8 @@ def _expands_by_formulas(module: Any, like: Tensor) -> bool | None:
         return False
     if not isinstance(getattr(module, _PROJECTION_NAME, None), torch.nn.Module):
         return False
-    rank, rope_dim = module.kv_lora_rank, module.qk_rope_head_dim
+    rank = module.kv_lora_rank
+    rope_dim = module.qk_rope_head_dim
     with torch.no_grad():
         projections = find_projections(module, like)
         if projections is None:

@@ -29,7 +29,8 @@ _STOCK_WARNING = (
     "attn_implementation='fp8_paged' got a cache of transformers, so nothing is stored in 8 bits. "
     "Call hf_fp8kv.enable(model), or pass hf_fp8kv.FP8PagedCache(model) as the cache"
 )
-_AND_CODE, _WINDOW_CODE = and_masks().__code__, sliding_window_overlay(1).__code__
+_AND_CODE = and_masks().__code__
+_WINDOW_CODE = sliding_window_overlay(1).__code__
 
 
 def fp8_paged_mask(
@@ -75,7 +76,8 @@ def fp8_paged_mask(
         warn_once(_STOCK_WARNING)
     request = step.take_request(q_length, kv_length, kv_offset)
     first_query: Any = q_offset  # transformers declares an int, but may pass a tensor
-    is_preallocated, config = request.is_preallocated, kwargs.get("config")
+    is_preallocated = request.is_preallocated
+    config = kwargs.get("config")
     # Without a cache, positions may be packed, so the pattern is not plain.
     is_chunked = getattr(config, "attention_chunk_size", None) is not None
     is_plain = is_preallocated and not is_chunked and not kwargs.get("use_vmap", False)
@@ -93,15 +95,22 @@ def fp8_paged_mask(
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         make_mask = eager_mask if model_adds_mask else sdpa_mask
         return make_mask(
-            batch_size, q_length, kv_length, first_query, kv_offset, mask_function, attention_mask,
+            batch_size,
+            q_length,
+            kv_length,
+            first_query,
+            kv_offset,
+            mask_function,
+            attention_mask,
             **kwargs,
-        )  # fmt: skip
+        )
     # Some models do not pass their window to the attention function, and new keys have no window.
     may_be_none = not needs_mask(config) and not 0 < window < kv_length
     if attention_mask is None and may_be_none:
         return None
     if attention_mask is None:
-        shape, device = (batch_size, kv_offset + kv_length), kwargs.get("device", "cpu")
+        shape = (batch_size, kv_offset + kv_length)
+        device = kwargs.get("device", "cpu")
         attention_mask = torch.ones(shape, dtype=torch.bool, device=device)
     num_missing = kv_offset + kv_length - attention_mask.shape[-1]
     if num_missing > 0 and request.is_growing:
@@ -216,7 +225,8 @@ def find_window(
     if torch.compiler.is_compiling():
         return local_size if is_plain and getattr(function, "__name__", "") == "and_mask" else None
     functions: list[Any] = [function]
-    windows, is_causal = list[int](), False
+    windows = list[int]()
+    is_causal = False
     while functions:
         inner = functions.pop()
         code = getattr(inner, "__code__", None)

@@ -68,7 +68,8 @@ class StoredRounding:
             lengths = torch.full((batch,), num_tokens, dtype=torch.int32, device=key.device)
             pages = encoding.make_pages(pool, table.view(batch, num_pages))
             ops.write(pages, key, value, lengths, encoding.backend)
-            dtypes, backend = (key.dtype, value.dtype), encoding.backend
+            dtypes = (key.dtype, value.dtype)
+            backend = encoding.backend
             return make_handles(pages, lengths, None, dtypes, 0, num_tokens, 0, False, backend)
 
     def read(
@@ -177,9 +178,14 @@ def _probe_roundings(
     """
     # These options need no scales, and avoid the warning about scales in the checkpoint.
     cache = FP8PagedCache(
-        model.config, dtype=AUTO, scales=1.0, prefill="stored", backend="torch",
-        skip_layers=stock_layers, tensor_parallel=options.tensor_parallel,
-    )  # fmt: skip
+        model.config,
+        dtype=AUTO,
+        scales=1.0,
+        prefill="stored",
+        backend="torch",
+        skip_layers=stock_layers,
+        tensor_parallel=options.tensor_parallel,
+    )
     roundings: dict[torch.nn.Module, StoredRounding] = {}
 
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _kwargs: Any) -> None:

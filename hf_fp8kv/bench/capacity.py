@@ -20,9 +20,15 @@ from ..serving.engines.common import EngineCache, read_kv_sizes
 
 # Shapes of well-known models: the fields of their config.json that determine the bytes per token.
 _FIELDS = (
-    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "sliding_window",
-)  # fmt: skip
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "sliding_window",
+)
 _SHAPES: dict[str, tuple[str | int | None, ...]] = {
     "SmolLM2-135M": ("llama", 576, 30, 9, 3, 64, 49152),
     "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 64, 128256),
@@ -72,10 +78,14 @@ def plan_tokens(
     cache_class = _make_planning_class(serving_config, int(memory_bytes * MEMORY_SHARE))
     config._attn_implementation_internal = attention
     batching_config = ContinuousBatchingConfig(
-        page_size=PAGE_SIZE, max_batch_tokens=MAX_BATCH_TOKENS, max_requests_per_batch=MAX_REQUESTS,
-        max_blocks_per_request=0, max_memory_percent=MEMORY_SHARE, use_async_batching=False,
+        page_size=PAGE_SIZE,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        max_requests_per_batch=MAX_REQUESTS,
+        max_blocks_per_request=0,
+        max_memory_percent=MEMORY_SHARE,
+        use_async_batching=False,
         use_cuda_graph=False,
-    )  # fmt: skip
+    )
     one_process = SimpleNamespace(tp_size=1, tp_local_rank=0, are_kv_heads_tp_ed=lambda: False)
     try:
         planned_cache = cache_class(
@@ -109,7 +119,8 @@ def _make_planning_class(serving_config: ServingConfig | None, num_bytes: int) -
         paged_class = make_cache_class(serving_config)
         make = fix_memory(paged_class.make_memory_handler)
         return type("PlanningCache", (paged_class,), {"make_memory_handler": make})
-    stock_class, make = stock.PagedAttentionCache, fix_memory(stock.PagedAttentionMemoryHandler)
+    stock_class = stock.PagedAttentionCache
+    make = fix_memory(stock.PagedAttentionMemoryHandler)
     init = rebind_globals(stock_class.__init__, PagedAttentionMemoryHandler=make)
     return type("PlanningCache", (stock_class,), {"__init__": init})
 
@@ -147,11 +158,14 @@ def plan_capacity(
             sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory_bytes, serving_config)
         rows += [
             {
-                "model": model, "cache": cache, "bytes_per_token": size, "tokens": tokens,
+                "model": model,
+                "cache": cache,
+                "bytes_per_token": size,
+                "tokens": tokens,
                 "ratio": tokens / stock_tokens,
             }
             for cache, (size, tokens) in sizes_by_cache.items()
-        ]  # fmt: skip
+        ]
     return rows
 
 

@@ -19,7 +19,9 @@ Step = Callable[[], object]
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _Cache = TypeVar("_Cache", bound=Cache)
 
-DYNAMIC, QUANTIZED, FOLDED = "DynamicCache + sdpa", "QuantizedCache fp8 + sdpa", "cat + folded sdpa"
+DYNAMIC = "DynamicCache + sdpa"
+QUANTIZED = "QuantizedCache fp8 + sdpa"
+FOLDED = "cat + folded sdpa"
 E4M3, E3M4 = "FP8PagedCache e4m3", "FP8PagedCache e3m4"
 PAGED: dict[str, dict[str, Any]] = {
     **{f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name} for fmt in DISTINCT},
@@ -76,17 +78,22 @@ class AttentionLayer(torch.nn.Module):
 
     def __init__(self, num_groups: int, layer_index: int = 0) -> None:
         super().__init__()
-        self.layer_idx, self.num_key_value_groups = layer_index, num_groups
+        self.layer_idx = layer_index
+        self.num_key_value_groups = num_groups
 
 
 def make_config(heads: tuple[int, int, int], num_layers: int = 1) -> LlamaConfig:
     """Return the config of a model whose layers have these `Heads`."""
     num_query_heads, num_kv_heads, dim = heads
     return LlamaConfig(
-        num_hidden_layers=num_layers, num_attention_heads=num_query_heads, head_dim=dim,
-        num_key_value_heads=num_kv_heads, hidden_size=num_query_heads * dim, vocab_size=8,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_query_heads,
+        head_dim=dim,
+        num_key_value_heads=num_kv_heads,
+        hidden_size=num_query_heads * dim,
+        vocab_size=8,
         intermediate_size=8,
-    )  # fmt: skip
+    )
 
 
 def draw_states(num_heads: int, num_tokens: int, dim: int, device: str = "cpu") -> torch.Tensor:
@@ -105,7 +112,8 @@ def take_turns(
     is_gpu = torch.device(device).type == "cuda"
     wait: Step = functools.partial(torch.cuda.synchronize, device) if is_gpu else (lambda: None)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    order, shuffle = list(steps), random.Random(0).shuffle
+    order = list(steps)
+    shuffle = random.Random(0).shuffle
     for turn in range(num_turns + 1):
         for name in order:
             wait()

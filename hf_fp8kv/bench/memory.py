@@ -47,7 +47,8 @@ def measure_memory(
         The entries of `describe_run`, `settings`, `rows` of `make_row`, and `capacity`, the rows of
         `plan_capacity`.
     """
-    setup, progress = setup or Setup(), progress or (lambda _message: None)
+    setup = setup or Setup()
+    progress = progress or (lambda _message: None)
     run = describe_run("memory", device=setup.device)
     progress("bytes per token")
     rows = count_bytes_per_token(setup, num_tokens)
@@ -57,33 +58,43 @@ def measure_memory(
     configs = models or {name: capacity.get_config(name) for name in capacity.MODELS}
     return {
         **run,
-        "settings": {"heads": list(setup.heads), "tokens": num_tokens, "memory_gib": memory_gib,
-                     "percent": capacity.MEMORY_SHARE, "page_size": capacity.PAGE_SIZE,
-                     "max_batch_tokens": capacity.MAX_BATCH_TOKENS,
-                     "max_requests": capacity.MAX_REQUESTS},
+        "settings": {
+            "heads": list(setup.heads),
+            "tokens": num_tokens,
+            "memory_gib": memory_gib,
+            "percent": capacity.MEMORY_SHARE,
+            "page_size": capacity.PAGE_SIZE,
+            "max_batch_tokens": capacity.MAX_BATCH_TOKENS,
+            "max_requests": capacity.MAX_REQUESTS,
+        },
         "rows": rows,
         "capacity": capacity.plan_capacity(configs, memory_gib, progress),
-    }  # fmt: skip
+    }
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
     """Return the result of `measure_memory` as tables for a terminal."""
     from rich.console import Group
 
-    settings, device = result["settings"], result["hardware"]["device"]
+    settings = result["settings"]
+    device = result["hardware"]["device"]
     heads = Heads(*settings["heads"])
     bytes_table = build_rows_table(
         result["rows"],
         title=f"{heads.kv} KV heads, head size {heads.dim}, bf16",
         caption=f"bytes per token and layer, process growth with {_NUM_LAYERS} layers on {device}",
     )
-    text_columns, number_columns = ("model", "cache"), ("KiB / token", "tokens", "x")
+    text_columns = ("model", "cache")
+    number_columns = ("KiB / token", "tokens", "x")
     capacity_table = build_table(
         {**dict.fromkeys(text_columns, "left"), **dict.fromkeys(number_columns, "right")},
         (
             (
-                row["model"], row["cache"], f"{row['bytes_per_token'] / 1024:.1f}",
-                f"{row['tokens']:,}", f"{row['ratio']:.2f}",
+                row["model"],
+                row["cache"],
+                f"{row['bytes_per_token'] / 1024:.1f}",
+                f"{row['tokens']:,}",
+                f"{row['ratio']:.2f}",
             )
             for row in result["capacity"]
         ),
@@ -92,7 +103,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         caption=f"calculated by the planner of transformers {result['versions']['transformers']}: "
         f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens, "
         f"{result['date'][:10]}",
-    )  # fmt: skip
+    )
     return Group(bytes_table, capacity_table)
 
 
@@ -116,7 +127,8 @@ def measure_processes(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: A process failed.
     """
-    rows, growth_mib = [], {}
+    rows = []
+    growth_mib = {}
     for name in ("DynamicCache", E4M3):
         task = json.dumps({"name": name, "num_tokens": num_tokens, "setup": vars(setup)})
         script = f"import sys; from {__name__} import _report_growth; _report_growth(sys.argv[1])"
@@ -132,8 +144,12 @@ def measure_processes(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
         growth_mib[name] = float(process.stdout.split()[-1]) / 2**20
         rows.append(make_row("process grows", name, [growth_mib[name]], "MiB", context=num_tokens))
     ratio = growth_mib[E4M3] / growth_mib["DynamicCache"]
-    return [*rows, make_row("process grows, ratio", E4M3, [ratio], "×", context=num_tokens,
-                            baseline="DynamicCache")]  # fmt: skip
+    return [
+        *rows,
+        make_row(
+            "process grows, ratio", E4M3, [ratio], "×", context=num_tokens, baseline="DynamicCache"
+        ),
+    ]
 
 
 def make_environment() -> dict[str, str]:

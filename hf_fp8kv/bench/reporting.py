@@ -41,9 +41,15 @@ def make_row(
     """
     median, low, high = compute_quartiles(values)
     return {
-        "measure": measure, "cache": cache, "context": context, "against": baseline,
-        "value": median, "unit": unit, "low": low, "high": high,
-    }  # fmt: skip
+        "measure": measure,
+        "cache": cache,
+        "context": context,
+        "against": baseline,
+        "value": median,
+        "unit": unit,
+        "low": low,
+        "high": high,
+    }
 
 
 def format_number(value: float | None) -> str:
@@ -89,19 +95,26 @@ def build_table(
 def build_rows_table(rows: Iterable[Mapping[str, Any]], **options: Any) -> "Table":
     """Return a terminal table of rows from `make_row`."""
     columns: dict[str, Literal["left", "right"]] = {
-        "measure": "left", "cache": "left", "tokens": "right", "median": "right",
-        "quartiles": "right", "baseline": "left",
-    }  # fmt: skip
+        "measure": "left",
+        "cache": "left",
+        "tokens": "right",
+        "median": "right",
+        "quartiles": "right",
+        "baseline": "left",
+    }
     cells = (
         (
-            row["measure"], row["cache"], str(row["context"] or ""),
+            row["measure"],
+            row["cache"],
+            str(row["context"] or ""),
             f"{format_number(row['value'])} {row['unit']}",
-            "" if row["low"] is None
+            ""
+            if row["low"] is None
             else f"{format_number(row['low'])} - {format_number(row['high'])}",
             row["against"] or "",
         )
         for row in rows
-    )  # fmt: skip
+    )
     return build_table(columns, cells, grouped=True, **options)
 
 

@@ -61,7 +61,8 @@ def measure_speed(
     Raises:
         RuntimeError: A step does not compute attention.
     """
-    setup, progress = setup or Setup(), progress or (lambda _message: None)
+    setup = setup or Setup()
+    progress = progress or (lambda _message: None)
     run = describe_run("speed", device=setup.device)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -82,15 +83,21 @@ def measure_speed(
             rows += _measure_chunk(setup, context, num_turns)
     return {
         **run,
-        "settings": {"context": list(context_lengths), "heads": list(setup.heads),
-                     "turns": num_turns, "backend": setup.backend, "batch": 1},
+        "settings": {
+            "context": list(context_lengths),
+            "heads": list(setup.heads),
+            "turns": num_turns,
+            "backend": setup.backend,
+            "batch": 1,
+        },
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
     """Return the result of `measure_speed` as a table for a terminal."""
-    hardware, heads = result["hardware"], Heads(*result["settings"]["heads"])
+    hardware = result["hardware"]
+    heads = Heads(*result["settings"]["heads"])
     device = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
     return build_rows_table(
         result["rows"],

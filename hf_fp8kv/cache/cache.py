@@ -178,9 +178,13 @@ class FP8PagedCache(DynamicCache):
         offloading: bool | int = False,
     ) -> None:
         keywords: dict[str, Any] = {
-            "dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype, "scales": scales,
-            "plan": plan, "tensor_parallel": tensor_parallel,
-        }  # fmt: skip
+            "dtype": dtype,
+            "key_dtype": key_dtype,
+            "value_dtype": value_dtype,
+            "scales": scales,
+            "plan": plan,
+            "tensor_parallel": tensor_parallel,
+        }
         model_config: Any = config
         if isinstance(config, torch.nn.Module):
             model = find_generating_model(find_base_model(config))
@@ -192,9 +196,15 @@ class FP8PagedCache(DynamicCache):
             keywords = plans.resolve_plan(model, keywords)
         decoder = None if model_config is None else model_config.get_text_config(decoder=True)
         options = CacheOptions.parse(
-            page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
-            backend=backend, offloading=offloading, is_latent=caches_latents(decoder), **keywords,
-        )  # fmt: skip
+            page_size=page_size,
+            max_cache_len=max_cache_len,
+            max_pages=max_pages,
+            prefill=prefill,
+            backend=backend,
+            offloading=offloading,
+            is_latent=caches_latents(decoder),
+            **keywords,
+        )
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
         declared = "" if model_config is None else describe_kv_scales(model_config)
@@ -235,10 +245,13 @@ class FP8PagedCache(DynamicCache):
             ScaleError: The scales are missing or invalid.
         """
         hub_options: dict[str, Any] = {
-            "revision": revision, "token": token, "cache_dir": cache_dir,
-            "local_files_only": local_files_only, "force_download": force_download,
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "force_download": force_download,
             "subfolder": subfolder or "",
-        }  # fmt: skip
+        }
         if "scales" in cache_keywords:
             raise ConfigError(
                 "scales: expected none, because from_pretrained reads them from the checkpoint. "
@@ -266,8 +279,11 @@ class FP8PagedCache(DynamicCache):
     def _initialize(self, paged: PagedLayers) -> None:
         super().__init__()
         self.layer_class_to_replicate = None
-        self._paged, self.groups = paged, paged.groups
-        self.options, self.config, self.budget = paged.options, paged.config, paged.budget
+        self._paged = paged
+        self.groups = paged.groups
+        self.options = paged.options
+        self.config = paged.config
+        self.budget = paged.budget
         self.is_open_ended = paged.is_open_ended
 
     @property
@@ -387,7 +403,8 @@ class FP8PagedCache(DynamicCache):
             ConfigError: A sliding window has lost tokens that would become visible. The cache is
                 unchanged.
         """
-        num_tokens, stock_layers = parse_crop(tokens_to_remove), self.stock_layers
+        num_tokens = parse_crop(tokens_to_remove)
+        stock_layers = self.stock_layers
         if self._count_tokens() <= num_tokens:
             self.reset()  # not every layer of transformers can crop all its tokens
             return
@@ -507,7 +524,8 @@ class FP8PagedCache(DynamicCache):
         An exception in the block makes `tokens` `UNKNOWN`, except a ConfigError, which is raised
         before any page changes. After errors of other libraries the pages are incomplete.
         """
-        old_tokens, self.tokens = self.tokens, UNKNOWN
+        old_tokens = self.tokens
+        self.tokens = UNKNOWN
         try:
             yield
         except ConfigError:
@@ -623,7 +641,9 @@ class FP8PagedCache(DynamicCache):
         """
         dense_bytes = stored_bytes = 0.0
         for layer in self.paged_layers:
-            pool, size, plan = layer.store.pool, self.options.page_size, layer.store.encoding.plan
+            pool = layer.store.pool
+            size = self.options.page_size
+            plan = layer.store.encoding.plan
             shape = None if self.config is None else find_kv_sizes(self.config, layer.index)
             if layer.store.is_initialized:
                 shape = pool.num_heads, pool.k_dim, pool.v_dim
@@ -645,8 +665,11 @@ class FP8PagedCache(DynamicCache):
         sizes["other"] += sum(x.nbytes for x in self._stock_tensors)
         return MemoryFootprint(
             **{f"{kind}_bytes": size for kind, size in sizes.items()},
-            total_bytes=sizes.total() - sizes["used"], fetched_bytes=self.budget.fetched_bytes,
-            returned_bytes=self.budget.returned_bytes, layers_by_plan=count_plans(self.plan),
-            tokens=self._paged.batch * self.host_length(), reused_tokens=self.reused_tokens,
+            total_bytes=sizes.total() - sizes["used"],
+            fetched_bytes=self.budget.fetched_bytes,
+            returned_bytes=self.budget.returned_bytes,
+            layers_by_plan=count_plans(self.plan),
+            tokens=self._paged.batch * self.host_length(),
+            reused_tokens=self.reused_tokens,
             restored_tokens=self.restored_tokens,
-        )  # fmt: skip
+        )

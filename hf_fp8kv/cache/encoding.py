@@ -51,7 +51,9 @@ class Encoding:
             ScaleError: The scales have a different number of heads or a different head size.
             ConfigError: The split of the model does not match `tensor_parallel`.
         """
-        num_heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
+        num_heads = key.shape[1]
+        k_dim = key.shape[3]
+        v_dim = value.shape[3]
         check_split(self.index, num_heads, self.num_model_heads, self.options.tensor_parallel.size)
         scales = self.options.layer_scales(self.index, num_heads, k_dim, v_dim)
         self.k_scale, self.v_scale, self.k_center = (
@@ -65,7 +67,9 @@ class Encoding:
 
         The result is the same object until one of its tensors is replaced.
         """
-        blocks, plan, is_compiling = pool.blocks, self.plan, torch.compiler.is_compiling()
+        blocks = pool.blocks
+        plan = self.plan
+        is_compiling = torch.compiler.is_compiling()
         if not is_compiling and blocks.cached_pages is not None:
             cached_plan, cached = blocks.cached_pages
             if (
@@ -80,9 +84,15 @@ class Encoding:
         pages = Pages(
             StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),
             StoredSide(self.v_scale, None, v_plan.format, pool.v_dim, v_plan.rotated),
-            blocks.tensors[0], table, blocks.offsets, pool.num_heads, pool.page_size,
-            pool.stored_k_dtype, pool.stored_v_dtype, pool.has_scales,
-        )  # fmt: skip
+            blocks.tensors[0],
+            table,
+            blocks.offsets,
+            pool.num_heads,
+            pool.page_size,
+            pool.stored_k_dtype,
+            pool.stored_v_dtype,
+            pool.has_scales,
+        )
         if not is_compiling:
             blocks.cached_pages = plan, pages
         return pages

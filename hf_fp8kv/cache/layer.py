@@ -54,15 +54,19 @@ class FP8PagedLayer(CacheLayerMixin):
 
     is_croppable = True
     supports_early_init = True
-    keys, values = _make_states_property("keys"), _make_states_property("values")
+    keys = _make_states_property("keys")
+    values = _make_states_property("values")
 
     def __init__(
         self, options: CacheOptions, store: LayerStore, config: PreTrainedConfig | None = None
     ) -> None:
         # The base class is not initialized, because it would assign `keys` and `values`, which are
         # properties here.
-        self.index, self.options, self.store = store.encoding.index, options, store
-        self.config, self.sliding_window = config, store.group.window
+        self.index = store.encoding.index
+        self.options = options
+        self.store = store
+        self.config = config
+        self.sliding_window = store.group.window
         self.is_sliding = self.sliding_window is not None
         self.is_compileable = store.length.max_tokens is not None
         self.assigned: dict[str, torch.Tensor] = {}
@@ -135,7 +139,8 @@ class FP8PagedLayer(CacheLayerMixin):
             return uncompiled
         else:
             refuse_export()
-        key, value = without_grad(key_states), without_grad(value_states)
+        key = without_grad(key_states)
+        value = without_grad(value_states)
         reads_pages = self.options.prefill == "stored" or not length.is_empty
         positions = store.reserve(key, value)
         table, lengths = positions.locate(encoding.device)
@@ -202,7 +207,8 @@ class FP8PagedLayer(CacheLayerMixin):
                 visible.
         """
         length = self.store.length
-        num_tokens, num_stored = parse_crop(tokens_to_remove), length.count_stored()
+        num_tokens = parse_crop(tokens_to_remove)
+        num_stored = length.count_stored()
         length.check_crop(num_tokens, num_stored)
         if num_tokens or length.max_tokens is None:
             self.store.crop_to(max(num_stored - num_tokens, 0))
@@ -243,7 +249,9 @@ class FP8PagedLayer(CacheLayerMixin):
                 "preallocated one. Leave max_cache_len out"
             )
         check_tokens(self, key, value)
-        num_stored, num_new, batch = length.num_stored, key.shape[2], key.shape[0]
+        num_stored = length.num_stored
+        num_new = key.shape[2]
+        batch = key.shape[0]
         if group.window is not None or num_new > num_stored:
             raise ConfigError(
                 f"expected at most {num_stored} keys and values for a layer without a window, got "
@@ -263,7 +271,8 @@ class FP8PagedLayer(CacheLayerMixin):
             )
         group.reserve(0, num_new, batch)
         length.set(0)
-        positions, encoding = store.reserve(key, value), store.encoding
+        positions = store.reserve(key, value)
+        encoding = store.encoding
         table, lengths = positions.locate(encoding.device)
         pages = encoding.make_pages(store.pool, table)
         ops.write(pages, without_grad(key), without_grad(value), lengths, encoding.backend)
@@ -295,7 +304,8 @@ class FP8PagedIndexedLayer(FP8PagedLayer):
         stored_keys = None if torch.compiler.is_compiling() else indexer.indexer_keys
         if stored_keys is not None and stored_keys.device != indexer_key_states.device:
             indexer.move(indexer_key_states.device)
-        is_first, indexer.is_unused = indexer.is_unused, False
+        is_first = indexer.is_unused
+        indexer.is_unused = False
         keys: torch.Tensor = indexer.update_indexer(indexer_key_states)
         # The width is as in `get_mask_sizes`, which is called before or after `update`.
         if is_first and self.options.prefill == "exact" and self._uses_fp8_paged():
@@ -325,7 +335,8 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
             "expected keys and values of a floating dtype on one device, got "
             f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
         )
-    pool, sizes = layer.store.pool, (num_heads, k_dim, v_shape[3])
+    pool = layer.store.pool
+    sizes = (num_heads, k_dim, v_shape[3])
     if is_initialized and sizes != (pool.num_heads, pool.k_dim, pool.v_dim):
         raise ConfigError(
             "expected keys and values like the first call's (heads, key size, value size) = "

@@ -67,8 +67,12 @@ class LayerStore:
         num_query_heads: int = 0,
         indexer: Indexer | None = None,
     ) -> None:
-        self.encoding, self.length, self.group = encoding, length, length.group
-        self.pool, self.num_query_heads, self.indexer = pool, num_query_heads, indexer
+        self.encoding = encoding
+        self.length = length
+        self.group = length.group
+        self.pool = pool
+        self.num_query_heads = num_query_heads
+        self.indexer = indexer
         self._is_prepared = False
         self.next_store: weakref.ref[LayerStore] = weakref.ref(self)
 
@@ -98,7 +102,8 @@ class LayerStore:
 
     def set_length(self, length: HostLength | DeviceLength) -> None:
         """Replace the length of an initialized layer, which keeps its contents."""
-        self.length, self.group = length, length.group
+        self.length = length
+        self.group = length.group
         self.pool.memory.grow(self.group.capacity)
         if self.indexer is not None:
             self.indexer.set_capacity(length.max_tokens, length.count_stored())
@@ -110,7 +115,8 @@ class LayerStore:
         """Use the group's work plan, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
             return
-        num_rows, backend = self._count_query_rows(1), self.encoding.backend
+        num_rows = self._count_query_rows(1)
+        backend = self.encoding.backend
         tensors = self.length.share_plan(self.pool.num_heads, num_rows, backend)
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
@@ -124,7 +130,8 @@ class LayerStore:
 
         Raises the errors of `allocate` and of `length.reserve`. The layer then has the same tokens.
         """
-        encoding, is_compiling = self.encoding, torch.compiler.is_compiling()
+        encoding = self.encoding
+        is_compiling = torch.compiler.is_compiling()
         is_allocated = self.is_initialized
         if not is_allocated:
             encoding.prepare(key, value)
@@ -143,9 +150,8 @@ class LayerStore:
         return positions
 
     def write_long(
-        self, key: torch.Tensor, value: torch.Tensor, positions: AnyPositions,
-        *, reads: bool,
-    ) -> Pages:  # fmt: skip
+        self, key: torch.Tensor, value: torch.Tensor, positions: AnyPositions, *, reads: bool
+    ) -> Pages:
         """Store a long call, and return the pages that its queries read.
 
         With `reads`, tokens are stored in scratch pages, which hold the previous window, followed
@@ -160,7 +166,8 @@ class LayerStore:
         num_new = -(-positions.num_tokens // pages.page_size)
         if not reads:
             num_skipped = max(num_new - num_kept, 0) * pages.page_size
-            key, value = key[:, :, num_skipped:], value[:, :, num_skipped:]
+            key = key[:, :, num_skipped:]
+            value = value[:, :, num_skipped:]
             ops.write(pages, key, value, lengths, encoding.backend, self.length.max_tokens)
             return pages
         num_pages = num_old + num_new
@@ -184,7 +191,8 @@ class LayerStore:
         self, pages: Pages, lengths: torch.Tensor, positions: AnyPositions
     ) -> tuple[PagedKV, PagedKV]:
         """Return handles on the keys and values of a call, with `lengths` as in `ops.write`."""
-        num_rows, backend = self._count_query_rows(positions.num_tokens), self.encoding.backend
+        num_rows = self._count_query_rows(positions.num_tokens)
+        backend = self.encoding.backend
         work_plan = self.length.get_work_plan(
             positions, lengths.device, self.pool.num_heads, num_rows, backend
         )
@@ -213,7 +221,8 @@ class LayerStore:
         length, blocks = self.length, self.pool.blocks
         if (cached := blocks.cached_pages) is None:
             return None
-        pages, device = cached[1], key.device
+        pages = cached[1]
+        device = key.device
         record = pages.record
         if record is None or record.layout != describe_tokens(key, value) or api.is_observed(key):
             return None
@@ -258,7 +267,8 @@ class LayerStore:
     def update_table(self) -> None:
         """Apply a change of a preallocated group's block table or device, in place if possible."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:
-            offsets, device = self.pool.blocks.offsets, self.encoding.device
+            offsets = self.pool.blocks.offsets
+            device = self.encoding.device
             self.pool.memory.grow(self.group.capacity)
             if self.length.update_table(device) or self.pool.blocks.offsets is not offsets:
                 self.mark_addresses()
@@ -329,7 +339,9 @@ class LayerStore:
 
         Each sequence gets separate pages.
         """
-        length, pool, table = self.length, source.pool, source.group.table
+        length = self.length
+        pool = source.pool
+        table = source.group.table
         assert isinstance(length, DeviceLength)
         if self.indexer is not None and source.indexer is not None:
             self.indexer.set_tensors(get_tensors(source.indexer))

@@ -106,7 +106,8 @@ class CacheOptions:
                 arguments["scales"] = scales
             _refuse_arguments(arguments, "the plan defines")
             if isinstance(new_plan, StoragePlan):
-                scales, new_plan = new_plan, new_plan.plan
+                scales = new_plan
+                new_plan = new_plan.plan
                 assert new_plan is not None
         else:
             common_format = None if dtype is None else parse_dtype(dtype)
@@ -243,9 +244,13 @@ class CacheOptions:
     ) -> LayerScales:
         """Return the scales of a layer with `heads` heads in this process. See `for_layer`."""
         return scales.for_layer(
-            index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
-            tp_rank=self.tensor_parallel.rank, tp_size=self.tensor_parallel.size,
-        )  # fmt: skip
+            index,
+            num_kv_heads=heads,
+            k_head_dim=k_dim,
+            v_head_dim=v_dim,
+            tp_rank=self.tensor_parallel.rank,
+            tp_size=self.tensor_parallel.size,
+        )
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int

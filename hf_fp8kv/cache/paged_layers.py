@@ -59,7 +59,9 @@ class PagedLayers:
     def __init__(
         self, options: CacheOptions, config: PreTrainedConfig | None, budget: PageBudget
     ) -> None:
-        self.options, self.config, self.budget = options, config, budget
+        self.options = options
+        self.config = config
+        self.budget = budget
         self.groups: dict[int | None, LayerGroup] = {}
         self.fixed_groups: list[FixedPages] = []
         self.layers: list[FP8PagedLayer] = []
@@ -96,7 +98,9 @@ class PagedLayers:
             has_indexer: Whether the layer has an indexer.
         """
         group = self._get_group(window)
-        num_kv_heads, num_query_heads, num_processes = None, 0, self.options.tensor_parallel.size
+        num_kv_heads = None
+        num_query_heads = 0
+        num_processes = self.options.tensor_parallel.size
         if self.config is not None:
             num_query_heads = (count_heads(self.config, index) or 0) // num_processes
             num_kv_heads = count_kv_heads(self.config, index) if num_processes > 1 else None
@@ -156,7 +160,8 @@ class PagedLayers:
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
         skipped_layers = find_skipped_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            max_tokens, shares_kv = self.options.max_cache_len, reuses_kv(config, index)
+            max_tokens = self.options.max_cache_len
+            shares_kv = reuses_kv(config, index)
             if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
                 has_indexer = isinstance(layer, INDEXED_CLASSES)
                 layers[index] = self.add_layer(index, window, has_indexer=has_indexer)
@@ -176,7 +181,8 @@ class PagedLayers:
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:
         """Return the paged layers and transformers' `stock_layers`, in the order of the model."""
-        paged, stock = {layer.index: layer for layer in self.layers}, iter(stock_layers)
+        paged = {layer.index: layer for layer in self.layers}
+        stock = iter(stock_layers)
         num_layers = len(paged) + len(stock_layers)
         layers = [paged[i] if i in paged else next(stock) for i in range(num_layers)]
         self._match_widths(layers)
@@ -209,7 +215,8 @@ class PagedLayers:
     def _make_copy(self, budget: PageBudget, groups: dict[int | None, LayerGroup]) -> "PagedLayers":
         """Return new layers like these layers, with the same pools if `groups` is not empty."""
         copy = PagedLayers(self.options, self.config, budget)
-        copy.is_open_ended, copy._module = self.is_open_ended, self._module
+        copy.is_open_ended = self.is_open_ended
+        copy._module = self._module
         for group in groups.values():
             copy.add_group(group)
         for window, group in self.groups.items():
@@ -396,7 +403,8 @@ class PagedLayers:
         if self.options.is_preallocated:
             return
         self.unreserve()
-        step_layers, self._step_layers = self._step_layers, []
+        step_layers = self._step_layers
+        self._step_layers = []
         is_current = step_layers and step_layers[-1][0] < index  # not of the previous step
         for store in self.stores:
             if is_current and (store.encoding.index, num_tokens) in step_layers:

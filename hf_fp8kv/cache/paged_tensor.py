@@ -147,9 +147,15 @@ class PagedKV(LazyTensor):
     def dense(self) -> torch.Tensor:
         """Decode the stored bytes to a contiguous tensor."""
         return ops.gather(
-            pages_of(self), self.lengths, self.side, self.start, self.stop, self.dtype,
-            self.is_ragged, self.backend,
-        )  # fmt: skip
+            pages_of(self),
+            self.lengths,
+            self.side,
+            self.start,
+            self.stop,
+            self.dtype,
+            self.is_ragged,
+            self.backend,
+        )
 
 
 def pages_of(handle: PagedKV) -> Pages:

@@ -67,7 +67,8 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
     Only pages in use are included, and are renumbered from 0 in each group.
     """
     tensors: Tensors = {}
-    groups, fork = [], paged.fork()
+    groups = []
+    fork = paged.fork()
     for group_index, group in enumerate(fork.groups.values()):
         # A preallocated cache also lists empty pages.
         stop_page = -(-group.length // group.page_size)
@@ -103,9 +104,12 @@ def describe_pool(pool: PagePool) -> Metadata:
 
 
 def make_pool(
-    metadata: Metadata, options: CacheOptions, index: int, device: torch.device,
+    metadata: Metadata,
+    options: CacheOptions,
+    index: int,
+    device: torch.device,
     budget: PageBudget | None = None,
-) -> PagePool:  # fmt: skip
+) -> PagePool:
     """Return a pool without pages for layer `index` from the values of `describe_pool`.
 
     Raise ConfigError for impossible sizes. Metadata of unexpected types may raise any error.
@@ -122,9 +126,12 @@ def make_pool(
 
 
 def unpack(
-    metadata: Metadata, tensors: Tensors, options: CacheOptions, stock_layers: list[Any],
+    metadata: Metadata,
+    tensors: Tensors,
+    options: CacheOptions,
+    stock_layers: list[Any],
     config: PreTrainedConfig | None = None,
-) -> PagedLayers:  # fmt: skip
+) -> PagedLayers:
     """Return growing layers with the contents that `pack` returned, and a separate budget.
 
     All metadata and tensors are checked before pages are allocated. `tensors` is emptied, so that
@@ -136,7 +143,8 @@ def unpack(
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
     budget = options.make_budget()
-    page_size, max_tokens = options.page_size, options.max_cache_len or 0
+    page_size = options.page_size
+    max_tokens = options.max_cache_len or 0
     max_entries = max(_MIN_ENTRY_LIMIT, sum(tensor.nbytes for tensor in tensors.values()))
     _check_same("open_ended", bool, type(metadata["open_ended"]))
     windows = [group_metadata["window"] for group_metadata in metadata["groups"]]
@@ -149,17 +157,20 @@ def unpack(
     layers: dict[int, tuple[Metadata, Metadata]] = {}
     pools: list[tuple[PagePool, torch.Tensor]] = []
     for group_index, group_metadata in enumerate(metadata["groups"]):
-        table_name, window = f"groups.{group_index}.table", group_metadata["window"]
+        table_name = f"groups.{group_index}.table"
+        window = group_metadata["window"]
         _check_same("record_past", bool, type(group_metadata["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
-        group_layers, limit = group_metadata["layers"], max_tokens or _MAX_TOKENS
+        group_layers = group_metadata["layers"]
+        limit = max_tokens or _MAX_TOKENS
         lengths = [_check_count("length", x.get("length", 0), 0, limit) for x in group_layers]
         max_length = max(lengths, default=0)
         # A preallocated cache may be saved within a step, when only some layers have new tokens.
         group_length = max_length if max_tokens else min(filter(None, lengths), default=0)
         visible_page = LayerGroup(budget, window).find_window_start(group_length) // page_size
         batch_size, num_used = tensors[table_name].shape
-        num_columns, subject = -(-max_length // page_size), f"{table_name}: first page"
+        num_columns = -(-max_length // page_size)
+        subject = f"{table_name}: first page"
         first_page = _check_count(subject, num_columns - num_used, 0, visible_page)
         num_entries = batch_size * max(num_columns, max_tokens // page_size)
         max_entries -= _check_count(f"{table_name}: entries", num_entries, 0, max_entries)
@@ -212,9 +223,11 @@ def _pop_tensor(tensors: Tensors, name: str, dtype: torch.dtype, *shape: int) ->
 
 def _pop_indexer(layer: Metadata, tensors: Tensors, batch_size: int, length: int) -> Tensors:
     """Remove the tensors of a layer's indexer, and return them by attribute name."""
-    indexer_tensors, index = Tensors(), layer["index"]
+    indexer_tensors = Tensors()
+    index = layer["index"]
     for name in layer.get("indexer", ()):
-        file_name, batch_axis = f"layers.{index}.{name}", INDEXER_TENSORS.index(name)
+        file_name = f"layers.{index}.{name}"
+        batch_axis = INDEXER_TENSORS.index(name)
         tensor = indexer_tensors[name] = tensors.pop(file_name)
         sizes = tensor.shape[batch_axis : batch_axis + 2]
         _check_same(file_name, (3, batch_size, length), (tensor.ndim, *sizes))
@@ -362,13 +375,16 @@ def _unpack_stock(metadata: Metadata, name: str, tensors: Tensors) -> Any:
         raise ConfigError(f"{name}: expected one of {_STOCK_CLASSES}, got {metadata['kind']!r}")
     window = _check_count(f"{name}: window", metadata["window"], 1) if "window" in metadata else 0
     layer_class = getattr(cache_utils, metadata["kind"])
-    layer, num_tokens = layer_class(window) if window else layer_class(), 0
+    layer = layer_class(window) if window else layer_class()
+    num_tokens = 0
     if f"{name}.keys" in tensors:
         keys, values = (tensors.pop(f"{name}.{side}") for side in ("keys", "values"))
         got = (keys.ndim, values.ndim, *values.shape[:3], keys.dtype.is_floating_point)
         _check_same(name, (4, 4, *keys.shape[:3], values.dtype.is_floating_point), got)
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, num_tokens = keys, values, keys.shape[2]
+        layer.keys = keys
+        layer.values = values
+        num_tokens = keys.shape[2]
     if window:
         limit = num_tokens if num_tokens < window - 1 else _MAX_TOKENS
         layer.cumulative_length = _check_count(f"{name}: seen", metadata["seen"], num_tokens, limit)

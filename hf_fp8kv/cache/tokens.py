@@ -79,7 +79,8 @@ class Tokens:
         rows, it is the row with the same index, or else the first of them. Tokens are equal if they
         have the same id, position and features, or are padding in both batches.
         """
-        device, width = self.ids.device, min(self.length, other.length)
+        device = self.ids.device
+        width = min(self.length, other.length)
         expanded = [batch.expand(width, device) for batch in (self, other) if width]
         if not width or len(expanded[0][2]) != len(expanded[1][2]):  # numbers of position ids
             return list(range(len(other.ids))), 0
@@ -131,7 +132,8 @@ def can_crop(layer: Any, num_tokens: int) -> bool:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return False  # such a layer only keeps the state after the last token
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
-        length, window = layer.get_seq_length(), layer.sliding_window
+        length = layer.get_seq_length()
+        window = layer.sliding_window
         keys: Any = layer.keys
         keeps_window = keys.shape[-2] - num_tokens >= min(length - num_tokens, window - 1)
         return keeps_window and (length < window or layer.record_past)

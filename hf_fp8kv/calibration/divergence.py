@@ -31,7 +31,9 @@ class Scores:
 
         The perplexity is NaN if no scored token has a next token in the text.
         """
-        kl, top1, nll = self.kl.mean().item(), self.top1_match.mean().item(), self.nll.mean()
+        kl = self.kl.mean().item()
+        top1 = self.top1_match.mean().item()
+        nll = self.nll.mean()
         return QualityRow(cache, kl, self.kl.max().item(), top1, nll.exp().item(), len(self.kl))
 
     @classmethod

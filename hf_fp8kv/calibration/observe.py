@@ -51,7 +51,9 @@ class _ObservedCache(DynamicCache):
         self, config: Any, layers: frozenset[int], on_states: StatesCallback, is_token: Any
     ) -> None:
         super().__init__(config=config)
-        self._observed_layers, self._on_states, self._is_token = layers, on_states, is_token
+        self._observed_layers = layers
+        self._on_states = on_states
+        self._is_token = is_token
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -59,7 +61,8 @@ class _ObservedCache(DynamicCache):
         def remove_padding(states: Tensor) -> Tensor:  # [B, H, T, D] -> [N, H, D]
             # Sums are in float64, which MPS does not support.
             states = states.cpu() if states.device.type == "mps" else states
-            rows, is_token = states.detach().transpose(1, 2), self._is_token
+            rows = states.detach().transpose(1, 2)
+            is_token = self._is_token
             return rows.flatten(0, 1) if is_token is None else rows[is_token.to(rows.device)]
 
         if layer_idx in self._observed_layers:

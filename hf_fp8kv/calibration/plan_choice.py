@@ -35,18 +35,12 @@ from ..modeling.model_support import (
     find_base_model,
     find_max_positions,
     has_rope,
-)  # fmt: skip
+)
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder, digest_of
-from .observe import (
-    Batch,
-    center_and_rotate,
-    find_input_device,
-    find_paged_layers,
-    nan_error,
-)  # fmt: skip
+from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, nan_error
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
 from .protection import MAX_TRIES, protect_layers
 from .queries import Queries, observe_queries
@@ -64,7 +58,9 @@ _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the
 # smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
 # of E3M4 by a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
 # If the ratio of K is above a third in a head, costs are computed again with the scales of a cache.
-_MAX_COST_RATIO, _CERTAIN_COST_RATIO, _MAX_SEARCHED_COST_RATIO = 1 / 2, 1 / 3, 3 / 4
+_MAX_COST_RATIO = 1 / 2
+_CERTAIN_COST_RATIO = 1 / 3
+_MAX_SEARCHED_COST_RATIO = 3 / 4
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 # Maximum share of bytes that layers in the model's dtype add to a cache, unless the caller sets it.
@@ -77,7 +73,8 @@ _SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|i
 # Arguments, besides `dtype`, that define how a cache stores K and V.
 _STORAGE_ARGUMENTS = ("key_dtype", "value_dtype", "plan", "scales")
 # Attributes of a model that hold its `_Choice`, and the plan that `freeze_plan` sets.
-_CHOICE_ATTRIBUTE, _FROZEN_ATTRIBUTE = "_hf_fp8kv_plan_choice", "_hf_fp8kv_frozen_plan"
+_CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
+_FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
 LayerStates = tuple[Tensor, Tensor, Queries | None]
@@ -98,9 +95,14 @@ class _Choice(NamedTuple):
 
 
 def choose_plan(
-    model: PreTrainedModel, texts: Any = None, *, tokenizer: Any = None, text_column: str = "text",
-    chat_template: bool | None = None, max_extra_bytes: float = _MAX_EXTRA_BYTES,
-) -> StoragePlan:  # fmt: skip
+    model: PreTrainedModel,
+    texts: Any = None,
+    *,
+    tokenizer: Any = None,
+    text_column: str = "text",
+    chat_template: bool | None = None,
+    max_extra_bytes: float = _MAX_EXTRA_BYTES,
+) -> StoragePlan:
     """Choose the storage plan of a model: the format, rotation and center of each layer.
 
     The model reads several hundred random tokens, or several thousand of `texts`. If its
@@ -141,8 +143,10 @@ def choose_plan(
     if num_tokens < _MAX_WINDOW_TOKENS:
         logger.warning(
             "texts: the plan is chosen on %d tokens, fewer than the %d random tokens that are used "
-            "without texts. Pass more texts, or None", num_tokens, _MAX_WINDOW_TOKENS,
-        )  # fmt: skip
+            "without texts. Pass more texts, or None",
+            num_tokens,
+            _MAX_WINDOW_TOKENS,
+        )
     return _choose(model, windows, Passes(), max_extra_bytes)
 
 
@@ -261,8 +265,11 @@ def _find_plan(
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             logger.warning(
                 "%s is stored as %s without a plan (%s). Pass plan=hf_fp8kv.choose_plan(model), or "
-                "a saved plan", type(model).__name__, DEFAULT_DTYPE, reason,
-            )  # fmt: skip
+                "a saved plan",
+                type(model).__name__,
+                DEFAULT_DTYPE,
+                reason,
+            )
         choice = _Choice(key, None)
     vars(model)[_CHOICE_ATTRIBUTE] = choice
     if store is None or choice.plan is None:
@@ -333,7 +340,7 @@ def _list_special_ids(value: object, name: str = "") -> Iterator[int]:
 
 def _choose(
     model: PreTrainedModel, windows: Sequence[Tensor] | None, passes: Passes, max_extra_bytes: float
-) -> StoragePlan:  # fmt: skip
+) -> StoragePlan:
     """Return the plan of a model for windows of texts, or for random tokens.
 
     The state of the model and of random generators is restored, even after an error.
@@ -356,10 +363,8 @@ def _choose(
         may_transform_k = num_positions > 1 or not has_rope(model)
         layer_scales, k_costs = {}, {}
         for index in sorted(layers):
-            center, layer_plan = (
-                None,
-                LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK),
-            )
+            center = None
+            layer_plan = LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
             k_costs[index] = 0.0  # unknown
             all_states = [states.pop(index) for states in states_by_call if index in states]
             if all_states and all(queries is not None for *_, queries in all_states):
@@ -368,9 +373,11 @@ def _choose(
                 )
             layer_scales[index] = LayerScales(None, None, center, source, layer_plan)
         plan = StoragePlan(
-            layer_scales, model_type=model.config.model_type, origin=source,
+            layer_scales,
+            model_type=model.config.model_type,
+            origin=source,
             weights_digest=digest_decoder(model),
-        )  # fmt: skip
+        )
         if not passes.max_tries:
             return plan
         return protect_layers(
@@ -393,9 +400,11 @@ def sample_windows(windows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_states(
-    model: PreTrainedModel, layers: frozenset[int], windows: Sequence[Tensor],
+    model: PreTrainedModel,
+    layers: frozenset[int],
+    windows: Sequence[Tensor],
     max_positions: int = len(_FIRST_POSITIONS),
-) -> tuple[list[dict[int, LayerStates]], int]:  # fmt: skip
+) -> tuple[list[dict[int, LayerStates]], int]:
     """Return the states of layers for each window and position, and the number of positions.
 
     A window is read at up to `max_positions` first positions that the model has.
@@ -439,11 +448,13 @@ def _choose_layer_plan(
         values = keys[:0] if is_latent else _transform_states(torch.stack(v).float(), None, v_plans)
         if keys.shape[1:] == values.shape[1:]:
             errors = compute_dynamic_errors(torch.cat([keys, values]), formats)
-            k_errors, v_errors = errors[:num_k_plans], errors[num_k_plans:]
+            k_errors = errors[:num_k_plans]
+            v_errors = errors[num_k_plans:]
         else:
             k_errors = compute_dynamic_errors(keys, formats[:num_k_plans])
             v_errors = compute_dynamic_errors(values, formats[num_k_plans:])
-        q, weights = torch.stack([x.q for x in queries]), torch.stack([x.weights for x in queries])
+        q = torch.stack([x.q for x in queries])
+        weights = torch.stack([x.weights for x in queries])
         # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
         q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])
         sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
@@ -453,7 +464,8 @@ def _choose_layer_plan(
     total_costs = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*total_costs))):
         raise nan_error(index, "K and V")
-    k_costs, v_costs = total_costs[:num_k_plans], total_costs[num_k_plans:]
+    k_costs = total_costs[:num_k_plans]
+    v_costs = total_costs[num_k_plans:]
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
     if _pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
         searched_costs = _search_k_costs(all_states, center, [k_plans[0], k_plans[k_index]])

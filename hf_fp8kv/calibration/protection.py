@@ -39,9 +39,13 @@ _COUNTED_TOKENS = 4096  # number of tokens of the cache whose bytes are counted
 
 
 def protect_layers(
-    model: PreTrainedModel, plan: StoragePlan, window: Tensor, costs: Mapping[int, float],
-    max_extra_bytes: float, max_tries: int = MAX_TRIES,
-) -> StoragePlan:  # fmt: skip
+    model: PreTrainedModel,
+    plan: StoragePlan,
+    window: Tensor,
+    costs: Mapping[int, float],
+    max_extra_bytes: float,
+    max_tries: int = MAX_TRIES,
+) -> StoragePlan:
     """Return the plan with K, then V, of the layers of largest cost in the model's dtype.
 
     If the KL after a stored prompt is not small, a side is protected if this reduces the KL by a
@@ -66,9 +70,13 @@ def protect_layers(
 
 
 def _choose_sides(
-    model: PreTrainedModel, plan: StoragePlan, window: Tensor, costs: Mapping[int, float],
-    max_extra_bytes: float, max_tries: int,
-) -> StoragePlan:  # fmt: skip
+    model: PreTrainedModel,
+    plan: StoragePlan,
+    window: Tensor,
+    costs: Mapping[int, float],
+    max_extra_bytes: float,
+    max_tries: int,
+) -> StoragePlan:
     ids = window[None].to(find_input_device(model))
     num_read = len(window) // 2
     expected = compute_logits(model, ids, DynamicCache(config=model.config), {}, scored=True)

@@ -43,7 +43,7 @@ from .observe import (
     make_batches,
     nan_error,
     observe,
-)  # fmt: skip
+)
 from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)
@@ -119,9 +119,14 @@ def measure(
     # Raises an error if the scales do not fit, for example if layers are missing.
     FP8PagedCache(model.config, dtype=cache_dtype, **_make_scales_kwargs(loaded_scales))
     windows = read_model_windows(
-        model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length,
-        text_column=text_column, chat_template=chat_template,
-    )  # fmt: skip
+        model,
+        texts,
+        tokenizer,
+        max_tokens=max_tokens,
+        max_length=max_length,
+        text_column=text_column,
+        chat_template=chat_template,
+    )
     with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as progress_bar:
         job = _Job(model, layers, FORMATS[name], progress_bar)
         statistics = _measure_statistics(job, windows, loaded_scales)
@@ -159,10 +164,12 @@ def _measure_statistics(
         layer = scales.for_layer(
             index, num_kv_heads=k.shape[1], k_head_dim=k.shape[2], v_head_dim=v.shape[2]
         )
-        new_counts = torch.stack([
-            _count_values(x.float(), layer, side, job.fmt, formats, sample)
-            for side, x in (("k", k), ("v", v))
-        ]).cpu()  # fmt: skip
+        new_counts = torch.stack(
+            [
+                _count_values(x.float(), layer, side, job.fmt, formats, sample)
+                for side, x in (("k", k), ("v", v))
+            ]
+        ).cpu()
         if not torch.isfinite(new_counts).all():
             raise nan_error(index, "K and V of the text")
         new_amax = [x.float().abs().amax((0, 2)).cpu() for x in (k, v)]
@@ -177,18 +184,24 @@ def _measure_statistics(
         observe(job.model, batch, job.layers, count)
         job.bar.update(batch.num_tokens)
     return {
-        index: LayerStatistics(*(
-            _summarize(row, tuple(amax.tolist()), formats)
-            for row, amax in zip(rows.tolist(), head_amax[index], strict=True)
-        ))
+        index: LayerStatistics(
+            *(
+                _summarize(row, tuple(amax.tolist()), formats)
+                for row, amax in zip(rows.tolist(), head_amax[index], strict=True)
+            )
+        )
         for index, rows in sorted(counts.items())
-    }  # fmt: skip
+    }
 
 
 def _count_values(
-    x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format],
+    x: torch.Tensor,
+    scales: LayerScales,
+    side: str,
+    fmt: Format,
+    formats: list[Format],
     sample: slice,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return a row of counts, float64, for K or V of a layer, `x` `[N, Hkv, D]`, float32.
 
     The row has the numbers of all, saturated, nonzero and vanished values, and the sum of squares.
@@ -303,10 +316,16 @@ def _score_caches(
         ids = batch.ids.to(find_input_device(job.model))
         try:
             with paged_attention(job.model):
-                scores.append(compare_caches(
-                    job.model, ids, factories, num_prefill=ids.shape[1] // 2, chunk_size=chunk_size,
-                    on_call=job.bar.update,
-                ))  # fmt: skip
+                scores.append(
+                    compare_caches(
+                        job.model,
+                        ids,
+                        factories,
+                        num_prefill=ids.shape[1] // 2,
+                        chunk_size=chunk_size,
+                        on_call=job.bar.update,
+                    )
+                )
         except FP8KVError:
             raise
         except MODEL_ERRORS as error:
@@ -330,8 +349,13 @@ def _warn_if_worse(static_kl: Tensor, dynamic_kl: Tensor, storage: str) -> None:
         advice = "Use choose_plan(model), which makes a plan without static scales"
     elif storage != DEFAULT_DTYPE:
         advice += f", and {DEFAULT_DTYPE}, which is more accurate at the same size"
-    static_mean, dynamic_mean = static_kl.mean().item(), dynamic_kl.mean().item()
+    static_mean = static_kl.mean().item()
+    dynamic_mean = dynamic_kl.mean().item()
     logger.warning(
         "static scales in %s have %.1f times the KL of dynamic scales (%.1e, %.1e). %s",
-        storage, static_mean / dynamic_mean, static_mean, dynamic_mean, advice,
-    )  # fmt: skip
+        storage,
+        static_mean / dynamic_mean,
+        static_mean,
+        dynamic_mean,
+        advice,
+    )

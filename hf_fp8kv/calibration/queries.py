@@ -37,7 +37,8 @@ class Queries:
         num_kv_heads, dim = k.shape[1:]
         if q.shape[0] % num_kv_heads or q.shape[2] != dim:
             return None
-        q, key_positions = q.float() * scaling, torch.arange(len(k), device=k.device)
+        q = q.float() * scaling
+        key_positions = torch.arange(len(k), device=k.device)
         is_masked = key_positions > positions[:, None]
         if window is not None:
             is_masked |= key_positions < find_first_visible(positions[:, None], window)
@@ -91,9 +92,12 @@ def _sample_queries(query: Tensor, k: Tensor, options: dict[str, Any]) -> Querie
         return None
     num_queries = min(_MAX_QUERIES, num_tokens)
     positions = torch.linspace(num_tokens // 4, num_tokens - 1, num_queries, device="cpu").long()
-    scaling, window = options.get("scaling"), options.get("sliding_window")
+    scaling = options.get("scaling")
+    window = options.get("sliding_window")
     return Queries.from_states(
-        query[0, :, positions.to(query.device)].to(k.device), k, positions.to(k.device),
+        query[0, :, positions.to(query.device)].to(k.device),
+        k,
+        positions.to(k.device),
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         None if window is None else int(window),
-    )  # fmt: skip
+    )

@@ -114,9 +114,14 @@ def calibrate(
     check_count("batch_size", batch_size)
     storages = _parse_storages(model, layers, plan, center=center)
     windows = read_model_windows(
-        model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length,
-        text_column=text_column, chat_template=chat_template,
-    )  # fmt: skip
+        model,
+        texts,
+        tokenizer,
+        max_tokens=max_tokens,
+        max_length=max_length,
+        text_column=text_column,
+        chat_template=chat_template,
+    )
     num_tokens = sum(map(len, windows))
     with (
         eval_mode(model),
@@ -146,8 +151,9 @@ def calibrate(
     if granularity == "channel" and not may_transform_k:
         logger.warning(
             "K has a scale for each head, not for each channel, because a channel may leave its "
-            "range at far positions, at which %s cannot be run", type(model).__name__,
-        )  # fmt: skip
+            "range at far positions, at which %s cannot be run",
+            type(model).__name__,
+        )
     source = f"calibrated on {num_tokens} tokens"
     layer_scales = {}
     for index, (k_amax, v_amax) in sorted(layer_amax.items()):
@@ -164,9 +170,11 @@ def calibrate(
             v_scale = search_head_scales("v", v_scale, layer_states, layer_plan)
         layer_scales[index] = LayerScales(k_scale, v_scale, layer_center, source, layer_plan)
     return KVScales(
-        layer_scales, model_type=model.config.model_type, origin=source,
+        layer_scales,
+        model_type=model.config.model_type,
+        origin=source,
         weights_digest=digest_decoder(model),
-    )  # fmt: skip
+    )
 
 
 def compute_scale(amax: Tensor, granularity: Granularity) -> Tensor:
@@ -251,9 +259,11 @@ def _parse_storages(
 
 
 def _add_centers(
-    storages: Mapping[int, _Storage], states_by_call: Sequence[Mapping[int, LayerStates]], *,
+    storages: Mapping[int, _Storage],
+    states_by_call: Sequence[Mapping[int, LayerStates]],
+    *,
     may_center: bool,
-) -> dict[int, _Storage]:  # fmt: skip
+) -> dict[int, _Storage]:
     """Return the storages with the mean of K over all calls, where a center is missing.
 
     `may_center` is whether layers without a plan get a center.
@@ -291,5 +301,7 @@ def _warn_of_missing_layers(layers: frozenset[int], layer_amax: Mapping[int, _La
     if missing_layers := sorted(layers - layer_amax.keys()):
         logger.warning(
             "layers %s stored nothing while the model read the texts, and have no scales. A cache "
-            "with these scales needs skip_layers=%s", format_list(missing_layers), missing_layers,
-        )  # fmt: skip
+            "with these scales needs skip_layers=%s",
+            format_list(missing_layers),
+            missing_layers,
+        )

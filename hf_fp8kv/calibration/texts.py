@@ -29,7 +29,8 @@ _MIN_TOKENS = 2
 # than 1/8 of the number of tokens in a window. Short lines let texts fill their windows.
 _LINES_PER_WINDOW, _UNCUT_CHARACTERS = 8, 32
 # Number of lines that are tokenized in one call, and of characters that are read at once.
-_LINES_PER_CALL, _CHARACTERS_PER_READ = 1024, 1 << 16
+_LINES_PER_CALL = 1024
+_CHARACTERS_PER_READ = 1 << 16
 
 
 def read_model_windows(
@@ -60,9 +61,14 @@ def read_model_windows(
 
 
 def read_windows(
-    texts: Any, tokenizer: Any, *, max_tokens: int, max_length: int, text_column: str = "text",
+    texts: Any,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    max_length: int,
+    text_column: str = "text",
     chat_template: bool | None = None,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """Return texts as windows of token ids, int32 `[T]` on the CPU, the longest first.
 
     A text is cut into consecutive windows of at most `max_length` tokens. A window of one token is
@@ -120,7 +126,8 @@ class _Encoder:
             hint = "Set the text of a template as tokenizer.chat_template"
             raise _make_error("chat_template", "None, True or False", chat_template, hint)
         self._tokenizer: Any = tokenizer
-        self._text_column, self._chat_template = text_column, chat_template
+        self._text_column = text_column
+        self._chat_template = chat_template
 
     def encode(self, label: str, item: Any) -> torch.Tensor | None:
         """Return the token ids of an item, int32 `[N]` on the CPU, or None for a blank item."""
@@ -132,7 +139,8 @@ class _Encoder:
                 got = f"the columns {format_list(map(repr, item), 20)}"
                 hint = "Name the column with text_column, and pass a conversation as a list"
                 raise _make_error(label, rule, got, hint)
-            label, item = f"{label}, column {column!r}", item[column]
+            label = f"{label}, column {column!r}"
+            item = item[column]
         is_blank = isinstance(item, str) and not item.strip()
         if is_blank or (isinstance(item, list | tuple) and not item):
             return None
@@ -273,7 +281,8 @@ def _cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
     """Yield each line in parts of limited length, which are cut after a space if possible."""
     remainder = ""
     for line_part in lines:
-        line, start = remainder + line_part, 0
+        line = remainder + line_part
+        start = 0
         while len(line) - start > max_characters:
             end = line.rfind(" ", start, start + max_characters) + 1 or start + max_characters
             yield line[start:end]

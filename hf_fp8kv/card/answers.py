@@ -47,7 +47,8 @@ def run_task(
         return is_correct
 
     unquantized_correct = answer_all(UNQUANTIZED)
-    num_asked, num_correct = len(unquantized_correct), sum(unquantized_correct)
+    num_asked = len(unquantized_correct)
+    num_correct = sum(unquantized_correct)
     is_dropped = num_correct < _MIN_CORRECT_SHARE * num_asked
     caches = {}
     for name, contender in {} if is_dropped else contenders.items():
@@ -62,8 +63,10 @@ def _check_answers(model: PreTrainedModel, questions: Sequence[Question], cache:
     ids = pad_sequence([question.ids[0] for question in questions], batch_first=True)
     logits = compute_logits(model, ids.to(model.device), cache, {}, scored=True).cpu()
     return [
-        all(row[token.index, token.correct_id] > row[token.index, list(token.wrong_ids)].max()
-            for token in tokens)
+        all(
+            row[token.index, token.correct_id] > row[token.index, list(token.wrong_ids)].max()
+            for token in tokens
+        )
         for row, question in zip(logits, questions, strict=True)
         for tokens in question.answers
-    ]  # fmt: skip
+    ]

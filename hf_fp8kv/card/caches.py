@@ -69,9 +69,13 @@ class RoundedCache(DynamicCache):
         self._rounding = rounding
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
-        *args: Any, **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store rounded states. The first call returns unrounded states if `prefill` is "exact"."""
         is_exact = self.prefill == "exact" and not self.get_seq_length(layer_idx)
         rounded_states = self._rounding(key_states, value_states)
@@ -141,9 +145,10 @@ CONTENDERS = {
     ),
     FLOOR: Contender(
         "K and V rounded to bfloat16",
-        lambda model: RoundedCache(model.config, round_to_bfloat16), 16,
+        lambda model: RoundedCache(model.config, round_to_bfloat16),
+        16,
     ),
-}  # fmt: skip
+}
 STANDARD_CACHES = ("default", "fp8_e3m4", "fp8", "QuantizedCache", FLOOR)
 
 
@@ -201,10 +206,12 @@ def count_token_bytes(
         num_tokens: Number of tokens in the cache, a multiple of every page size.
     """
     new_states = [
-        (keys.new_ones((*keys.shape[:2], num_tokens, keys.shape[3]), dtype=torch.bfloat16),
-         values.new_ones((*values.shape[:2], num_tokens, values.shape[3]), dtype=torch.bfloat16))
+        (
+            keys.new_ones((*keys.shape[:2], num_tokens, keys.shape[3]), dtype=torch.bfloat16),
+            values.new_ones((*values.shape[:2], num_tokens, values.shape[3]), dtype=torch.bfloat16),
+        )
         for keys, values in states
-    ]  # fmt: skip
+    ]
     cache = contender.fill(model, new_states)
     is_paged = isinstance(cache, FP8PagedCache)
     size = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)

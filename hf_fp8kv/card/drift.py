@@ -19,7 +19,9 @@ UNQUANTIZED_PAGES = Contender("", lambda model: FP8PagedCache(model.config, dtyp
 WINDOW_TOKENS = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for a point of a slope
 _TEMPERATURE = 0.7
-_MAX_CHUNK_TOKENS, _MAX_LOGITS = 128, 1 << 26  # maximum numbers of tokens and of logits of a call
+# maximum numbers of tokens and of logits of a call
+_MAX_CHUNK_TOKENS = 128
+_MAX_LOGITS = 1 << 26
 _FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
 _JUMP_DEVIATIONS = 8.0  # standard deviations by which a jump exceeds the median of all windows
 _MAX_LOG_CHANGE = math.log(11)  # +1,000%
@@ -82,7 +84,8 @@ def sample_answers(
                 answers[:, position] = ids[:, 0]
                 steps.append(compute_logits(model, ids, cache, {}, scored=True))
                 ids = sample_tokens(steps[-1], position + 1)
-            chunk_ids, logits = answers[:, positions], torch.cat(steps, 1)
+            chunk_ids = answers[:, positions]
+            logits = torch.cat(steps, 1)
             for name, contender in compared.items():
                 other = compute_logits(model, chunk_ids, other_caches[name], {}, scored=True)
                 exact, quantized = (other, logits) if contender is UNQUANTIZED else (logits, other)
@@ -146,7 +149,8 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     if floor is not None:
         log_kl = log_kl - _compute_log(average_windows(floor, _SLOPE_WINDOWS))
     kilotokens = torch.arange(log_kl.shape[1]).to(log_kl) * _SLOPE_WINDOWS * WINDOW_TOKENS / 1000
-    kilotokens, log_kl = kilotokens - kilotokens.mean(), log_kl - log_kl.mean(1, keepdim=True)
+    kilotokens = kilotokens - kilotokens.mean()
+    log_kl = log_kl - log_kl.mean(1, keepdim=True)
     squares = len(log_kl) * kilotokens.square().sum()
     slope = (log_kl * kilotokens).sum() / squares
     degrees = log_kl.numel() - len(log_kl) - 1

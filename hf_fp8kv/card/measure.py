@@ -36,7 +36,7 @@ from .drift import (
     describe_drift,
     format_change,
     sample_answers,
-)  # fmt: skip
+)
 from .predictions import EXACT, STORED, compare_states, prefill, score_text
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
@@ -83,10 +83,13 @@ class Size:
         """Return the size for a model with at most `max_positions` positions."""
         drift = min(self.drift, max_positions - _PROMPT_TOKENS)
         return replace(
-            self, positions=tuple(sorted({min(n, max_positions) for n in self.positions})),
-            drift=drift, free=min(self.free, drift), length=min(self.length, max_positions),
+            self,
+            positions=tuple(sorted({min(n, max_positions) for n in self.positions})),
+            drift=drift,
+            free=min(self.free, drift),
+            length=min(self.length, max_positions),
             stored=tuple(sorted({min(n, max_positions - 2 * _TIMED_STEPS) for n in self.stored})),
-        )  # fmt: skip
+        )
 
 
 SIZES = {
@@ -171,14 +174,18 @@ def measure_card(
     size = size.fit(max_positions)
     contenders, refusals = choose_contenders(model, caches, scales)
     settings = {
-        "model": name, "dtype": str(model.dtype).removeprefix("torch."), **asdict(size),
-        "caches": list(contenders), "scales": scales,
-    }  # fmt: skip
+        "model": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **asdict(size),
+        "caches": list(contenders),
+        "scales": scales,
+    }
     conditions = {key: run[key] for key in ("commit", "versions", "hardware")}
     saved_parts = Parts(parts_path, {**settings, **conditions, "weights": digest_weights(model)})
     settings["memory_gib"] = memory_gib  # no part depends on it
     card = _Card(model, tokenizer, size, contenders)
-    computations, results = card.list_parts(), card.results
+    computations = card.list_parts()
+    results = card.results
     with paged_attention(model), tqdm(computations, disable=not show_progress, unit="part") as bar:
         for part, compute in computations.items():
             bar.set_description(part)
@@ -189,28 +196,36 @@ def measure_card(
         entry["verdict"] = judge_cache(entry, entries.get(FLOOR))
         entry["tokens"] = int(memory_gib * 2**30 / entry["bytes_per_token"])
     return {
-        **run, "settings": settings, "bf16_bytes_per_token": results["bytes"][UNQUANTIZED.title],
-        "tasks": {task: {key: x for key, x in results[f"task: {task}"].items() if key != "caches"}
-                  for task in card.haystacks},
-        "caches": entries, "refused": refusals | card.refusals,
-    }  # fmt: skip
+        **run,
+        "settings": settings,
+        "bf16_bytes_per_token": results["bytes"][UNQUANTIZED.title],
+        "tasks": {
+            task: {key: x for key, x in results[f"task: {task}"].items() if key != "caches"}
+            for task in card.haystacks
+        },
+        "caches": entries,
+        "refused": refusals | card.refusals,
+    }
 
 
 class _Card:
     """Computes the parts of a card, and describes each cache from their results."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, size: Size,
-        contenders: dict[str, Contender],
-    ) -> None:  # fmt: skip
-        self.model, self.size, self.contenders = model, size, contenders
+        self, model: PreTrainedModel, tokenizer: Any, size: Size, contenders: dict[str, Contender]
+    ) -> None:
+        self.model = model
+        self.size = size
+        self.contenders = contenders
         self.all_caches = {UNQUANTIZED.title: UNQUANTIZED, **contenders}
         self.results: dict[str, Any] = {}
         self.texts = {
-            kind: [ids.to(model.device) for ids in read_texts(
-                tokenizer, kind, size.texts, size.positions[-1])]
+            kind: [
+                ids.to(model.device)
+                for ids in read_texts(tokenizer, kind, size.texts, size.positions[-1])
+            ]
             for kind in KINDS
-        }  # fmt: skip
+        }
         self.first_text = next(iter(self.texts.values()))[0]
         self.haystacks: dict[str, list[Haystack]] = {}
         self.refusals: dict[str, str] = {}
@@ -250,17 +265,22 @@ class _Card:
         return prefill(self.model, self.first_text).states
 
     def _count_token_bytes(self) -> dict[str, float]:
-        caches, states = self.all_caches.items(), self.sample_states
+        caches = self.all_caches.items()
+        states = self.sample_states
         return {name: count_token_bytes(cache, self.model, states) for name, cache in caches}
 
     def _score_text(self, kind: str, index: int) -> dict[str, Any]:
         ids = self.texts[kind][index]
         states = self.states if ids is self.first_text else prefill(self.model, ids).states
         scores = score_text(
-            self.model, ids, states, self.contenders,
-            positions=self.size.positions, scored=self.size.scored,
+            self.model,
+            ids,
+            states,
+            self.contenders,
+            positions=self.size.positions,
+            scored=self.size.scored,
             stored_positions=self.size.positions[:1],
-        )  # fmt: skip
+        )
         return {
             " ".join(map(str, key)): {field: x.tolist() for field, x in vars(text_scores).items()}
             for key, text_scores in scores
@@ -272,9 +292,13 @@ class _Card:
     def _measure_drift(self, start: int) -> dict[str, Any]:
         """Return unquantized answers, and the divergences of each cache along them, by window."""
         answers, kl = sample_answers(
-            self.model, self.prompts, slice(start, start + _GROUP_SIZE), UNQUANTIZED_PAGES,
-            self.contenders, self.size.drift,
-        )  # fmt: skip
+            self.model,
+            self.prompts,
+            slice(start, start + _GROUP_SIZE),
+            UNQUANTIZED_PAGES,
+            self.contenders,
+            self.size.drift,
+        )
         windows = {name: average_windows(cache_kl).tolist() for name, cache_kl in kl.items()}
         return {"answers": answers.tolist(), "windows": windows}
 
@@ -286,9 +310,13 @@ class _Card:
     def _sample_freely(self, name: str) -> dict[str, Any]:
         """Sample answers with a cache, and compare them with the unquantized answers."""
         answers, kl = sample_answers(
-            self.model, self.prompts, slice(None), self.contenders[name], {name: UNQUANTIZED},
+            self.model,
+            self.prompts,
+            slice(None),
+            self.contenders[name],
+            {name: UNQUANTIZED},
             self.size.free,
-        )  # fmt: skip
+        )
         rows = [row[: self.size.free] for group in self._drift_groups for row in group["answers"]]
         return compare_answers(answers.cpu(), torch.tensor(rows), kl[name])
 
@@ -298,11 +326,16 @@ class _Card:
         states = [(k.repeat(repeats), v.repeat(repeats)) for k, v in self.sample_states]
         steps: dict[str, Step] = {
             name: partial(
-                compute_logits, self.model, self.first_text[:, :1],
-                contender.fill(self.model, states, length), {}, scored=True,
+                compute_logits,
+                self.model,
+                self.first_text[:, :1],
+                contender.fill(self.model, states, length),
+                {},
+                scored=True,
             )
-            for name, contender in self.all_caches.items() if contender.bits is None
-        }  # fmt: skip
+            for name, contender in self.all_caches.items()
+            if contender.bits is None
+        }
         seconds = take_turns(steps, _TIMED_STEPS, str(self.model.device))
         return {
             name: {
@@ -333,13 +366,14 @@ class _Card:
             "free": self.results.get(f"free: {name}"),
             "tasks": {
                 part.removeprefix("task: "): task["caches"].get(name)
-                for part, task in self.results.items() if part.startswith("task:")
+                for part, task in self.results.items()
+                if part.startswith("task:")
             },
             "steps": {
                 str(length): self.results[f"steps: {length} tokens"].get(name)
                 for length in self.size.stored
             },
-        }  # fmt: skip
+        }
 
     def _summarize_predictions(self, name: str) -> list[dict[str, Any]]:
         """Return the scores of all texts, by prompt, position and kind of text."""
@@ -365,7 +399,8 @@ def summarize_scores(texts: Sequence[Scores]) -> dict[str, Any]:
 
     `kl_error` is the standard error of the mean over the texts, or None for a single text.
     """
-    all_scores, means = Scores.concat(texts), torch.stack([text.kl.mean() for text in texts])
+    all_scores = Scores.concat(texts)
+    means = torch.stack([text.kl.mean() for text in texts])
     row = asdict(all_scores.summarize())
     del row["cache"]
     standard_error = means.std().item() / len(means) ** 0.5 if len(means) > 1 else None
@@ -379,7 +414,9 @@ def judge_cache(entry: Mapping[str, Any], floor_entry: Mapping[str, Any] | None)
         `kl`, the largest of the mean divergences along the answers and after exact prompts, `tier`,
         the key of `TIERS` for this divergence, and `findings`, a sentence about each defect.
     """
-    drift, stored_errors, findings = entry["drift"], entry["stored"], []
+    drift = entry["drift"]
+    stored_errors = entry["stored"]
+    findings = []
     kl = max(drift["kl"], *(row["kl"] for row in select_rows(entry, EXACT)))
     if stored_errors is not None:
         for side in "kv":

@@ -69,7 +69,8 @@ def score_text(
     """
     for position in positions:
         start = position - scored
-        scored_ids, next_ids = ids[:, start:position], ids[:, start + 1 : position]
+        scored_ids = ids[:, start:position]
+        next_ids = ids[:, start + 1 : position]
         exact_cache = UNQUANTIZED.fill(model, states, start)
         exact_logits = compute_logits(model, scored_ids, exact_cache, {}, scored=True)
         for name, contender in contenders.items():

@@ -34,7 +34,8 @@ def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
     """Return the verdict on a cache, by default on the first cache of the card, as one line."""
     name = name or next(iter(card["caches"]))
     cache = card["caches"][name]
-    verdict, bytes_ratio = cache["verdict"], cache["bytes_per_token"] / card["bf16_bytes_per_token"]
+    verdict = cache["verdict"]
+    bytes_ratio = cache["bytes_per_token"] / card["bf16_bytes_per_token"]
     max_kl = TIERS[verdict["tier"]]
     bound = f"up to {max_kl:g}" if math.isfinite(max_kl) else f"above {TIERS['visible']:g}"
     sentences = verdict["findings"] or ["No other problems were found."]
@@ -58,12 +59,14 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
     """Return the card as a table for a terminal, with the verdicts below it."""
     from rich.console import Group
 
-    settings, columns = card["settings"], make_columns(card)
+    settings = card["settings"]
+    columns = make_columns(card)
     table = build_table(
         {title: "right" if title else "left" for title in columns},
-        zip(*columns.values(), strict=True), caption=_describe_conditions(card),
+        zip(*columns.values(), strict=True),
+        caption=_describe_conditions(card),
         title=f"{settings['model']}, {settings['dtype']}",
-    )  # fmt: skip
+    )
     refusals = [f"{name} was not measured. {reason}" for name, reason in card["refused"].items()]
     return Group(table, *(format_verdict(card, name) for name in card["caches"]), *refusals)
 
@@ -120,7 +123,8 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the columns of the table: labels under "", and values under the name of a cache."""
-    settings, stored_positions = card["settings"], _list_stored_positions(card)
+    settings = card["settings"]
+    stored_positions = _list_stored_positions(card)
     columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
         rows = select_rows(cache, EXACT)
@@ -180,15 +184,22 @@ def _describe_conditions(card: Mapping[str, Any]) -> str:
 def draw_badge(card: Mapping[str, Any]) -> str:
     """Return an SVG with the tier and divergence of the first cache."""
     verdict = next(iter(card["caches"].values()))["verdict"]
-    label, text = "8-bit KV cache", f"KL {verdict['kl']:.1e}, {verdict['tier']}"
+    label = "8-bit KV cache"
+    text = f"KL {verdict['kl']:.1e}, {verdict['tier']}"
     if verdict["findings"]:
         text += ", see card"
     label_width, text_width = (_CHARACTER_PIXELS * len(part) + 10 for part in (label, text))
     color = _BADGE_COLORS["visible" if verdict["findings"] else verdict["tier"]]
     return _BADGE.format(
-        width=label_width + text_width, label_width=label_width, text_width=text_width, color=color,
-        label=label, text=text, label_x=label_width / 2, text_x=label_width + text_width / 2,
-    )  # fmt: skip
+        width=label_width + text_width,
+        label_width=label_width,
+        text_width=text_width,
+        color=color,
+        label=label,
+        text=text,
+        label_x=label_width / 2,
+        text_x=label_width + text_width / 2,
+    )
 
 
 def draw_plot(card: Mapping[str, Any]) -> bytes:

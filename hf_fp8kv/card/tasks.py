@@ -28,7 +28,8 @@ piano pig pillow pizza plate potato rabbit rain rice river rose salt sheep shirt
 snow soap soup spider spoon stone sugar sun tea tiger tomato train tree turtle umbrella violin whale
 window wine wolf
 """
-_NUMBER_TEXT, _WORD_TEXT = "The secret number for {} is", "The secret word for {} is"
+_NUMBER_TEXT = "The secret number for {} is"
+_WORD_TEXT = "The secret word for {} is"
 _ANSWER_PREFIX = "\n\nAnswer: "
 _NUMBERS = range(10_000, 100_000)
 _TOKENS_PER_SENTENCE = 100  # tokens of a haystack for each hidden sentence
@@ -45,7 +46,8 @@ _TOOL_TEXT = (
     '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
     '"parameters": {{"type": "object", "properties": {{"{2}": {{"type": "integer"}}}}}}}}}}'
 )
-_REQUEST_TEXT, _NAME_TEXT = "\n\nRequest: call {} with {}.\nCall: ", '{"name": "'
+_REQUEST_TEXT = "\n\nRequest: call {} with {}.\nCall: "
+_NAME_TEXT = '{"name": "'
 _ARGUMENT_TEXT, _VALUE_TEXT = '", "arguments": {"', '": '
 _TOOL_TOKENS = 60  # tokens of a tool, an upper limit for most tokenizers
 
@@ -112,7 +114,8 @@ class Writer:
 
     def hide_sentences(self, sentences: Sequence[str]) -> torch.Tensor:
         """Return the tokens of prose that contains the sentences in this order, `[1, N]`."""
-        start_ids, lines = self._get_start_ids(), [self.encode(f"{x}\n") for x in sentences]
+        start_ids = self._get_start_ids()
+        lines = [self.encode(f"{x}\n") for x in sentences]
         tokens_left = self.haystack_length - len(start_ids) - sum(map(len, lines))
         prose: list[list[int]] = []
         for sentence in _read_sentences(self._seed):
@@ -177,7 +180,8 @@ def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
     The wrong answers are all other numbers of the haystack.
     """
     num_groups = min(max(num_hidden // _GROUP_SIZE, 1), _MAX_GROUPS)
-    words, codes = writer.draw_words(num_groups), writer.draw_numbers(num_groups)
+    words = writer.draw_words(num_groups)
+    codes = writer.draw_numbers(num_groups)
     keys = [
         f"{word} {code}{digit}"
         for word, code in zip(words, codes, strict=True)
@@ -197,7 +201,8 @@ def _ask_number(key: str, numbers: dict[str, str]) -> Part:
 def write_chains(writer: Writer, num_hidden: int) -> Haystack:
     """Return a haystack of chains of words. A word refers to its predecessor or to a number."""
     num_chains = max(num_hidden // _CHAIN_LINKS, 2)
-    words, numbers = writer.draw_words(num_chains * _CHAIN_LINKS), writer.draw_numbers(num_chains)
+    words = writer.draw_words(num_chains * _CHAIN_LINKS)
+    numbers = writer.draw_numbers(num_chains)
     chains = [words[n::num_chains] for n in range(num_chains)]
     number_by_word = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
     # A word is defined before the words that refer to it, as in programs.
@@ -208,11 +213,12 @@ def write_chains(writer: Writer, num_hidden: int) -> Haystack:
     for chain in chains:
         parts = [
             Part(
-                _ANSWER_PREFIX + _WORD_TEXT.format(key), f" {target}",
+                _ANSWER_PREFIX + _WORD_TEXT.format(key),
+                f" {target}",
                 [f" {word}" for word in words if word != target],
             )
             for key, target in pairwise(chain[::-1])
-        ]  # fmt: skip
+        ]
         questions.append(writer.make_question(*parts, _ask_number(chain[0], number_by_word)))
     return Haystack(writer.hide_sentences(sentences), tuple(questions))
 
@@ -242,7 +248,8 @@ def write_tool_calls(writer: Writer, num_hidden: int) -> Haystack:
     The wrong answers are the names, arguments and numbers of all other tools.
     """
     num_tools = max(min(num_hidden, writer.haystack_length // _TOOL_TOKENS - 1, 30), 3)
-    words, numbers = writer.draw_words(3 * num_tools), writer.draw_numbers(num_tools)
+    words = writer.draw_words(3 * num_tools)
+    numbers = writer.draw_numbers(num_tools)
     tools = [*zip(words[:num_tools], words[num_tools : 2 * num_tools], numbers, strict=True)]
 
     def make_parts(tool: tuple[str, str, str]) -> list[Part]:

@@ -66,7 +66,8 @@ def read_texts(tokenizer: Any, kind: str, num_texts: int, length: int) -> list[t
 def _read_text(tokenizer: Any, passages: Iterator[Any], length: int) -> torch.Tensor | None:
     """Return the tokens of the next passages, `[1, length]`, or None if they are too few."""
     text_passages: list[Any] = []
-    min_characters, num_characters = _CHARACTERS_PER_TOKEN * length, 0
+    min_characters = _CHARACTERS_PER_TOKEN * length
+    num_characters = 0
     for passage in passages:
         text_passages.append(passage)
         num_characters += sum(map(len, passage))

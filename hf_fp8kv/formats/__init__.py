@@ -75,18 +75,32 @@ FORMATS: dict[str, Format] = {
         Format("fp8_e4m3", 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
         # The same bits have half the value, so scales are doubled. 448 / 2 = 224 is below 240.
         Format(
-            "fp8_e4m3fnuz", 3, 8, 0x7F, 0x80, 240.0, 2.0, has_unsigned_zero=True,
+            "fp8_e4m3fnuz",
+            3,
+            8,
+            0x7F,
+            0x80,
+            240.0,
+            2.0,
+            has_unsigned_zero=True,
             torch_dtype=torch.float8_e4m3fnuz,
         ),
         Format(
-            "fp8_e5m2", 2, 15, 0x7B, 0x7F, 57344.0, 448.0 / 57344.0, inf_code=0x7C,
+            "fp8_e5m2",
+            2,
+            15,
+            0x7B,
+            0x7F,
+            57344.0,
+            448.0 / 57344.0,
+            inf_code=0x7C,
             torch_dtype=torch.float8_e5m2,
         ),
         Format("fp8_e3m4", 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, has_unsigned_zero=True),
         Format("fp8_e2m5", 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, has_unsigned_zero=True),
         Format("int8", 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, has_unsigned_zero=True),
     )
-}  # fmt: skip
+}
 
 # One format for each number of mantissa bits. FNUZ is left out, as it has the errors of E4M3.
 DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]

@@ -23,7 +23,8 @@ def compute_rotation_factor(block: int) -> float:
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate `x`, `[..., D]`, in float32, in blocks of `find_rotation_block(D)` channels."""
-    shape, block = x.shape, find_rotation_block(x.shape[-1])
+    shape = x.shape
+    block = find_rotation_block(x.shape[-1])
     x = x.float()
     for level in range(block.bit_length() - 1):
         a, b = x.reshape(*shape[:-1], -1, 2, 1 << level).unbind(-2)

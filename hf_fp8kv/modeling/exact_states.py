@@ -64,7 +64,8 @@ def exact_states(*, is_engine_step: bool = False) -> Iterator[None]:
     """
     patch_kv_wrapper()
     old_flags = step.is_exact, step.is_engine_step
-    step.is_exact, step.is_engine_step = True, is_engine_step or step.is_engine_step
+    step.is_exact = True
+    step.is_engine_step = is_engine_step or step.is_engine_step
     try:
         yield
     finally:

@@ -12,16 +12,29 @@ from ..utils.digests import digest_of, digest_weights, sample_weights
 from .model_support import DETERMINISTIC, find_varying_rope
 
 # Packages whose hooks and replaced methods are accepted: the digest covers all their effects.
-_ACCEPTED_PACKAGES = ("accelerate.hooks", "compressed_tensors", "hf_fp8kv", "peft", "transformers",
-                      "torch.nn.utils")  # fmt: skip
+_ACCEPTED_PACKAGES = (
+    "accelerate.hooks",
+    "compressed_tensors",
+    "hf_fp8kv",
+    "peft",
+    "transformers",
+    "torch.nn.utils",
+)
 # Methods, and the packages that may replace them. PEFT's versions of the last two add tokens.
 _PACKAGES_BY_METHOD: dict[str, tuple[str, ...]] = {
-    "forward": _ACCEPTED_PACKAGES, "_old_forward": _ACCEPTED_PACKAGES,
-    "_prefill": ("hf_fp8kv",), "prepare_inputs_for_generation": ("hf_fp8kv",),
-}  # fmt: skip
+    "forward": _ACCEPTED_PACKAGES,
+    "_old_forward": _ACCEPTED_PACKAGES,
+    "_prefill": ("hf_fp8kv",),
+    "prepare_inputs_for_generation": ("hf_fp8kv",),
+}
 # Attributes of PEFT's adapters that change while a model is used, and are not weights.
-ADAPTER_FIELDS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling",
-                  "lora_variant")  # fmt: skip
+ADAPTER_FIELDS = (
+    "active_adapters",
+    "disable_adapters",
+    "merged_adapters",
+    "scaling",
+    "lora_variant",
+)
 # Config fields that do not affect outputs: the fields of every config, and ids of special tokens.
 _NEUTRAL_FIELDS = {*PreTrainedConfig().to_dict(), "use_cache"}
 _NEUTRAL_SUFFIXES = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -105,7 +118,8 @@ def _check_hooks(model: Any) -> None:
     registry = torch.nn.modules.module  # has the hooks of all modules
     hooks = [*registry._global_forward_pre_hooks.values(), *registry._global_forward_hooks.values()]
     for name, module in model.named_modules():
-        attributes, accelerate_hook = vars(module), vars(module).get("_hf_hook")
+        attributes = vars(module)
+        accelerate_hook = vars(module).get("_hf_hook")
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
         refused = [x for x in hooks if x is not None and not _is_defined_in(x, _ACCEPTED_PACKAGES)]

@@ -28,7 +28,9 @@ class ModelMethod:
         old_attribute: Callable[..., Any] | None = None,
     ) -> None:
         self._model = weakref.ref(model)  # weak, because the model refers to this object
-        self.name, self.function, self.arguments = name, function, arguments
+        self.name = name
+        self.function = function
+        self.arguments = arguments
         self.old_attribute = old_attribute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,9 +29,12 @@ CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
 _REPLACEMENT_LENGTH = "original_max_position_embeddings"
 # Config fields that hold the number of positions.
 _POSITION_FIELDS = (
-    "max_position_embeddings", "n_positions", "max_target_positions",
-    "max_encoder_position_embeddings", "max_decoder_position_embeddings",
-)  # fmt: skip
+    "max_position_embeddings",
+    "n_positions",
+    "max_target_positions",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)
 # Whether the cache that is being made belongs to an enabled model.
 is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
 

@@ -47,7 +47,8 @@ class _Step(threading.local):
 
     def take_request(self, *sizes: int) -> MaskRequest:
         """Return and clear the request for a mask of these sizes, or return an empty request."""
-        request, self.request = self.request, MaskRequest()
+        request = self.request
+        self.request = MaskRequest()
         return request if request.sizes == sizes else self.request
 
 

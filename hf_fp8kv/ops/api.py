@@ -40,9 +40,11 @@ def _operation(function: _Operation) -> _Operation:
     check on the device read values on the host, which a CUDA graph cannot capture. torch requires a
     tag for such an operation, so it is registered twice.
     """
-    name, hints = function.__name__, typing.get_type_hints(function)
+    name = function.__name__
+    hints = typing.get_type_hints(function)
     result_type = hints.pop("return")
-    names, first = list(hints), list(hints.values()).index(Tensor)
+    names = list(hints)
+    first = list(hints.values()).index(Tensor)
     parameters = inspect.signature(function).parameters.values()
     defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
     plain_names = [x for x in names if not hasattr(hints[x], "_fields")]
@@ -59,10 +61,12 @@ def _operation(function: _Operation) -> _Operation:
 
     mutates = result_type is type(None)
     vars(run)["__signature__"] = inspect.Signature(
-        [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x])
-         for x in types],
+        [
+            inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x])
+            for x in types
+        ],
         return_annotation=None if mutates else result_type,
-    )  # fmt: skip
+    )
     mutated_names = {"block", "plan"} & types.keys() if mutates else ()
     schema = torch.library.infer_schema(run, mutates_args=mutated_names)
     for full_name, tags in ((name, ()), (f"{name}_by_host", _HOST_TAGS)):
@@ -224,9 +228,15 @@ def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tenso
 
 
 def create_plan(
-    lengths: Tensor, num_tokens: int, window: int, start: int, num_heads: int, backend: str,
-    length: int | None = None, num_query_rows: int = 1,
-) -> Tensor | None:  # fmt: skip
+    lengths: Tensor,
+    num_tokens: int,
+    window: int,
+    start: int,
+    num_heads: int,
+    backend: str,
+    length: int | None = None,
+    num_query_rows: int = 1,
+) -> Tensor | None:
     """Allocate a work plan, and call `fill_plan`. Return None for a backend without plans.
 
     Args:
@@ -238,7 +248,8 @@ def create_plan(
     """
     if backend not in PLANS:
         return None
-    device, count_plan_rows = lengths.device, load_backend(backend).count_plan_rows
+    device = lengths.device
+    count_plan_rows = load_backend(backend).count_plan_rows
     num_rows: int = count_plan_rows(device, len(lengths), num_heads, length, num_query_rows)
     plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
     fill_plan(plan, lengths, num_tokens, window, start, num_heads, backend)
@@ -296,9 +307,14 @@ def is_observed(x: Tensor) -> bool:
 
 
 def _attend_per_token(
-    query: Tensor, lengths: Tensor, start: int, stop: int, backend: str, spec: AttentionSpec,
+    query: Tensor,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    backend: str,
+    spec: AttentionSpec,
     pages: Pages,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute attention with each query token as a separate sequence.
 
     The result of a token then only depends on the tokens it attends to. A "triton" program reads a
@@ -317,10 +333,12 @@ def _attend_per_token(
         token_rows = x.expand(batch, -1, num_tokens, -1).transpose(1, 2).flatten(0, 1)
         return token_rows[chunk, :, None, : end - start]
 
-    outputs, host_lengths = [], None if backend in CHECKS_ON_DEVICE else token_lengths.tolist()
+    outputs = []
+    host_lengths = None if backend in CHECKS_ON_DEVICE else token_lengths.tolist()
     chunk_size = _MAX_SEPARATE_TOKENS if host_lengths is None else 1
     for first in range(0, len(token_queries), chunk_size):
-        chunk, end = slice(first, first + chunk_size), stop
+        chunk = slice(first, first + chunk_size)
+        end = stop
         if host_lengths is not None:
             end = min(stop, max(start + 1, host_lengths[first]))
         num_columns = -(-end // pages.page_size)

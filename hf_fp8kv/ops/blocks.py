@@ -125,9 +125,13 @@ def list_blocks(pages: Pages) -> tuple[Tensor, ...]:
 
 
 def pack_pages(
-    k: StoredSide, k_codes: Tensor, v: StoredSide, v_codes: Tensor, token_scales: Tensor | None,
+    k: StoredSide,
+    k_codes: Tensor,
+    v: StoredSide,
+    v_codes: Tensor,
+    token_scales: Tensor | None,
     table: Tensor,
-) -> Pages:  # fmt: skip
+) -> Pages:
     """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
     num_pages, num_heads, page_size, _ = map(int, k_codes.shape)
     has_scales = token_scales is not None

@@ -43,9 +43,14 @@ class PageLayout:
 
 
 def make_page_layout(
-    num_heads: int, page_size: int, k_dim: int, v_dim: int, k_dtype: torch.dtype,
-    v_dtype: torch.dtype, has_scales: bool,
-) -> PageLayout:  # fmt: skip
+    num_heads: int,
+    page_size: int,
+    k_dim: int,
+    v_dim: int,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    has_scales: bool,
+) -> PageLayout:
     """Return the layout of a page for these sizes and dtypes of codes."""
     # Dynamo ignores `functools.cache`, and warns about it.
     is_compiling = torch.compiler.is_compiling()
@@ -56,14 +61,21 @@ def make_page_layout(
 
 @functools.cache
 def _compute_layout(
-    num_heads: int, page_size: int, k_dim: int, v_dim: int, k_dtype: torch.dtype,
-    v_dtype: torch.dtype, has_scales: bool,
-) -> PageLayout:  # fmt: skip
-    k_shape, v_shape = (num_heads, page_size, k_dim), (num_heads, v_dim, page_size)
+    num_heads: int,
+    page_size: int,
+    k_dim: int,
+    v_dim: int,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    has_scales: bool,
+) -> PageLayout:
+    k_shape = (num_heads, page_size, k_dim)
+    v_shape = (num_heads, v_dim, page_size)
     regions = [("k", k_shape, k_dtype), ("v", v_shape, v_dtype)]
     if has_scales:
         regions.append(("token_scales", (num_heads, page_size, 2), torch.bfloat16))
-    offsets, end = {}, 0
+    offsets = {}
+    end = 0
     for name, shape, dtype in regions:
         offsets[name] = end
         end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -86,9 +86,14 @@ class Pages(_PageFields):
     def layout(self) -> PageLayout:
         """The layout of a page."""
         return make_page_layout(
-            self.num_heads, self.page_size, self.k.head_dim, self.v.head_dim, self.k_dtype,
-            self.v_dtype, self.has_scales,
-        )  # fmt: skip
+            self.num_heads,
+            self.page_size,
+            self.k.head_dim,
+            self.v.head_dim,
+            self.k_dtype,
+            self.v_dtype,
+            self.has_scales,
+        )
 
     @cached_property
     def _regions(self) -> dict[str, Tensor]:
@@ -155,8 +160,9 @@ class AttentionSpec(NamedTuple):
 
 # Names of the values that `flatten` returns.
 PAGE_FIELDS = (
-    *[f"{side}_{name}" for side in "kv" for name in StoredSide._fields], *Pages._fields[2:],
-)  # fmt: skip
+    *[f"{side}_{name}" for side in "kv" for name in StoredSide._fields],
+    *Pages._fields[2:],
+)
 _SIDE_SIZE = len(StoredSide._fields)
 
 
@@ -168,5 +174,6 @@ def flatten(pages: Pages) -> tuple[Any, ...]:
 
 def unflatten(fields: Sequence[Any]) -> Pages:
     """Rebuild pages from the values of `flatten`."""
-    k, v = fields[:_SIDE_SIZE], fields[_SIDE_SIZE : 2 * _SIDE_SIZE]
+    k = fields[:_SIDE_SIZE]
+    v = fields[_SIDE_SIZE : 2 * _SIDE_SIZE]
     return Pages(StoredSide(*k), StoredSide(*v), *fields[2 * _SIDE_SIZE :])

@@ -33,7 +33,8 @@ def write(
         k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
         v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
         for block, rows, index in group_by_block(pages, page_number[:, chunk], exists[:, chunk]):
-            regions, slots = pages.layout.split(block), slot[:, chunk][index]
+            regions = pages.layout.split(block)
+            slots = slot[:, chunk][index]
             regions["k"][rows, :, slots] = k.transpose(1, 2)[index].to(pages.k_dtype)
             regions["v"][rows, :, :, slots] = v.transpose(1, 2)[index].to(pages.v_dtype)
             for i, scales in enumerate((k_scales, v_scales)):
@@ -96,7 +97,8 @@ def gather(
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
     step = max(MAX_GATHER_TOKENS // pages.page_size, 1) * pages.page_size
     for page_start in range(start // step * step, stop, step):
-        begin, end = max(page_start, start), min(page_start + step, stop)
+        begin = max(page_start, start)
+        end = min(page_start + step, stop)
         out[:, :, begin - start : end - start] = read_dense(pages, side, begin, end)
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
@@ -108,7 +110,8 @@ def gather(
 def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     """Return K or V, `[B, Hkv, stop - start, D]`, in float32, or in the stored dtype for "auto"."""
     size = pages.page_size
-    page_start, page_stop = start // size, -(-stop // size)
+    page_start = start // size
+    page_stop = -(-stop // size)
     # A freed page is outside the window. It is read as page 0, and the caller masks it.
     regions = pages.layout.split(read_rows(pages, page_start, page_stop))
     shape = len(pages.table), page_stop - page_start
@@ -136,9 +139,14 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
 
 
 def attend(
-    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec,
+    query: Tensor,
+    pages: Pages,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
     _plan: None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute softmax attention, with the arguments and result of `ops.attend`."""
     batch, num_q_heads, num_tokens, _ = query.shape
     k = gather(pages, lengths, "k", start, stop, torch.float32, ragged=True)
@@ -146,7 +154,8 @@ def attend(
     if spec.latent:
         k, v = torch.cat([k, v], -1), k
     group_size = num_q_heads // k.shape[1]
-    k, v = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)
+    k = k.repeat_interleave(group_size, 1)
+    v = v.repeat_interleave(group_size, 1)
     logits = query.float() @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap

@@ -12,9 +12,14 @@ _INT = torch.int32
 
 
 def check_sizes(
-    pages: Pages, lengths: Tensor, start: int = 0, stop: int = 0, query: Tensor | None = None,
-    spec: AttentionSpec | None = None, new_tokens: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
+    pages: Pages,
+    lengths: Tensor,
+    start: int = 0,
+    stop: int = 0,
+    query: Tensor | None = None,
+    spec: AttentionSpec | None = None,
+    new_tokens: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Raise ConfigError unless the sizes, dtypes and devices of an operation's arguments match.
 
     Kernels take each size from one tensor and rely on it for all other tensors. `new_tokens` holds
@@ -30,7 +35,8 @@ def check_sizes(
     if new_tokens is not None:
         key, value = new_tokens
         num_tokens = key.shape[2] if key.ndim == 4 else 0
-        k_shape, v_shape = (batch, num_heads, num_tokens, k_dim), (*key.shape[:3], v_dim)
+        k_shape = (batch, num_heads, num_tokens, k_dim)
+        v_shape = (*key.shape[:3], v_dim)
         if not num_tokens or key.shape != k_shape or key.device != device:
             _raise_mismatch("keys", f"[{batch}, {num_heads}, T, {k_dim}]", device, key)
         if value.shape != v_shape or value.device != device:
@@ -69,7 +75,10 @@ def check_sizes(
 
 def _read_sizes(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
     """Return the sizes that all calls with `pages` share, and cache them in the pages."""
-    table, center, num_heads, k_dim = pages.table, pages.k.center, pages.num_heads, pages.k.head_dim
+    table = pages.table
+    center = pages.k.center
+    num_heads = pages.num_heads
+    k_dim = pages.k.head_dim
     if table.ndim != 2 or not table.numel() or table.dtype is not _INT:
         _raise_mismatch("block table", "[B, M], int32", table.device, table)
     batch, columns = table.shape

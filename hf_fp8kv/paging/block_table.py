@@ -40,7 +40,8 @@ class BlockTable:
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
-        self.allocator, self.page_size = allocator, allocator.page_size
+        self.allocator = allocator
+        self.page_size = allocator.page_size
         self.first_page = 0
         # Results of `pages_of` by range of columns, and copies of the rows by device.
         self._page_cache: dict[tuple[int, int], Ints] = {}
@@ -128,7 +129,8 @@ class BlockTable:
         num_added = num_new_columns * batch
         new_pages = self.allocator.allocate(num_added + len(shared))
         entries = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
-        shared_pages, separate_pages = self.rows[entries], new_pages[num_added:]
+        shared_pages = self.rows[entries]
+        separate_pages = new_pages[num_added:]
         try:
             if copy is not None:
                 copy((shared_pages, separate_pages))
@@ -169,7 +171,8 @@ class BlockTable:
 
         If another table also holds pages, return None and change nothing.
         """
-        allocator, used_rows = self.allocator, self.used_rows()
+        allocator = self.allocator
+        used_rows = self.used_rows()
         if int(allocator.reference_counts.sum()) != used_rows.size:
             return None
         pages, indices = np.unique(used_rows, return_inverse=True)
@@ -219,8 +222,10 @@ class BlockTable:
         Their pages are shared. If only rows of this table share a page, the last row keeps it.
         """
         self.allocator.free_orphans()
-        first_column, stop_column = start // self.page_size, self._count_pages(stop)
-        references, counts = self.allocator.reference_counts, Counter[int]()
+        first_column = start // self.page_size
+        stop_column = self._count_pages(stop)
+        references = self.allocator.reference_counts
+        counts = Counter[int]()
         entries: list[tuple[int, int]] = []
         pages = self.rows[:, first_column:stop_column]
         if (references[pages] > 1).any():

@@ -54,21 +54,32 @@ class Blocks:
         return len(self.tensors) > 0
 
     def allocate(
-        self, page_bytes: int, num_pages: int, device: torch.device, *, single_block: bool = False,
+        self,
+        page_bytes: int,
+        num_pages: int,
+        device: torch.device,
+        *,
+        single_block: bool = False,
         pinned: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Allocate `num_pages` zeroed pages of `page_bytes` bytes."""
-        self.page_bytes, self.single_block, self.pinned = page_bytes, single_block, pinned
+        self.page_bytes = page_bytes
+        self.single_block = single_block
+        self.pinned = pinned
         self._set_blocks(self._allocate(num_pages, device))
 
     def free(self) -> None:
         """Free the memory. `allocate` may be called again."""
-        self.tensors, self.offsets, self.cached_pages = [], _NO_OFFSETS, None
+        self.tensors = []
+        self.offsets = _NO_OFFSETS
+        self.cached_pages = None
 
     def _set_blocks(self, tensors: list[torch.Tensor]) -> None:
         offsets = locate_pages(tensors)
         # No call happens between these assignments, so an interrupt cannot separate them.
-        self.tensors, self.offsets, self.cached_pages = tensors, offsets, None
+        self.tensors = tensors
+        self.offsets = offsets
+        self.cached_pages = None
 
     def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
         is_single = self.single_block or not num_pages
@@ -118,8 +129,11 @@ class Blocks:
         is_run_end = (np.diff(pages) != 1) | is_block_start[pages[1:]]
         for run in np.split(pages, np.flatnonzero(is_run_end) + 1):
             i, j = (np.searchsorted(starts, run[0], side="right") - 1 for starts in block_starts)
-            target_start, source_start = run[0] - block_starts[0][i], run[0] - block_starts[1][j]
-            count, target_block, source_block = len(run), self.tensors[i], source.tensors[j]
+            target_start = run[0] - block_starts[0][i]
+            source_start = run[0] - block_starts[1][j]
+            count = len(run)
+            target_block = self.tensors[i]
+            source_block = source.tensors[j]
             rows = source_block[source_start : source_start + count]
             target_block[target_start : target_start + count].copy_(rows, non_blocking=not blocking)
 
@@ -132,9 +146,10 @@ class Blocks:
         existing = pages[pages < len(self)]
         block_ends = np.cumsum([len(block) for block in self.tensors])
         whole_blocks = [
-            block for block, end in zip(self.tensors, block_ends, strict=True)
+            block
+            for block, end in zip(self.tensors, block_ends, strict=True)
             if np.isin(np.arange(end - len(block), end), existing).all()
-        ]  # fmt: skip
+        ]
         if not self.single_block and sum(map(len, whole_blocks)) == len(existing) == len(pages):
             self._set_blocks(whole_blocks)  # moves no data
             return

@@ -36,7 +36,8 @@ class FixedPages(LayerGroup):
         table: BlockTable | None = None,
     ) -> None:
         super().__init__(budget, window, table)
-        self.max_tokens, self.num_columns = max_tokens, -(-max_tokens // self.page_size)
+        self.max_tokens = max_tokens
+        self.num_columns = -(-max_tokens // self.page_size)
         self.allocated_pages = 0
         self.device_lengths: dict[int, torch.Tensor] = {}
         self.first_intact: dict[int, int] = {}
@@ -111,7 +112,8 @@ class FixedPages(LayerGroup):
         that calls this method fills the plan in each step. A plan assigns all positions for any
         lengths, so an outdated plan is less balanced but still correct.
         """
-        lengths, window = self.device_lengths[member], self.window or 0
+        lengths = self.device_lengths[member]
+        window = self.window or 0
         key = (len(lengths), lengths.device, num_heads, num_rows)
         if key not in self._plans:
             # Later steps may run outside inference mode.
@@ -124,7 +126,8 @@ class FixedPages(LayerGroup):
 
     def unshare(self, length: int) -> None:
         """Give each sequence separate pages for tokens from `length` on. The budget has room."""
-        table, start = self.table, 0 if self.ring_size else length
+        table = self.table
+        start = 0 if self.ring_size else length
         if table.batch:  # after an interrupt the group may have no pages
             num_slots = self.pages_per_sequence * self.page_size
             table.reserve(start, num_slots, table.batch, self.copy_pages)
@@ -143,7 +146,9 @@ class FixedPages(LayerGroup):
             ConfigError: Layers have different lengths, and some exceed the ring.
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
-        ring_size, table, size = self.ring_size, self.table, self.page_size
+        ring_size = self.ring_size
+        table = self.table
+        size = self.page_size
         if not ring_size:
             return
         member_lengths = self.read_lengths()
@@ -173,7 +178,8 @@ class FixedPages(LayerGroup):
 
     def update_first_intact(self, member: int, length: int) -> int:
         """Return the first token that the ring still holds when a member has `length` tokens."""
-        first_intact, size = self.first_intact.get(member, 0), self.page_size
+        first_intact = self.first_intact.get(member, 0)
+        size = self.page_size
         if ring_size := self.ring_size:
             first_intact = max(first_intact, (max(length - 1, 0) // size - ring_size + 1) * size)
         self.first_intact[member] = first_intact
@@ -181,10 +187,14 @@ class FixedPages(LayerGroup):
 
     def fork(self) -> LayerGroup:
         """Return a growing group whose table lists the logical pages in order, not as a ring."""
-        fork, size, lengths = super().fork(), self.page_size, self.read_lengths()
+        fork = super().fork()
+        size = self.page_size
+        lengths = self.read_lengths()
         first_intact = max([0, *map(self.update_first_intact, lengths, lengths.values())])
         length = max(lengths.values(), default=0)
-        table, first_page, stop_page = fork.table, first_intact // size, -(-length // size)
+        table = fork.table
+        first_page = first_intact // size
+        stop_page = -(-length // size)
         rows = np.full((table.batch, stop_page), NO_PAGE, np.int32)
         columns = np.arange(first_page, stop_page) % max(table.num_columns, 1)
         rows[:, first_page:] = table.rows[:, columns]

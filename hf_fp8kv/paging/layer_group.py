@@ -96,7 +96,8 @@ class Positions:
         """
         key = (device, num_heads, num_rows, backend)
         if key not in self._work_plans:
-            lengths, length = self._lengths[device], self.stop - self.first
+            lengths = self._lengths[device]
+            length = self.stop - self.first
             self._work_plans[key] = ops.create_plan(
                 lengths, 1, 0, self.first, num_heads, backend, length, num_rows
             )
@@ -130,7 +131,9 @@ class LayerGroup:
         self, budget: PageBudget, window: int | None = None, table: BlockTable | None = None
     ) -> None:
         self._table = table or BlockTable(PageAllocator(budget))
-        self.budget, self.page_size, self.window = budget, budget.page_size, window
+        self.budget = budget
+        self.page_size = budget.page_size
+        self.window = window
         self.pools: list[PagePool] = []
         self.lengths: list[int] = []
         self.record_past = self.is_incomplete = False
@@ -263,7 +266,8 @@ class LayerGroup:
 
     def drop_unused_pages(self) -> None:
         """Free the pages of a step that no layer has stored, or that was undone for all layers."""
-        call, length = self._find_long_call(), self.length
+        call = self._find_long_call()
+        length = self.length
         self.table.free_from(length)
         if not length:
             self.clear()
@@ -340,5 +344,6 @@ class LayerGroup:
         # The next step must check again which pages are shared.
         self.positions = None
         fork = LayerGroup(self.budget, self.window, self.table.fork())
-        fork.record_past, fork.is_incomplete = self.record_past, self.is_incomplete
+        fork.record_past = self.record_past
+        fork.is_incomplete = self.is_incomplete
         return fork

@@ -126,7 +126,9 @@ class DeviceLength:
     table: torch.Tensor
 
     def __init__(self, group: FixedPages, member: int) -> None:
-        self.group, self.member, self.max_tokens = group, member, group.max_tokens
+        self.group = group
+        self.member = member
+        self.max_tokens = group.max_tokens
         self.is_empty = True
         # An upper bound on the number of stored tokens, kept on the host for `check_capacity`.
         self._upper_bound = 0
@@ -191,7 +193,9 @@ class DeviceLength:
             new_lengths = ops.advance(self.lengths, num_tokens, self.max_tokens, backend)
         else:
             new_lengths = self.lengths + num_tokens
-        ring_size, page_size, long_write = self.group.ring_size, self.group.page_size, None
+        ring_size = self.group.ring_size
+        page_size = self.group.page_size
+        long_write = None
         # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
         max_new_tokens = (ring_size - 1) * page_size - (self.group.window or 0) + 2
         if ring_size and num_tokens > max_new_tokens:
@@ -228,9 +232,13 @@ class DeviceLength:
             ops.fill_plan(self._plan, self.lengths, num_tokens, window, 0, *self._plan_arguments)
 
     def get_work_plan(
-        self, positions: AnyPositions, device: torch.device, num_heads: int, num_rows: int,
+        self,
+        positions: AnyPositions,
+        device: torch.device,
+        num_heads: int,
+        num_rows: int,
         backend: str,
-    ) -> torch.Tensor | None:  # fmt: skip
+    ) -> torch.Tensor | None:
         """Return the group's work plan, or None if the backend has no plans."""
         return self._plan
 
@@ -267,7 +275,8 @@ class DeviceLength:
         """Keep the first `length` tokens."""
         if not length:
             self.group.first_intact.pop(self.member, None)
-        self.is_empty, self._upper_bound = not length, length
+        self.is_empty = not length
+        self._upper_bound = length
         if self.member in self.group.device_lengths:
             self.lengths.fill_(length)
 

@@ -107,7 +107,9 @@ class OffloadBlocks:
         self, page_bytes: int, num_pages: int, device: torch.device, *, single_block: bool = False
     ) -> None:
         """Create `num_pages` pages of `page_bytes` bytes. Memory is allocated at first use."""
-        self.page_bytes, self.device, self.is_allocated = page_bytes, device, True
+        self.page_bytes = page_bytes
+        self.device = device
+        self.is_allocated = True
         self.grow(num_pages)
 
     def free(self) -> None:
@@ -127,7 +129,8 @@ class OffloadBlocks:
             self.wait()
             self.device_blocks.grow(num_pages)
         # Growing may fail, so flags are added last, in one assignment that no interrupt separates.
-        old_flags, new_flags = (self._on_device, self._on_host), np.zeros(num_added, bool)
+        old_flags = (self._on_device, self._on_host)
+        new_flags = np.zeros(num_added, bool)
         self._on_device, self._on_host = (np.concatenate([x, new_flags]) for x in old_flags)
 
     # -- copies between the device and the host ----------------------------------------------
@@ -178,7 +181,8 @@ class OffloadBlocks:
             torch.cuda.current_stream(self._copy_event.device).wait_event(self._copy_event)
 
     def _start_copy(self, source: Blocks, target: Blocks, pages: Ints) -> None:
-        device, streams = self.device_blocks.tensors[0].device, self.budget.streams
+        device = self.device_blocks.tensors[0].device
+        streams = self.budget.streams
         if device.type != "cuda":
             target.copy_from(source, pages, blocking=True)
             return

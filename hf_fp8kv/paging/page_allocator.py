@@ -57,7 +57,8 @@ class PageAllocator:
     """The existing page numbers, and the number of block table entries that refer to each."""
 
     def __init__(self, budget: PageBudget) -> None:
-        self.budget, self.page_size = budget, budget.page_size
+        self.budget = budget
+        self.page_size = budget.page_size
         budget.allocators.add(self)
         self.reference_counts: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
@@ -111,7 +112,8 @@ class PageAllocator:
     def renumber(self, pages: Ints) -> None:
         """Renumber `pages`, which must be all pages in use, from 0. Free pages are removed."""
         assert len(pages) == self.num_held, f"{self.num_held} pages are held, {len(pages)} are kept"
-        self._free, self.reference_counts = [], self.reference_counts[pages]
+        self._free = []
+        self.reference_counts = self.reference_counts[pages]
 
     def _add_pages(self, num_pages: int) -> None:
         first = self.capacity

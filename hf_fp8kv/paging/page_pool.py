@@ -28,10 +28,14 @@ class PagePool:
     layout: PageLayout
 
     def __init__(
-        self, page_size: int, plan: LayerPlan, has_dynamic_scales: bool,
+        self,
+        page_size: int,
+        plan: LayerPlan,
+        has_dynamic_scales: bool,
         memory: OffloadBlocks | None = None,
-    ) -> None:  # fmt: skip
-        self.page_size, self._has_dynamic_scales = page_size, has_dynamic_scales
+    ) -> None:
+        self.page_size = page_size
+        self._has_dynamic_scales = has_dynamic_scales
         self._is_auto = plan.k.is_auto, plan.v.is_auto
         self.blocks = Blocks() if memory is None else memory.device_blocks
         self.memory: Blocks | OffloadBlocks = self.blocks if memory is None else memory
@@ -48,17 +52,26 @@ class PagePool:
 
         Only shapes, dtypes and the device are read. `single_block` is as in `Blocks.allocate`.
         """
-        self.k_dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
-        self.num_heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
+        self.k_dtype = key.dtype
+        self.v_dtype = value.dtype
+        self.device = key.device
+        self.num_heads = key.shape[1]
+        self.k_dim = key.shape[3]
+        self.v_dim = value.shape[3]
         k_is_auto, v_is_auto = self._is_auto
         v_is_auto |= not self.v_dim
         self.stored_k_dtype = self.k_dtype if k_is_auto else torch.uint8
         self.stored_v_dtype = self.v_dtype if v_is_auto else torch.uint8
         self.has_scales = self._has_dynamic_scales and not (k_is_auto and v_is_auto)
         self.layout = make_page_layout(
-            self.num_heads, self.page_size, self.k_dim, self.v_dim, self.stored_k_dtype,
-            self.stored_v_dtype, self.has_scales,
-        )  # fmt: skip
+            self.num_heads,
+            self.page_size,
+            self.k_dim,
+            self.v_dim,
+            self.stored_k_dtype,
+            self.stored_v_dtype,
+            self.has_scales,
+        )
         self.memory.allocate(self.layout.size, num_pages, self.device, single_block=single_block)
 
     def make_empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +82,9 @@ class PagePool:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return the bytes of `pages`, `scales`, offset `tables` and `host` pages, used or not."""
-        blocks, memory, size = self.blocks, self.memory, self.layout.size
+        blocks = self.blocks
+        memory = self.memory
+        size = self.layout.size
         parts_by_block = [self.layout.split(block) for block in blocks.tensors]
         scales = sum(parts["token_scales"].nbytes for parts in parts_by_block if self.has_scales)
         pages = len(blocks) * size - scales

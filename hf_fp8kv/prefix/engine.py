@@ -51,9 +51,13 @@ class BlockExchange:
     def __init__(
         self, store: PrefixStore, identity: str, allocator: Any, hasher: BlockHasher
     ) -> None:
-        self._store, self._allocator, self._hasher = store, allocator, hasher
-        self._block_size, self._block_rows = int(allocator.tokens_per_page), allocator._copy_view
-        self._pool, self._group_index = allocator.pool, allocator.index
+        self._store = store
+        self._allocator = allocator
+        self._hasher = hasher
+        self._block_size = int(allocator.tokens_per_page)
+        self._block_rows = allocator._copy_view
+        self._pool = allocator.pool
+        self._group_index = allocator.index
         self._identity = f"{identity}.blocks.{self._block_rows.shape[1]}"
         # The engine's hash and the store's key of each block that has been full. The key is valid
         # while the engine has the same hash for the block.
@@ -135,7 +139,8 @@ class BlockExchange:
         `is_last` means that the engine frees the blocks after this call. All blocks are then marked
         as used, and blocks that the store has evicted are written again.
         """
-        size, hashes = self._block_size, self._allocator.ledger.block_to_hash
+        size = self._block_size
+        hashes = self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
         blocks = list(takewhile(hashes.__contains__, table))
         keys: list[str] = []

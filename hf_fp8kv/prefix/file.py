@@ -38,7 +38,8 @@ def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") 
         previous_key: Key of the page before `ids`, or "" if the sequence begins with `ids`.
     """
     tokens = np.asarray(ids, "<i8")
-    keys, previous = [], bytes.fromhex(previous_key) or f"{_FORMAT}.{identity}".encode()
+    keys = []
+    previous = bytes.fromhex(previous_key) or f"{_FORMAT}.{identity}".encode()
     for start in range(0, len(tokens) - page_size + 1, page_size):
         digest = hashlib.sha256(previous + b"\0" + tokens[start : start + page_size].tobytes())
         previous = digest.digest()
@@ -56,7 +57,8 @@ def pack(key: str, page: Page) -> bytes:
 
 def unpack(key: str, contents: bytes) -> Page:
     """Return the page in the contents of a file. Invalid contents may raise any type of error."""
-    rows, header = safetensors.load(contents), parse_metadata(contents)
+    rows = safetensors.load(contents)
+    header = parse_metadata(contents)
     if header.pop("digest") != digest_of(header, rows):
         raise ValueError("its bytes have changed since they were written")
     if header["format"] != _FORMAT or header["key"] != key:

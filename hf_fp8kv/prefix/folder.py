@@ -114,7 +114,8 @@ class PrefixFolder:
         is_scanned = False
         while total_bytes > max_bytes:
             if not is_scanned and (not self._heap or self._heap[0].last_use >= self._scan_time):
-                total_bytes, is_scanned = self._scan(lock_fd), True
+                total_bytes = self._scan(lock_fd)
+                is_scanned = True
                 continue
             if not self._heap:
                 break
@@ -159,7 +160,8 @@ class PrefixFolder:
         import fcntl  # not on Windows
 
         lock_fd = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | SAFE_OPEN_FLAGS, 0o666)
-        is_locked, deadline = False, time.monotonic() + timeout
+        is_locked = False
+        deadline = time.monotonic() + timeout
         try:
             while not is_locked:
                 try:

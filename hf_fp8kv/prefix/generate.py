@@ -62,7 +62,8 @@ def prefill(
     batch = _find_tokens(input_ids, config, model_kwargs) if reuse_prefix else None
     is_other_model = _record_model(method.model, cache, config, can_empty=batch is not None)
     prompts = StoredPrompts(store, cache)
-    old_batch, old_kwargs = cache.tokens, dict(model_kwargs)
+    old_batch = cache.tokens
+    old_kwargs = dict(model_kwargs)
 
     def compute_prompt() -> Any:
         cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
@@ -87,11 +88,14 @@ def prefill(
             outputs = compute_prompt()
         if batch is None and old_batch is not UNKNOWN:
             # Embeddings follow the known tokens.
-            cache.known_prefix, cache.tokens = old_batch or cache.known_prefix, None
+            cache.known_prefix = old_batch or cache.known_prefix
+            cache.tokens = None
             cache.step_tokens = 0
         # A wrapper of the model may add tokens to the prompt, so lengths are compared.
         elif batch is not None and {*cache._paged.read_lengths()} <= {0, batch.length}:
-            cache.known_prefix, cache.tokens, cache.step_tokens = None, batch, 0
+            cache.known_prefix = None
+            cache.tokens = batch
+            cache.step_tokens = 0
     except BaseException as error:
         _record_kept_tokens(cache, batch, error)
         raise
@@ -269,7 +273,8 @@ def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseE
     elif cache.has_assumed_prefix:
         cache.tokens = None
     else:
-        cache.tokens, cache.step_tokens = batch.crop(batch.length - lengths.pop()), 0
+        cache.tokens = batch.crop(batch.length - lengths.pop())
+        cache.step_tokens = 0
 
 
 def _can_crop_layers(cache: FP8PagedCache, num_tokens: int) -> bool:
@@ -321,7 +326,8 @@ def get_candidate_generator(method: ModelMethod, *args: Any, **kwargs: Any) -> A
     Assisted decoding has no prefill. It computes the whole prompt, also on a used cache, so the
     cache is emptied. `method.arguments` holds `reuse_prefix`, as in `enable`.
     """
-    model_kwargs, generation_config = kwargs["model_kwargs"], kwargs["generation_config"]
+    model_kwargs = kwargs["model_kwargs"]
+    generation_config = kwargs["generation_config"]
     cache = model_kwargs.get(CACHE)
     if isinstance(cache, FP8PagedCache) and method.arguments[0]:
         ids = kwargs["input_ids"]
@@ -337,7 +343,8 @@ def get_candidate_generator(method: ModelMethod, *args: Any, **kwargs: Any) -> A
             cache.tokens = batch if media.is_comparable else UNKNOWN
     generator = method.original_method(*args, **kwargs)
     if isinstance(generator, EarlyExitCandidateGenerator):
-        config, get_candidates = method.model.base_model.config, generator.get_candidates
+        config = method.model.base_model.config
+        get_candidates = generator.get_candidates
         num_layers = config.num_hidden_layers
 
         def get_candidates_and_restore(*args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,8 @@ _BIDIRECTIONAL_PROMPTS = ("paligemma", "hrm_text")
 _MODALITIES = ("image", "video", "audio", "speech")
 # The argument with the features of each modality that `generate()` computes before the prefill,
 # since transformers 5.24, and the attribute of the call's generation config with their inputs.
-_ENCODED, _ENCODED_INPUTS = "mm_encoder_outputs", "_hf_fp8kv_encoded_inputs"
+_ENCODED = "mm_encoder_outputs"
+_ENCODED_INPUTS = "_hf_fp8kv_encoded_inputs"
 
 
 def keep_encoder_inputs(
@@ -73,9 +74,12 @@ class PromptMedia:
     """
 
     def __init__(
-        self, model_config: PreTrainedConfig, ids: Tensor, arguments: dict[str, Any],
+        self,
+        model_config: PreTrainedConfig,
+        ids: Tensor,
+        arguments: dict[str, Any],
         generation_config: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._arguments = arguments
         self.placeholders = _find_placeholders(model_config, ids, _MODALITIES)
         self.features: Tensor | None = None
@@ -120,7 +124,8 @@ class PromptMedia:
         features = torch.zeros_like(ids)
         positions = self.placeholders.nonzero().cpu().split(self._sizes)
         for index, (rows, columns) in enumerate(x.unbind(1) for x in positions):
-            start, stop = int(columns.min()), int(columns.max()) + 1
+            start = int(columns.min())
+            stop = int(columns.max()) + 1
             self._starts.append(start)
             values = {name: _pack_values(x[index]) for name, x in parts_by_name.items()}
             digest = digest_of(others, values)

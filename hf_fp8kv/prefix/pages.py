@@ -52,10 +52,12 @@ def digest_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Layer
     """Return a digest of the storage format. `layers` yields index, window and plan of a layer."""
     scales = options.scales
     return digest_of(
-        options.page_size, options.backend, options.has_dynamic_scales,
+        options.page_size,
+        options.backend,
+        options.has_dynamic_scales,
         scales.digest if isinstance(scales, KVScales) else scales,
         [(index, window, str(plan)) for index, window, plan in layers],
-    )  # fmt: skip
+    )
 
 
 class StoredPrompts:
@@ -91,8 +93,11 @@ class StoredPrompts:
         At least the last token is left to compute. Sizes and dtypes are read from the files,
         because they are not known before the first layer has run.
         """
-        store, cache, page_size = self._store, self._cache, self._cache.options.page_size
-        num_prompts, max_pages = len(self._keys), (self._batch.length - 1) // page_size
+        store = self._store
+        cache = self._cache
+        page_size = self._cache.options.page_size
+        num_prompts = len(self._keys)
+        max_pages = (self._batch.length - 1) // page_size
         if not num_prompts or not max_pages or cache.host_length():
             return
         keys_by_page = [*zip(*self._keys, strict=True)][:max_pages]
@@ -107,7 +112,8 @@ class StoredPrompts:
             cache.adopt(self._unpack_pages(num_pages, pages))
         except OutOfPagesError:
             return  # computing the tokens raises this error with a better message
-        self.num_restored, num_tokens = num_pages, num_prompts * num_pages * page_size
+        self.num_restored = num_pages
+        num_tokens = num_prompts * num_pages * page_size
         cache.restored_tokens += num_tokens
         store.count(hits=num_prompts, tokens_found=num_tokens)
         for prompt_keys in self._keys:
@@ -158,7 +164,9 @@ class StoredPrompts:
         """
         metadata: list[serialization.Metadata] = []
         sizes: list[int] = []
-        layers, options, cpu = self._cache.paged_layers, self._cache.options, torch.device("cpu")
+        layers = self._cache.paged_layers
+        options = self._cache.options
+        cpu = torch.device("cpu")
 
         def check(page: Page) -> None:
             if not metadata:
@@ -174,8 +182,11 @@ class StoredPrompts:
 
     def _unpack_pages(self, num_pages: int, pages: dict[str, Page]) -> PagedLayers:
         """Return layers with the first `num_pages` pages of each prompt."""
-        cache, keys, options = self._cache, self._keys, self._cache.options
-        length, metadata = num_pages * options.page_size, next(iter(pages.values())).metadata
+        cache = self._cache
+        keys = self._keys
+        options = self._cache.options
+        length = num_pages * options.page_size
+        metadata = next(iter(pages.values())).metadata
         indices = {key: index for index, key in enumerate(pages)}
         layer_rows = [*zip(*(page.rows for page in pages.values()), strict=True)]  # by layer
         pages.clear()

@@ -39,7 +39,8 @@ DEFAULT_MAX_BYTES = 16 << 30
 # Time to wait for other processes that write: at first, and after a wait has timed out.
 _LOCK_SECONDS, _SHORT_LOCK_SECONDS = 2.0, 0.1
 # Number of files to read at a time, and bytes in the queue above which a prompt waits to be added.
-NUM_READERS, _MAX_QUEUED_BYTES = min(os.cpu_count() or 1, 8), 1 << 30
+NUM_READERS = min(os.cpu_count() or 1, 8)
+_MAX_QUEUED_BYTES = 1 << 30
 
 _T = TypeVar("_T")
 
@@ -108,7 +109,9 @@ class PrefixStore:
         self._refused_keys: set[str] = set()
         self._reset_writer()
         _STORES.add(self)
-        self._can_write, self._has_applied_limit, self._lock_timeout = True, False, _LOCK_SECONDS
+        self._can_write = True
+        self._has_applied_limit = False
+        self._lock_timeout = _LOCK_SECONDS
 
     def _reset_writer(self) -> None:
         """Initialize the state without a thread and without queued pages."""
@@ -211,8 +214,10 @@ class PrefixStore:
         logger.warning(
             "prefix store: %s is not a page that this library wrote (%s: %s). It is ignored, and "
             "removed if possible",
-            self._file_path(key), type(error).__name__, error,
-        )  # fmt: skip
+            self._file_path(key),
+            type(error).__name__,
+            error,
+        )
         with suppress(OSError):  # a folder, or not removable
             self._file_path(key).unlink(missing_ok=True)  # a different process may be faster
             self._refused_keys.discard(key)

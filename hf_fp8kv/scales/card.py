@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 CARD_FILE = "README.md"
 # Markers around the section, which is replaced when new scales are saved.
-_SECTION_START, _SECTION_END = "<!-- hf_fp8kv: KV cache -->", "<!-- hf_fp8kv: end -->"
+_SECTION_START = "<!-- hf_fp8kv: KV cache -->"
+_SECTION_END = "<!-- hf_fp8kv: end -->"
 _SGLANG = "python -m sglang.launch_server --model-path {0} --kv-cache-dtype fp8_e4m3"
 # Command of a server that reads each format. {0} is the copy of the checkpoint, {1} the model.
 _COMMANDS_BY_FORMAT = {
@@ -29,9 +30,14 @@ _COMMANDS_BY_FORMAT = {
 
 
 def make_card(
-    scales: ScaleData, losses: Sequence[str], format: ScaleFormat, name: str, old_card: bytes,
-    model: str, base_model: str | None,
-) -> bytes:  # fmt: skip
+    scales: ScaleData,
+    losses: Sequence[str],
+    format: ScaleFormat,
+    name: str,
+    old_card: bytes,
+    model: str,
+    base_model: str | None,
+) -> bytes:
     """Return the model card of scales, as bytes. The text and metadata of the old card are kept.
 
     Args:
@@ -61,7 +67,8 @@ def _insert_section(text: str, section: str) -> str:
     text_before, _, remainder = text.partition(_SECTION_START)
     _, end_marker, text_after = remainder.partition(_SECTION_END)
     if not end_marker:  # the card has no section, or the section has no end
-        text_before, text_after = text, "\n"
+        text_before = text
+        text_after = "\n"
     return f"{text_before.rstrip()}\n\n{section}{text_after}".lstrip("\n")
 
 

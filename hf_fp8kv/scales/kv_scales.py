@@ -156,14 +156,19 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: The format cannot hold the scales, or the folder cannot take them.
         """
-        writer, target = save.find_format(format, tp_size), Path(folder)
+        writer = save.find_format(format, tp_size)
+        target = Path(folder)
         scales, losses = reduce_scales(self, writer)
         source = target if checkpoint is None else Path(checkpoint)
         has_model = checkpoint is not None or bool(save.find_weights(save.list_files(source)))
         base = save.open_base(
-            target, writer, writer.make_files(scales, tp_size),
-            None if checkpoint is None else source, weights, overwrite=overwrite,
-        )  # fmt: skip
+            target,
+            writer,
+            writer.make_files(scales, tp_size),
+            None if checkpoint is None else source,
+            weights,
+            overwrite=overwrite,
+        )
         files = writer.make_files(scales, tp_size, base)
         if base is not None:
             types = [x.get("model_type") for x in (base.config, find_text_config(base.config))]
@@ -175,7 +180,8 @@ class KVScales(ScaleData):
             if base.removed_tensors:
                 files = {"config.json": to_json(base.config), **files}
         if base is not None and has_model:
-            name, path = target.resolve().name, source / CARD_FILE
+            name = target.resolve().name
+            path = source / CARD_FILE
             old_card = path.read_bytes() if path.is_file() else b""
             files[CARD_FILE] = make_card(scales, losses, writer, name, old_card, name, base_model)
         paths = save.write_files(source, target, files, base, scales, weights, tp_size)
@@ -278,7 +284,8 @@ class KVScales(ScaleData):
                 f"scales ({self.origin}): expected layer {index}, got layers "
                 f"{format_list(self.layers)}. Use this model's scales, or {SKIP_ADVICE}"
             )
-        layer, key = self.layers[index], (num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
+        layer = self.layers[index]
+        key = (num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
         scales_by_size = _expanded_scales.setdefault(layer, {})
         if key in scales_by_size:
             return scales_by_size[key]
@@ -297,9 +304,12 @@ class KVScales(ScaleData):
             return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
 
         scales_by_size[key] = LayerScales(
-            expand(layer.k, k_head_dim, "K scale"), expand(layer.v, v_head_dim, "V scale"),
-            expand(layer.k_center, k_head_dim, "center of K"), layer.source, layer.plan,
-        )  # fmt: skip
+            expand(layer.k, k_head_dim, "K scale"),
+            expand(layer.v, v_head_dim, "V scale"),
+            expand(layer.k_center, k_head_dim, "center of K"),
+            layer.source,
+            layer.plan,
+        )
         return scales_by_size[key]
 
 

@@ -66,7 +66,9 @@ def _parse_scale(tensor: object, label: str, *, is_center: bool = False) -> torc
             "Convert the tensor with .float()"
         )
     values = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-    shapes, rule, is_valid = "[heads, D]", "finite numbers", values.isfinite()
+    shapes = "[heads, D]"
+    rule = "finite numbers"
+    is_valid = values.isfinite()
     if not is_center:
         values = values.reshape(()) if values.numel() == 1 else values
         shapes = "[], [heads, 1], [heads, D] or [1, D]"

@@ -40,7 +40,8 @@ class Request:
                 "strict=False (--lenient) to use the largest scales of all ranks"
             )
         rank_scales = [read_rank(rank) for rank in range(num_ranks)]
-        layers, ranks_differ = dict(rank_scales[0].layers), False
+        layers = dict(rank_scales[0].layers)
+        ranks_differ = False
         for index, layer_scales in layers.items() if num_ranks > 1 else ():
             rank_kv = [x.layers[index].static for x in rank_scales if index in x.layers]
             if len(rank_kv) < num_ranks or any(scale.ndim for kv in rank_kv for scale in kv):

@@ -46,10 +46,15 @@ Weights = Literal["copy", "link"]
 # Possible paths of the files of the format "hf_fp8kv".
 _KV_PATHS = (KV_FILE, f"{KV_FOLDER}/{KV_FILE}")
 # All entries that a config.json of scales alone can have, in any format.
-_MINIMAL_ENTRIES = frozenset((
-    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config",
-    "kv_cache_torch_dtype",
-))  # fmt: skip
+_MINIMAL_ENTRIES = frozenset(
+    (
+        "model_type",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "quantization_config",
+        "kv_cache_torch_dtype",
+    )
+)
 # The bytes of a file, a function that makes it, or None for a file that is deleted.
 _Content = bytes | Callable[[Path], object] | None
 
@@ -83,16 +88,22 @@ def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[
 
 
 def open_base(
-    target: Path, format: ScaleFormat, new_files: Collection[str], checkpoint: Path | None,
-    weights: Weights = "copy", *, overwrite: bool,
-) -> Checkpoint | None:  # fmt: skip
+    target: Path,
+    format: ScaleFormat,
+    new_files: Collection[str],
+    checkpoint: Path | None,
+    weights: Weights = "copy",
+    *,
+    overwrite: bool,
+) -> Checkpoint | None:
     """Return the checkpoint that gets the scales, without its old scales, or None if not needed.
 
     Raises:
         ScaleError: The `new_files` with scales cannot be written to `target`, or the checkpoint is
             incomplete, has scales without `overwrite`, or has scales that cannot be replaced.
     """
-    source, has_model = checkpoint or target, True
+    source = checkpoint or target
+    has_model = True
     target_path = target.resolve()  # because ".." may follow a missing folder
     if target_path.exists() and not target_path.is_dir():
         raise ScaleError(f"{target}: expected a folder, got a file. Choose a different path")
@@ -102,7 +113,8 @@ def open_base(
         if not isinstance(format, TensorFormat):
             return None
         # A folder without weights has scales, or is empty.
-        overwrite, has_model = True, bool(find_weights(old_files))
+        overwrite = True
+        has_model = bool(find_weights(old_files))
     elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}. Choose one")
     elif target_path.exists() and (any(target_path.iterdir()) or target_path.samefile(os.curdir)):
@@ -158,9 +170,14 @@ def open_base(
 
 
 def write_files(
-    source: Path, target: Path, files: Mapping[str, bytes], base: Checkpoint | None,
-    scales: ScaleData, weights: Weights, tp_size: int,
-) -> list[Path]:  # fmt: skip
+    source: Path,
+    target: Path,
+    files: Mapping[str, bytes],
+    base: Checkpoint | None,
+    scales: ScaleData,
+    weights: Weights,
+    tp_size: int,
+) -> list[Path]:
     """Write files of scales to a folder, or to a copy of `source`, and return the paths."""
     contents: dict[str, _Content] = {**place_files(list_files(source), files)}
     _verify_files(source, target, contents, scales, tp_size)
@@ -188,7 +205,8 @@ def _change_weights(
     transfer: Callable[[Path, Path], object],
 ) -> dict[str, _Content]:
     """Return the files of weights that change: without scales, and renamed if an index is added."""
-    single_file, first_file = source / SINGLE_FILE, source / FIRST_FILE
+    single_file = source / SINGLE_FILE
+    first_file = source / FIRST_FILE
     changes: dict[str, _Content] = {}
     removed_names = set(checkpoint.removed_tensors)
     if INDEX_FILE in files and single_file.is_file():

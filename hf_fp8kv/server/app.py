@@ -53,7 +53,8 @@ _LARGE_FRACTION = 1 / 16
 _MAX_LARGE_BODIES = 16
 # Keys of a request's scope: an ExitStack, which is closed after the response, and a timeout, which
 # ends the request when the client leaves.
-_EXIT_STACK_KEY, _TIMEOUT_KEY = "hf_fp8kv.exit_stack", "hf_fp8kv.timeout"
+_EXIT_STACK_KEY = "hf_fp8kv.exit_stack"
+_TIMEOUT_KEY = "hf_fp8kv.timeout"
 
 
 class Application:
@@ -69,7 +70,9 @@ class Application:
     """
 
     def __init__(self, served_model: ServedModel, config: ServerConfig, batching: Any) -> None:
-        self.served_model, self.config, self._batching = served_model, config, batching
+        self.served_model = served_model
+        self.config = config
+        self._batching = batching
         self.engine: Engine | None = None  # set between `start` and `stop`
         self.is_stopping = False
         self.is_busy = False  # whether work of ended requests still ran after `stop`
@@ -92,7 +95,8 @@ class Application:
         with self._lock:
             if self.engine is not None:
                 return
-            served_model, max_tokens = self.served_model, self.config.max_model_tokens
+            served_model = self.served_model
+            max_tokens = self.config.max_model_tokens
             metrics = Metrics(served_model.short_name)
             engine = Engine(served_model.model, self._batching, metrics, max_tokens)
             metrics.engine, self.metrics = engine, metrics
@@ -104,7 +108,8 @@ class Application:
             # one job there.
             self._long_pool = JobPool("long inputs", 1, MAX_WAITING_JOBS)
             self._short_pool = JobPool("short jobs", _NUM_SHORT_JOBS)
-            self.is_stopping, self.engine = False, engine
+            self.is_stopping = False
+            self.engine = engine
 
     def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
         """Stop the engine, which fails running requests. Do nothing if it is not started.
@@ -167,7 +172,8 @@ class Application:
         async def send_and_record(message: Message) -> None:
             nonlocal has_started, status
             if message["type"] == "http.response.start":
-                has_started, status = True, message["status"]
+                has_started = True
+                status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
@@ -226,21 +232,24 @@ class Application:
         return engine
 
     def _require_capacity(self) -> Engine:
-        engine, limit = self._require_engine(), self.config.max_waiting
+        engine = self._require_engine()
+        limit = self.config.max_waiting
         if (num_waiting := self.metrics.count_waiting()) >= limit:
             raise make_busy_error(f"fewer than {limit} waiting requests, got {num_waiting}")
         return engine
 
     async def _read_body(self, request: Request) -> bytearray:
         """Return a request's body. A large body counts as handled until the request ends."""
-        limit, length = self.config.max_body_bytes, request.headers.get("content-length", "0")
+        limit = self.config.max_body_bytes
+        length = request.headers.get("content-length", "0")
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if media_type != "application/json":
             raise APIError(415, f"content-type: expected application/json, got {media_type!r:.100}")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > limit:
             raise _make_size_error(limit)
         seconds = min(self.config.body_seconds, self.config.client_seconds)
-        content, is_large = bytearray(), False
+        content = bytearray()
+        is_large = False
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
@@ -277,18 +286,24 @@ class Application:
     def _build_api(self) -> FastAPI:
         error_types: tuple[Any, ...] = (APIError, HTTPException, Exception)
         api = FastAPI(
-            title="hf-fp8kv", version=importlib.metadata.version("hf-fp8kv"),
+            title="hf-fp8kv",
+            version=importlib.metadata.version("hf-fp8kv"),
             exception_handlers=dict.fromkeys(error_types, _make_error_response),
             lifespan=self.lifespan,
-            docs_url=None, redoc_url=None,  # these pages load scripts from other hosts
-        )  # fmt: skip
+            docs_url=None,
+            redoc_url=None,  # these pages load scripts from other hosts
+        )
 
         def add_route(path: str, handler: Callable[..., Any], *methods: str) -> None:
             for method in methods:
                 api.add_api_route(
-                    path, handler, methods=[method], name=handler.__name__.strip("_"),
-                    response_model=None, include_in_schema=method != "HEAD",
-                )  # fmt: skip
+                    path,
+                    handler,
+                    methods=[method],
+                    name=handler.__name__.strip("_"),
+                    response_model=None,
+                    include_in_schema=method != "HEAD",
+                )
 
         for path in schemas.BODY_TYPES:
             add_route(path, self._generate, "POST")
@@ -321,14 +336,16 @@ class Application:
             reason = "stopping" if self.is_stopping else "cb_worker_dead"
             content = {"status": "unhealthy", "reason": reason, **error.to_dict()}
             return JSONResponse(content, error.status)
-        num_active, num_waiting = engine.count_active(), self.metrics.count_waiting()
+        num_active = engine.count_active()
+        num_waiting = self.metrics.count_waiting()
         return {"status": "ok", "requests_active": num_active, "requests_waiting": num_waiting}
 
     async def _generate(self, request: Request) -> Response:
         self._require_capacity()
         content = await self._read_body(request)
         running_request = RunningRequest(self._require_capacity(), self.metrics)
-        unfinished, exit_stack = self.metrics.unfinished_answers, request.scope[_EXIT_STACK_KEY]
+        unfinished = self.metrics.unfinished_answers
+        exit_stack = request.scope[_EXIT_STACK_KEY]
         unfinished[running_request], choices = 1, list[Choice]()
         exit_stack.callback(unfinished.pop, running_request, None)
         watcher = asyncio.create_task(_watch_client(request, choices))
@@ -395,7 +412,8 @@ async def _make_error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_LEFT_STATUS)
     if isinstance(error, HTTPException):
-        message, headers = f"{request.url.path}: {error.detail}", dict(error.headers or {})
+        message = f"{request.url.path}: {error.detail}"
+        headers = dict(error.headers or {})
         if error.status_code == 404:
             paths = ", ".join((*schemas.BODY_TYPES, "/v1/models"))
             message = f"{request.url.path:.100}: expected one of {paths}"
@@ -412,7 +430,8 @@ def _make_size_error(limit: int) -> APIError:
 
 def _get_path(scope: Scope) -> str:
     """Return the path of a request within this application, which may be mounted."""
-    path, mount_path = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    path = str(scope["path"])
+    mount_path = str(scope.get("root_path", "")).rstrip("/")
     return path.removeprefix(mount_path) if path.startswith(f"{mount_path}/") else path
 
 

@@ -45,14 +45,16 @@ class ChoiceMaker:
 
     def __init__(self, served_model: ServedModel, engine: Engine, seed: int | None) -> None:
         self._served_model, self._engine = served_model, engine
-        tokenizer, vocab_size = served_model.tokenizer, engine.vocab_size
+        tokenizer = served_model.tokenizer
+        vocab_size = engine.vocab_size
         self.grammars = Grammars(tokenizer, vocab_size, engine.fixed_steps_reason)
         self._seeds = random.Random(seed)  # generates the seeds of requests without a seed
 
     def check_length(self, body: AnyBody) -> None:
         """Raise APIError for a prompt with too many characters to fit. It is not tokenized yet."""
         length = max(body.prompt_lengths)
-        max_tokens, token_length = self._engine.max_tokens, self._served_model.max_token_length
+        max_tokens = self._engine.max_tokens
+        token_length = self._served_model.max_token_length
         if length > max_tokens * token_length:
             raise APIError(
                 400,
@@ -72,7 +74,8 @@ class ChoiceMaker:
         prompts = self._served_model.make_prompts(body)
         rules = self._read_rules(body)
         fields = [("logit_bias", rules.logit_bias), ("stop_token_ids", body.stop_token_ids)]
-        vocab_size, tokenizer = self._engine.vocab_size, self._served_model.tokenizer
+        vocab_size = self._engine.vocab_size
+        tokenizer = self._served_model.tokenizer
         for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= vocab_size:
                 raise make_value_error(field, f"tokens below {vocab_size}", max(tokens))
@@ -164,9 +167,12 @@ class ChoiceMaker:
             penalty = self._get_default(body, "repetition_penalty")
         logit_bias = {int(token): float(value) for token, value in body.logit_bias.items()}
         rules = TokenRules(
-            penalty or 1.0, body.presence_penalty, body.frequency_penalty, logit_bias,
+            penalty or 1.0,
+            body.presence_penalty,
+            body.frequency_penalty,
+            logit_bias,
             body.min_tokens,
-        )  # fmt: skip
+        )
         has_logprobs = body.num_top_tokens is not None
         for name, is_used in (("logprobs", has_logprobs), ("penalties, biases, min_tokens", rules)):
             if is_used and fixed_steps_reason is not None:
@@ -182,7 +188,8 @@ class RunningRequest:
         self._engine, self._metrics = engine, metrics
         # Tuples of a choice and a part of its answer, and exceptions.
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._task, self._has_answers = asyncio.current_task(), False
+        self._task = asyncio.current_task()
+        self._has_answers = False
 
     def fail(self, error: APIError) -> None:
         """End all unfinished answers with an error, or cancel the task if no answer runs."""

@@ -40,17 +40,23 @@ class CompletionWriter:
     def __init__(
         self, body: ChatBody | CompletionBody, name: str, choices: list[Choice], texts: TokenTexts
     ) -> None:
-        self._body, self._choices, self._texts = body, choices, texts
+        self._body = body
+        self._choices = choices
+        self._texts = texts
         self._is_chat = isinstance(body, ChatBody)
-        id_prefix, object_type, self._content_key = "cmpl", "text_completion", "text"
+        id_prefix = "cmpl"
+        object_type = "text_completion"
+        self._content_key = "text"
         if self._is_chat:
             id_prefix = "chatcmpl"
             object_type = "chat.completion" + (".chunk" if body.stream else "")
             self._content_key = "delta" if body.stream else "message"
         self._common_fields: dict[str, Any] = {
-            "id": f"{id_prefix}-{uuid.uuid4().hex}", "object": object_type,
-            "created": int(time.time()), "model": name,
-        }  # fmt: skip
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": object_type,
+            "created": int(time.time()),
+            "model": name,
+        }
         self._sends_usage_last = bool(body.stream_options.include_usage)
         self._call_prefix = f"call_{uuid.uuid4().hex}"
         self._has_logprobs = body.num_top_tokens is not None
@@ -167,7 +173,9 @@ class _LogprobWriter:
     """Writes the log-probabilities of an answer, and of its prompt, in OpenAI's formats."""
 
     def __init__(self, choice: Choice, texts: TokenTexts) -> None:
-        self._sequence, self._decoder, self._texts = choice.sequence, choice.decoder, texts
+        self._sequence = choice.sequence
+        self._decoder = choice.decoder
+        self._texts = texts
         self._prompt_logprobs = choice.prompt_logprobs  # filled in while the request runs
         self._num_sent = 0  # number of the answer's tokens whose log-probabilities were returned
         self._start = 0  # number of characters before the answer
@@ -214,7 +222,8 @@ class _LogprobWriter:
 
     def _map_top_tokens(self, entry: TokenLogprob, is_first: bool) -> dict[str, float | None]:
         """Return log-probabilities by text. Tokens with a text of another token have their id."""
-        own_text, logprobs = self._texts.get_text(entry.token, is_first), {}
+        own_text = self._texts.get_text(entry.token, is_first)
+        logprobs = {}
         for token, logprob in {**dict(entry.top_tokens), entry.token: entry.logprob}.items():
             text = self._texts.get_text(token, is_first)
             is_taken = token != entry.token and (text == own_text or text in logprobs)
@@ -227,5 +236,6 @@ class _LogprobWriter:
         return {**token, "top_logprobs": top_logprobs}
 
     def _format_token(self, token: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
-        text, data = self._texts.get_text(token, is_first), self._get_bytes(token, is_first)
+        text = self._texts.get_text(token, is_first)
+        data = self._get_bytes(token, is_first)
         return {"token": text, "logprob": logprob, "bytes": list(data or b"")}

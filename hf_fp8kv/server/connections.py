@@ -81,7 +81,8 @@ def make_connection_class(
             """Abort the connection if it is idle for too long. Otherwise check again later."""
             is_idle = self.cycle is None or self.cycle.response_complete
             unread_bytes = self.transport.get_write_buffer_size()
-            state, now = (self.cycle, is_idle, unread_bytes), self.loop.time()
+            state = (self.cycle, is_idle, unread_bytes)
+            now = self.loop.time()
             if state != self._last_state:
                 self._last_state, self._changed_at = state, now
             # If the server writes nothing, only the client's reads change `unread_bytes`.

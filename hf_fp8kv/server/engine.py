@@ -37,7 +37,9 @@ STOP_TIMEOUT_SECONDS = 30.0
 _MAX_CPU_STEP_TOKENS = 256
 # Memory for pages on a CPU if the configuration has no limit, which is more if a request of
 # `_MIN_CPU_TOKENS` needs more, but at most transformers' share of the memory.
-_CPU_MEMORY_BYTES, _MAX_CPU_SHARE, _MIN_CPU_TOKENS = 4 * 2**30, 0.6, 8192
+_CPU_MEMORY_BYTES = 4 * 2**30
+_MAX_CPU_SHARE = 0.6
+_MIN_CPU_TOKENS = 8192
 # Time between two lines of progress while pages are filled.
 PROGRESS_SECONDS = 5.0
 # Number of tokens of a prompt that are scored between two steps of the engine. Each token has a
@@ -120,13 +122,17 @@ class Engine:
             formats = " + ".join(pages["formats"])
             logger.info(
                 "pages: %s tokens in %s as %s (bf16: %s tokens), up to %s tokens of a request",
-                f"{pages['tokens']:,}", format_size(usage.bytes_total), formats,
-                f"{pages['bf16_tokens']:,}", f"{self.max_tokens:,}",
-            )  # fmt: skip
+                f"{pages['tokens']:,}",
+                format_size(usage.bytes_total),
+                formats,
+                f"{pages['bf16_tokens']:,}",
+                f"{self.max_tokens:,}",
+            )
 
     def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> bool:
         """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended."""
-        manager, self._manager = self._manager, None
+        manager = self._manager
+        self._manager = None
         if manager is None:
             return True
         manager.stop(block=True, timeout=timeout, hard_stop=True)
@@ -257,7 +263,8 @@ class Engine:
     def _prepare_processor(self, processor: Any, sampler: Sampler) -> None:
         """Make a new batch processor sample tokens as each request's Sequence specifies."""
         self.fixed_steps_reason = explain_fixed_steps(processor)
-        buffers, vocab_size = processor.inputs_and_outputs, self.vocab_size
+        buffers = processor.inputs_and_outputs
+        vocab_size = self.vocab_size
 
         def choose_tokens(_: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
             max_scores, tokens = scores[0].max(-1)

@@ -27,7 +27,8 @@ class JobPool:
         self._executor = ThreadPoolExecutor(num_threads, f"hf_fp8kv {name}")
         # A job waits here and not in the executor's queue, which would keep dropped jobs.
         self._free_threads = asyncio.Semaphore(num_threads)
-        self._num_waiting, self._max_waiting = 0, max_waiting
+        self._num_waiting = 0
+        self._max_waiting = max_waiting
         self.num_running = 0  # includes jobs whose requests have ended
 
     async def run(self, function: Callable[..., _T], *args: object) -> _T:

@@ -66,8 +66,11 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield counters and gauges."""
-        engine, usage = self.engine, self.engine.read_usage()
-        gauge, counter, num_waiting = GaugeMetricFamily, CounterMetricFamily, self.count_waiting()
+        engine = self.engine
+        usage = self.engine.read_usage()
+        gauge = GaugeMetricFamily
+        counter = CounterMetricFamily
+        num_waiting = self.count_waiting()
         rows: list[tuple[Any, str, str, float]] = [
             (gauge, "engine_up", "1 while the engine's thread runs", engine.is_alive()),
             (gauge, "requests_active", "Requests that have had a step", engine.count_active()),
@@ -99,7 +102,8 @@ class Metrics(Collector):
 
     def summarize(self, tokens_per_second: float) -> str:
         """Return one line for the log: the numbers of requests and the usage of the pages."""
-        engine, usage = self.engine, self.engine.read_usage()
+        engine = self.engine
+        usage = self.engine.read_usage()
         summary = (
             f"requests: {engine.count_active()} active, {self.count_waiting()} waiting, "
             f"{self.status_counts.total()} answered; {tokens_per_second:.1f} tokens/s"

@@ -137,9 +137,11 @@ def template_shows_tools(tokenizer: Any) -> bool:
     function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}], tools=[{"type": "function", "function": function}],
-            tokenize=False, add_generation_prompt=True,
-        )  # fmt: skip
+            [{"role": "user", "content": "?"}],
+            tools=[{"type": "function", "function": function}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
     except Exception:  # a template is a program, which may reject anything
         return False
     return name in str(prompt)

@@ -16,9 +16,11 @@ from .text import AnswerPart
 _TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
     "message": (
-        "msg", {"role": "assistant"}, {"type": "output_text", "text": "", "annotations": []}
+        "msg",
+        {"role": "assistant"},
+        {"type": "output_text", "text": "", "annotations": []},
     ),
-}  # fmt: skip
+}
 
 
 class ResponseWriter:
@@ -74,7 +76,8 @@ class ResponseWriter:
 
     def _take_events(self) -> str:
         """Return the events since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return "".join(events)
 
     def _add_item_event(self, event_name: str, **fields: Any) -> None:
@@ -129,7 +132,8 @@ class ResponseWriter:
         self._items.append(item)
 
     def _end_item(self) -> None:
-        item, index = self._items[-1], len(self._items) - 1
+        item = self._items[-1]
+        index = len(self._items) - 1
         item["status"] = "completed"
         self._add_event("response.output_item.done", output_index=index, item=item)
 

@@ -28,8 +28,14 @@ logger = logging.getLogger(__name__)
 _SEND_SECONDS = 3  # time to send the errors of requests that were ended
 # Exceptions that transformers and PyTorch raise for an invalid model folder or option.
 _LOADING_ERRORS = (
-    OSError, ValueError, TypeError, LookupError, ImportError, RuntimeError, AssertionError
-)  # fmt: skip
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ImportError,
+    RuntimeError,
+    AssertionError,
+)
 
 
 def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -157,14 +163,17 @@ class _Server(uvicorn.Server):
         """Return whether to shut down. uvicorn calls this ten times a second."""
         if self.failure is None and self._app.failure is not None:
             # The engine has ended all running requests, and later requests would be refused.
-            self.failure, self._num_signals = self._app.failure, 2
+            self.failure = self._app.failure
+            self._num_signals = 2
         return (self._num_signals > 0 and self._continue_stop()) or await super().on_tick(counter)
 
     def _continue_stop(self) -> bool:
         """Refuse new requests, and end late requests. Return whether to shut down."""
-        unfinished, now = self._app.metrics.unfinished_answers, time.monotonic()
+        unfinished = self._app.metrics.unfinished_answers
+        now = time.monotonic()
         if not self._app.is_stopping:
-            self._app.is_stopping, grace_seconds = True, self._app.config.grace_seconds
+            self._app.is_stopping = True
+            grace_seconds = self._app.config.grace_seconds
             self._deadline = now + grace_seconds
             logger.info("stopping: %d requests get %g s", len(unfinished), grace_seconds)
         is_overdue = now >= self._deadline or self._num_signals > 1
@@ -184,11 +193,16 @@ class _Server(uvicorn.Server):
         interval_seconds = self._app.config.log_seconds
         if interval_seconds <= 0 or engine is None:
             return
-        num_tokens, num_finished, start = 0, 0, time.monotonic()
+        num_tokens = 0
+        num_finished = 0
+        start = time.monotonic()
         while True:
             await asyncio.sleep(interval_seconds)
-            now, new_num_finished = time.monotonic(), metrics.status_counts.total()
+            now = time.monotonic()
+            new_num_finished = metrics.status_counts.total()
             if metrics.unfinished_answers or new_num_finished != num_finished:
                 rate = (engine.num_new_tokens - num_tokens) / (now - start)
                 logger.info("%s", metrics.summarize(rate))
-            num_tokens, num_finished, start = engine.num_new_tokens, new_num_finished, now
+            num_tokens = engine.num_new_tokens
+            num_finished = new_num_finished
+            start = now

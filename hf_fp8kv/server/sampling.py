@@ -66,7 +66,8 @@ class TokenRules:
                 tensors["prompt"] = _make_index(sequence.prompt, scores)
             # A token that occurs twice is penalized once.
             index = torch.cat([tensors["prompt"], _make_index({*answer}, scores)])
-            old_scores, penalty = scores[index], self.repetition_penalty
+            old_scores = scores[index]
+            penalty = self.repetition_penalty
             scores[index] = torch.where(old_scores > 0, old_scores / penalty, old_scores * penalty)
         if answer and (self.presence_penalty or self.frequency_penalty):
             counts = Counter(answer)
@@ -143,7 +144,8 @@ class Sampler:
     tensors_required = 5
 
     def __init__(self, processors: Iterable[Any], vocab_size: int) -> None:
-        self._processors, self._vocab_size = list(processors), vocab_size
+        self._processors = list(processors)
+        self._vocab_size = vocab_size
         self._sequences: list[Sequence] = []
         self._logits: dict[int, torch.Tensor] = {}  # by row, for log-probabilities
 
@@ -163,7 +165,8 @@ class Sampler:
         self._sequences = [x.get(SEQUENCE_KEY, _WARMUP_SEQUENCE) for x in arguments]
         rows = []
         for state, sequence in zip(states, self._sequences, strict=True):
-            temperature, top_k = sequence.temperature, min(sequence.top_k, self._vocab_size)
+            temperature = sequence.temperature
+            top_k = min(sequence.top_k, self._vocab_size)
             # The engine has counted the tokens of this step, so this is the next token's position.
             key = make_noise_key(sequence.seed, state.position_offset) if temperature else 0
             rows.append((temperature, sequence.top_p, sequence.min_p, top_k, key))

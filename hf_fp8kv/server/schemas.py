@@ -39,43 +39,87 @@ _MAX_ERROR_LENGTH = 60  # characters of an invalid value in an error
 # Fields of other servers, with the values that agree with this server's behavior. The fields of a
 # body take precedence.
 _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys((
-        "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
-        "return_token_ids", "return_tokens_as_token_ids", "details", "return_hidden_states",
-        "background", "echo", "add_special_tokens",
-    ), (False,)),
-    **dict.fromkeys((
-        "skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt",
-        "include_reasoning", "separate_reasoning", "stream_reasoning", "cache_prompt",
-        "_from_model_config",
-    ), (True,)),
-    **dict.fromkeys((
-        "priority", "min_length", "no_repeat_ngram_size", "mirostat", "dry_multiplier",
-        "xtc_probability", "top_n_tokens", "top_logprobs", "min_new_tokens",
-    ), (0,)),
-    **dict.fromkeys((
-        "length_penalty", "typical_p", "repeat_penalty", "num_beams", "n", "num_return_sequences",
-        "repetition_penalty",
-    ), (1,)),
+    **dict.fromkeys(
+        (
+            "use_beam_search",
+            "include_stop_str_in_output",
+            "continue_final_message",
+            "watermark",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+            "details",
+            "return_hidden_states",
+            "background",
+            "echo",
+            "add_special_tokens",
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "add_generation_prompt",
+            "include_reasoning",
+            "separate_reasoning",
+            "stream_reasoning",
+            "cache_prompt",
+            "_from_model_config",
+        ),
+        (True,),
+    ),
+    **dict.fromkeys(
+        (
+            "priority",
+            "min_length",
+            "no_repeat_ngram_size",
+            "mirostat",
+            "dry_multiplier",
+            "xtc_probability",
+            "top_n_tokens",
+            "top_logprobs",
+            "min_new_tokens",
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(
+        (
+            "length_penalty",
+            "typical_p",
+            "repeat_penalty",
+            "num_beams",
+            "n",
+            "num_return_sequences",
+            "repetition_penalty",
+        ),
+        (1,),
+    ),
     "suffix": ("",),
     "modalities": (["text"],),
     "include": ([],),
     "reasoning": ({},),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
-}  # fmt: skip
+}
 # Fields that this server refuses, and their replacements.
 _REPLACEMENTS = {
     "prompt_logprobs": "echo and logprobs of /v1/completions",
     "bad_words": "logit_bias for single tokens, or structured_outputs.regex",
-    **dict.fromkeys((
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-    ), "structured_outputs"),
+    **dict.fromkeys(
+        (
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "guided_decoding_backend",
+        ),
+        "structured_outputs",
+    ),
     **dict.fromkeys(("reasoning_effort", "thinking"), "chat_template_kwargs"),
     **dict.fromkeys(("previous_response_id", "conversation"), "all items of the conversation"),
     "functions": "tools",
     "function_call": "tool_choice",
-}  # fmt: skip
+}
 
 
 def _equals_json(a: Any, b: Any) -> bool:
@@ -543,7 +587,8 @@ class ResponseBody(ToolBody):
 
     @property
     def chat_messages(self) -> list[dict[str, Any]]:
-        messages, reasoning = list[dict[str, Any]](), None
+        messages = list[dict[str, Any]]()
+        reasoning = None
         for item in self.input:
             if isinstance(item, Reasoning):
                 reasoning = "".join(part.text for part in item.content or ())
@@ -630,7 +675,8 @@ def validate(
         return model.model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        detail, field = details[0], _get_field(details[0])
+        detail = details[0]
+        field = _get_field(details[0])
         rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == field)
         value = None if detail["type"] == "missing" else detail["input"]
         raise make_value_error(prefix + field, " or ".join(rules)[:200], value) from None
@@ -647,8 +693,13 @@ def _describe_rule(error: Mapping[str, Any]) -> str:
 
 # Number of nested names and indices in the name of a field in errors.
 _NAME_DEPTHS = {
-    "messages": 2, "input": 2, "tools": 1, "response_format": 2, "text": 2, "structured_outputs": 1
-}  # fmt: skip
+    "messages": 2,
+    "input": 2,
+    "tools": 1,
+    "response_format": 2,
+    "text": 2,
+    "structured_outputs": 1,
+}
 
 
 def _get_field(error: Mapping[str, Any]) -> str:

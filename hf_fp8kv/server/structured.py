@@ -70,9 +70,12 @@ def _read_format(body: AnyBody) -> _Grammar | None:
     if isinstance(body, CompletionBody):
         return None
     if isinstance(body, ResponseBody):
-        field, schema_field, output_format = "text.format", "text.format", body.text.format
+        field = "text.format"
+        schema_field = "text.format"
+        output_format = body.text.format
     else:
-        field, output_format = "response_format", body.response_format
+        field = "response_format"
+        output_format = body.response_format
         schema_field = "response_format.json_schema"
     if output_format is None or output_format.type == "text":
         return None
@@ -82,7 +85,8 @@ def _read_format(body: AnyBody) -> _Grammar | None:
 
 
 def _read_structured_outputs(body: AnyBody) -> _Grammar | None:
-    outputs, field = body.structured_outputs, "structured_outputs"
+    outputs = body.structured_outputs
+    field = "structured_outputs"
     if outputs is None:
         return None
     if outputs.json_object:
@@ -167,7 +171,9 @@ class Guide:
     """
 
     def __init__(self, field: str, matcher: Any, text_bits: np.ndarray) -> None:
-        self.field, self._matcher, self._text_bits = field, matcher, text_bits
+        self.field = field
+        self._matcher = matcher
+        self._text_bits = text_bits
         self._read_state()
         if self.is_complete:
             raise make_field_error(field, "it matches only the empty text")

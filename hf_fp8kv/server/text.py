@@ -51,10 +51,13 @@ class AnswerDecoder:
         forced_tool: str | None = None,
         skips_special: bool = True,
     ) -> None:
-        self.stop_strings, self._min_tokens = stop_strings, min_tokens
-        self.hidden_tokens, self._forced_tool = hidden_tokens, forced_tool
+        self.stop_strings = stop_strings
+        self._min_tokens = min_tokens
+        self.hidden_tokens = hidden_tokens
+        self._forced_tool = forced_tool
         self._parser = parser = None if forced_tool is not None else parser
-        self._tokenizer, self._skip_special = tokenizer, skips_special and parser is None
+        self._tokenizer = tokenizer
+        self._skip_special = skips_special and parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._skip_special)
         self._undecoded: list[int] = []  # tokens whose text has not been returned
         self._held_text, self.is_stopped = "", False
@@ -66,7 +69,8 @@ class AnswerDecoder:
 
     def add_tokens(self, tokens: Iterable[int]) -> list[AnswerPart]:
         """Return the parts that new tokens complete."""
-        parts, self._initial_parts = self._initial_parts, []
+        parts = self._initial_parts
+        self._initial_parts = []
         for token in tokens:
             if self.is_stopped:
                 break
@@ -118,7 +122,8 @@ class AnswerDecoder:
         starts = [start for stop in self.stop_strings if (start := self._held_text.find(stop)) >= 0]
         if not starts or self.num_tokens <= self._min_tokens:
             return self._release_text(len(self._held_text) - self._count_held_characters())
-        self._held_text, self.is_stopped = self._held_text[: min(starts)], True
+        self._held_text = self._held_text[: min(starts)]
+        self.is_stopped = True
         return self._release_text(min(starts))
 
     def _count_held_characters(self) -> int:
@@ -132,7 +137,8 @@ class AnswerDecoder:
     def _release_text(self, length: int) -> list[AnswerPart]:
         if not length or self._forced_tool is not None:  # `finish` reads a forced call
             return []
-        text, self._held_text = self._held_text[:length], self._held_text[length:]
+        text = self._held_text[:length]
+        self._held_text = self._held_text[length:]
         self._num_released_characters += length
         self._num_released = bisect_left(self.text_ends, self._num_released_characters)
         if self._parser is not None:
@@ -158,7 +164,8 @@ class AnswerDecoder:
         """
         text = self._held_text
         calls = [AnswerPart(self.num_tokens, call=(tool, text))] if tool else []
-        position, decode = len("["), json.JSONDecoder().raw_decode
+        position = len("[")
+        decode = json.JSONDecoder().raw_decode
         with contextlib.suppress(ValueError):
             while not tool and position < len(text):
                 call, position = decode(text, position)

@@ -21,7 +21,8 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenize, self._tokenizer = tokenizer, tokenizer.backend_tokenizer
+        self._tokenize = tokenizer
+        self._tokenizer = tokenizer.backend_tokenizer
         self._prefix_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
         added_tokens = self._tokenizer.get_added_tokens_decoder().items()
         self.special_tokens = frozenset(token_id for token_id, x in added_tokens if x.special)
@@ -36,7 +37,8 @@ class TokenTexts:
 
     def find_offsets(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         """Return the index of the first character of each token of a prompt."""
-        offsets, end = list[int](), 0
+        offsets = list[int]()
+        end = 0
         if isinstance(prompt, str):
             options = {"return_offsets_mapping": True, "add_special_tokens": add_special_tokens}
             for start, token_end in self._tokenize(prompt, **options)["offset_mapping"]:
@@ -79,7 +81,8 @@ class TokenTexts:
         text = self.decode([*prefix, token])[len(self.decode(prefix)) :]
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return text.encode()
-        spelling, alphabet = self._tokenizer.id_to_token(token), self._byte_alphabet
+        spelling = self._tokenizer.id_to_token(token)
+        alphabet = self._byte_alphabet
         match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", spelling)
         if match and b'"ByteFallback"' in self._decoder_state:
             return bytes.fromhex(match[1])

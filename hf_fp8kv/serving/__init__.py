@@ -128,9 +128,13 @@ def enable(
                 "or use generate() with enable()"
             )
     keywords: dict[str, Any] = {
-        "scales": scales, "dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype,
-        "plan": plan, "tensor_parallel": tensor_parallel(base),
-    }  # fmt: skip
+        "scales": scales,
+        "dtype": dtype,
+        "key_dtype": key_dtype,
+        "value_dtype": value_dtype,
+        "plan": plan,
+        "tensor_parallel": tensor_parallel(base),
+    }
     keywords = resolve_plan(base, keywords, prefix_store=prefix_store)
     config = ServingConfig.parse(backend=backend, prefix_store=prefix_store, **keywords)
     make_cache_class(config)  # raises an error if this version of transformers is not supported

@@ -74,10 +74,12 @@ class StoredLayer:
         if not num_written:
             return
         if work.written_tokens is None:
-            key, value = key[:, :, : work.num_tokens], value[:, :, : work.num_tokens]
+            key = key[:, :, : work.num_tokens]
+            value = value[:, :, : work.num_tokens]
         else:
             key, value = (x.index_select(2, work.written_tokens) for x in (key, value))
-        key, value = key.permute(2, 1, 0, 3), value.permute(2, 1, 0, 3)
+        key = key.permute(2, 1, 0, 3)
+        value = value.permute(2, 1, 0, 3)
         for start in range(0, num_written, MAX_BATCH):
             rows = slice(start, start + MAX_BATCH)
             pages = self.pages._replace(table=work.table[rows])
@@ -94,12 +96,19 @@ class StoredLayer:
             queries = queries.unflatten(1, (batch_size, batch.num_queries)).transpose(0, 1)
         pages = self.pages._replace(table=batch.table)
         spec = spec._replace(causal=batch.causal)
-        num_heads, num_query_heads = self._layout.num_heads, queries.shape[1]
+        num_heads = self._layout.num_heads
+        num_query_heads = queries.shape[1]
         work_plan = batch.get_work_plan(self._backend, num_heads, num_query_heads, spec.window)
         result = ops.attend(
-            queries, pages, batch.lengths, 0, batch.max_length, spec,
-            plan=work_plan, backend=self._backend,
-        ).flatten(0, 1)  # [B * T, Hq, D]  # fmt: skip
+            queries,
+            pages,
+            batch.lengths,
+            0,
+            batch.max_length,
+            spec,
+            plan=work_plan,
+            backend=self._backend,
+        ).flatten(0, 1)  # [B * T, Hq, D]
         if batch.target_tokens is None:
             out[0, :batch_size] = result
             return
@@ -108,11 +117,17 @@ class StoredLayer:
         out[0].index_copy_(0, batch.target_tokens, result)
 
     def _attend_chunk(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunk: RingChunk,
-        spec: AttentionSpec, out: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chunk: RingChunk,
+        spec: AttentionSpec,
+        out: torch.Tensor,
+    ) -> None:
         """Attend in scratch pages with old and new tokens in order. Then copy kept tokens back."""
-        num_old, page_size = len(chunk.old_slots[0]), self._layout.page_size
+        num_old = len(chunk.old_slots[0])
+        page_size = self._layout.page_size
         num_tokens = num_old + chunk.num_new
         num_pages = -(-num_tokens // page_size)
         memory = query.new_zeros(num_pages * self._layout.bytes_per_page, dtype=torch.uint8)
@@ -126,9 +141,14 @@ class StoredLayer:
         lengths = chunk.old_lengths + chunk.num_new
         ops.write(scratch, key[:, :, span], value[:, :, span], lengths, self._backend)
         out[:, span] = ops.attend(
-            query[:, :, span], scratch, lengths, 0, num_tokens,
-            spec._replace(window=chunk.window), backend=self._backend,
-        )  # fmt: skip
+            query[:, :, span],
+            scratch,
+            lengths,
+            0,
+            num_tokens,
+            spec._replace(window=chunk.window),
+            backend=self._backend,
+        )
         first_kept = num_tokens - len(chunk.kept_slots[0])
         _copy_tokens(scratch, (page[first_kept:], slot[first_kept:]), self.pages, chunk.kept_slots)
 

@@ -159,8 +159,10 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         The host groups prompts by length, which no graph can record. The stock engine uses block
         tables only with stock attention functions, so their size is set here.
         """
-        config, device = self.continuous_batching_config, self.model.device
-        resolved_graphs, config.use_cuda_graph = config.use_cuda_graph, (False, False)
+        config = self.continuous_batching_config
+        device = self.model.device
+        resolved_graphs = config.use_cuda_graph
+        config.use_cuda_graph = (False, False)
         requested = requested_config.use_cuda_graph  # for all steps, or (prompts, decode steps)
         if not (requested[1] if isinstance(requested, list | tuple) else requested):
             return
@@ -286,7 +288,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:
             return super()._create_batch_processor()  # returns the same processor
-        config, identity = self._factory.config, ""
+        config = self._factory.config
+        identity = ""
         if config.prefix_store is not None:
             page_size = self.continuous_batching_config.page_size
             identity = config.identify(self.model, page_size)

@@ -81,9 +81,13 @@ class EngineLayout:
 
 
 def make_layouts(
-    options: CacheOptions, num_layers: int, num_heads: int, head_dim: int, page_size: int,
+    options: CacheOptions,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    page_size: int,
     dtype: torch.dtype,
-) -> list[EngineLayout]:  # fmt: skip
+) -> list[EngineLayout]:
     """Return the layout of each layer, for the options of a cache and an engine's page size.
 
     Raises:

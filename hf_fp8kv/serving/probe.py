@@ -28,7 +28,8 @@ _LENGTHS = (4, 3)
 # above 0.1.
 _TOLERANCE = 1e-3
 _TOLERANCE_16_BIT = 0.1
-_FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
+_FULL_ATTENTION = "full_attention"
+_SLIDING_ATTENTION = "sliding_attention"
 _PAGE_SIZE = 8
 
 
@@ -92,11 +93,17 @@ def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.T
         cache.begin_step(starts, counts)
         positions = torch.arange(ids.shape[1], device=ids.device)
         sequences = zip(ids[0].split(_LENGTHS), spans, strict=True)
-        logits = model(
-            input_ids=torch.cat([sequence[span] for sequence, span in sequences])[None],
-            position_ids=torch.cat([positions[span] for span in spans])[None],
-            attention_mask=None, use_cache=False, cache=cache,
-        ).logits[0].float()  # fmt: skip
+        logits = (
+            model(
+                input_ids=torch.cat([sequence[span] for sequence, span in sequences])[None],
+                position_ids=torch.cat([positions[span] for span in spans])[None],
+                attention_mask=None,
+                use_cache=False,
+                cache=cache,
+            )
+            .logits[0]
+            .float()
+        )
         for step_logits, new_logits in zip(sequence_logits, logits.split(counts), strict=True):
             step_logits.append(new_logits)
     return torch.cat([torch.cat(step_logits) for step_logits in sequence_logits])
@@ -112,7 +119,8 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
     """A cache without an engine, with one page for each sequence, in the dtype of the model."""
 
     def __init__(self, model: PreTrainedModel, serving_config: ServingConfig) -> None:
-        config, options = model.config.get_text_config(), serving_config.options
+        config = model.config.get_text_config()
+        options = serving_config.options
         unquantized = ServingConfig.parse(
             dtype=AUTO, backend=options.backend, tensor_parallel=options.tensor_parallel
         )

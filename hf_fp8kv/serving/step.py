@@ -191,13 +191,17 @@ class _Planner:
         for row, request, num_pages in zip(table, group, page_counts, strict=True):
             row[:num_pages] = request.pages[self.kind][:num_pages]
         return make_batch(
-            group, num_step_tokens, self.upload(table, np.int32), self.upload(lengths, np.int32),
+            group,
+            num_step_tokens,
+            self.upload(table, np.int32),
+            self.upload(lengths, np.int32),
             max(lengths),
-        )  # fmt: skip
+        )
 
     def plan_chunk(self, request: _Request) -> RingChunk:
         assert self.window is not None
-        start, stop = request.num_stored, request.num_stored + request.num_new
+        start = request.num_stored
+        stop = request.num_stored + request.num_new
 
         def upload_slots(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
             page, slot = self.locate_slots(request, first, end)
@@ -210,9 +214,12 @@ class _Planner:
 
 
 def make_batch(
-    group: Sequence[Any], num_step_tokens: int, table: torch.Tensor, lengths: torch.Tensor,
+    group: Sequence[Any],
+    num_step_tokens: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
     max_length: int,
-) -> AttendBatch:  # fmt: skip
+) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens.
 
     Each request has `num_new` tokens of the step, from token `first_token` on. `table` is `[B, M]`,

@@ -146,7 +146,8 @@ def _compute_checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple
     A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
     always changes it. Several changed words change it with a probability of at least 1 - 2 ** -33.
     """
-    flat, factors = tensor.detach().reshape(-1), _make_odd_factors(tensor.device)
+    flat = tensor.detach().reshape(-1)
+    factors = _make_odd_factors(tensor.device)
     if dtype is not None and flat.dtype in (torch.float16, torch.float32, torch.float64):
         flat = flat.to(dtype)
     checksums = []

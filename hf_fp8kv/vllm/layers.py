@@ -76,9 +76,13 @@ def bind_layers(
         impl = layer.impl
         _check_model(impl.model_storage, model_config, indices.values())
         impl.bound_layer = BoundLayer(
-            impl.model_storage, indices[name], impl.num_kv_heads, impl.head_size,
-            model_config.dtype, torch.device(device),
-        )  # fmt: skip
+            impl.model_storage,
+            indices[name],
+            impl.num_kv_heads,
+            impl.head_size,
+            model_config.dtype,
+            torch.device(device),
+        )
 
 
 def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
@@ -93,9 +97,14 @@ class BoundLayer:
     """The storage of one layer, and its pages in vLLM's pool once they exist."""
 
     def __init__(
-        self, storage: ModelStorage, index: int, num_heads: int, head_dim: int, dtype: torch.dtype,
+        self,
+        storage: ModelStorage,
+        index: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if device.type != "cpu" and storage.backend not in ("auto", "triton"):
             # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
             raise ConfigError(
@@ -128,7 +137,8 @@ class BoundLayer:
         """Store keys and values `[N, Hkv, D]`, and write the attention of queries `[N, Hq, D]`."""
         key, value = (None if x is None else x.transpose(0, 1)[None] for x in (key, value))
         layer = self.view_stored_layer(kv_cache)
-        queries, output = query.transpose(0, 1)[None], out.view(1, *query.shape)
+        queries = query.transpose(0, 1)[None]
+        output = out.view(1, *query.shape)
         layer.attend(queries, key, value, work, spec, output)
 
 
@@ -155,16 +165,25 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
     ) -> None:
         config = get_current_vllm_config()
         refuse_unsupported(kv_cache_dtype, attn_type, alibi_slopes, config)
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
-        self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
-        self.sinks, self.shares_pages = sinks, kv_sharing_target_layer_name is not None
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window or 0
+        self.softcap = logits_soft_cap or 0.0
+        self.sinks = sinks
+        self.shares_pages = kv_sharing_target_layer_name is not None
         # The options are read here, so that invalid options fail before the weights are loaded.
         self.model_storage = read_storage(
-            kv_cache_dtype, config.additional_config, config.model_config.model,
-            get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
-            config.model_config.revision, config.instance_id,
-        )  # fmt: skip
+            kv_cache_dtype,
+            config.additional_config,
+            config.model_config.model,
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+            config.model_config.revision,
+            config.instance_id,
+        )
         _check_model(self.model_storage, config.model_config)
         # vLLM's layers by name, which do not contain the layer of this object yet.
         self._layers = config.compilation_config.static_forward_context
@@ -191,7 +210,8 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         has_windows = len({layer.sliding_window for layer, _ in layers}) > 1
         for layer, size in layers:
             if layer.impl is self:
-                backend, all_sizes = layer.attn_backend, sizes if has_windows else {size}
+                backend = layer.attn_backend
+                all_sizes = sizes if has_windows else {size}
                 layer.attn_backend = customize_backend(backend, size, frozenset(all_sizes))
 
     def do_kv_cache_update(self, *_: Any) -> None:
@@ -242,12 +262,14 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> DecodeStep | PlannedStep:
         """Return the operations of a step."""
-        metadata, block_size = common_attn_metadata, self.kv_cache_spec.block_size
+        metadata = common_attn_metadata
+        block_size = self.kv_cache_spec.block_size
         if metadata.causal is not True:
             _refuse_features(self._dtype, ("attention that is not causal", True))
         num_requests = metadata.num_reqs
         lengths = metadata.seq_lens[:num_requests].to(torch.int32)
-        table, slots = metadata.block_table_tensor[:num_requests], metadata.slot_mapping
+        table = metadata.block_table_tensor[:num_requests]
+        slots = metadata.slot_mapping
         starts = metadata.query_start_loc_cpu[: num_requests + 1].numpy()
         if self._supports_cuda_graphs and is_decoding(starts):
             return DecodeStep(lengths, table, slots, block_size)

@@ -38,5 +38,6 @@ def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:
             f"expected blocks of at least {layout.bytes_per_page} bytes without gaps, got "
             f"{block_bytes} bytes with the strides {kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
         )
-    shape, strides = (len(kv_cache), block_bytes), (kv_cache.stride(0), 1)
+    shape = (len(kv_cache), block_bytes)
+    strides = (kv_cache.stride(0), 1)
     return layout.view_block(kv_cache.view(torch.uint8).as_strided(shape, strides))

@@ -7,7 +7,8 @@ import torch
 from .dtypes import DTYPES, CacheDType
 
 _CPU_BACKENDS_MODULE = "hf_fp8kv.vllm.select"
-_GPU_BACKEND_NAME, _GPU_BACKEND_PATH = "HF_FP8KV", "hf_fp8kv.vllm.gpu.PagedGPUBackend"
+_GPU_BACKEND_NAME = "HF_FP8KV"
+_GPU_BACKEND_PATH = "hf_fp8kv.vllm.gpu.PagedGPUBackend"
 
 
 def register_dtypes() -> None:

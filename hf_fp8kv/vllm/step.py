@@ -57,9 +57,13 @@ def is_decoding(starts: _Ints) -> bool:
 
 
 def plan_step(
-    starts: _Ints, lengths: torch.Tensor, table: torch.Tensor, slots: torch.Tensor,
-    page_size: int, max_length: int,
-) -> LayerWork:  # fmt: skip
+    starts: _Ints,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    page_size: int,
+    max_length: int,
+) -> LayerWork:
     """Return the operations of a step, for all layers of a group.
 
     The host reads no tensor of the device. Only `starts` and `max_length` are on the host.
@@ -97,5 +101,6 @@ def _plan_batch(
     indices = np.array([row.index for row in group], np.int64)
     if len(indices) < len(lengths) or (np.diff(indices) != 1).any():
         rows = upload(indices, lengths.device)
-        lengths, table = lengths.index_select(0, rows), table.index_select(0, rows)
+        lengths = lengths.index_select(0, rows)
+        table = table.index_select(0, rows)
     return make_batch(group, num_tokens, table, lengths, max_length)

@@ -87,9 +87,14 @@ class ModelStorage:
 
 
 def read_storage(
-    dtype: str, additional_config: object, checkpoint: str, tp_rank: int, tp_size: int,
-    revision: str | None = None, engine: str = "",
-) -> ModelStorage:  # fmt: skip
+    dtype: str,
+    additional_config: object,
+    checkpoint: str,
+    tp_rank: int,
+    tp_size: int,
+    revision: str | None = None,
+    engine: str = "",
+) -> ModelStorage:
     """Return the storage of a model.
 
     Args:

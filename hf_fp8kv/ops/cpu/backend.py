@@ -70,7 +70,9 @@ def _get_first_pid() -> int:
 
 def _pack_tensors(pages: Pages) -> Pages:
     """Return the same pages, with contiguous scales, center and block table."""
-    k, v, table = pages.k, pages.v, pack_rows(pages.table)
+    k = pages.k
+    v = pages.v
+    table = pack_rows(pages.table)
     tensors = k.static_scale, k.center, v.static_scale
     if table is pages.table and all(x is None or x.is_contiguous() for x in tensors):
         return pages
@@ -94,7 +96,8 @@ def write(
         return
     pages, lengths = _pack_tensors(pages), pack_rows(lengths)
     k, v = pages.k, pages.v
-    key, value = _convert_input(key, pages.k_dtype), _convert_input(value, pages.v_dtype)
+    key = _convert_input(key, pages.k_dtype)
+    value = _convert_input(value, pages.v_dtype)
     batch, num_heads, num_tokens, _ = key.shape
     call = records.WRITE.pack(
         batch, num_heads, num_tokens, MIN_SCALE, *records.list_table_fields(pages, lengths),
@@ -137,31 +140,48 @@ def gather(
     if not KINDS.keys() >= {stored_dtype, dtype}:
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
     first_head, last_head, _ = head_range.indices(pages.num_heads)
-    num_heads, batch = last_head - first_head, len(pages.table)
+    num_heads = last_head - first_head
+    batch = len(pages.table)
     shape = batch, num_heads, stop - start, stored_side.head_dim
     out = torch.empty(shape, dtype=dtype, device="cpu")
     call = records.GATHER.pack(
-        batch, num_heads, first_head, start, stop, ragged, not is_k,
+        batch,
+        num_heads,
+        first_head,
+        start,
+        stop,
+        ragged,
+        not is_k,
         *records.list_table_fields(pages, lengths),
         *records.list_side_fields(pages, side, stored_side.center),
-        *records.list_decoding_fields(stored_side.format), out.data_ptr(), KINDS[dtype],
-    )  # fmt: skip
+        *records.list_decoding_fields(stored_side.format),
+        out.data_ptr(),
+        KINDS[dtype],
+    )
     load_library().gather(call, _choose_num_threads(out.numel()))
     return out
 
 
 def attend(
-    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec,
+    query: Tensor,
+    pages: Pages,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
     _plan: None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     if not KINDS.keys() >= {query.dtype, pages.k_dtype, pages.v_dtype}:
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if prompts.is_faster(query, pages, lengths, stop, spec):
         return prompts.attend(query, pages, lengths, start, spec, gather)
-    pages, query, lengths = _pack_tensors(pages), pack_rows(query), pack_rows(lengths)
+    pages = _pack_tensors(pages)
+    query = pack_rows(query)
+    lengths = pack_rows(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
-    k, v = pages.k, pages.k if latent else pages.v
+    k = pages.k
+    v = pages.k if latent else pages.v
     batch, num_q_heads, num_tokens, q_dim = query.shape
     num_heads, v_dim = pages.num_heads, v.head_dim
     group_size = num_q_heads // num_heads
@@ -185,21 +205,46 @@ def attend(
     bias = None if bias is None else _convert_input(bias)
     sinks = None if sinks is None else sinks.float().contiguous()
     v_fields = (
-        *records.list_side_fields(pages, "v", None), *records.list_decoding_fields(pages.v.format)
-    )  # fmt: skip
-    value_fields = v_fields if not latent else (
-        *records.list_side_fields(pages, "k", None), *records.list_decoding_fields(k.format)
-    )  # fmt: skip
+        *records.list_side_fields(pages, "v", None),
+        *records.list_decoding_fields(pages.v.format),
+    )
+    value_fields = (
+        v_fields
+        if not latent
+        else (*records.list_side_fields(pages, "k", None), *records.list_decoding_fields(k.format))
+    )
     call = records.ATTEND.pack(
-        batch, num_q_heads, num_heads, num_tokens, start, stop, causal, window, scaling, softcap,
-        *records.list_table_fields(pages, lengths), *records.list_side_fields(pages, "k", center),
-        *records.list_decoding_fields(k.format), *value_fields, latent, *v_fields,
-        *records.list_strided_fields(query), records.get_address(sinks),
+        batch,
+        num_q_heads,
+        num_heads,
+        num_tokens,
+        start,
+        stop,
+        causal,
+        window,
+        scaling,
+        softcap,
+        *records.list_table_fields(pages, lengths),
+        *records.list_side_fields(pages, "k", center),
+        *records.list_decoding_fields(k.format),
+        *value_fields,
+        latent,
+        *v_fields,
+        *records.list_strided_fields(query),
+        records.get_address(sinks),
         *records.list_broadcast_fields(mask),
-        *records.list_broadcast_fields(bias), records.get_address(bounds),
-        0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0), SPAN_TOKENS, num_splits,
-        num_split_units, num_blocks, block_tokens, num_rows, out.data_ptr(), KINDS[out.dtype],
+        *records.list_broadcast_fields(bias),
+        records.get_address(bounds),
+        0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0),
+        SPAN_TOKENS,
+        num_splits,
+        num_split_units,
+        num_blocks,
+        block_tokens,
+        num_rows,
+        out.data_ptr(),
+        KINDS[out.dtype],
         sums.data_ptr(),
-    )  # fmt: skip
+    )
     load_library().attend(call, num_threads)
     return out

@@ -23,9 +23,15 @@ if platform.machine() in ("x86_64", "AMD64"):
     TARGETS["AVX512"] = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
     TARGETS["AVX512_VNNI"] = [*TARGETS["AVX512"], "-mavx512vnni"]
 _OPTIONS = [
-    "-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden",
-    "-fwrapv", "-Wno-psabi",
-]  # fmt: skip
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-fwrapv",
+    "-Wno-psabi",
+]
 if sys.platform == "linux":
     # Older systems than the compiler's have older versions of these two libraries.
     _OPTIONS += ["-static-libgcc", "-static-libstdc++"]

@@ -33,10 +33,15 @@ def is_faster(query: Tensor, pages: Pages, lengths: Tensor, stop: int, spec: Att
     """Return whether `attend` supports the call and is faster than the C++ kernel."""
     rows = query.shape[2] * query.shape[1] // pages.num_heads
     is_supported = (
-        spec.sinks is None and spec.mask is None and spec.bias is None
-        and not spec.softcap and not spec.latent and spec.causal
-        and not spec.deterministic and query.dtype in (torch.bfloat16, torch.float16)
-    )  # fmt: skip
+        spec.sinks is None
+        and spec.mask is None
+        and spec.bias is None
+        and not spec.softcap
+        and not spec.latent
+        and spec.causal
+        and not spec.deterministic
+        and query.dtype in (torch.bfloat16, torch.float16)
+    )
     return is_supported and rows >= MIN_QUERY_ROWS and int(lengths.max()) <= stop
 
 
@@ -48,7 +53,9 @@ def attend(
     `gather` is the "cpu" backend's operation.
     """
     batch, num_q_heads, num_tokens, _ = query.shape
-    num_heads, v_dim, dtype = pages.num_heads, pages.v.head_dim, query.dtype
+    num_heads = pages.num_heads
+    v_dim = pages.v.head_dim
+    dtype = query.dtype
     if dtype != torch.bfloat16 or not _HAS_BF16_PRODUCTS:
         dtype = torch.float32  # other CPUs multiply 16-bit values far more slowly
     out = query.new_zeros((batch, num_tokens, num_q_heads, v_dim))
@@ -79,9 +86,14 @@ def attend(
             )
             query_heads = slice(group_size * heads.start, group_size * heads.stop)
             output = scaled_dot_product_attention(
-                query[b : b + 1, query_heads, -num_queries:].to(dtype), key, value, mask,
-                is_causal=mask is None, scale=spec.scaling, enable_gqa=group_size > 1,
-            )  # fmt: skip
+                query[b : b + 1, query_heads, -num_queries:].to(dtype),
+                key,
+                value,
+                mask,
+                is_causal=mask is None,
+                scale=spec.scaling,
+                enable_gqa=group_size > 1,
+            )
             out[b, -num_queries:, query_heads] = output[0].transpose(0, 1).to(out.dtype)
     return out
 

@@ -21,7 +21,11 @@ CODES, BF16, F16, F32 = range(4)  # kinds of stored values
 KINDS = {torch.uint8: CODES, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 # Values of the 256 codes of each format, divided by a factor. Kernels read this memory.
 _code_values: dict[str, Tensor] = {}
-_TABLE, _STORED, _STRIDED, _DECODING, _ENCODING = "7q", "7q", "5q", "5qd", "8qd"
+_TABLE = "7q"
+_STORED = "7q"
+_STRIDED = "5q"
+_DECODING = "5qd"
+_ENCODING = "8qd"
 WRITE = struct.Struct("3qd" + _TABLE + 2 * (_STORED + _STRIDED + _ENCODING))
 GATHER = struct.Struct("7q" + _TABLE + _STORED + _DECODING + "2q")
 ATTEND = struct.Struct(
@@ -34,9 +38,14 @@ def list_table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
     """Return the fields of the struct `Table`."""
     rows = pages.table
     return (
-        pages.page_size, rows.data_ptr(), 4 * rows.stride(0), rows.shape[1], lengths.data_ptr(),
-        pages.block.data_ptr(), pages.offsets.data_ptr(),
-    )  # fmt: skip
+        pages.page_size,
+        rows.data_ptr(),
+        4 * rows.stride(0),
+        rows.shape[1],
+        lengths.data_ptr(),
+        pages.block.data_ptr(),
+        pages.offsets.data_ptr(),
+    )
 
 
 def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
@@ -47,14 +56,19 @@ def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[in
     `rotation` is the number of channels that are rotated together, or 0.
     """
     side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
-    layout, scale_offset = pages.layout, 0
+    layout = pages.layout
+    scale_offset = 0
     if side.is_dynamic:
         scale_offset = layout.offsets["token_scales"] + (2 if name == "v" else 0)
     return (
-        layout.offsets[name], KINDS[dtype], side.head_dim, scale_offset,
-        get_address(side.static_scale), get_address(None if side.format == AUTO else center),
+        layout.offsets[name],
+        KINDS[dtype],
+        side.head_dim,
+        scale_offset,
+        get_address(side.static_scale),
+        get_address(None if side.format == AUTO else center),
         find_rotation_block(side.head_dim) if side.rotated else 0,
-    )  # fmt: skip
+    )
 
 
 def get_address(tensor: Tensor | None) -> int:
@@ -101,7 +115,8 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
     if fmt.inf_code is not None:
         nan_mask = nan_code = fmt.inf_code
     else:
-        nan_mask, nan_code = 0xFF if fmt.has_unsigned_zero else 0x7F, fmt.nan_code
+        nan_mask = 0xFF if fmt.has_unsigned_zero else 0x7F
+        nan_code = fmt.nan_code
     return values.data_ptr(), shift, 0x7F << shift | 0x8000, nan_mask, nan_code, factor
 
 

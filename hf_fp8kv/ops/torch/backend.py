@@ -23,13 +23,22 @@ LATENT_CHUNK_TOKENS, MAX_LATENT_ROWS = 2048, 256
 
 
 def attend(
-    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec,
+    query: Tensor,
+    pages: Pages,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
     _plan: None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     batch, num_q_heads, num_tokens, _ = query.shape
-    num_heads, k, v, window = pages.num_heads, pages.k, pages.v, spec.window
-    value_side, group_size = k if spec.latent else v, num_q_heads // num_heads
+    num_heads = pages.num_heads
+    k = pages.k
+    v = pages.v
+    window = spec.window
+    value_side = k if spec.latent else v
+    group_size = num_q_heads // num_heads
     num_rows = group_size * num_tokens
     scaled_query = (query.float() * spec.scaling).reshape(batch, num_heads, num_rows, -1)
     # softmax(x + a) = softmax(x), so the center's part of the logits only matters if they are
@@ -62,7 +71,8 @@ def attend(
     step = max(chunk_tokens // pages.page_size, 1) * pages.page_size
     # Without a position from `start` on, there is nothing to attend to.
     for page_start in range(low // step * step, high, step) if low < high else ():
-        begin, end = max(page_start, low), min(page_start + step, high)
+        begin = max(page_start, low)
+        end = min(page_start + step, high)
         columns = slice(begin - start, end - start)
         keys, values = (read_dense(stored, side, begin, end).float() for side in "kv")
         if spec.latent:

@@ -184,13 +184,15 @@ class AttentionArgs(NamedTuple):
 
 def make_side_sizes(stored: StoredSide) -> SideSizes:
     """Return the sizes that kernels are compiled for. Equal sizes give the same object."""
-    dim, width = stored.head_dim, max(16, next_power_of_2(stored.head_dim))
+    dim = stored.head_dim
+    width = max(16, next_power_of_2(stored.head_dim))
     return _make_unique_sizes(dim, width, find_rotation_block(dim) if stored.rotated else 1)
 
 
 def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, fp32: bool) -> Codec:
     stored = _TRITON_DTYPES.get(dtype, tl.float16)
-    fp32, keep_nan = fp32 or dtype == torch.float32, side.static_scale is not None
+    fp32 = fp32 or dtype == torch.float32
+    keep_nan = side.static_scale is not None
     codec = choose_codec(side.format, target, stored, fp32, keep_nan)
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
@@ -224,7 +226,8 @@ def prepare(
         k = k._replace(center=None)
     scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None
     mask, mask_strides = _prepare_broadcast(spec.mask)
-    mask_kind, bounds = NO_MASK.value, None
+    mask_kind = NO_MASK.value
+    bounds = None
     if mask is not None:
         assert not mask.is_floating_point(), "a mask to add is a bias"
         mask_kind = COMPLETE.value
@@ -234,9 +237,11 @@ def prepare(
                 bounds = find_mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _prepare_broadcast(spec.bias)
-    k_sizes, v_sizes = make_side_sizes(pages.k), make_side_sizes(pages.v)
+    k_sizes = make_side_sizes(pages.k)
+    v_sizes = make_side_sizes(pages.v)
     value_sizes, value_codec = (k_sizes, k_codec) if spec.latent else (v_sizes, v_codec)
-    width, group_size = max(k_sizes.width, v_sizes.width), query.shape[1] // pages.num_heads
+    width = max(k_sizes.width, v_sizes.width)
+    group_size = query.shape[1] // pages.num_heads
     # For float32 operands, three products on tensor cores are as exact as float32. The operands of
     # large heads, split for these products, do not fit into shared memory.
     precision = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
@@ -271,6 +276,14 @@ def prepare(
     query_strides = (query.stride(0), query.stride(1), query.stride(2))
     strides = (pages.table.stride(0), *mask_strides, *bias_strides)
     return AttentionArgs(
-        tensors, factors, start, stop, spec.window, query_strides, strides, constants, target,
+        tensors,
+        factors,
+        start,
+        stop,
+        spec.window,
+        query_strides,
+        strides,
+        constants,
+        target,
         workload,
-    )  # fmt: skip
+    )

@@ -203,9 +203,19 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         next_tile = tl.minimum(j + 2, main_end - 1)
         page = tl.load(table_ptr + next_tile * TILE // CALL.page_size)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, query, j, page_offset, tensors, factors.softcap, rows, view, CALL,
+            acc,
+            m_i,
+            l_i,
+            query,
+            j,
+            page_offset,
+            tensors,
+            factors.softcap,
+            rows,
+            view,
+            CALL,
             MASKED=False,
-        )  # fmt: skip
+        )
     if ROWS <= MAX_LATE_SUM_ROWS:
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
     for i in tl.range(0, num_masked, num_stages=1):
@@ -213,9 +223,19 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // CALL.page_size), 0)
         page_offset = load_page_offset(tensors.k, page)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, query, j, page_offset, tensors, factors.softcap, rows, view, CALL,
+            acc,
+            m_i,
+            l_i,
+            query,
+            j,
+            page_offset,
+            tensors,
+            factors.softcap,
+            rows,
+            view,
+            CALL,
             MASKED=True,
-        )  # fmt: skip
+        )
     if CHUNKS > 1:
         acc = join_chunks(acc)
     return acc, m_i, l_i
@@ -250,9 +270,15 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     # (Triton does not accept an early return of a different type, so this needs an else.)
     if CALL.latent:
         rope_part, v_factor, _ = _load_query(
-            ptrs + K_SIDE.dim, tensors.v, factors.v_scaling, factors.scaling, rows, V_SIDE, False,
+            ptrs + K_SIDE.dim,
+            tensors.v,
+            factors.v_scaling,
+            factors.scaling,
+            rows,
+            V_SIDE,
+            False,
             V_CODEC,
-        )  # fmt: skip
+        )
         # Otherwise Triton would choose their layout for the sums of the rotation.
         q = keep_layout(q, K_CODEC)
         rope_part = keep_layout(rope_part, V_CODEC)
@@ -265,9 +291,15 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
 
 @triton.jit
 def _load_query(
-    ptrs, side, code_scaling, scaling, rows, SIDE: tl.constexpr, CENTERED: tl.constexpr,
+    ptrs,
+    side,
+    code_scaling,
+    scaling,
+    rows,
+    SIDE: tl.constexpr,
+    CENTERED: tl.constexpr,
     CODEC: tl.constexpr,
-):  # fmt: skip
+):
     """Return query rows as an operand, a factor for the logits, and the products with the center.
 
     Args:
@@ -297,9 +329,19 @@ def _load_query(
 
 @triton.jit
 def _attend_tile(
-    acc, m_i, l_i, query, j, page_offset, tensors, softcap, rows, view, CALL: tl.constexpr,
+    acc,
+    m_i,
+    l_i,
+    query,
+    j,
+    page_offset,
+    tensors,
+    softcap,
+    rows,
+    view,
+    CALL: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """Add tile `j` to acc, m_i and l_i. MASKED means that part of it is hidden from some row."""
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
@@ -371,9 +413,18 @@ def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, num_tokens, CALL:
 
 @triton.jit
 def finish_rows(
-    acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, d, out_factor, CALL: tl.constexpr,
+    acc,
+    m_i,
+    l_i,
+    sinks_ptr,
+    static_scale_ptr,
+    h,
+    head,
+    d,
+    out_factor,
+    CALL: tl.constexpr,
     SWAPPED: tl.constexpr,
-):  # fmt: skip
+):
     """Return channels `d` of output rows, shaped like `acc`: add sinks, divide, scale, rotate."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E

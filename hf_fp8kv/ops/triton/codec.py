@@ -77,7 +77,8 @@ def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_n
         assert fmt.torch_dtype is not None
         return Codec(CAST.value, operand, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint)
     # float16 has a bias of 15 and 10 bits of mantissa.
-    shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
+    shift = 10 - fmt.mantissa_bits
+    factor = 2.0 ** (15 - fmt.bias)
     # Shifted codes of finite values must be finite in float16, and infinity (thus also NaN) must be
     # float16's.
     assert fmt.max_code << shift < 0x7C00, f"{name}: the largest shifted code overflows float16"

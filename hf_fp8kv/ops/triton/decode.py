@@ -50,9 +50,15 @@ def describe_layout(
     if is_dense or not has_few_rows(query, pages, spec):
         return None
     return (
-        shape_and_strides(query), None if plan is None else plan.shape, scaling, causal, window,
-        softcap, latent, deterministic,
-    )  # fmt: skip
+        shape_and_strides(query),
+        None if plan is None else plan.shape,
+        scaling,
+        causal,
+        window,
+        softcap,
+        latent,
+        deterministic,
+    )
 
 
 def list_variables(
@@ -66,11 +72,13 @@ def list_variables(
 ) -> Variables:
     mask, bounds = spec.mask, spec.bounds
     integers = {
-        "start": start, "stop": stop, "table_stride": pages.table.stride(0),
+        "start": start,
+        "stop": stop,
+        "table_stride": pages.table.stride(0),
         "mask_batch_stride": 0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
         # A compact mask has no head stride. Kernels read the batch stride of its bounds here.
         "mask_head_stride": 0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0),
-    }  # fmt: skip
+    }
     return (query, lengths, plan, spec.sinks, mask, bounds), integers
 
 
@@ -113,7 +121,8 @@ def _fits_plan(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) ->
     """
     if args.workload.rows > config.rows:
         return False
-    batch, num_heads = len(args.tensors.lengths), args.constants.num_heads
+    batch = len(args.tensors.lengths)
+    num_heads = args.constants.num_heads
     per_sm = _estimate_call_programs(args, config)
     return len(plan) <= count_plan_rows(plan.device, batch, num_heads, programs_per_sm=per_sm)
 
@@ -133,14 +142,19 @@ def launch_attention(
     Returns:
         The attention output, `[B, T, Hq, out_dim]`.
     """
-    tensors, constants, query = args.tensors, args.constants, args.tensors.query
+    tensors = args.tensors
+    constants = args.constants
+    query = args.tensors.query
     batch, num_q_heads, num_tokens, _ = query.shape
     out_sizes, device = constants.out, query.device
-    num_heads, num_blocks = constants.num_heads, cdiv(args.workload.rows, config.rows)
-    partial_sums, max_parts = None, batch
+    num_heads = constants.num_heads
+    num_blocks = cdiv(args.workload.rows, config.rows)
+    partial_sums = None
+    max_parts = batch
     grid: tuple[int, ...] = (num_heads * batch * num_blocks,)
     if split and plan is None:
-        num_head_blocks, per_sm = num_heads * num_blocks, _estimate_call_programs(args, config)
+        num_head_blocks = num_heads * num_blocks
+        per_sm = _estimate_call_programs(args, config)
         num_rows = count_plan_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
         plan = allocate((num_rows, 4), torch.int32, device)
         limits = num_tokens, args.window, args.start
@@ -179,13 +193,21 @@ def _estimate_call_programs(args: AttentionArgs, config: LaunchConfig) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "start", "stop", "window", "table_stride",
-        "mask_batch_stride", "mask_head_stride", "mask_token_stride",
-        "bias_batch_stride", "bias_head_stride", "bias_token_stride",
+        "batch",
+        "start",
+        "stop",
+        "window",
+        "table_stride",
+        "mask_batch_stride",
+        "mask_head_stride",
+        "mask_token_stride",
+        "bias_batch_stride",
+        "bias_head_stride",
+        "bias_token_stride",
     ],
     # Prompts vary in length. A single token is a constant.
     do_not_specialize_on_alignment=["num_tokens"],
-)  # fmt: skip
+)
 def _attend(
     tensors, plan_ptr, out_ptr, partial_ptr, batch, num_tokens, start, stop, window, factors,
     query_strides, table_stride, mask_batch_stride, mask_head_stride, mask_token_stride,
@@ -235,9 +257,11 @@ def _attend(
     length = tl.load(tensors.lengths + b)
     rows = find_rows(b, h, block, num_tokens, length, CALL)
     strides = Strides(
-        query_strides, table_stride, (mask_batch_stride, mask_head_stride, mask_token_stride),
+        query_strides,
+        table_stride,
+        (mask_batch_stride, mask_head_stride, mask_token_stride),
         (bias_batch_stride, bias_head_stride, bias_token_stride),
-    )  # fmt: skip
+    )
     span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
     if plan_ptr is None or slot < 0:
@@ -278,7 +302,9 @@ def _combine(
         CALL: `Constants` without `config`.
         WIDTH: Number of channels of a program, a power of two.
     """
-    b, h, row = tl.program_id(2), tl.program_id(1) % CALL.num_heads, tl.program_id(0)
+    b = tl.program_id(2)
+    h = tl.program_id(1) % CALL.num_heads
+    row = tl.program_id(0)
     first_slot = tl.load(plan_ptr + (max_parts + b) * 4)
     num_parts = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
     if num_parts == 1:
@@ -299,8 +325,9 @@ def _combine(
         part_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
         part_acc = tl.load(
             partial_ptr + (row_index * CALL.out.dim)[:, None] + d[None, :],
-            mask=in_range[:, None] & in_head[None, :], other=0.0,
-        )  # fmt: skip
+            mask=in_range[:, None] & in_head[None, :],
+            other=0.0,
+        )
         m_new = tl.maximum(m_i, tl.max(part_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_finite)

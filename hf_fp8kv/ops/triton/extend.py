@@ -75,16 +75,25 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
     num_heads, page_size = pages.num_heads, pages.page_size
     dims = pages.k.head_dim, pages.v.head_dim
     layout = make_page_layout(num_heads, page_size, *dims, dtypes[0], dtypes[1], pages.has_scales)
-    batch, num_columns = len(args.tensors.lengths), cdiv(stop, page_size)
+    batch = len(args.tensors.lengths)
+    num_columns = cdiv(stop, page_size)
     if batch * num_columns * layout.size > MAX_WIDENED_BYTES:
         return None
     block = pages.block.new_empty((batch * num_columns, layout.size))
     table = pages.table.new_empty((batch, num_columns))
     offsets = pages.offsets.new_empty(batch * num_columns)
     wide_pages = Pages(
-        pages.k, pages.v, block, table, offsets, num_heads, page_size, dtypes[0], dtypes[1],
+        pages.k,
+        pages.v,
+        block,
+        table,
+        offsets,
+        num_heads,
+        page_size,
+        dtypes[0],
+        dtypes[1],
         pages.has_scales,
-    )  # fmt: skip
+    )
     launch(
         _widen_codes, (num_heads, num_columns, batch), make_pointers(pages, "k"),
         make_pointers(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
@@ -112,7 +121,9 @@ def _widen_codes(
         lengths_ptr: Number of stored tokens, `[B]`, int32.
         page_bytes: Size of a widened page, in bytes.
     """
-    h, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h = tl.program_id(0)
+    i = tl.program_id(1)
+    b = tl.program_id(2)
     wide_page = b * tl.num_programs(1) + i
     wide_offset = wide_page.to(tl.int64) * page_bytes
     if h == 0:

@@ -25,10 +25,13 @@ def gather(
     """Return dense keys or values, with the same bits as `reference.gather`."""
     is_key = side == "k"
     stored = pages.k if is_key else pages.v
-    batch, num_heads, dim = len(pages.table), pages.num_heads, stored.head_dim
+    batch = len(pages.table)
+    num_heads = pages.num_heads
+    dim = stored.head_dim
     out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
-    sizes, target = make_side_sizes(stored), get_target(out.device)
+    sizes = make_side_sizes(stored)
+    target = get_target(out.device)
     codec = choose_codec(stored.format, target, tl.float32, fp32=True, keep_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0

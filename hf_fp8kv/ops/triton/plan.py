@@ -61,7 +61,8 @@ def count_plan_rows(
     target = get_target(device)
     capacity = target.sm_count * (programs_per_sm or estimate_programs(target, num_query_rows))
     num_ranges = max(1, min(capacity // num_head_blocks, MAX_PARTS + 1 - batch))
-    config, grid_size = choose_plan_config(target), batch * num_head_blocks
+    config = choose_plan_config(target)
+    grid_size = batch * num_head_blocks
     if length is not None and not _should_split_equal(length, grid_size, capacity, config):
         num_ranges = 1
     return 2 * batch + num_ranges - 1
@@ -76,9 +77,14 @@ def get_max_parts(plan: torch.Tensor, batch: int) -> int:
 
 
 def describe_layout(
-    plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int,
-    num_head_blocks: int, programs_per_sm: int = 0,
-) -> tuple[Any, ...] | None:  # fmt: skip
+    plan: torch.Tensor,
+    lengths: torch.Tensor,
+    num_tokens: int,
+    window: int,
+    start: int,
+    num_head_blocks: int,
+    programs_per_sm: int = 0,
+) -> tuple[Any, ...] | None:
     if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
         return None
     return shape_and_strides(plan), lengths.shape, num_tokens, window, num_head_blocks
@@ -101,12 +107,14 @@ def fill_plan(
     programs_per_sm: int = 0,
 ) -> None:
     """Overwrite a plan with `count_plan_rows` rows for these arguments, like `ops.fill_plan`."""
-    batch, target = lengths.shape[0], get_target(lengths.device)
+    batch = lengths.shape[0]
+    target = get_target(lengths.device)
     config = choose_plan_config(target)
     assert plan.is_contiguous()
     max_parts = get_max_parts(plan, batch)
     capacity = target.sm_count * (programs_per_sm or estimate_programs(target))
-    num_ranges, max_ranges = max(1, capacity // num_head_blocks), max_parts - batch + 1
+    num_ranges = max(1, capacity // num_head_blocks)
+    max_ranges = max_parts - batch + 1
     if 1 < max_ranges < num_ranges:
         # The plan was sized for fewer programs.
         capacity = max_ranges * num_head_blocks
@@ -166,10 +174,18 @@ def _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT,
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "num_tokens", "window", "start", "num_head_blocks", "num_ranges", "capacity",
-        "max_parts", "split_cost", "merge_cost",
+        "batch",
+        "num_tokens",
+        "window",
+        "start",
+        "num_head_blocks",
+        "num_ranges",
+        "capacity",
+        "max_parts",
+        "split_cost",
+        "merge_cost",
     ]
-)  # fmt: skip
+)
 def _plan(
     plan_ptr, lengths_ptr, batch, num_tokens, window, start, num_head_blocks, num_ranges, capacity,
     max_parts, split_cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr,

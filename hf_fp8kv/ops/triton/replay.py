@@ -224,8 +224,10 @@ def _compile_replay(
     allocated = recorded.allocations
     # (`torch.empty` takes nearly twice as long.) Keep the target alive: its `id` is in the key.
     objects: dict[str, Any] = {
-        "empty": torch.empty_strided, "driver": triton.runtime.driver, "kept": target,
-    }  # fmt: skip
+        "empty": torch.empty_strided,
+        "driver": triton.runtime.driver,
+        "kept": target,
+    }
     pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocated)]
     pointers += [(address, f"a[{i}]") for i, address in enumerate(addresses) if address is not None]
     counts = collections.Counter(address for address, _ in pointers)
@@ -245,7 +247,9 @@ def _compile_replay(
 
     lines = [f"def replay({', '.join(['a', *integers])}):"]
     for i, x in enumerate(allocated):
-        shape, stride, dtype = bind(tuple(x.shape)), bind(x.stride()), bind(x.dtype)
+        shape = bind(tuple(x.shape))
+        stride = bind(x.stride())
+        dtype = bind(x.dtype)
         lines.append(f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={bind(device)})")
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:

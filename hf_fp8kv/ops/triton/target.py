@@ -120,11 +120,15 @@ class Target:
 # H100, B200, RTX 5090, MI300X, MI355X. These values are only used to compile kernels without a GPU.
 # Sources: CUDA C++ Programming Guide (compute capabilities), CDNA 3 and 4 ISA (local data share).
 CHIPS = {
-    "sm_80": (108, Resources(164 << 10, 2048)), "sm_86": (82, Resources(100 << 10, 1536)),
-    "sm_89": (128, Resources(100 << 10, 1536)), "sm_90": (132, Resources(228 << 10, 2048)),
-    "sm_100": (148, Resources(228 << 10, 2048)), "sm_120": (170, Resources(100 << 10, 1536)),
-    "gfx942": (304, Resources(64 << 10, 2048)), "gfx950": (256, Resources(160 << 10, 2048)),
-}  # fmt: skip
+    "sm_80": (108, Resources(164 << 10, 2048)),
+    "sm_86": (82, Resources(100 << 10, 1536)),
+    "sm_89": (128, Resources(100 << 10, 1536)),
+    "sm_90": (132, Resources(228 << 10, 2048)),
+    "sm_100": (148, Resources(228 << 10, 2048)),
+    "sm_120": (170, Resources(100 << 10, 1536)),
+    "gfx942": (304, Resources(64 << 10, 2048)),
+    "gfx950": (256, Resources(160 << 10, 2048)),
+}
 _UNKNOWN_CHIP = (128, Resources(64 << 10, 1536))
 # Shared memory that the system reserves for each program on NVIDIA GPUs, in bytes.
 _RESERVED_BYTES = 1024
@@ -223,7 +227,8 @@ def recording(*, dry_run: bool = False) -> Iterator[LaunchRecord]:
 
     With `dry_run`, kernels are not launched.
     """
-    previous, recorder.recorded = recorder.recorded, LaunchRecord(dry_run)
+    previous = recorder.recorded
+    recorder.recorded = LaunchRecord(dry_run)
     try:
         yield recorder.recorded
     finally:
@@ -248,7 +253,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if 0 in grid:
         return
-    constants, recorded = _DEFAULT_OPTIONS | constants, recorder.recorded
+    constants = _DEFAULT_OPTIONS | constants
+    recorded = recorder.recorded
     if recorded is not None and recorded.dry_run:
         recorded.launches.append(Launch(kernel, grid, args, constants, None))
         return

@@ -128,9 +128,12 @@ class Family:
 # per byte. From head size 128 on, the codes of K and V of one tile are 16 KB. With 168 registers,
 # six programs of two warps fit.
 _DECODE_FEW_ROWS = {
-    64: LaunchConfig(64, 2, 4, 168), 128: LaunchConfig(64, 2, 3, 168),
-    256: LaunchConfig(32, 2, 3, 168), 512: LaunchConfig(32, 4, 2), 1024: LaunchConfig(16, 4, 2),
-}  # fmt: skip
+    64: LaunchConfig(64, 2, 4, 168),
+    128: LaunchConfig(64, 2, 3, 168),
+    256: LaunchConfig(32, 2, 3, 168),
+    512: LaunchConfig(32, 4, 2),
+    1024: LaunchConfig(16, 4, 2),
+}
 # Without instructions for warp groups, each warp reads all of K and V and runs short of registers.
 _CUDA = Family(
     resources={
@@ -146,31 +149,45 @@ _CUDA = Family(
     },
     # Swapping saves nothing with equal numbers of rows and tokens.
     decode_rows_first={
-        64: LaunchConfig(64, 4, 4), 128: LaunchConfig(64, 4, 3), 256: LaunchConfig(32, 4, 3),
-        512: LaunchConfig(32, 8, 2), 1024: LaunchConfig(16, 8, 2),
+        64: LaunchConfig(64, 4, 4),
+        128: LaunchConfig(64, 4, 3),
+        256: LaunchConfig(32, 4, 3),
+        512: LaunchConfig(32, 8, 2),
+        1024: LaunchConfig(16, 8, 2),
     },
     extend={
-        128: LaunchConfig(64, 8, 2, rows=64), 256: LaunchConfig(32, 4, 2, rows=32),
-        512: LaunchConfig(32, 8, 1, rows=32), 1024: LaunchConfig(16, 8, 1),
+        128: LaunchConfig(64, 8, 2, rows=64),
+        256: LaunchConfig(32, 4, 2, rows=32),
+        512: LaunchConfig(32, 8, 1, rows=32),
+        1024: LaunchConfig(16, 8, 1),
     },
     limits_registers=True,
-)  # fmt: skip
+)
 # Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
 _SM_90 = replace(
-    _CUDA, extend={**_CUDA.extend, 128: LaunchConfig(64, 4, 2, rows=64)}, max_16_bit_dim=256,
-    widened_stages=1, limits_registers=False, latent=LaunchConfig(32, 4, 3),
+    _CUDA,
+    extend={**_CUDA.extend, 128: LaunchConfig(64, 4, 2, rows=64)},
+    max_16_bit_dim=256,
+    widened_stages=1,
+    limits_registers=False,
+    latent=LaunchConfig(32, 4, 3),
     latent_many_rows=LaunchConfig(32, 8, 2, rows=64, swapped=True),
-)  # fmt: skip
+)
 _FAMILIES = {
     "sm_80": replace(
-        _CUDA, rotated_latent_warps=4,
+        _CUDA,
+        rotated_latent_warps=4,
         extend={**_CUDA.extend, 64: _CUDA.extend[128], 128: LaunchConfig(32, 8, 2, rows=64)},
     ),
     "sm_90": _SM_90,
     # Tensor memory holds the sums, which leaves room for twice as many rows.
     "sm_10": replace(
-        _SM_90, extend={**_SM_90.extend, 256: LaunchConfig(32, 8, 2, rows=64)}, max_16_bit_dim=128,
-        widened_stages=0, latent=_CUDA.latent, latent_many_rows=None,
+        _SM_90,
+        extend={**_SM_90.extend, 256: LaunchConfig(32, 8, 2, rows=64)},
+        max_16_bit_dim=128,
+        widened_stages=0,
+        latent=_CUDA.latent,
+        latent_many_rows=None,
     ),
     "sm_": _CUDA,
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
@@ -180,21 +197,29 @@ _FAMILIES = {
         large_resources=(512, 16 << 10),
         decode={16: {128: LaunchConfig(32, 1, 2), 256: LaunchConfig(32, 2, 2)}},
         decode_rows_first={
-            128: LaunchConfig(32, 2, 2), 256: LaunchConfig(32, 4, 2), 512: LaunchConfig(32, 8, 1),
+            128: LaunchConfig(32, 2, 2),
+            256: LaunchConfig(32, 4, 2),
+            512: LaunchConfig(32, 8, 1),
             1024: LaunchConfig(16, 8, 1),
         },
         extend={
-            64: LaunchConfig(64, 4, 1, rows=128), 128: LaunchConfig(32, 4, 1, rows=128),
-            256: LaunchConfig(32, 4, 1, rows=64), 512: LaunchConfig(32, 8, 1, rows=32),
+            64: LaunchConfig(64, 4, 1, rows=128),
+            128: LaunchConfig(32, 4, 1, rows=128),
+            256: LaunchConfig(32, 4, 1, rows=64),
+            512: LaunchConfig(32, 8, 1, rows=32),
             1024: LaunchConfig(16, 8, 1),
         },
-        latent=LaunchConfig(32, 4, 2), masked_latent_warps=4, splits_shifted_latents=True,
+        latent=LaunchConfig(32, 4, 2),
+        masked_latent_warps=4,
+        splits_shifted_latents=True,
     ),
-}  # fmt: skip
+}
 # For float32 operands, which need many registers.
 _DECODE_FLOAT32 = {
-    128: LaunchConfig(32, 4, 2), 256: LaunchConfig(16, 8, 2), 1024: LaunchConfig(16, 8, 1),
-}  # fmt: skip
+    128: LaunchConfig(32, 4, 2),
+    256: LaunchConfig(16, 8, 2),
+    1024: LaunchConfig(16, 8, 1),
+}
 _EXTEND_FLOAT32 = {128: LaunchConfig(32, 4, 1), 1024: LaunchConfig(16, 8, 1)}
 
 
@@ -270,7 +295,9 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     family = get_family(target)
     if workload.is_latent:
         return _choose_latent_config(target, workload)
-    width, rows, float32 = workload.width, workload.rows, workload.has_float32_operands
+    width = workload.width
+    rows = workload.rows
+    float32 = workload.has_float32_operands
     max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
     rows = min(max_rows, 16 if float32 and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
@@ -290,9 +317,13 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     has_values = workload.has_query_masks or workload.has_bias
     masked_tile = 16 if has_values else max(16, tile // 2)
     config = replace(
-        config, tile=tile, registers=registers, rows=rows, masked_tile=masked_tile,
+        config,
+        tile=tile,
+        registers=registers,
+        rows=rows,
+        masked_tile=masked_tile,
         swapped=is_swapped,
-    )  # fmt: skip
+    )
     return _apply_parameters(config, target)
 
 
@@ -328,7 +359,8 @@ def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
             config = replace(config, warps=family.masked_latent_warps)
         if workload.is_rotated and family.rotated_latent_warps:
             # With the sums of rotation, whole query rows would need too many registers.
-            config, in_chunks = replace(config, warps=family.rotated_latent_warps), True
+            config = replace(config, warps=family.rotated_latent_warps)
+            in_chunks = True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
     config = _apply_parameters(replace(config, chunks=chunks), target)
     return replace(config, swapped=config.swapped and config.chunks == 1)

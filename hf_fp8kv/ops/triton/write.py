@@ -47,7 +47,8 @@ def describe_layout(
 def list_variables(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> Variables:
-    table, limit = pages.table, UNLIMITED if limit is None else limit
+    table = pages.table
+    limit = UNLIMITED if limit is None else limit
     integers = {"limit": limit, "num_columns": table.shape[1], "table_stride": table.stride(0)}
     return (key, value, lengths), integers
 
@@ -61,11 +62,13 @@ def write(
     A token without a page, or at a position at or after `limit`, is skipped. None means no limit.
     """
     batch, num_heads, num_tokens, _ = key.shape
-    k_sizes, v_sizes = make_side_sizes(pages.k), make_side_sizes(pages.v)
+    k_sizes = make_side_sizes(pages.k)
+    v_sizes = make_side_sizes(pages.v)
     tile_tokens = 1 if num_tokens <= MAX_DECODE_TOKENS else choose_tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
     num_tiles = (num_tokens + tile_tokens - 2) // tile_tokens + 1 if num_tokens else 0
-    width, rotated = max(k_sizes.width, v_sizes.width), pages.k.rotated or pages.v.rotated
+    width = max(k_sizes.width, v_sizes.width)
+    rotated = pages.k.rotated or pages.v.rotated
     options = choose_launch_options(pages.table.device, width, rotated=rotated)
     launch(
         _write, (num_tiles, 2 * num_heads, batch), key, value, lengths, pages.table,

@@ -23,9 +23,11 @@ from .tensor_names import LIKELY_SCALE_PATTERN
 INDEX_FILE = "model.safetensors.index.json"
 # A checkpoint with a second file needs an index. The first file is then renamed to `FIRST_FILE`,
 # because readers ignore an index next to a file with the name `SINGLE_FILE`.
-SINGLE_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
+SINGLE_FILE = "model.safetensors"
+FIRST_FILE = "model-00001-of-00001.safetensors"
 # Files that contain only scales, in the order in which they are read.
-KV_FILE, JSON_FILE = "kv_scales.safetensors", "kv_cache_scales.json"
+KV_FILE = "kv_scales.safetensors"
+JSON_FILE = "kv_cache_scales.json"
 # Folder of `KV_FILE` in a folder with weights. Servers load every safetensors file next to weights
 # as further weights, but no file in a subfolder.
 KV_FOLDER = "kv_scales"
@@ -116,10 +118,15 @@ class HubFolder:
             self._paths[name] = None
             with self._ignore_missing():
                 path = hf_hub_download(
-                    self.repo, name, subfolder=self.subfolder, revision=self.revision,
-                    token=self.token, cache_dir=self.cache_dir, local_files_only=self.is_offline,
+                    self.repo,
+                    name,
+                    subfolder=self.subfolder,
+                    revision=self.revision,
+                    token=self.token,
+                    cache_dir=self.cache_dir,
+                    local_files_only=self.is_offline,
                     force_download=self.force_download and not self.is_offline,
-                )  # fmt: skip
+                )
                 self._paths[name] = Path(path)
         return self._paths[name]
 
@@ -176,7 +183,8 @@ class Checkpoint:
 
 def read_configs(folder: Folder) -> Checkpoint:
     """Return a checkpoint with its configs, but without its tensors."""
-    path, modelopt_path = folder.find_file("config.json"), folder.find_file(HF_QUANT_CONFIG)
+    path = folder.find_file("config.json")
+    modelopt_path = folder.find_file(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
     modelopt = None if modelopt_path is None else read_json(modelopt_path, unique=False)
     return Checkpoint(folder, config, modelopt, {})

@@ -19,9 +19,13 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 # Entries for the language model in a config of several models.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYER_COUNTS = (
-    "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
+    "num_decoder_layers",
+    "decoder_layers",
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
     "num_layers",
-)  # fmt: skip
+)
 # Entries of models in which some layers have no attention. The entries do not list these layers.
 _HYBRID_ENTRIES = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
 _HEAD_COUNT_PATTERN = re.compile(r"heads$|^n_head|^multi_query_group_num$")
@@ -29,9 +33,12 @@ _HEAD_COUNT_PATTERN = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 _QUANTIZATION_ENTRIES = ("quantization_config", "compression_config", "quantization")
 # Entries for a KV cache in a quantization config, and in config.json.
 _CACHE_ENTRIES = (
-    "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype",
-    "static_kv_dtype", "static_attention_dtype",  # of AutoRound
-)  # fmt: skip
+    "kv_cache_scheme",
+    "kv_cache_quant_algo",
+    "kv_cache_dtype",
+    "static_kv_dtype",
+    "static_attention_dtype",  # of AutoRound
+)
 TGI_ENTRY = "kv_cache_torch_dtype"
 _TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
 _STATIC_NAMES = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
@@ -88,7 +95,8 @@ def find_text_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 def find_cached_layers(origin: str, config: Mapping[str, object]) -> Sequence[int] | None:
     """Return the layers with a KV cache according to a `config.json`, or None if unknown."""
-    decoder_config, num_layers = find_text_config(config), 0
+    decoder_config = find_text_config(config)
+    num_layers = 0
     for name in reversed(_LAYER_COUNTS):
         if (value := decoder_config.get(name)) is not None:
             if type(value) is not int:
@@ -199,8 +207,11 @@ def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
         return getattr(value, "value", value)
 
     # Defaults are as in compressed-tensors.
-    num_bits, number_type, strategy = read("num_bits", 8), read("type", "int"), read("strategy")
-    is_symmetric, is_dynamic = read("symmetric", True), read("dynamic", False)
+    num_bits = read("num_bits", 8)
+    number_type = read("type", "int")
+    strategy = read("strategy")
+    is_symmetric = read("symmetric", True)
+    is_dynamic = read("dynamic", False)
     is_fp8 = (num_bits, number_type) == (8, "float")
     name = "" if is_fp8 else f" ({_name_format(num_bits, number_type, read('group_size'))})"
     description = (
@@ -256,7 +267,8 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
         matches = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
         for entry in matches or [None]:
             output_config = as_mapping(as_mapping(entry).get("output_tensors"))
-            dtype, scheme = output_config.get("dtype"), output_config.get("qscheme")
+            dtype = output_config.get("dtype")
+            scheme = output_config.get("qscheme")
             is_symmetric = output_config.get("symmetric") is not False
             if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not is_symmetric:
                 description = f"{label}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"

@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     """Return the scales among the tensors of a checkpoint. Raise ScaleError if there are none."""
-    origin, config, declaration = checkpoint.origin, checkpoint.config, checkpoint.declaration
+    origin = checkpoint.origin
+    config = checkpoint.config
+    declaration = checkpoint.declaration
     if declaration.kind == "refused":
         raise ScaleError(
             f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
@@ -111,7 +113,8 @@ def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, tor
 
 def _reshape_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a scale as float32, `[]`, or `[heads, 1]` if each head has a scale."""
-    shape, head_counts = list(tensor.shape), find_head_counts(checkpoint.config)
+    shape = list(tensor.shape)
+    head_counts = find_head_counts(checkpoint.config)
     if tensor.dtype not in FLOAT_DTYPES:
         raise ScaleError(
             f"{checkpoint.origin}: {name}: expected one of {format_list(FLOAT_DTYPES)}, got "
@@ -138,13 +141,15 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
     matches = [*filter(None, map(BIAS_PATTERN.fullmatch, checkpoint.tensor_files))]
     tensors = _load_tensors(checkpoint, (match[0] for match in matches))
     for match in matches:
-        tensor, index = tensors[match[0]], int(match["layer"])
+        tensor = tensors[match[0]]
+        index = int(match["layer"])
         if index not in layers:
             raise ScaleError(
                 f"{checkpoint.origin}: expected a scale for the layer of {match[0]}, got none. "
                 "Export the checkpoint again"
             )
-        layer, shape = layers[index], list(tensor.shape) or [1, 1, 1, 1]
+        layer = layers[index]
+        shape = list(tensor.shape) or [1, 1, 1, 1]
         scale_head_counts = {len(scale) for scale in layer.static if scale.ndim} - {1}
         counts = {1, *(scale_head_counts or find_head_counts(checkpoint.config) or shape[1:2])}
         if tensor.dtype not in FLOAT_DTYPES or shape[::2] != [1, 1] or shape[1] not in counts:
@@ -163,12 +168,14 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
 def _add_rotation(
     checkpoint: Checkpoint, layers: dict[int, LayerScales], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
-    rotations, config = checkpoint.declaration.rotations, find_text_config(checkpoint.config)
+    rotations = checkpoint.declaration.rotations
+    config = find_text_config(checkpoint.config)
     if not rotations:
         return layers
     head_dim = config.get("head_dim")
     if head_dim is None:
-        size, count = config.get("hidden_size"), config.get("num_attention_heads")
+        size = config.get("hidden_size")
+        count = config.get("num_attention_heads")
         head_dim = size // count if type(size) is type(count) is int and count > 0 else 0
     block = find_rotation_block(head_dim) if isinstance(head_dim, int) else 0
     for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
@@ -224,7 +231,8 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
             (side,) = best_tensors
             remarks[f"only {side.upper()} has a scale, which is used for K and V"].append(index)
             best_tensors = dict.fromkeys("kv", best_tensors[side])
-        k_name, v_name = best_tensors["k"].name, best_tensors["v"].name
+        k_name = best_tensors["k"].name
+        v_name = best_tensors["v"].name
         k, v = scales[k_name], scales[v_name]
         kv_name = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
         if kv_name not in (k_name, v_name) and scales[kv_name].max() != max(k.max(), v.max()):

@@ -82,9 +82,11 @@ ZERO_POINT_PATTERN = re.compile(
 )
 # Names of all tensors of an 8-bit or 4-bit cache.
 CACHE_PATTERNS = (
-    *(name.pattern for name in TENSOR_NAMES), *(pattern for pattern, _ in FOREIGN_PATTERNS),
-    ZERO_POINT_PATTERN, BIAS_PATTERN,
-)  # fmt: skip
+    *(name.pattern for name in TENSOR_NAMES),
+    *(pattern for pattern, _ in FOREIGN_PATTERNS),
+    ZERO_POINT_PATTERN,
+    BIAS_PATTERN,
+)
 # Names that look like a scale of K or V, for messages.
 LIKELY_SCALE_PATTERN = re.compile(
     r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv|Wqkv|c_attn)(?:_cache|_proj)?[._]"
@@ -104,7 +106,8 @@ def match_tensors(
             # An INT8 cache has the same names. Those are refused later, with the reason.
             is_ambiguous = entry.needs_declaration and declaration.kind == "none"
             if fmt and not is_ambiguous and (match := entry.pattern.fullmatch(name)):
-                side, layer = match.groupdict().get("side", "kv"), int(match["layer"])
+                side = match.groupdict().get("side", "kv")
+                layer = int(match["layer"])
                 scales.append(ScaleTensor(entry.priority, layer, name, side, fmt))
                 break
         else:

@@ -9,6 +9,12 @@ __all__ = ["SCALE_FORMATS", "ScaleFormat"]
 SCALE_FORMATS: dict[str, ScaleFormat] = {
     format.name: format
     for format in (
-        VllmJson(), Tgi(), CompressedTensors(), AutoFP8(), ModelOpt(), Quark(), HfFp8kv()
+        VllmJson(),
+        Tgi(),
+        CompressedTensors(),
+        AutoFP8(),
+        ModelOpt(),
+        Quark(),
+        HfFp8kv(),
     )
-}  # fmt: skip
+}

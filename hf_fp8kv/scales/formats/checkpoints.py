@@ -54,9 +54,13 @@ class CompressedTensors(TensorFormat):
         entries = {"format": "dense", "quantization_status": "compressed"}
         block = self.find_or_add_block(config, {**entries, "config_groups": {}, "ignore": []})
         block["kv_cache_scheme"] = {
-            "strategy": "attn_head" if is_per_head else "tensor", "num_bits": 8, "type": "float",
-            "symmetric": True, "dynamic": False, "group_size": None,
-        }  # fmt: skip
+            "strategy": "attn_head" if is_per_head else "tensor",
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "dynamic": False,
+            "group_size": None,
+        }
         # vLLM fills in the numbers of heads only if this entry exists.
         block.setdefault("config_groups", {})
 
@@ -116,7 +120,8 @@ class Quark(TensorFormat):
         }
         block = self.find_or_add_block(config, entries)
         block["kv_cache_post_rope"] = True
-        export, configs = block.setdefault("export", {}), block.get("layer_quant_config") or {}
+        export = block.setdefault("export", {})
+        configs = block.get("layer_quant_config") or {}
         if not isinstance(export, dict) or not isinstance(configs, dict):
             raise ScaleError(
                 f"quantization_config: expected the objects export and layer_quant_config, got "
@@ -134,10 +139,16 @@ class Quark(TensorFormat):
 
 
 _OUTPUT_CONFIG = {
-    "dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True,
-    "ch_axis": None, "group_size": None, "observer_cls": "PerTensorMinMaxObserver",
-    "round_method": "half_even", "scale_type": "float",
-}  # fmt: skip
+    "dtype": "fp8_e4m3",
+    "qscheme": "per_tensor",
+    "is_dynamic": False,
+    "symmetric": True,
+    "ch_axis": None,
+    "group_size": None,
+    "observer_cls": "PerTensorMinMaxObserver",
+    "round_method": "half_even",
+    "scale_type": "float",
+}
 _UNQUANTIZED_CONFIG = dict.fromkeys(
     ("weight", "bias", "input_tensors", "output_tensors", "target_device"), None
 )

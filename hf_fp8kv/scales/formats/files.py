@@ -24,7 +24,8 @@ from .base import ScaleFormat, to_json
 logger = logging.getLogger(__name__)
 
 # The key of the file's metadata, which is a JSON object, and the entries that all files have.
-METADATA_KEY, _COMMON_METADATA = "hf_fp8kv", {"version": 1, "dtype": "float8_e4m3fn"}
+METADATA_KEY = "hf_fp8kv"
+_COMMON_METADATA = {"version": 1, "dtype": "float8_e4m3fn"}
 
 
 class HfFp8kv(ScaleFormat):
@@ -76,20 +77,28 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
             tensors_by_layer.setdefault(int(index), {})[suffix] = tensor
         layers = {
             index: LayerScales(
-                named.pop("k_scale", None), named.pop("v_scale", None), named.pop("k_center", None),
-                f"{path}: layers.{index}", plans.get(index), **named,  # an error for other names
+                named.pop("k_scale", None),
+                named.pop("v_scale", None),
+                named.pop("k_center", None),
+                f"{path}: layers.{index}",
+                plans.get(index),
+                **named,  # an error for other names
             )
             for index, named in tensors_by_layer.items()
-        }  # fmt: skip
+        }
         if (weights_digest := metadata.get("weights_digest")) is not None:
             bytes.fromhex(weights_digest)  # raises an error for anything else
         protection = metadata.get("protection")
         if protection is not None:
             protection = Protection.from_dict(protection, f"{path}: protection")
         return ScaleData(
-            layers, HfFp8kv.name, metadata["model_type"], path, weights_digest=weights_digest,
+            layers,
+            HfFp8kv.name,
+            metadata["model_type"],
+            path,
+            weights_digest=weights_digest,
             protection=protection,
-        )  # fmt: skip
+        )
 
 
 def read_kv_scales(path: Path) -> ScaleData:

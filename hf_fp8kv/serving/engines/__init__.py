@@ -49,9 +49,12 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
     if missing := set(replacements) - set(function.__code__.co_names):
         raise make_engine_error(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
     copy = FunctionType(
-        function.__code__, {**function.__globals__, **replacements}, function.__name__,
-        function.__defaults__, function.__closure__,
-    )  # fmt: skip
+        function.__code__,
+        {**function.__globals__, **replacements},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -44,7 +44,8 @@ def count_extra_values(config: Any) -> int:
     batches (with padding), results in the engine's order, and keys in float32 if K is centered.
     """
     num_heads, head_dim = read_kv_sizes(config)
-    hidden_size, query_size = int(config.hidden_size), int(config.num_attention_heads) * head_dim
+    hidden_size = int(config.hidden_size)
+    query_size = int(config.num_attention_heads) * head_dim
     num_query_values = math.ceil((2 / MIN_LENGTH_RATIO + 1) * query_size)
     return hidden_size + num_query_values + 2 * num_heads * head_dim
 

@@ -116,7 +116,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         A request that outgrows all pages stops the engine, so it must be refused in advance. If all
         layers have windows there is no maximum, and the result is 2**31 - 1.
         """
-        max_tokens, window = infer_max_single_request_tokens(self), self.read_cache_limit
+        max_tokens = infer_max_single_request_tokens(self)
+        window = self.read_cache_limit
         return 2**31 - 1 if window is not None and max_tokens >= window else int(max_tokens)
 
     def extend_read_and_write_indices(

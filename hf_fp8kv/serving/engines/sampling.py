@@ -29,7 +29,8 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
 
     def install(self, model_runner: Any) -> None:
         """Sample the tokens of a new engine, whose ModelRunner is `model_runner`."""
-        self._seed, model_runner._sample = torch.initial_seed(), self._sample
+        self._seed = torch.initial_seed()
+        model_runner._sample = self._sample
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         """Fill in the key of padding rows."""
