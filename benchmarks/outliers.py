@@ -20,9 +20,9 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.card.caches import CONTENDERS, Contender
+from hf_fp8kv.card.long_texts import read_texts
 from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.card.predictions import prefill, score_text
-from hf_fp8kv.card.texts import read_texts
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils.environment import describe_run
 

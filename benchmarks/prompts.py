@@ -23,8 +23,8 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.bench.reporting import build_table
 from hf_fp8kv.card.caches import Contender, choose_contenders, count_token_bytes
 from hf_fp8kv.card.drift import compute_student_quantile
+from hf_fp8kv.card.long_texts import KINDS, read_texts
 from hf_fp8kv.card.predictions import EXACT, STORED, prefill, score_text
-from hf_fp8kv.card.texts import KINDS, read_texts
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import summarize_plan
 from hf_fp8kv.scales import KVScales

@@ -42,8 +42,8 @@ from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
 from .prefix.generate import get_candidate_generator, prefill, prepare_inputs, prepare_positions
 from .prefix.media import keep_encoder_inputs
-from .prefix.pages import check_store
 from .prefix.store import PrefixStore
+from .prefix.stored_pages import check_store
 from .scales.kv_scales import StoragePlan, warn_if_stale
 from .utils.digests import digest_weights
 from .utils.text import suggest

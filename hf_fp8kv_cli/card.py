@@ -45,7 +45,7 @@ def card(
 ) -> None:
     """Measure a model with each cache: KL, drift, lost answers, bytes and speed."""
     from hf_fp8kv.card.measure import SIZES, measure_card
-    from hf_fp8kv.card.report import draw_badge, draw_plot, format_markdown, format_table
+    from hf_fp8kv.card.rendering import draw_badge, draw_plot, format_markdown, format_table
     from hf_fp8kv.utils.files import write_all
 
     if quick and long:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, ScalesReport
-from hf_fp8kv.scales.report import DYNAMIC
+from hf_fp8kv.scales.measured_report import DYNAMIC
 from hf_fp8kv.utils.files import write_all
 
 from .scales_table import describe_texts

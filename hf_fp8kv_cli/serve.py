@@ -156,9 +156,9 @@ def serve(
     from hf_fp8kv import PrefixStore, demo_model_path, serving
     from hf_fp8kv.cache.plans import parse_plan
     from hf_fp8kv.server.app import Application
-    from hf_fp8kv.server.config import ServerConfig, listen
     from hf_fp8kv.server.model import ServedModel
     from hf_fp8kv.server.run import load_model, run
+    from hf_fp8kv.server.server_config import ServerConfig, listen
 
     page_options = arguments.collect_page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded

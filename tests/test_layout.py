@@ -1,4 +1,4 @@
-"""Tests of docs/architecture.md: imports between folders, and budgets of statements."""
+"""Tests of the structure: imports between folders, budgets of statements, and texts of mutants."""
 
 import ast
 import functools
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.tools.mutants import MUTANTS
 
 PACKAGE = Path(__file__).parents[1] / "hf_fp8kv"
 # The command line is a separate package, because an import of `hf_fp8kv` takes seconds.
@@ -120,6 +122,13 @@ def test_docs_list_the_same_floors():
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     table = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert table == [(str(n), name) for n, names in enumerate(FLOORS, 1) for name in names]
+
+
+def test_each_mutant_can_be_applied():
+    counts = {x.name: (PACKAGE / x.file).read_text().count(x.old) for x in MUTANTS}
+    assert [name for name, count in counts.items() if count != 1] == []
+    paths = {PACKAGE.parent / path for x in MUTANTS for path in x.tests.split()}
+    assert [path for path in paths if not path.exists()] == []
 
 
 @pytest.mark.style

@@ -119,7 +119,7 @@ def _examples() -> Iterator[str]:
 
 def _board(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
     """Yield the page of all cards, and add their plots."""
-    from hf_fp8kv.card.report import draw_badge, draw_plot, format_markdown, format_verdict
+    from hf_fp8kv.card.rendering import draw_badge, draw_plot, format_markdown, format_verdict
 
     yield (
         "# Cards\n\nWhat models lose with an 8-bit cache, by `hf-fp8kv card`. "

@@ -16,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..errors import ConfigError
+from ..modeling.forward_state import step
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
-from ..modeling.step import step
 from ..ops import AttentionSpec, api
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 
 from ..errors import ConfigError
-from ..modeling.step import step
+from ..modeling.forward_state import step
 from ..ops.visibility import find_visible
 from ..utils.warn_once import warn_once
 from .compact import CompactMask, make_compact

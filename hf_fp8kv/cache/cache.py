@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from ..errors import ConfigError, FP8KVError, OutOfPagesError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
+from ..modeling.forward_state import step
 from ..modeling.layer_specs import find_kv_sizes, read_config, release_states
 from ..modeling.model_support import (
     caches_latents,
@@ -22,7 +23,6 @@ from ..modeling.model_support import (
     find_base_model,
     find_generating_model,
 )
-from ..modeling.step import step
 from ..modeling.tensor_parallel import TensorParallel
 from ..modeling.tensor_parallel import tensor_parallel as find_rank
 from ..ops.page_layout import make_page_layout

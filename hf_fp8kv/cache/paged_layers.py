@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 
 from ..errors import ConfigError
 from ..modeling.exact_states import patch_kv_wrapper
+from ..modeling.forward_state import MaskRequest, step
 from ..modeling.layer_specs import (
     build_stock_layers,
     find_kv_sizes,
@@ -24,7 +25,6 @@ from ..modeling.layer_specs import (
     release_states,
     reuses_kv,
 )
-from ..modeling.step import MaskRequest, step
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup

@@ -12,7 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import accepts_argument, with_cache
-from ..scales.report import QualityRow
+from ..scales.measured_report import QualityRow
 
 UNQUANTIZED = "unquantized"
 _SLICE_TOKENS = 8  # number of tokens whose logits are compared together

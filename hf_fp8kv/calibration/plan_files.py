@@ -14,7 +14,7 @@ import torch
 
 from ..prefix.store import PrefixStore
 from ..scales.checkpoint.checkpoint import KV_FILE
-from ..scales.formats.files import METADATA_KEY, HfFp8kv, parse_kv_scales
+from ..scales.formats.separate_files import METADATA_KEY, HfFp8kv, parse_kv_scales
 from ..scales.kv_scales import StoragePlan, wrap_scales
 from ..utils.digests import can_sample
 from ..utils.files import parse_metadata, read_regular_file, write_all

@@ -31,7 +31,13 @@ from ..formats import (
 from ..modeling.model_support import find_base_model
 from ..scales.kv_scales import KVScales, StoragePlan, resolve_scales, warn_if_stale
 from ..scales.layer_scales import LayerScales
-from ..scales.report import DYNAMIC, LayerStatistics, QualityRow, ScalesReport, SideStatistics
+from ..scales.measured_report import (
+    DYNAMIC,
+    LayerStatistics,
+    QualityRow,
+    ScalesReport,
+    SideStatistics,
+)
 from ..utils.environment import describe_hardware, format_utc_now, list_versions
 from .divergence import UNQUANTIZED, Scores, compare_caches
 from .observe import (

@@ -37,9 +37,9 @@ from .drift import (
     format_change,
     sample_answers,
 )
+from .long_texts import KINDS, read_texts
 from .predictions import EXACT, STORED, compare_states, prefill, score_text
 from .tasks import TASKS, Haystack, write_haystacks
-from .texts import KINDS, read_texts
 
 ALL_KINDS = "all"
 # Largest mean divergence of each tier.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .texts import read_prose
+from .long_texts import read_prose
 
 # Nouns that Python's documentation does not mention.
 _WORDS = """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..utils.warn_once import warn_once
-from .step import step
+from .forward_state import step
 
 ROUNDING_NOTE = (
     "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "

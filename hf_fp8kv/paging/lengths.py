@@ -10,9 +10,9 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError, OutOfPagesError
-from .blocks import zeros
 from .fixed_pages import FixedPages
 from .layer_group import LayerGroup, LongWrite, Positions
+from .memory_blocks import zeros
 
 
 class FixedPositions(NamedTuple):

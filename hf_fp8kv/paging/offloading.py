@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..ops.blocks import Ints
-from .blocks import Blocks
+from .memory_blocks import Blocks
 from .page_allocator import PageBudget
 
 _HOST = torch.device("cpu")

@@ -4,7 +4,7 @@ import torch
 
 from ..formats import LayerPlan
 from ..ops.page_layout import PageLayout, make_page_layout
-from .blocks import Blocks
+from .memory_blocks import Blocks
 from .offloading import OffloadBlocks
 
 

@@ -20,8 +20,8 @@ from ..modeling.methods import ModelMethod
 from ..modeling.model_support import CACHE, changes_rope, find_cache_argument
 from ..utils.warn_once import warn_once
 from .media import PromptMedia
-from .pages import StoredPrompts, check_store, digest_options
 from .store import PrefixStore
+from .stored_pages import StoredPrompts, check_store, digest_options
 
 # Before 5.21, transformers assumes an empty cache for a prompt that is computed in chunks.
 CHUNKS_NEED_EMPTY_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)

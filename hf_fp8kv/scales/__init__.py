@@ -4,7 +4,7 @@ from .checkpoint.configs import describe_kv_scales
 from .formats import SCALE_FORMATS, ScaleFormat
 from .kv_scales import KVScales
 from .layer_scales import Granularity, LayerScales
-from .report import ScalesReport
+from .measured_report import ScalesReport
 
 __all__ = [
     "SCALE_FORMATS",

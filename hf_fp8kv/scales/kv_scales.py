@@ -19,12 +19,12 @@ from ..utils.digests import digest_decoder
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
 from . import save
-from .card import CARD_FILE, make_card
 from .checkpoint.checkpoint import HubOptions, translate_hub_errors
 from .checkpoint.configs import find_text_config
 from .formats.base import reduce_scales, to_json
 from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_constant, check_ranks, scalar
 from .load import read_checkpoint, read_file
+from .model_card import CARD_FILE, make_card
 from .request import Request
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from .checkpoint.checkpoint import (
 from .checkpoint.configs import TGI_ENTRY, as_mapping
 from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
-from .formats.files import METADATA_KEY, parse_json, read_kv_scales
+from .formats.separate_files import METADATA_KEY, parse_json, read_kv_scales
 from .layer_scales import ScaleData
 from .request import Request
 

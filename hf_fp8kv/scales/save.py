@@ -37,7 +37,7 @@ from .checkpoint.configs import HF_QUANT_CONFIG, find_text_config, remove_declar
 from .checkpoint.tensor_names import CACHE_PATTERNS
 from .formats import SCALE_FORMATS, ScaleFormat
 from .formats.base import TensorFormat, make_index
-from .formats.files import HfFp8kv
+from .formats.separate_files import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
 from .request import Request

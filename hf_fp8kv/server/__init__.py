@@ -75,8 +75,8 @@ def make_application(
     """
     require_server()
     from .app import Application
-    from .config import ServerConfig
     from .model import ServedModel
+    from .server_config import ServerConfig
 
     require_enabled(model)
     model = find_base_model(model)

@@ -22,13 +22,13 @@ from starlette.types import Message, Receive, Scope, Send
 from . import schemas
 from .choices import Choice, ChoiceMaker, RunningRequest
 from .completions import ChoiceParts, CompletionWriter
-from .config import KEY_VARIABLE, ServerConfig
 from .engine import STOP_TIMEOUT_SECONDS, Engine
 from .errors import INTERNAL_MESSAGE, APIError, make_busy_error, make_stopping_error
 from .jobs import MAX_WAITING_JOBS, JobPool
 from .metrics import Metrics
 from .model import ServedModel
 from .responses import ResponseWriter
+from .server_config import KEY_VARIABLE, ServerConfig
 from .token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)

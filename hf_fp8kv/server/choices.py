@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.cli.serving.utils import build_response_parser
 
+from .answer_text import AnswerDecoder, AnswerPart
 from .engine import Engine
 from .errors import UNSUPPORTED_CODE, APIError
 from .metrics import Metrics
@@ -18,7 +19,6 @@ from .model import ServedModel
 from .sampling import MIN_TEMPERATURE, Sequence, TokenLogprob, TokenRules
 from .schemas import AnyBody, CompletionBody, make_value_error
 from .structured import Grammars, Guide
-from .text import AnswerDecoder, AnswerPart
 
 _DEFAULT_NEW_TOKENS = 1024  # if a request does not limit its new tokens
 # Maximum number of answers to one request that run at once, which leaves room for other requests.

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
+from .answer_text import AnswerPart
 from .choices import Choice
 from .errors import APIError
 from .sampling import TokenLogprob
 from .schemas import ChatBody, CompletionBody
-from .text import AnswerPart
 from .token_texts import TokenTexts
 
 # Parts of answers, each with its choice. None is the end of an answer.

@@ -6,11 +6,11 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from .answer_text import AnswerPart
 from .choices import Choice
 from .completions import ChoiceParts, count_usage, format_event
 from .errors import APIError
 from .schemas import ResponseBody
-from .text import AnswerPart
 
 # For each type of item with text: the prefix of its id, its fields, and its initial content.
 _TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

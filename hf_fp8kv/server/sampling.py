@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..serving.engines.sampling import make_gumbel_noise, make_noise_key
+from ..serving.engines.noise import make_gumbel_noise, make_noise_key
 from .errors import APIError
 from .structured import Guide
 

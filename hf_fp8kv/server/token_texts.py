@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .text import AnswerDecoder
+from .answer_text import AnswerDecoder
 
 
 class TokenTexts:

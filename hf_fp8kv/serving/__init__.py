@@ -22,8 +22,8 @@ from ..modeling.identity import identify_model
 from ..modeling.model_support import find_base_model
 from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, load_backend
-from ..prefix.pages import check_store
 from ..prefix.store import PrefixStore
+from ..prefix.stored_pages import check_store
 from ..scales.kv_scales import KVScales, warn_if_stale
 from ..utils.text import suggest
 from .config import ServingConfig

@@ -9,8 +9,8 @@ import torch
 from ..cache.options import CacheOptions
 from ..formats import LayerPlan
 from ..modeling.identity import identify_model
-from ..prefix.pages import digest_options
 from ..prefix.store import PrefixStore
+from ..prefix.stored_pages import digest_options
 
 
 class LayerStorage(NamedTuple):

@@ -29,7 +29,7 @@ from .engines import (
     rebind_globals,
 )
 from .engines.common import EngineCache
-from .engines.sampling import NoiseLogitsWarper
+from .engines.noise import NoiseLogitsWarper
 from .probe import read_layer_windows
 
 _METHOD_NAME = "init_continuous_batching"

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
-from .pages import BLOCK_SIZES
+from .page_views import BLOCK_SIZES
 from .specs import Slot, set_slot
 
 BACKEND_NAME = "HF_FP8KV"

@@ -15,9 +15,9 @@ from ..errors import ConfigError
 from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
 from ..serving.step import LayerWork
-from .pages import check_block_size, view_pages
+from .page_views import check_block_size, view_pages
+from .scheduler_step import DecodeStep, PlannedStep, is_decoding, plan_step
 from .specs import customize_backend
-from .step import DecodeStep, PlannedStep, is_decoding, plan_step
 from .storage import ModelStorage, read_storage
 
 

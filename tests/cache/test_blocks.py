@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.paging import blocks
+from hf_fp8kv.paging import memory_blocks
 from tests.cache.public import attend
 from tests.cache.test_offloading import (
     HEAD_DIM,
@@ -37,7 +37,9 @@ BATCH_SIZE = 2
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_triton(monkeypatch)
     # A block has one or two pages.
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2 * PAGE_SIZE * NUM_HEADS * (2 * HEAD_DIM + 4))
+    monkeypatch.setattr(
+        memory_blocks, "BLOCK_BYTES", 2 * PAGE_SIZE * NUM_HEADS * (2 * HEAD_DIM + 4)
+    )
 
 
 def make_caches(name: str = "llama", **options: Any) -> list[FP8PagedCache]:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError
 from hf_fp8kv.cache.paged_tensor import densify
-from hf_fp8kv.paging import blocks
+from hf_fp8kv.paging import memory_blocks
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import make_causal_config
@@ -107,7 +107,7 @@ class CacheMachine(RuleBasedStateMachine):
         if backend == "triton":
             # The stand-in reads blocks of one or two pages.
             replace_triton(self.patch)
-            self.patch.setattr(blocks, "BLOCK_BYTES", 3000)
+            self.patch.setattr(memory_blocks, "BLOCK_BYTES", 3000)
         config = make_causal_config(
             "gemma3_text", num_hidden_layers=NUM_LAYERS, layer_types=LAYER_TYPES[layers],
             sliding_window=window,

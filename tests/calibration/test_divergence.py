@@ -16,7 +16,7 @@ from transformers import DynamicCache, QuantizedCache, cache_utils
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration.divergence import UNQUANTIZED, compare_caches, compute_scores
-from hf_fp8kv.scales.report import QualityRow
+from hf_fp8kv.scales.measured_report import QualityRow
 from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text

@@ -33,7 +33,7 @@ from hf_fp8kv.card.drift import (
 )  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge_cache
 from hf_fp8kv.card.predictions import States, compare_states, prefill, score_text
-from hf_fp8kv.card.report import make_columns
+from hf_fp8kv.card.rendering import make_columns
 from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats.rotation import rotate

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales
-from hf_fp8kv.scales.report import (
+from hf_fp8kv.scales.measured_report import (
     DYNAMIC,
     LayerStatistics,
     QualityRow,

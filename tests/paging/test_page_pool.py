@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.cache.encoding import Encoding
 from hf_fp8kv.formats import LayerPlan, SidePlan
-from hf_fp8kv.paging import blocks
+from hf_fp8kv.paging import memory_blocks
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.helpers.assertions import assert_same
@@ -51,7 +51,7 @@ def make_pool(
 @pytest.fixture(autouse=True)
 def _limit_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit blocks to one to three pages."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1200)
+    monkeypatch.setattr(memory_blocks, "BLOCK_BYTES", 1200)
 
 
 for_each_layout = pytest.mark.parametrize("single_block", [True, False], ids=["single", "several"])
@@ -170,7 +170,7 @@ class Allocations(TorchDispatchMode):
 
 def test_growing_allocates_one_block_at_a_time(monkeypatch):
     page_bytes = make_pool().layout.size
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 8 * page_bytes)
+    monkeypatch.setattr(memory_blocks, "BLOCK_BYTES", 8 * page_bytes)
     allocator = PageAllocator(PageBudget(PAGE_SIZE))
     with Allocations() as allocations, BytesWritten() as counter:
         pool = make_pool(num_pages=0)

@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.cache_allocators import cache_a
 
 from hf_fp8kv import ConfigError, PrefixStore, serving
 from hf_fp8kv.formats import LayerPlan
-from hf_fp8kv.prefix import engine as engine_module
+from hf_fp8kv.prefix import engine_blocks as engine_module
 from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE_SIZE

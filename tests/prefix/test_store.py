@@ -38,7 +38,7 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.prefix.file import Page, pack
-from hf_fp8kv.prefix.pages import check_store
+from hf_fp8kv.prefix.stored_pages import check_store
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant

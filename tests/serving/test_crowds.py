@@ -20,7 +20,7 @@ pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("llguidance", reason="needs the extra serve")
-from hf_fp8kv.serving.engines.sampling import make_gumbel_noise, make_noise_key  # noqa: E402
+from hf_fp8kv.serving.engines.noise import make_gumbel_noise, make_noise_key  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 NUM_REQUESTS, NEW_TOKENS = 50, 16

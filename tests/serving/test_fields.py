@@ -37,9 +37,9 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 from transformers.cli.serving.utils import build_response_parser  # noqa: E402
 
 from hf_fp8kv.server import sampling  # noqa: E402
+from hf_fp8kv.server.answer_text import AnswerDecoder  # noqa: E402
 from hf_fp8kv.server.choices import Choice, RunningRequest  # noqa: E402
 from hf_fp8kv.server.structured import Grammars  # noqa: E402
-from hf_fp8kv.server.text import AnswerDecoder  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 # The template renders the names of the tools and the last message.

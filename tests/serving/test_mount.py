@@ -22,9 +22,9 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
+from hf_fp8kv.server.answer_text import AnswerDecoder
 from hf_fp8kv.server.errors import APIError
 from hf_fp8kv.server.jobs import JobPool
-from hf_fp8kv.server.text import AnswerDecoder
 
 pytestmark = pytest.mark.text
 

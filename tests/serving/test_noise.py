@@ -8,7 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_fp8kv import serving
-from hf_fp8kv.serving.engines.sampling import NoiseLogitsWarper
+from hf_fp8kv.serving.engines.noise import NoiseLogitsWarper
 from tests.helpers.serving_tools import NEW_TOKENS, PAGE, generate_batch, prompts
 from tests.helpers.tiny_models import build_variant
 

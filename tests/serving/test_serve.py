@@ -56,7 +56,7 @@ def import_required(name: str) -> types.ModuleType:
 
 
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
-listen = import_required("hf_fp8kv.server.config").listen
+listen = import_required("hf_fp8kv.server.server_config").listen
 schemas = import_required("hf_fp8kv.server.schemas")
 engine = import_required("hf_fp8kv.server.engine")
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class

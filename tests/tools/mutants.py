@@ -238,8 +238,8 @@ MUTANTS = (
         "tests/paging/test_block_table.py",
     ),
     Mutant(
-        "fork: a full page is copied", TABLE, "stop_column = start // self.page_size,",
-        "stop_column = max(start - 1, 0) // self.page_size,", "tests/paging/test_block_table.py",
+        "fork: a full page is copied", TABLE, "first_column = start // self.page_size\n",
+        "first_column = max(start - 1, 0) // self.page_size\n", "tests/paging/test_block_table.py",
     ),
     Mutant(
         "fork: a failed copy keeps its page", TABLE,
@@ -268,7 +268,7 @@ MUTANTS = (
         "tests/paging/test_block_table.py",
     ),
     Mutant(
-        "pool: growth loses the first block", "paging/blocks.py",
+        "pool: growth loses the first block", "paging/memory_blocks.py",
         "[*old_blocks, *self._allocate", "[*old_blocks[1:], *self._allocate",
         "tests/paging/test_page_pool.py",
     ),
@@ -324,15 +324,14 @@ MUTANTS = (
         "tests/prefix/test_folder.py tests/prefix/test_store.py",
     ),
     Mutant(
-        "offloading: pages come back stale", "paging/blocks.py",
-        "count, target_block, source_block = len(run)",
-        "count, target_block, source_block = len(run) - 1",
+        "offloading: pages come back stale", "paging/memory_blocks.py",
+        "count = len(run)", "count = len(run) - 1",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.
     Mutant(
         "attention: the layer's window is ignored", "attention/fp8_paged.py",
-        "None, spec.window or key.window\n", "None, spec.window\n", "tests/cache/test_windows.py",
+        "bounds = None\n    window = spec.window or key.window\n", "bounds = None\n    window = spec.window\n", "tests/cache/test_windows.py",
     ),
     Mutant(
         "attention: training through pages is silent", "attention/fp8_paged.py",
@@ -372,8 +371,8 @@ MUTANTS = (
     ),
     Mutant(
         "calibration: scales ignore the center", "calibration/static_scales.py",
-        "center_and_rotate(k, storage.center, rotated=rotates_k)",
-        "center_and_rotate(k, None, rotated=rotates_k)",
+        "center_and_rotate(k, storage.center, rotated",
+        "center_and_rotate(k, None, rotated",
         "tests/calibration/test_calibrate.py",
     ),
     Mutant(

@@ -16,8 +16,8 @@ from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EngineLayout
 from hf_fp8kv.vllm.dtypes import DTYPES
-from hf_fp8kv.vllm.pages import view_pages
-from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
+from hf_fp8kv.vllm.page_views import view_pages
+from hf_fp8kv.vllm.scheduler_step import DecodeStep, is_decoding, plan_step
 from tests.helpers.grids import pairwise
 
 NUM_HEADS = 2  # KV heads

@@ -2,7 +2,7 @@
 
 from .base import ScaleFormat
 from .checkpoints import AutoFP8, CompressedTensors, ModelOpt, Quark, Tgi
-from .files import HfFp8kv, VllmJson
+from .separate_files import HfFp8kv, VllmJson
 
 __all__ = ["SCALE_FORMATS", "ScaleFormat"]
 

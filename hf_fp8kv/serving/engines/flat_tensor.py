@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching import cache
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 from ...ops import Pages
-from ...prefix.engine import BlockExchange, BlockHasher
+from ...prefix.engine_blocks import BlockExchange, BlockHasher
 from ..layout import plan_block_sizes, view_layers
 from . import HASHING_METHODS, SALT_KEY, make_engine_error, rebind_globals
 from .common import EngineCache, count_extra_values, read_kv_sizes

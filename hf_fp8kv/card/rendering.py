@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..bench.reporting import build_table
 from .caches import FLOOR
 from .drift import WINDOW_TOKENS, format_change
+from .long_texts import KINDS
 from .measure import TIERS, find_tier, select_rows
 from .predictions import EXACT, STORED
-from .texts import KINDS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -17,7 +17,7 @@ from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
-from ..report import Protection
+from ..measured_report import Protection
 from ..request import Request
 from .base import ScaleFormat, to_json
 
