@@ -331,7 +331,8 @@ MUTANTS = (
     # Attention.
     Mutant(
         "attention: the layer's window is ignored", "attention/fp8_paged.py",
-        "bounds = None\n    window = spec.window or key.window\n", "bounds = None\n    window = spec.window\n", "tests/cache/test_windows.py",
+        "bounds = None\n    window = spec.window or key.window\n",
+        "bounds = None\n    window = spec.window\n", "tests/cache/test_windows.py",
     ),
     Mutant(
         "attention: training through pages is silent", "attention/fp8_paged.py",
