@@ -403,6 +403,21 @@ MUTANTS = (
     ),
     # Captured steps.
     Mutant(
+        "repeat: tokens of another layout are written", "cache/layer_store.py",
+        "record.layout != describe_tokens(key, value) or ", "",
+        "tests/cache/test_repeated_steps.py",
+    ),
+    Mutant(
+        "repeat: a new block table is ignored", "cache/layer_store.py",
+        "if table is not pages.table or blocks.cached_pages is not cached:", "if False:",
+        "tests/cache/test_repeated_steps.py",
+    ),
+    Mutant(
+        "repeat: another call of attention is accepted", "attention/fp8_paged.py",
+        "or last.layout != _describe(module, query, key, mask, arguments)", "",
+        "tests/cache/test_repeated_steps.py",
+    ),
+    Mutant(
         "capture: different steps are captured", "attention/capture.py",
         "                if new != previous:", "                if False:",
         "tests/attention/test_capture.py",
