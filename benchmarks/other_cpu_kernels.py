@@ -1,7 +1,7 @@
 """Make steps of vLLM's and OpenVINO's attention on a CPU, over paged caches of one layer.
 
 `make rivals` installs both. A step stores the new tokens of each sequence, and attends to all
-tokens. Block tables and work plans, which a server makes once for all layers, are not in a step.
+tokens. Block tables and schedules, which a server makes once for all layers, are not in a step.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def _make_vllm_step(
     no_window = -1
     lengths = torch.full((batch,), num_stored + num_new, dtype=torch.int32)
     starts = torch.arange(batch + 1, dtype=torch.int32) * num_new
-    plan = ops.cpu_attn_get_scheduler_metadata(
+    schedule = ops.cpu_attn_get_scheduler_metadata(
         batch, num_heads, num_kv_heads, dim, lengths, query.dtype, starts, is_causal, no_window,
         isa, True, None, dtype,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def _make_vllm_step(
         write(keys, values, new_slots)
         ops.cpu_attention_with_kv_cache(
             queries, k_pages, v_pages, output, starts, lengths, dim**-0.5, is_causal, None,
-            no_window, block_table, 0.0, plan, None, None, 1.0, 1.0, dtype,
+            no_window, block_table, 0.0, schedule, None, None, 1.0, 1.0, dtype,
         )  # fmt: skip
         return output.view(batch, num_new, num_heads, dim).transpose(1, 2)
 

@@ -38,9 +38,9 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
                 name = fmt.name + PADDED_SUFFIX
                 measure_attention(record, "decode", case.pad_left(), fmt, backend, name)
         baselines.measure_decode(record, "decode", case, with_gqa=case in full_cases)
-        if backend == "triton":  # the only backend with plans
-            measure_plan = functools.partial(_measure_plan, record.stage, case, backend)
-            record.measure("decode", case, "split plan", measure_plan)
+        if backend == "triton":  # the only backend with schedules
+            measure_schedule = functools.partial(_measure_schedule, record.stage, case, backend)
+            record.measure("decode", case, "split schedule", measure_schedule)
     for case in full_cases:
         for fmt in PAGE_FORMATS:
             if fmt not in FIRST_FORMATS:
@@ -51,9 +51,9 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
     baselines.measure_flex(record, "decode", full_cases[0])
 
 
-def _measure_plan(stage: Stage, case: Case, backend: str) -> dict[str, Any]:
-    """Time the work plan of a case. A step makes one plan for all layers."""
-    return stage.time_steps([make_plan_step(stage, case, backend).make_plan] * 8)
+def _measure_schedule(stage: Stage, case: Case, backend: str) -> dict[str, Any]:
+    """Time the schedule of a case. A step makes one schedule for all layers."""
+    return stage.time_steps([make_schedule_step(stage, case, backend).make_schedule] * 8)
 
 
 def measure_others(record: Record, sizes: RunSizes, backend: str) -> None:
@@ -118,9 +118,9 @@ def measure_pages(
     def measure_row() -> dict[str, Any]:
         layer_pages = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         query = make_query(stage, case)
-        _, plan, lengths = make_plan_step(stage, case, backend)
+        _, schedule, lengths = make_schedule_step(stage, case, backend)
         steps = [
-            functools.partial(attend, query, pages, lengths, case, plan, backend)
+            functools.partial(attend, query, pages, lengths, case, schedule, backend)
             for pages in layer_pages
         ]
         with poison_memory():
@@ -138,29 +138,38 @@ def make_query(stage: Stage, case: Case) -> torch.Tensor:
     return stage.randn(*shape).transpose(1, 2)
 
 
-class PlanStep(NamedTuple):
-    """The work plan of a case, and the function that fills it again."""
+class ScheduleStep(NamedTuple):
+    """The schedule of a case, and the function that fills it again."""
 
-    make_plan: Step  # must not be called without a plan
-    plan: Any  # `[rows, 4]`, int32, or None if the backend needs no plan
+    make_schedule: Step  # must not be called without a schedule
+    schedule: Any  # `[rows, 4]`, int32, or None if the backend needs no schedule
     lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
 
 
-def make_plan_step(stage: Stage, case: Case, backend: str) -> PlanStep:
-    """Return the work plan of a case, filled for its lengths."""
+def make_schedule_step(stage: Stage, case: Case, backend: str) -> ScheduleStep:
+    """Return the schedule of a case, filled for its lengths."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
     num_heads = case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
     length = None if case.is_ragged else case.tokens_read // len(case.lengths)
     num_query_rows = case.heads.query // num_heads * case.new_tokens
     arguments = lengths, case.new_tokens, case.window, 0, num_heads, backend
-    plan = ops.create_plan(*arguments, length, num_query_rows)
-    return PlanStep(functools.partial(ops.fill_plan, plan, *arguments), plan, lengths)
+    schedule = ops.create_schedule(*arguments, length, num_query_rows)
+    return ScheduleStep(
+        functools.partial(ops.fill_schedule, schedule, *arguments), schedule, lengths
+    )
 
 
 def attend(
-    query: torch.Tensor, pages: Pages, lengths: torch.Tensor, case: Case, plan: Any, backend: str
+    query: torch.Tensor,
+    pages: Pages,
+    lengths: torch.Tensor,
+    case: Case,
+    schedule: Any,
+    backend: str,
 ) -> torch.Tensor:
     """Attend with the operation of this package, and return the output, `[B, T, Hq, D]`."""
     spec = case.attention_spec()
-    return ops.attend(query, pages, lengths, 0, max(case.lengths), spec, plan=plan, backend=backend)
+    return ops.attend(
+        query, pages, lengths, 0, max(case.lengths), spec, schedule=schedule, backend=backend
+    )

@@ -128,7 +128,7 @@ def measure_attention(
 
 
 def measure_layers(record: Record, sizes: RunSizes, backend: str) -> None:
-    """Add rows for one layer of a step of a growing cache: mask, write, plan and attention.
+    """Add rows for one layer of a step of a growing cache: mask, write, schedule and attention.
 
     The steps are captured in a graph. Steps in the first format are also called from Python, as
     generate() does.

@@ -48,7 +48,7 @@ MIN_RESERVED_TOKENS, RESERVED_DIVISOR = 1024, 8
 # Maximum number of times that the inputs of a call may change their shapes.
 MAX_KEY_CHANGES = 4
 # Maximum relative error of the logits of a step, from a different order of sums. In 16 bits it is
-# eight roundings of bfloat16 (0.4 %), because work plans split a preallocated cache differently on
+# eight roundings of bfloat16 (0.4 %), because schedules split a preallocated cache differently on
 # a GPU, which was not measured. On CPUs nine 16-bit types have no error, and nllb-moe, which needs
 # a growing cache, has 4.9 %. If the error is larger, the call runs eagerly.
 MAX_ERROR = 0.03

@@ -209,7 +209,7 @@ def _describe(
     arguments: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """Return everything that a decode step depends on, except the pages and the values."""
-    plan = key.plan
+    schedule = key.schedule
     return (
         arguments,
         query.shape,
@@ -217,7 +217,7 @@ def _describe(
         query.dtype,
         query.device,
         query.requires_grad,
-        None if plan is None else plan.shape,
+        None if schedule is None else schedule.shape,
         getattr(module, "is_causal", True),
         module.training,
         vars(module).get(DETERMINISTIC),
@@ -254,7 +254,7 @@ def _repeat(
         scaling, causal, window, softcap, sinks, *_ = spec
         columns = mask.get_columns(start, stop)
         spec = AttentionSpec(scaling, causal, window, softcap, sinks, columns, None, mask.bounds)
-    attended: Tensor = last.attend(query, pages, key.lengths, start, stop, spec, key.plan)
+    attended: Tensor = last.attend(query, pages, key.lengths, start, stop, spec, key.schedule)
     return attended
 
 
@@ -274,7 +274,7 @@ def _record(
         return
     spec = _fit_to_pages(spec, query, key)
     attend = ops.bind(
-        "attend", key.backend, query, pages, key.lengths, key.start, key.stop, spec, key.plan
+        "attend", key.backend, query, pages, key.lengths, key.start, key.stop, spec, key.schedule
     )
     pages.record.attention = AttentionRecord(
         _describe(module, query, key, mask, arguments),
@@ -362,7 +362,7 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
         key.start,
         key.stop,
         spec,
-        plan=key.plan,
+        schedule=key.schedule,
         backend=key.backend,
     )
 

@@ -109,15 +109,15 @@ class LayerStore:
             self.indexer.set_capacity(length.max_tokens, length.count_stored())
         self.mark_addresses()
         if isinstance(length, DeviceLength):
-            length.fill_plan(1)
+            length.fill_schedule(1)
 
     def mark_addresses(self) -> None:
-        """Use the group's work plan, and mark constant addresses for torch.compile."""
+        """Use the group's schedule, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
             return
         num_rows = self._count_query_rows(1)
         backend = self.encoding.backend
-        tensors = self.length.share_plan(self.pool.num_heads, num_rows, backend)
+        tensors = self.length.share_schedule(self.pool.num_heads, num_rows, backend)
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
             for tensor in (pages.block, pages.offsets, *tensors, *self.encoding.list_tensors()):
@@ -193,11 +193,11 @@ class LayerStore:
         """Return handles on the keys and values of a call, with `lengths` as in `ops.write`."""
         num_rows = self._count_query_rows(positions.num_tokens)
         backend = self.encoding.backend
-        work_plan = self.length.get_work_plan(
+        schedule = self.length.get_schedule(
             positions, lengths.device, self.pool.num_heads, num_rows, backend
         )
         return make_handles(
-            pages, lengths, work_plan, (self.pool.k_dtype, self.pool.v_dtype), positions.first,
+            pages, lengths, schedule, (self.pool.k_dtype, self.pool.v_dtype), positions.first,
             positions.stop, self.group.window or 0, self.length.max_tokens is not None, backend,
         )  # fmt: skip
 
@@ -356,7 +356,7 @@ class LayerStore:
         rows = pool.memory.take(table.rows[:, first:stop].reshape(-1))
         self.pool.memory.put(new_pages, rows.to(new_pages.device))
         length.set(source.length.count_stored())
-        length.fill_plan(1)
+        length.fill_schedule(1)
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`."""

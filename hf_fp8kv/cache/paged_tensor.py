@@ -125,7 +125,8 @@ class PagedKV(LazyTensor):
     """
 
     FIELDS = (
-        *PAGE_FIELDS, "lengths", "plan", "side", "start", "stop", "window", "is_ragged", "backend",
+        *PAGE_FIELDS, "lengths", "schedule", "side", "start", "stop", "window", "is_ragged",
+        "backend",
     )  # fmt: skip
     WARNING = (
         "the model or its attention uses dense keys and values, which are decoded from the pages "
@@ -135,7 +136,7 @@ class PagedKV(LazyTensor):
     block: torch.Tensor
     k_center: torch.Tensor | None
     lengths: torch.Tensor
-    plan: torch.Tensor | None
+    schedule: torch.Tensor | None
     side: str
     start: int
     stop: int
@@ -173,7 +174,7 @@ def densify(x: Any) -> Any:
 def make_handles(
     pages: Pages,
     lengths: torch.Tensor,
-    plan: torch.Tensor | None,
+    schedule: torch.Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     start: int,
     stop: int,
@@ -186,7 +187,7 @@ def make_handles(
     Args:
         pages: The stored keys and values.
         lengths: Number of stored tokens, `[B]`, int32.
-        plan: Work plan that `ops.fill_plan` wrote for these lengths, or None.
+        schedule: Schedule that `ops.fill_schedule` wrote for these lengths, or None.
         dtypes: Dtypes of dense K and V.
         start: Position of the first column.
         stop: Position of the last column plus one.
@@ -198,7 +199,7 @@ def make_handles(
     if pages.attributes is None:
         pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
     attributes = {
-        **pages.attributes, "pages": pages, "lengths": lengths, "plan": plan, "side": "k",
+        **pages.attributes, "pages": pages, "lengths": lengths, "schedule": schedule, "side": "k",
         "start": start, "stop": stop, "window": window, "is_ragged": is_ragged, "backend": backend,
     }  # fmt: skip
     batch, device = pages.table.shape[0], pages.table.device

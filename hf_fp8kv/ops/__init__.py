@@ -1,4 +1,4 @@
-"""Operations on stored pages, their work plans, and the choice of their backend.
+"""Operations on stored pages, their schedules, and the choice of their backend.
 
 Letters of axes in this package: `B` sequences, `T` new tokens, `N` tokens that attention
 may read, `Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of
@@ -7,7 +7,7 @@ a page, `M` pages of one sequence.
     write(pages, key, value, lengths)               encode new tokens, and store them in their pages
     attend(query, pages, lengths, ..., spec)        compute attention from the stored bytes
     gather(pages, lengths, side, start, stop, ...)  decode the stored bytes to a dense K or V
-    create_plan, fill_plan                          split sequences among the programs of a GPU
+    create_schedule, fill_schedule                  split sequences among the programs of a GPU
     advance(lengths, num_tokens, limit, backend)    compute the lengths for the next `write`
 
 The value of a stored code (reference.py is the specification):
@@ -21,7 +21,7 @@ token_scales[..., 1] and no center.
 """
 
 # Define nothing here that needs the library `torch`: the folder `torch` has the same name.
-from .api import advance, attend, bind, create_plan, fill_plan, gather, write
+from .api import advance, attend, bind, create_schedule, fill_schedule, gather, write
 from .backends import (
     BACKEND_CHOICES,
     BACKENDS,
@@ -34,6 +34,6 @@ from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
     "BACKENDS", "BACKEND_CHOICES", "CHECKS_ON_DEVICE", "AttentionSpec", "Pages", "StoredSide",
-    "advance", "attend", "bind", "choose_backend", "create_plan", "explain_backends", "fill_plan",
-    "gather", "load_backend", "write",
+    "advance", "attend", "bind", "choose_backend", "create_schedule", "explain_backends",
+    "fill_schedule", "gather", "load_backend", "write",
 ]  # fmt: skip

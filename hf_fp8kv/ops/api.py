@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, OutOfPagesError
-from .backends import CHECKS_ON_DEVICE, IS_DETERMINISTIC, PLANS, load_backend
+from .backends import CHECKS_ON_DEVICE, IS_DETERMINISTIC, SCHEDULES, load_backend
 from .pages import PAGE_FIELDS, AttentionSpec, Pages, flatten, unflatten
 from .sizes import check_sizes
 
 # Backend for fake and meta tensors. It checks sizes, and returns tensors without values.
 _FAKE = "fake"
-# Maximum number of query tokens per launch in `_attend_per_token`. Each launch makes a plan.
+# Maximum number of query tokens per launch in `_attend_per_token`. Each launch makes a schedule.
 _MAX_SEPARATE_TOKENS = 256
 
 
@@ -67,7 +67,7 @@ def _operation(function: _Operation) -> _Operation:
         ],
         return_annotation=None if mutates else result_type,
     )
-    mutated_names = {"block", "plan"} & types.keys() if mutates else ()
+    mutated_names = {"block", "schedule"} & types.keys() if mutates else ()
     schema = torch.library.infer_schema(run, mutates_args=mutated_names)
     for full_name, tags in ((name, ()), (f"{name}_by_host", _HOST_TAGS)):
         _LIBRARY.define(full_name + schema, tags=tags)
@@ -179,7 +179,7 @@ def attend(
     stop: int,
     spec: AttentionSpec,
     *,
-    plan: Tensor | None = None,
+    schedule: Tensor | None = None,
     backend: str,
 ) -> Tensor:
     """Compute softmax attention over stored positions `start` to `stop - 1`.
@@ -192,8 +192,8 @@ def attend(
         start: First position, which is the first column of `spec.mask` and `spec.bias`.
         stop: Last position plus one.
         spec: Scaling, causality, window, softcap, sinks, mask and bias.
-        plan: Work plan that `fill_plan` wrote for these lengths, number of query tokens, window and
-            start. None means that a backend makes a plan if it needs one.
+        schedule: Schedule that `fill_schedule` wrote for these lengths, number of query tokens,
+            window and start. None means that a backend makes a schedule if it needs one.
         backend: One of `BACKENDS`.
 
     Returns:
@@ -211,7 +211,7 @@ def attend(
     if spec.deterministic and backend not in IS_DETERMINISTIC:
         return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
     attend_pages = load_backend(backend).attend
-    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, plan)
+    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, schedule)
     return attended
 
 
@@ -227,7 +227,7 @@ def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tenso
     return new_lengths
 
 
-def create_plan(
+def create_schedule(
     lengths: Tensor,
     num_tokens: int,
     window: int,
@@ -237,28 +237,28 @@ def create_plan(
     length: int | None = None,
     num_query_rows: int = 1,
 ) -> Tensor | None:
-    """Allocate a work plan, and call `fill_plan`. Return None for a backend without plans.
+    """Allocate a schedule, and call `fill_schedule`. Return None for a backend without schedules.
 
     Args:
         length: Number of tokens to read per sequence, if it is the same for all. If splitting would
-            not be faster, the plan then has no room for splits, and no kernel merges parts. None
-            means that lengths differ.
+            not be faster, the schedule then has no room for splits, and no kernel merges parts.
+            None means that lengths differ.
         num_query_rows: Query heads per KV head times query tokens. With more rows a GPU runs fewer
-            programs at once, and `attend` does not use a plan with too many parts.
+            programs at once, and `attend` does not use a schedule with too many parts.
     """
-    if backend not in PLANS:
+    if backend not in SCHEDULES:
         return None
     device = lengths.device
-    count_plan_rows = load_backend(backend).count_plan_rows
-    num_rows: int = count_plan_rows(device, len(lengths), num_heads, length, num_query_rows)
-    plan = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
-    fill_plan(plan, lengths, num_tokens, window, start, num_heads, backend)
-    return plan
+    count_schedule_rows = load_backend(backend).count_schedule_rows
+    num_rows: int = count_schedule_rows(device, len(lengths), num_heads, length, num_query_rows)
+    schedule = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
+    fill_schedule(schedule, lengths, num_tokens, window, start, num_heads, backend)
+    return schedule
 
 
 @_operation
-def fill_plan(
-    plan: Tensor,
+def fill_schedule(
+    schedule: Tensor,
     lengths: Tensor,
     num_tokens: int,
     window: int,
@@ -269,16 +269,17 @@ def fill_plan(
     """Assign tokens to programs for all layers of a step, on the device.
 
     Args:
-        plan: Work plan to overwrite, a result of `create_plan` for these sequences and heads.
+        schedule: Schedule to overwrite, a result of `create_schedule` for these sequences and
+            heads.
         lengths: Number of stored tokens, including this step's tokens, `[B]`, int32.
         num_tokens: Number of query tokens of this step, T.
         window: As in `AttentionSpec`.
         start: As in `attend`.
         num_heads: Number of KV heads.
-        backend: "triton", the only backend with plans.
+        backend: "triton", the only backend with schedules.
     """
     if backend != _FAKE:
-        load_backend(backend).fill_plan(plan, lengths, num_tokens, window, start, num_heads)
+        load_backend(backend).fill_schedule(schedule, lengths, num_tokens, window, start, num_heads)
 
 
 def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
@@ -318,8 +319,8 @@ def _attend_per_token(
     """Compute attention with each query token as a separate sequence.
 
     The result of a token then only depends on the tokens it attends to. A "triton" program reads a
-    single sequence, and the plan does not split it. The shapes of "torch"'s products depend on the
-    call, so it gets one sequence at a time, without later tokens.
+    single sequence, and the schedule does not split it. The shapes of "torch"'s products depend on
+    the call, so it gets one sequence at a time, without later tokens.
     """
     batch, num_heads, num_tokens, dim = query.shape
     token_queries = query.transpose(1, 2).reshape(-1, num_heads, 1, dim)

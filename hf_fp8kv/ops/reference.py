@@ -145,7 +145,7 @@ def attend(
     start: int,
     stop: int,
     spec: AttentionSpec,
-    _plan: None = None,
+    _schedule: None = None,
 ) -> Tensor:
     """Compute softmax attention, with the arguments and result of `ops.attend`."""
     batch, num_q_heads, num_tokens, _ = query.shape

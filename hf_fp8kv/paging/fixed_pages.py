@@ -41,8 +41,8 @@ class FixedPages(LayerGroup):
         self.allocated_pages = 0
         self.device_lengths: dict[int, torch.Tensor] = {}
         self.first_intact: dict[int, int] = {}
-        # Work plans by size, each with the member that fills it.
-        self._plans: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
+        # Schedules by size, each with the member that fills it.
+        self._schedules: dict[tuple[object, ...], tuple[torch.Tensor | None, int]] = {}
         if table is None:
             self.table.allocator.allocates_exactly = True
         else:
@@ -103,26 +103,26 @@ class FixedPages(LayerGroup):
         columns = np.arange(self.num_columns, dtype=np.int32)
         return self.table.copy_to_device(device, columns % (self.ring_size or len(columns)))
 
-    def plan(
+    def schedule(
         self, member: int, num_heads: int, num_rows: int, backend: str
     ) -> tuple[torch.Tensor | None, int]:
-        """Return a work plan for `num_rows` query rows per KV head, and the member that fills it.
+        """Return a schedule for `num_rows` query rows per KV head, and the member that fills it.
 
-        The plan has a constant address, and is None for a backend without plans. The first member
-        that calls this method fills the plan in each step. A plan assigns all positions for any
-        lengths, so an outdated plan is less balanced but still correct.
+        The schedule has a constant address, and is None for a backend without schedules. The first
+        member that calls this method fills the schedule in each step. A schedule assigns all
+        positions for any lengths, so an outdated schedule is less balanced but still correct.
         """
         lengths = self.device_lengths[member]
         window = self.window or 0
         key = (len(lengths), lengths.device, num_heads, num_rows)
-        if key not in self._plans:
+        if key not in self._schedules:
             # Later steps may run outside inference mode.
             with torch.inference_mode(False), torch.no_grad():
-                plan = ops.create_plan(
+                schedule = ops.create_schedule(
                     lengths, 1, window, 0, num_heads, backend, num_query_rows=num_rows
                 )
-            self._plans[key] = plan, member
-        return self._plans[key]
+            self._schedules[key] = schedule, member
+        return self._schedules[key]
 
     def unshare(self, length: int) -> None:
         """Give each sequence separate pages for tokens from `length` on. The budget has room."""

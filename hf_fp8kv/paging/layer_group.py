@@ -38,7 +38,7 @@ class LongWrite(NamedTuple):
 class Positions:
     """The positions and pages of a call, or of all stored tokens, shared by the layers of a group.
 
-    The first layer of a call creates this object. Lengths and work plans are computed once per
+    The first layer of a call creates this object. Lengths and schedules are computed once per
     device.
 
     Attributes:
@@ -61,7 +61,7 @@ class Positions:
         self.version = -1
         self.first_kept_page: int | None = None
         self._lengths: dict[torch.device, torch.Tensor] = {}
-        self._work_plans: dict[tuple[object, ...], torch.Tensor | None] = {}
+        self._schedules: dict[tuple[object, ...], torch.Tensor | None] = {}
 
     def locate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block table, `[B, M]`, and `stop` of each sequence, `[B]`, both int32."""
@@ -85,23 +85,23 @@ class Positions:
         first_kept = (self.first_kept_page or 0) * self._table.page_size
         return self._table.pages_of(max(self.start, first_kept), self.stop)
 
-    def get_work_plan(
+    def get_schedule(
         self, device: torch.device, num_heads: int, num_rows: int, backend: str
     ) -> torch.Tensor | None:
-        """Return the work plan for positions `first` to `stop - 1`, or None if `backend` has none.
+        """Return the schedule for positions `first` to `stop - 1`, or None if `backend` has none.
 
-        `num_heads` counts KV heads, and `num_rows` the query rows per KV head. A plan never
+        `num_heads` counts KV heads, and `num_rows` the query rows per KV head. A schedule never
         changes. It is valid for any number of query tokens, and for any window in which no position
         before `first` is visible.
         """
         key = (device, num_heads, num_rows, backend)
-        if key not in self._work_plans:
+        if key not in self._schedules:
             lengths = self._lengths[device]
             length = self.stop - self.first
-            self._work_plans[key] = ops.create_plan(
+            self._schedules[key] = ops.create_schedule(
                 lengths, 1, 0, self.first, num_heads, backend, length, num_rows
             )
-        return self._work_plans[key]
+        return self._schedules[key]
 
 
 class LayerGroup:

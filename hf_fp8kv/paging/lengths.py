@@ -83,7 +83,7 @@ class HostLength:
         """Record that the tokens of a call are stored."""
         self.group.lengths[self.member] += positions.num_tokens
 
-    def get_work_plan(
+    def get_schedule(
         self,
         positions: AnyPositions,
         device: torch.device,
@@ -91,9 +91,9 @@ class HostLength:
         num_rows: int,
         backend: str,
     ) -> torch.Tensor | None:
-        """Return the work plan for a number of KV heads and of query rows per KV head, or None."""
+        """Return the schedule for a number of KV heads and of query rows per KV head, or None."""
         assert isinstance(positions, Positions)
-        return positions.get_work_plan(device, num_heads, num_rows, backend)
+        return positions.get_schedule(device, num_heads, num_rows, backend)
 
     def check_crop(self, num_tokens: int, num_stored: int) -> None:
         """Raise ConfigError if the last `num_tokens` tokens cannot be removed."""
@@ -132,9 +132,9 @@ class DeviceLength:
         self.is_empty = True
         # An upper bound on the number of stored tokens, kept on the host for `check_capacity`.
         self._upper_bound = 0
-        self._plan: torch.Tensor | None = None
-        # Number of KV heads and backend of the work plan, or None if a different layer fills it.
-        self._plan_arguments: tuple[int, str] | None = None
+        self._schedule: torch.Tensor | None = None
+        # Number of KV heads and backend of the schedule, or None if a different layer fills it.
+        self._schedule_arguments: tuple[int, str] | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -168,11 +168,11 @@ class DeviceLength:
         self.group.device_lengths[self.member] = zeros((len(table),), torch.int32, table.device)
         self.set(length)
 
-    def share_plan(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
-        """Use the work plan of the group. Return the tensors with constant addresses."""
-        self._plan, filler = self.group.plan(self.member, num_heads, num_rows, backend)
-        self._plan_arguments = (num_heads, backend) if filler == self.member else None
-        return [x for x in (self.table, self.lengths, self._plan) if x is not None]
+    def share_schedule(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
+        """Use the schedule of the group. Return the tensors with constant addresses."""
+        self._schedule, filler = self.group.schedule(self.member, num_heads, num_rows, backend)
+        self._schedule_arguments = (num_heads, backend) if filler == self.member else None
+        return [x for x in (self.table, self.lengths, self._schedule) if x is not None]
 
     def reserve(
         self, num_tokens: int, batch: int, device: torch.device, backend: str, *, is_allocated: bool
@@ -217,21 +217,23 @@ class DeviceLength:
         return self.table.long().gather(1, column.clamp(max=self.table.shape[1] - 1))
 
     def record(self, positions: AnyPositions) -> None:
-        """Record that the tokens of a call are stored, and fill the group's work plan."""
+        """Record that the tokens of a call are stored, and fill the group's schedule."""
         if self.is_empty:
             self.is_empty = False
             if not torch.compiler.is_compiling():
                 self._upper_bound = max(self._upper_bound, positions.num_tokens)
         self.lengths.copy_(positions.locate(self.lengths.device)[1])
-        self.fill_plan(positions.num_tokens)
+        self.fill_schedule(positions.num_tokens)
 
-    def fill_plan(self, num_tokens: int) -> None:
-        """Fill the group's work plan for a call of `num_tokens` tokens, if this layer fills it."""
-        if self._plan_arguments is not None and self._plan is not None:
+    def fill_schedule(self, num_tokens: int) -> None:
+        """Fill the group's schedule for a call of `num_tokens` tokens, if this layer fills it."""
+        if self._schedule_arguments is not None and self._schedule is not None:
             window = self.group.window or 0
-            ops.fill_plan(self._plan, self.lengths, num_tokens, window, 0, *self._plan_arguments)
+            ops.fill_schedule(
+                self._schedule, self.lengths, num_tokens, window, 0, *self._schedule_arguments
+            )
 
-    def get_work_plan(
+    def get_schedule(
         self,
         positions: AnyPositions,
         device: torch.device,
@@ -239,8 +241,8 @@ class DeviceLength:
         num_rows: int,
         backend: str,
     ) -> torch.Tensor | None:
-        """Return the group's work plan, or None if the backend has no plans."""
-        return self._plan
+        """Return the group's schedule, or None if the backend has no schedules."""
+        return self._schedule
 
     def find_stored(self) -> FixedPositions:
         """Return the pages of all positions, stored or not.

@@ -98,7 +98,7 @@ class StoredLayer:
         spec = spec._replace(causal=batch.causal)
         num_heads = self._layout.num_heads
         num_query_heads = queries.shape[1]
-        work_plan = batch.get_work_plan(self._backend, num_heads, num_query_heads, spec.window)
+        schedule = batch.get_schedule(self._backend, num_heads, num_query_heads, spec.window)
         result = ops.attend(
             queries,
             pages,
@@ -106,7 +106,7 @@ class StoredLayer:
             0,
             batch.max_length,
             spec,
-            plan=work_plan,
+            schedule=schedule,
             backend=self._backend,
         ).flatten(0, 1)  # [B * T, Hq, D]
         if batch.target_tokens is None:

@@ -40,16 +40,16 @@ class AttendBatch:
     lengths: torch.Tensor  # stored tokens including this step's tokens, [B], int32
     max_length: int  # the largest length, or an upper bound of it
     causal: bool  # False for single queries, which attend to all stored tokens in any order
-    _work_plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _schedules: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def get_work_plan(
+    def get_schedule(
         self, backend: str, num_heads: int, num_query_heads: int, window: int = 0
     ) -> torch.Tensor | None:
-        """Return the work plan for these heads. None means that the backend has no work plans."""
+        """Return the schedule for these heads. None means that the backend has no schedules."""
         key = (backend, num_heads, num_query_heads, window)
-        if key not in self._work_plans:
+        if key not in self._schedules:
             num_query_rows = num_query_heads // num_heads * self.num_queries
-            self._work_plans[key] = ops.create_plan(
+            self._schedules[key] = ops.create_schedule(
                 self.lengths,
                 self.num_queries,
                 window,
@@ -58,7 +58,7 @@ class AttendBatch:
                 backend,
                 num_query_rows=num_query_rows,
             )
-        return self._work_plans[key]
+        return self._schedules[key]
 
 
 @dataclass(frozen=True)

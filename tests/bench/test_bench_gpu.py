@@ -311,7 +311,10 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     assert list(FULL.time_weights) == list(suite.SECTIONS)
     assert {fmt.dtype for fmt in PAGE_FORMATS} == {"auto", *(codec.name for codec in DISTINCT)}
     candidates = itertools.chain(*experiments.LATENT_SEARCHES.values())
-    fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
+    fields = {
+        *tuning.LaunchConfig.__dataclass_fields__,
+        *tuning.ScheduleConfig.__dataclass_fields__,
+    }
     assert {name for candidate in candidates for name in candidate} == fields | {"programs"}
 
 

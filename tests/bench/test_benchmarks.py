@@ -116,7 +116,7 @@ print(json.dumps([kernels, stack.cache.host_length()]))
     process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
     assert process.returncode == 0, process.stderr
     kernels, length = json.loads(process.stdout)
-    # The two layers share a plan.
+    # The two layers share a schedule.
     assert (kernels.count("_plan"), kernels.count("_attend")) == (1, 2), kernels
     assert length == host.STORED_TOKENS + 1
     rows = host.measure_host(turns=2, progress=ignore_progress)["rows"]

@@ -177,7 +177,7 @@ def test_only_operations_that_read_values_are_cudagraph_unsafe() -> None:
         )
         assert unsafe_tag not in device_op.tags
         assert unsafe_tag in host_op.tags
-    assert unsafe_tag not in torch.ops.hf_fp8kv.fill_plan.default.tags
+    assert unsafe_tag not in torch.ops.hf_fp8kv.fill_schedule.default.tags
 
 
 # The cases have layers with and without a window, static scales, and layers that share keys.
@@ -237,7 +237,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
     step(**step_inputs, past_key_values=cache)
 
     assert graph["devices"] == {"meta"}, "a tensor of the CPU in the graph"
-    assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("fill_plan", "write", "attend")}
+    assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("fill_schedule", "write", "attend")}
     assert not graph["unsafe"]
     traced_step: Any = SimpleNamespace(
         mutated_input_idxs=graph["mutated"], static_input_idxs=graph["static"], placeholders=[]
@@ -249,6 +249,6 @@ def test_a_compiled_step_fits_a_cuda_graph(
         written = [key.block, key.lengths]
         window = cache.layers[layer].sliding_window
         first_layer = next(i for i in key_handles if cache.layers[i].sliding_window == window)
-        written += [key.plan] if layer == first_layer else []
+        written += [key.schedule] if layer == first_layer else []
         writes.update((tuple(tensor.shape), tensor.dtype) for tensor in written)
     assert Counter(graph["inputs"][i] for i in graph["mutated"]) == writes

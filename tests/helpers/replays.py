@@ -213,7 +213,7 @@ def compare_devices(operation: Any, args: Any) -> None:
         AssertionError: A call does not enter it, or enters it without need.
     """
     entered: list[torch.device] = []
-    on_gpu = args._replace(plan=args.plan.as_subclass(CudaTensor))
+    on_gpu = args._replace(schedule=args.schedule.as_subclass(CudaTensor))
 
     def enter(device: torch.device) -> AbstractContextManager[None]:
         entered.append(device)
@@ -237,7 +237,7 @@ def make_tokens(num_heads: int, num_tokens: int = 1) -> torch.Tensor:
     return torch.zeros(BATCH, num_tokens, num_heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
 
 
-def make_plan_rows(num_rows: int) -> torch.Tensor:
+def make_schedule_rows(num_rows: int) -> torch.Tensor:
     return torch.zeros(num_rows, 4, dtype=torch.int32)
 
 
@@ -254,8 +254,8 @@ def make_pages() -> Pages:
 
 
 WriteArgs = namedtuple("WriteArgs", "pages key value lengths limit")
-AttendArgs = namedtuple("AttendArgs", "query pages lengths start stop spec plan")
-PlanArgs = namedtuple("PlanArgs", "plan lengths tokens window start heads")
+AttendArgs = namedtuple("AttendArgs", "query pages lengths start stop spec schedule")
+ScheduleArgs = namedtuple("ScheduleArgs", "schedule lengths tokens window start heads")
 
 
 def make_strided(x: torch.Tensor, offset: int = 0, stride_factor: int = 1) -> torch.Tensor:
@@ -309,7 +309,7 @@ def vary_arguments(args: Any) -> Iterator[tuple[str, Any]]:
         yield "more query heads", args._replace(query=make_tokens(2 * QUERY_HEADS), spec=wide_spec)
         yield "one sequence", args._replace(
             query=args.query[:1], pages=args.pages._replace(table=args.pages.table[:1]),
-            lengths=args.lengths[:1], plan=make_plan_rows(30),
+            lengths=args.lengths[:1], schedule=make_schedule_rows(30),
         )  # fmt: skip
 
 
@@ -348,14 +348,17 @@ PAGE_CHANGES: list[Callable[[Pages], Pages]] = [
 ]
 FIELD_VALUES: dict[type, dict[str, list[Any]]] = {
     WriteArgs: {"limit": [7, None]},
-    AttendArgs: {"start": [5], "stop": [43], "plan": [None, make_plan_rows(20), make_plan_rows(5)]},
-    PlanArgs: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
+    AttendArgs: {
+        "start": [5], "stop": [43],
+        "schedule": [None, make_schedule_rows(20), make_schedule_rows(5)],
+    },
+    ScheduleArgs: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
 }  # fmt: skip
 # Values of integers that a bound call may change.
 BOUND_INTEGERS: dict[type, dict[str, list[Any]]] = {
     WriteArgs: {"limit": [7, None]},
     AttendArgs: {"start": [5], "stop": [43]},
-    PlanArgs: {"start": [5]},
+    ScheduleArgs: {"start": [5]},
 }
 # Contexts that change the environment of a call.
 CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
@@ -396,13 +399,13 @@ def compare_calls() -> dict[str, int]:
     lengths = torch.zeros(BATCH, dtype=torch.int32)
     new_tokens = (make_tokens(HEADS), make_tokens(HEADS))
     comparisons: dict[str, int] = {}
-    rows = backend.count_plan_rows(torch.device("cpu"), BATCH, HEADS)
+    rows = backend.count_schedule_rows(torch.device("cpu"), BATCH, HEADS)
     calls = {
         "attend": AttendArgs(
-            make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_plan_rows(rows)
+            make_tokens(QUERY_HEADS), make_pages(), lengths, 0, 48, spec, make_schedule_rows(rows)
         ),
         "write": WriteArgs(make_pages(), *new_tokens, lengths, 99),
-        "fill_plan": PlanArgs(make_plan_rows(rows), lengths, 1, 0, 0, HEADS),
+        "fill_schedule": ScheduleArgs(make_schedule_rows(rows), lengths, 1, 0, 0, HEADS),
     }
     with assuming(Target.parse("sm_90")):
         for name, args in calls.items():
@@ -429,5 +432,5 @@ def compare_calls() -> dict[str, int]:
                 operation(*args)
                 assert set(had_hooks) == {edit_hook.__name__ == "add"}
             comparisons[name] = next(comparison_numbers)
-        compare_devices(backend.fill_plan, calls["fill_plan"])
+        compare_devices(backend.fill_schedule, calls["fill_schedule"])
     return comparisons

@@ -1,4 +1,4 @@
-"""A stand-in for the "triton" backend, which rejects a plan that was made for a different step."""
+"""A stand-in for the "triton" backend, which rejects a schedule of a different step."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.ops import AttentionSpec, Pages, api, reference
 
-__all__ = ["PlanCall", "replace_triton"]
+__all__ = ["ScheduleCall", "replace_triton"]
 
 
-class PlanCall(NamedTuple):
-    """The arguments of a call of `fill_plan`, and the query rows per head of its plan."""
+class ScheduleCall(NamedTuple):
+    """The arguments of a call of `fill_schedule`, and the query rows per head of its schedule."""
 
-    plan: torch.Tensor
+    schedule: torch.Tensor
     lengths: list[int]
     tokens: int
     window: int
@@ -24,21 +24,22 @@ class PlanCall(NamedTuple):
     rows: int
 
 
-def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> list[PlanCall]:
-    """Replace the "triton" backend with the reference, extended by plans.
+def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> list[ScheduleCall]:
+    """Replace the "triton" backend with the reference, extended by schedules.
 
-    The rows of a plan store its lengths, and attention asserts that the step has the same lengths.
+    The rows of a schedule store its lengths, and attention asserts that the step has the same
+    lengths.
 
     Args:
         compute: Whether to compute attention. Pass False on the device "meta".
 
     Returns:
-        The list to which each call of `fill_plan` is appended.
+        The list to which each call of `fill_schedule` is appended.
     """
-    plan_calls: list[PlanCall] = []
+    schedule_calls: list[ScheduleCall] = []
     last_rows = 0
 
-    def count_plan_rows(
+    def count_schedule_rows(
         _device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1
     ) -> int:
         nonlocal last_rows
@@ -46,20 +47,20 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
             last_rows = rows
         return batch
 
-    def fill_plan(plan: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
+    def fill_schedule(schedule: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if compute:
-            plan[:, 0] = lengths
-            plan_calls.append(PlanCall(plan, lengths.tolist(), *sizes, last_rows))
+            schedule[:, 0] = lengths
+            schedule_calls.append(ScheduleCall(schedule, lengths.tolist(), *sizes, last_rows))
 
     def attend(
         query: torch.Tensor, pages: Pages, lengths: torch.Tensor, start: int, stop: int,
-        spec: AttentionSpec, plan: torch.Tensor | None,
+        spec: AttentionSpec, schedule: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         if not compute:
             batch, heads, tokens, _ = query.shape
             return query.new_empty(batch, tokens, heads, pages.v.head_dim)
-        assert plan is not None
-        assert torch.equal(plan[:, 0], lengths), "the plan was made for a different step"
+        assert schedule is not None
+        assert torch.equal(schedule[:, 0], lengths), "the schedule was made for a different step"
         return reference.attend(query, pages, lengths, start, stop, spec)
 
     def write(*arguments: Any) -> None:
@@ -67,12 +68,12 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
             reference.write(*arguments[:4])
 
     stand_in = SimpleNamespace(
-        write=write, attend=attend, gather=reference.gather, fill_plan=fill_plan,
-        count_plan_rows=count_plan_rows,
+        write=write, attend=attend, gather=reference.gather, fill_schedule=fill_schedule,
+        count_schedule_rows=count_schedule_rows,
     )  # fmt: skip
     load_backend = api.load_backend
     monkeypatch.setattr(
         api, "load_backend", lambda name: stand_in if name == "triton" else load_backend(name)
     )
     monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
-    return plan_calls
+    return schedule_calls

@@ -88,7 +88,7 @@ def check_rows(rows: list[dict]) -> None:
     """Check that the rows cover all kernels, and that the kernels obey all rules."""
     assert [row for row in rows if row["violations"]] == []
     kernels = {row["kernel"] for row in rows} - {"widen_codes"}
-    assert kernels == {"plan", "attend", "combine", "write", "gather"}
+    assert kernels == {"schedule", "attend", "combine", "write", "gather"}
 
 
 # `make oldest` runs this with an old Triton.
@@ -104,7 +104,7 @@ def test_kernels_of_a_step_obey_the_rules(compiled_rows, target):
 def test_a_replayed_call_launches_the_same_kernels_as_triton(compiled_rows):
     """Each input of a call is changed, before or after the call is recorded."""
     (call_counts,) = compiled_rows["replays"]["calls"]
-    assert call_counts.keys() == {"attend", "write", "fill_plan"}
+    assert call_counts.keys() == {"attend", "write", "fill_schedule"}
     assert sum(call_counts.values()) > 120, call_counts
 
 

@@ -2,7 +2,7 @@
 
 Operations use torch's dispatcher only under a dispatch mode, profiler, trace, transform or
 compiler, for tensor subclasses, or with gradients. The last two tests are of the "triton" backend:
-a plan keeps no memory, and a failing C compiler gives a clear error.
+a schedule keeps no memory, and a failing C compiler gives a clear error.
 """
 
 import subprocess
@@ -173,19 +173,21 @@ def test_compiled_calls_check_sizes() -> None:
     ops.explain_backends()["triton"] is not None, reason=str(ops.explain_backends()["triton"])
 )
 @pytest.mark.parametrize("grad_enabled", [False, True])
-def test_a_plan_keeps_no_memory_of_an_operation(grad_enabled: bool) -> None:
+def test_a_schedule_keeps_no_memory_of_an_operation(grad_enabled: bool) -> None:
     """In the CUDA graphs of torch.compile, an operation's memory must not outlive a call.
 
-    A plan lives longer than a call, so no attribute of it may hold the call's partial sums.
+    A schedule lives longer than a call, so no attribute of it may hold the call's partial sums.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
-    plan = ops.create_plan(lengths, 1, 0, 0, 2, "triton")
+    schedule = ops.create_schedule(lengths, 1, 0, 0, 2, "triton")
     with torch.set_grad_enabled(grad_enabled):
-        ops.attend(x, pages, lengths, 0, 1, AttentionSpec(1.0, True), plan=plan, backend="triton")
-    assert not vars(plan)
+        ops.attend(
+            x, pages, lengths, 0, 1, AttentionSpec(1.0, True), schedule=schedule, backend="triton"
+        )
+    assert not vars(schedule)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from tests.ops.test_ops import (
 if ops.explain_backends()["triton"] is not None:
     pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
-from hf_fp8kv.ops.triton import decode, extend, plan, tuning
+from hf_fp8kv.ops.triton import decode, extend, schedule, tuning
 from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, get_target, recording
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
@@ -68,14 +68,16 @@ def to_device(x: Any) -> Any:
 def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **fields: Any) -> Tensor:
     """Return a kernel's result on the CPU. Pages are moved to DEVICE unless `is_on_device`."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
-    plans = [fields.pop("plan")] if "plan" in fields else []
+    schedules = [fields.pop("schedule")] if "schedule" in fields else []
     is_on_device = fields.pop("is_on_device", False)
     spec = AttentionSpec(**{name: to_device(x) for name, x in fields.items()})
     if not is_on_device and case.page_size == 64:
         pages = split_into_blocks(pages, device=DEVICE)
     elif not is_on_device:
         pages = map_pages(to_device, pages)
-    actual = KERNELS[kernel](to_device(query), pages, lengths, case.start, case.stop, spec, *plans)
+    actual = KERNELS[kernel](
+        to_device(query), pages, lengths, case.start, case.stop, spec, *schedules
+    )
     return actual.cpu()
 
 
@@ -94,12 +96,12 @@ def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]
     return pages, query, fields, attend(case, pages, query.float(), "reference", **fields)
 
 
-def make_plan_table(lengths, num_heads, num_tokens=1, window=0, start=0, length=None) -> Tensor:
-    """Return the work plan for these lengths, as a tensor."""
-    num_rows = plan.count_plan_rows(DEVICE, len(lengths), num_heads, length)
+def make_schedule_table(lengths, num_heads, num_tokens=1, window=0, start=0, length=None) -> Tensor:
+    """Return the schedule for these lengths, as a tensor."""
+    num_rows = schedule.count_schedule_rows(DEVICE, len(lengths), num_heads, length)
     table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    plan.fill_plan(table, ends, num_tokens, window, start, num_heads)
+    schedule.fill_schedule(table, ends, num_tokens, window, start, num_heads)
     return table
 
 
@@ -263,10 +265,10 @@ def bound_target_error(
 # -- the split ---------------------------------------------------------------------------------
 
 
-def make_plan_rows(lengths, *args, **kwargs):
-    """Return the used rows of a plan with parts, and the rows of its sequences."""
-    table = make_plan_table(lengths, *args, **kwargs)
-    max_parts = plan.get_max_parts(table, len(lengths))
+def make_schedule_rows(lengths, *args, **kwargs):
+    """Return the used rows of a schedule with parts, and the rows of its sequences."""
+    table = make_schedule_table(lengths, *args, **kwargs)
+    max_parts = schedule.get_max_parts(table, len(lengths))
     used_rows = [row for row in table[:max_parts].tolist() if row[0] >= 0]
     assert all(row[0] == -1 for row in table[len(used_rows) : max_parts].tolist())
     return used_rows, table[max_parts:].tolist()
@@ -280,14 +282,14 @@ def make_plan_rows(lengths, *args, **kwargs):
     num_heads=st.sampled_from([1, 2, 3, 8]),
     sm_count=st.integers(1, 12),
 )
-def test_a_plan_gives_every_token_to_one_program(
+def test_a_schedule_gives_every_token_to_one_program(
     lengths, num_tokens, window, start, num_heads, sm_count
 ):
     target = get_target(DEVICE)
     if IS_INTERPRETED:
         target = Target("cuda", 90, sm_count, interpreted=True)
     with assuming(target):
-        parts, sequences = make_plan_rows(lengths, num_heads, num_tokens, window, start)
+        parts, sequences = make_schedule_rows(lengths, num_heads, num_tokens, window, start)
     slots = [row[3] for row in parts if row[3] >= 0]
     assert len(set(slots)) == len(slots)
     for index, length in enumerate(lengths):
@@ -305,15 +307,17 @@ def test_a_plan_gives_every_token_to_one_program(
         assert all(low < row[1] < length for row in seq_parts[1:])
 
 
-def test_a_plan_for_one_length_has_only_rows_for_useful_parts():
+def test_a_schedule_for_one_length_has_only_rows_for_useful_parts():
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132, resources=None)):
-        assert plan.count_plan_rows(DEVICE, 64, 8, 32768) == 64 + 64
-        assert plan.count_plan_rows(DEVICE, 25, 8, 32768) > 25 + 25
-        assert plan.count_plan_rows(DEVICE, 64, 8) > 64 + 64
-        parts, sequences = make_plan_rows([900, 900], 8, length=100)
+        assert schedule.count_schedule_rows(DEVICE, 64, 8, 32768) == 64 + 64
+        assert schedule.count_schedule_rows(DEVICE, 25, 8, 32768) > 25 + 25
+        assert schedule.count_schedule_rows(DEVICE, 64, 8) > 64 + 64
+        parts, sequences = make_schedule_rows([900, 900], 8, length=100)
         for length, batch, num_heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
-            has_room = plan.count_plan_rows(DEVICE, batch, num_heads, length) > 2 * batch
-            is_split = any(row[3] >= 0 for row in make_plan_rows([length] * batch, num_heads)[0])
+            has_room = schedule.count_schedule_rows(DEVICE, batch, num_heads, length) > 2 * batch
+            is_split = any(
+                row[3] >= 0 for row in make_schedule_rows([length] * batch, num_heads)[0]
+            )
             assert is_split == has_room or (has_room and length < 1000)
     assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
     assert [row[1] for row in sequences] == [1, 1]
@@ -330,7 +334,7 @@ def test_parts_are_merged_only_if_a_sequence_can_be_split():
     query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
     ends = torch.tensor([64, 64], dtype=torch.int32)
     for length in (64, None):
-        num_rows = plan.count_plan_rows(DEVICE, 2, 2, length)
+        num_rows = schedule.count_schedule_rows(DEVICE, 2, 2, length)
         table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
         with recording(dry_run=True) as recorded:
             decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
@@ -360,26 +364,26 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
             dynamic=False, center=True,
         )  # fmt: skip
     pages, query, fields, expected = prepare_expected(case)
-    # Any kernel accepts a plan for the number of programs that it expects.
+    # Any kernel accepts a schedule for the number of programs that it expects.
     parameters = {"swapped": swapped, "programs": 4}
     with assuming(
         dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=parameters)
     ):
         actual = check_kernel("decode", case, pages, query, expected, **fields)
-        # Two layers use a plan that is made before.
-        table = make_plan_table(case.lengths, case.num_heads, case.num_tokens)
+        # Two layers use a schedule that is made before.
+        table = make_schedule_table(case.lengths, case.num_heads, case.num_tokens)
         for _ in range(2):
-            repeated_result = run_kernel("decode", case, pages, query, plan=table, **fields)
+            repeated_result = run_kernel("decode", case, pages, query, schedule=table, **fields)
             assert_same(repeated_result, actual)
 
 
-def test_a_plan_for_different_lengths_gives_correct_results():
-    """After a crop, for example, a plan may be for more or fewer tokens, or for a window."""
+def test_a_schedule_for_different_lengths_gives_correct_results():
+    """After a crop, for example, a schedule may be for more or fewer tokens, or for a window."""
     case = Case("stale", lengths=(900, 60), page_size=64)
     pages, query, fields, expected = prepare_expected(case)
     for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
-        table = make_plan_table(ends, 2, window=window)
-        check_kernel("decode", case, pages, query, expected, plan=table, **fields)
+        table = make_schedule_table(ends, 2, window=window)
+        check_kernel("decode", case, pages, query, expected, schedule=table, **fields)
 
 
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
@@ -549,10 +553,10 @@ def test_the_length_of_a_chunk_is_not_a_constant():
             query = torch.zeros(1, 8, num_tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
     for kernel, _, args, constants, _ in recorded.launches:
-        name, plan_table = kernel.fn.__name__, args[1]
-        suffix = ", split" if name == "_attend" and plan_table is not None else ""
+        name, schedule_table = kernel.fn.__name__, args[1]
+        suffix = ", split" if name == "_attend" and schedule_table is not None else ""
         constants_by_kernel.setdefault(name + suffix, set()).add(repr(constants))
-    del constants_by_kernel["_plan"]
+    del constants_by_kernel["_schedule"]
     counts = {name: len(values) for name, values in constants_by_kernel.items()}
     assert counts == {"_attend, split": 1, "_combine": 1, "_attend": 1}
 
@@ -600,14 +604,14 @@ def test_grids_of_a_million_tokens_are_valid():
 
 
 def test_rows_that_exceed_shared_memory_are_split():
-    """In float32 there are several blocks of rows, but the plan was made for one block."""
+    """In float32 there are several blocks of rows, but the schedule was made for one block."""
     num_tokens = 21
     case = Case(
         "blocks", lengths=(300, 150), num_tokens=num_tokens, page_size=64, k_dim=128, v_dim=72
     )
     pages, query, fields, expected = prepare_expected(case)
-    table = make_plan_table(case.lengths, 2, num_tokens)
-    check_kernel("decode", case, pages, query, expected, plan=table, **fields)
+    table = make_schedule_table(case.lengths, 2, num_tokens)
+    check_kernel("decode", case, pages, query, expected, schedule=table, **fields)
 
 
 # -- latents -------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_a_decode_step_has_two_launches_per_layer():
         generate_tokens(model, inputs, "triton", max_new_tokens=3)
     num_layers = model.config.num_hidden_layers
     prefill = ["_write"] * num_layers
-    step = ["_write", "_plan", "_attend", *["_write", "_attend"] * (num_layers - 1)]
+    step = ["_write", "_schedule", "_attend", *["_write", "_attend"] * (num_layers - 1)]
     assert list_kernels(recorded) == [*prefill, *step, *step]
 
 
@@ -149,7 +149,7 @@ def test_a_later_prompt_has_two_launches_per_layer(cache_options):
         model(ids[:, :8], past_key_values=cache)
         with recording(dry_run=True) as recorded:
             model(ids, past_key_values=cache)
-    kernels = [name for name in list_kernels(recorded) if name != "_plan"]
+    kernels = [name for name in list_kernels(recorded) if name != "_schedule"]
     assert kernels == ["_write", "_attend"] * model.config.num_hidden_layers
 
 
@@ -169,7 +169,7 @@ def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
         model(ids, past_key_values=cache)
         with recording(dry_run=True) as recorded:
             model(ids[:, :num_tokens], past_key_values=cache)
-    assert list_kernels(recorded).count("_plan") == 1
+    assert list_kernels(recorded).count("_schedule") == 1
     assert list_kernels(recorded).count("_attend") == model.config.num_hidden_layers
 
 
@@ -180,7 +180,7 @@ def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
     model = build_variant("llama", **sizes)[0].to(DEVICE, torch.bfloat16)
     serving.enable(model, backend="triton")
-    monkeypatch.setattr(decode, "fill_plan", fail)
+    monkeypatch.setattr(decode, "fill_schedule", fail)
     # The prompts are too long for this kernel.
     prompts = [list(range(3, 3 + num_tokens)) for num_tokens in (6, 9)]
     responses = generate_batch(model, prompts, generation=greedy(max_new_tokens=3))

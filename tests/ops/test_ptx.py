@@ -22,7 +22,7 @@ if "tests.tools.ptx.plugin" not in sys.modules:
 import hf_fp8kv.ops.triton
 from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import reference
-from hf_fp8kv.ops.triton import plan
+from hf_fp8kv.ops.triton import schedule
 from hf_fp8kv.ops.triton.gather import gather
 from hf_fp8kv.ops.triton.target import Target, assuming
 from tests.ops import test_kernels_write as writing
@@ -45,11 +45,13 @@ def check_attention(kernel: str, target: str, **options: object) -> None:
     assert (compute_errors(actual, expected) <= 2 * torch_errors).all()
 
 
-def check_plan() -> None:
+def check_schedule() -> None:
     lengths = torch.tensor([700, 130, 64], dtype=torch.int32)
-    table = torch.full((plan.count_plan_rows(lengths.device, 3, 2), 4), -77, dtype=torch.int32)
-    plan.fill_plan(table, lengths, 1, 0, 0, 2)
-    max_parts = plan.get_max_parts(table, 3)
+    table = torch.full(
+        (schedule.count_schedule_rows(lengths.device, 3, 2), 4), -77, dtype=torch.int32
+    )
+    schedule.fill_schedule(table, lengths, 1, 0, 0, 2)
+    max_parts = schedule.get_max_parts(table, 3)
     sequences, part_counts = table[:max_parts, 0].tolist(), table[-3:, 1].tolist()
     num_parts = sum(part_counts)
     assert sorted(sequences[:num_parts]) == sorted(
@@ -76,7 +78,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "extend sm_80": lambda: check_attention(
         "extend", "sm_80", lengths=(200, 90), num_tokens=70, key=AUTO, value=AUTO
     ),
-    "plan": check_plan,
+    "schedule": check_schedule,
     "write": lambda: writing.check_write(
         writing.Case(num_tokens=37, lengths=(5, 32), page_size=64, k_dim=24, v_dim=40, limit=60)
     ),
@@ -156,8 +158,8 @@ FAULTS = {
     ),
     "a matrix not transposed": Fault("decode", "_attend", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
     "no barrier at all": Fault("extend sm_80", "_attend", "", r"\tbar\.sync\s+0", ""),
-    "rows of an older plan": Fault(
-        "plan", "_plan", "tl.store(plan_ptr + unused", r"@%p\d+ st\.global[^;]*", ""
+    "rows of an older schedule": Fault(
+        "schedule", "_schedule", "tl.store(schedule_ptr + unused", r"@%p\d+ st\.global[^;]*", ""
     ),
     "a token without a place is stored": Fault(
         "write", "_write", "tl.store(code_ptrs, codes, mask=exists", r"@%p\d+ (st\.global)", r"\1"
@@ -175,7 +177,7 @@ FAULTS = {
 # Faults of the fast tier.
 FAST_FAULTS = (
     "a wait one group too late", "no barrier after a wait", "the page after the right one",
-    "sums of another part", "all programs store one head", "rows of an older plan",
+    "sums of another part", "all programs store one head", "rows of an older schedule",
 )  # fmt: skip
 
 

@@ -808,20 +808,20 @@ class TestRunningEngines:
         assert work.table.tolist() == [[4], [7]]
         assert work.slot_ends.tolist() == [1, 1]
 
-    def test_work_plans_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_schedules_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
 
-        def create_plan(lengths, _tokens, _window, _start, num_heads, _backend, num_query_rows):
+        def create_schedule(lengths, _tokens, _window, _start, num_heads, _backend, num_query_rows):
             calls.append((num_heads, num_query_rows))
             return lengths[:, None]
 
-        monkeypatch.setattr(step_module.ops, "create_plan", create_plan)
+        monkeypatch.setattr(step_module.ops, "create_schedule", create_schedule)
         step = EngineStep([None], 8)
         step.add(7, 1, [[0]])
         step.add(0, 5, [[1]])
         batches = step.get_work(0, torch.device("cpu")).batches
-        plans = [int(batch.get_work_plan("torch", 2, 4)[0, 0]) for batch in batches]
-        assert sorted(plans) == [5, 8]
+        schedules = [int(batch.get_schedule("torch", 2, 4)[0, 0]) for batch in batches]
+        assert sorted(schedules) == [5, 8]
         assert sorted(calls) == [(2, 2), (2, 10)]
 
     def test_tokens_held_counts_running_requests(self) -> None:

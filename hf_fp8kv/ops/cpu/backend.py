@@ -169,7 +169,7 @@ def attend(
     start: int,
     stop: int,
     spec: AttentionSpec,
-    _plan: None = None,
+    _schedule: None = None,
 ) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     if not KINDS.keys() >= {query.dtype, pages.k_dtype, pages.v_dtype}:

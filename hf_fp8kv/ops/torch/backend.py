@@ -29,7 +29,7 @@ def attend(
     start: int,
     stop: int,
     spec: AttentionSpec,
-    _plan: None = None,
+    _schedule: None = None,
 ) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
     batch, num_q_heads, num_tokens, _ = query.shape

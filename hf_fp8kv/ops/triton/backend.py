@@ -9,11 +9,11 @@ from torch import Tensor
 from ..pages import AttentionSpec, Pages
 from . import decode, extend
 from .gather import gather
-from .plan import count_plan_rows, fill_plan
 from .replay import replayed
+from .schedule import count_schedule_rows, fill_schedule
 from .write import write
 
-__all__ = ["attend", "count_plan_rows", "fill_plan", "gather", "write"]
+__all__ = ["attend", "count_schedule_rows", "fill_schedule", "gather", "write"]
 
 
 @replayed(decode.describe_layout, decode.list_variables, pages=1)
@@ -24,12 +24,13 @@ def attend(
     start: int,
     stop: int,
     spec: AttentionSpec,
-    plan: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding.
 
-    `plan` is a plan that `fill_plan` wrote for these lengths, or None to make a plan here.
+    `schedule` is a schedule that `fill_schedule` wrote for these lengths, or None to make a
+    schedule here.
     """
     if decode.has_few_rows(query, pages, spec):
-        return decode.attend(query, pages, lengths, start, stop, spec, plan)
+        return decode.attend(query, pages, lengths, start, stop, spec, schedule)
     return extend.attend(query, pages, lengths, start, stop, spec)

@@ -2,7 +2,7 @@
 
 A program computes a block of query rows of one KV head (its query heads times the query tokens)
 over one sequence, or over one part of it. With parts, a few rows also keep all SMs busy. The work
-plan (plan.py) assigns the parts. A second kernel merges the partial sums of a sequence.
+schedule (schedule.py) assigns the parts. A second kernel merges the partial sums of a sequence.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ import triton.language as tl
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
-from .plan import count_plan_rows, fill_plan, get_max_parts
 from .replay import Variables, shape_and_strides
+from .schedule import count_schedule_rows, fill_schedule, get_max_parts
 from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
 from .tuning import (
@@ -41,7 +41,7 @@ def describe_layout(
     start: int,
     stop: int,
     spec: AttentionSpec,
-    plan: torch.Tensor | None = None,
+    schedule: torch.Tensor | None = None,
 ) -> tuple[Any, ...] | None:
     scaling, causal, window, softcap, _, mask, bias, _, latent, deterministic = spec
     # Dense masks and biases are not recorded. They are rare in decoding, and more of their strides
@@ -51,7 +51,7 @@ def describe_layout(
         return None
     return (
         shape_and_strides(query),
-        None if plan is None else plan.shape,
+        None if schedule is None else schedule.shape,
         scaling,
         causal,
         window,
@@ -68,7 +68,7 @@ def list_variables(
     start: int,
     stop: int,
     spec: AttentionSpec,
-    plan: torch.Tensor | None = None,
+    schedule: torch.Tensor | None = None,
 ) -> Variables:
     mask, bounds = spec.mask, spec.bounds
     integers = {
@@ -79,7 +79,7 @@ def list_variables(
         # A compact mask has no head stride. Kernels read the batch stride of its bounds here.
         "mask_head_stride": 0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0),
     }
-    return (query, lengths, plan, spec.sinks, mask, bounds), integers
+    return (query, lengths, schedule, spec.sinks, mask, bounds), integers
 
 
 def has_few_rows(query: torch.Tensor, pages: Pages, spec: AttentionSpec) -> bool:
@@ -103,41 +103,43 @@ def attend(
     start: int,
     stop: int,
     spec: AttentionSpec,
-    plan: torch.Tensor | None = None,
+    schedule: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention as `backend.attend`, for latents or up to MAX_DECODE_ROWS query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.workload.rows <= MAX_DECODE_ROWS or spec.latent
     config = choose_decode_config(args.target, args.workload)
-    if plan is not None and not _fits_plan(plan, args, config):
-        plan = None
-    return launch_attention(args, config, plan, split=not spec.deterministic)
+    if schedule is not None and not _fits_schedule(schedule, args, config):
+        schedule = None
+    return launch_attention(args, config, schedule, split=not spec.deterministic)
 
 
-def _fits_plan(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
-    """Return whether all parts of a plan can run at the same time in this call.
+def _fits_schedule(schedule: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
+    """Return whether all parts of a schedule can run at the same time in this call.
 
-    The plan was made before the query was known, for a single block of few rows.
+    The schedule was made before the query was known, for a single block of few rows.
     """
     if args.workload.rows > config.rows:
         return False
     batch = len(args.tensors.lengths)
     num_heads = args.constants.num_heads
     per_sm = _estimate_call_programs(args, config)
-    return len(plan) <= count_plan_rows(plan.device, batch, num_heads, programs_per_sm=per_sm)
+    return len(schedule) <= count_schedule_rows(
+        schedule.device, batch, num_heads, programs_per_sm=per_sm
+    )
 
 
 def launch_attention(
-    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None = None, *, split: bool
+    args: AttentionArgs, config: LaunchConfig, schedule: torch.Tensor | None = None, *, split: bool
 ) -> torch.Tensor:
     """Launch the attention kernel.
 
     Args:
         args: Arguments of the call.
         config: Launch parameters.
-        plan: Work plan for the call's KV heads times its blocks of `config.rows` rows, or None to
-            make it here.
-        split: Whether sequences may be split into parts. Otherwise no plan is used.
+        schedule: Schedule for the call's KV heads times its blocks of `config.rows` rows, or None
+            to make it here.
+        split: Whether sequences may be split into parts. Otherwise no schedule is used.
 
     Returns:
         The attention output, `[B, T, Hq, out_dim]`.
@@ -152,23 +154,24 @@ def launch_attention(
     partial_sums = None
     max_parts = batch
     grid: tuple[int, ...] = (num_heads * batch * num_blocks,)
-    if split and plan is None:
+    if split and schedule is None:
         num_head_blocks = num_heads * num_blocks
         per_sm = _estimate_call_programs(args, config)
-        num_rows = count_plan_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
-        plan = allocate((num_rows, 4), torch.int32, device)
+        num_rows = count_schedule_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
+        schedule = allocate((num_rows, 4), torch.int32, device)
         limits = num_tokens, args.window, args.start
-        fill_plan(plan, tensors.lengths, *limits, num_head_blocks, per_sm)
+        fill_schedule(schedule, tensors.lengths, *limits, num_head_blocks, per_sm)
     out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), query.dtype, device)
-    if split and plan is not None:
-        max_parts = get_max_parts(plan, batch)
+    if split and schedule is not None:
+        max_parts = get_max_parts(schedule, batch)
         grid = (num_heads, max_parts, num_blocks)
         # The sums are followed by the maximum and the normalizer (m_i, l_i) of each row of a part.
         num_sums = max_parts * num_q_heads * num_tokens if max_parts > batch else 0
         partial_sums = allocate((num_sums * (out_sizes.dim + 2),), torch.float32, device)
     launch(
-        _attend, grid, tensors, plan, out, partial_sums, batch, num_tokens, args.start, args.stop,
-        args.window, args.factors, args.query_strides, *args.strides, **args.options(config),
+        _attend, grid, tensors, schedule, out, partial_sums, batch, num_tokens, args.start,
+        args.stop, args.window, args.factors, args.query_strides, *args.strides,
+        **args.options(config),
     )  # fmt: skip
     if max_parts > batch:
         values = tensors.k if constants.latent else tensors.v
@@ -176,14 +179,15 @@ def launch_attention(
         num_channels = max(min(MAX_CHANNELS.value, out_sizes.width), out_sizes.rotation_size)
         grid = (args.workload.rows, num_heads * (out_sizes.width // num_channels), batch)
         launch(
-            _combine, grid, plan, partial_sums, tensors.sinks, values.static_scale, out, num_tokens,
-            max_parts, args.factors.out, CALL=constants, WIDTH=num_channels, num_warps=1,
+            _combine, grid, schedule, partial_sums, tensors.sinks, values.static_scale, out,
+            num_tokens, max_parts, args.factors.out, CALL=constants, WIDTH=num_channels,
+            num_warps=1,
         )  # fmt: skip
     return out
 
 
 def _estimate_call_programs(args: AttentionArgs, config: LaunchConfig) -> int:
-    """Return the number of `_attend` programs per SM that a plan assumes."""
+    """Return the number of `_attend` programs per SM that a schedule assumes."""
     workload = args.workload
     # The number is only known for the launch parameters that `Family.resources` describes.
     is_other = workload.has_float32_operands or workload.is_latent or workload.width > 256
@@ -209,21 +213,21 @@ def _estimate_call_programs(args: AttentionArgs, config: LaunchConfig) -> int:
     do_not_specialize_on_alignment=["num_tokens"],
 )
 def _attend(
-    tensors, plan_ptr, out_ptr, partial_ptr, batch, num_tokens, start, stop, window, factors,
+    tensors, schedule_ptr, out_ptr, partial_ptr, batch, num_tokens, start, stop, window, factors,
     query_strides, table_stride, mask_batch_stride, mask_head_stride, mask_token_stride,
     bias_batch_stride, bias_head_stride, bias_token_stride, CALL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over a sequence, or over one part of it.
 
     A sequence with a single part gets its output. Each part of a split sequence writes partial
-    sums. The grid is KV heads, parts, and blocks of query rows. Without a plan it has one axis,
+    sums. The grid is KV heads, parts, and blocks of query rows. Without a schedule it has one axis,
     because the second and third axes are limited to 65535: KV heads (fastest), sequences, and
     blocks of query rows in reverse order.
 
     Args:
         tensors: Pointers, see `AttentionTensors`.
-        plan_ptr: Work plan, `[max_parts + B, 4]`, int32, see plan.py. None means that no sequence
-            is split, and that `partial_ptr` is None.
+        schedule_ptr: Schedule, `[max_parts + B, 4]`, int32, see schedule.py. None means that no
+            sequence is split, and that `partial_ptr` is None.
         out_ptr: Output, `[B, T, Hq, out_dim]`, in the query's dtype.
         partial_ptr: Partial sums by slot, `[max_parts, Hkv, rows, out_dim]`, followed by their
             maxima m_i and normalizers l_i, `[max_parts, Hkv, rows, 2]`, float32.
@@ -237,7 +241,7 @@ def _attend(
     SWAPPED: tl.constexpr = CALL.config.swapped
     NUM_HEADS: tl.constexpr = CALL.num_heads
     h = tl.program_id(0)
-    if plan_ptr is None:
+    if schedule_ptr is None:
         b = h // NUM_HEADS % batch
         # The last rows attend to the most tokens, so they start first.
         num_blocks = tl.cdiv(CALL.group_size * num_tokens, CALL.config.rows)
@@ -247,7 +251,7 @@ def _attend(
         high = stop
     else:
         block = tl.program_id(2)
-        part_ptr = plan_ptr + tl.program_id(1) * 4
+        part_ptr = schedule_ptr + tl.program_id(1) * 4
         b = tl.load(part_ptr)
         if b < 0:
             return
@@ -264,7 +268,7 @@ def _attend(
     )
     span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
-    if plan_ptr is None or slot < 0:
+    if schedule_ptr is None or slot < 0:
         write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, num_tokens, CALL)
     else:
         d = tl.arange(0, CALL.out.width)
@@ -287,15 +291,15 @@ def _point_to_stats(partial_ptr, max_parts, num_tokens, CALL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "max_parts"])
 def _combine(
-    plan_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, num_tokens, max_parts, out_factor,
-    CALL: tl.constexpr, WIDTH: tl.constexpr,
+    schedule_ptr, partial_ptr, sinks_ptr, static_scale_ptr, out_ptr, num_tokens, max_parts,
+    out_factor, CALL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial sums of sequences with several parts, and write the output.
 
     The grid is query rows, KV heads times groups of WIDTH channels, and sequences.
 
     Args:
-        plan_ptr, partial_ptr, out_ptr, num_tokens: As in `_attend`.
+        schedule_ptr, partial_ptr, out_ptr, num_tokens: As in `_attend`.
         sinks_ptr: Attention sinks, `[Hq]`, floating, or None.
         static_scale_ptr: Static scale of the values, `[Hkv, out_dim]`, float32, or None.
         out_factor: `Factors.out`.
@@ -305,8 +309,8 @@ def _combine(
     b = tl.program_id(2)
     h = tl.program_id(1) % CALL.num_heads
     row = tl.program_id(0)
-    first_slot = tl.load(plan_ptr + (max_parts + b) * 4)
-    num_parts = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
+    first_slot = tl.load(schedule_ptr + (max_parts + b) * 4)
+    num_parts = tl.load(schedule_ptr + (max_parts + b) * 4 + 1)
     if num_parts == 1:
         return
     num_rows = CALL.group_size * num_tokens

@@ -42,7 +42,7 @@ class Target:
             assembly.
         resources: Resources of one SM as reported by the device. None means the resources of
             a chip with this name.
-        parameters: For experiments: attributes of `LaunchConfig` and `PlanConfig` by name, and
+        parameters: For experiments: attributes of `LaunchConfig` and `ScheduleConfig` by name, and
             `programs`, the result of `estimate_programs`.
     """
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from .target import Target
 
-_Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
+_Config = TypeVar("_Config", "LaunchConfig", "ScheduleConfig")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ _MANY_REGISTERS = 240
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class ScheduleConfig:
     """How sequences are split into parts.
 
     Attributes:
@@ -88,8 +88,8 @@ class Family:
 
     Attributes:
         resources: Resources of a program in decoding (arguments of `count_programs`), by the
-            maximum number of query rows. Plans are made for all layers before a kernel is compiled.
-            `make kernels` checks that the number of programs fits.
+            maximum number of query rows. Schedules are made for all layers before a kernel is
+            compiled. `make kernels` checks that the number of programs fits.
         other_resources: Assumed registers per thread and shared memory for all other programs.
         large_resources: As `other_resources`, for latents and for more than 32 rows per program.
         decode: Parameters with swapped operands, by number of rows and head size. `rows`,
@@ -223,9 +223,9 @@ _DECODE_FLOAT32 = {
 _EXTEND_FLOAT32 = {128: LaunchConfig(32, 4, 1), 1024: LaunchConfig(16, 8, 1)}
 
 
-def choose_plan_config(target: Target) -> PlanConfig:
-    """Return the parameters by which plans split sequences."""
-    return _apply_parameters(PlanConfig(), target)
+def choose_schedule_config(target: Target) -> ScheduleConfig:
+    """Return the parameters by which schedules split sequences."""
+    return _apply_parameters(ScheduleConfig(), target)
 
 
 def get_family(target: Target) -> Family:

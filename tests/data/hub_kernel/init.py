@@ -9,7 +9,7 @@ import torch
 from .formats import AUTO, FORMATS
 from .ops.page_layout import make_page_layout
 from .ops.pages import AttentionSpec, Pages, StoredSide
-from .ops.triton.backend import attend, count_plan_rows, fill_plan, gather, write
+from .ops.triton.backend import attend, count_schedule_rows, fill_schedule, gather, write
 
 __all__ = [
     "AUTO",
@@ -18,8 +18,8 @@ __all__ = [
     "Pages",
     "StoredSide",
     "attend",
-    "count_plan_rows",
-    "fill_plan",
+    "count_schedule_rows",
+    "fill_schedule",
     "gather",
     "new_pages",
     "write",

@@ -1,19 +1,19 @@
-"""Work plan: the tokens of each program of the attention kernel, computed on the device per step.
+"""Schedule: the tokens of each program of the attention kernel, computed on the device per step.
 
 All sequences are concatenated, and the result is cut into ranges of equal length. The number of
 ranges is the number of programs that the GPU runs at once, divided by the H KV heads. It is smaller
 if merging a sequence's parts would take longer than it saves. A sequence has one part in each range
-that it overlaps. The GPU starts parts in the order of the plan as programs finish. Longer parts
+that it overlaps. The GPU starts parts in the order of the schedule as programs finish. Longer parts
 come first, and shorter parts fill the gaps at the end. If splitting gains less than it costs, each
 sequence is a single part.
 
-A plan is int32, `[max_parts + B, 4]`:
+A schedule is int32, `[max_parts + B, 4]`:
 
     row i < max_parts    (sequence, first token, last token + 1, slot of its sums). Unused rows have
                          the sequence -1. A sequence with a single part has the slot -1.
     row max_parts + b    (first slot of sequence b, number of its parts, 0, 0)
 
-The first part of a sequence begins at 0, and the last part has no end. A plan that was made for
+The first part of a sequence begins at 0, and the last part has no end. A schedule that was made for
 other lengths or another window therefore still assigns every position to exactly one program, and
 is only less balanced.
 """
@@ -27,7 +27,7 @@ import triton.language as tl
 from .replay import Variables, replayed, shape_and_strides
 from .softmax import find_last_before_window
 from .target import cdiv, get_target, launch, next_power_of_2
-from .tuning import MAX_DECODE_TOKENS, PlanConfig, choose_plan_config, estimate_programs
+from .tuning import MAX_DECODE_TOKENS, ScheduleConfig, choose_schedule_config, estimate_programs
 
 NO_END = tl.constexpr(2**31 - 1)
 # Added to the sort key of a part, so that the part comes before all parts without the bonus.
@@ -38,7 +38,7 @@ MAX_PARTS = 65_535
 FAST_MERGE_PARTS = tl.constexpr(32)
 
 
-def count_plan_rows(
+def count_schedule_rows(
     device: torch.device,
     batch: int,
     num_head_blocks: int,
@@ -46,14 +46,15 @@ def count_plan_rows(
     num_query_rows: int = 1,
     programs_per_sm: int = 0,
 ) -> int:
-    """Return the number of rows of a plan.
+    """Return the number of rows of a schedule.
 
     Args:
-        device: Device of the plan.
+        device: Device of the schedule.
         batch: Number of sequences, B.
         num_head_blocks: Number of KV heads, H, times the number of blocks of query rows.
-        length: Number of tokens to read per sequence, if it is fixed and the same for all. The plan
-            then has no room for parts that are not needed. None means that lengths differ or grow.
+        length: Number of tokens to read per sequence, if it is fixed and the same for all. The
+            schedule then has no room for parts that are not needed. None means that lengths differ
+            or grow.
         num_query_rows: Query rows per KV head.
         programs_per_sm: Number of programs that an SM runs at once. 0 means the number for the
             decode kernel with `num_query_rows` rows.
@@ -61,23 +62,25 @@ def count_plan_rows(
     target = get_target(device)
     capacity = target.sm_count * (programs_per_sm or estimate_programs(target, num_query_rows))
     num_ranges = max(1, min(capacity // num_head_blocks, MAX_PARTS + 1 - batch))
-    config = choose_plan_config(target)
+    config = choose_schedule_config(target)
     grid_size = batch * num_head_blocks
     if length is not None and not _should_split_equal(length, grid_size, capacity, config):
         num_ranges = 1
     return 2 * batch + num_ranges - 1
 
 
-def get_max_parts(plan: torch.Tensor, batch: int) -> int:
-    """Return the number of parts that a plan has room for, `batch` if no sequence can be split."""
-    max_parts = plan.shape[0] - batch
-    assert plan.shape[1] == 4
-    assert max_parts >= batch, f"expected a plan for {batch} sequences, got {tuple(plan.shape)}"
+def get_max_parts(schedule: torch.Tensor, batch: int) -> int:
+    """Return the number of parts that a schedule has room for. It is `batch` without splits."""
+    max_parts = schedule.shape[0] - batch
+    assert schedule.shape[1] == 4
+    assert max_parts >= batch, (
+        f"expected a schedule for {batch} sequences, got {tuple(schedule.shape)}"
+    )
     return max_parts
 
 
 def describe_layout(
-    plan: torch.Tensor,
+    schedule: torch.Tensor,
     lengths: torch.Tensor,
     num_tokens: int,
     window: int,
@@ -87,18 +90,18 @@ def describe_layout(
 ) -> tuple[Any, ...] | None:
     if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
         return None
-    return shape_and_strides(plan), lengths.shape, num_tokens, window, num_head_blocks
+    return shape_and_strides(schedule), lengths.shape, num_tokens, window, num_head_blocks
 
 
 def list_variables(
-    plan: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int, *_: int
+    schedule: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int, *_: int
 ) -> Variables:
-    return (plan, lengths), {"start": start}
+    return (schedule, lengths), {"start": start}
 
 
 @replayed(describe_layout, list_variables)
-def fill_plan(
-    plan: torch.Tensor,
+def fill_schedule(
+    schedule: torch.Tensor,
     lengths: torch.Tensor,
     num_tokens: int,
     window: int,
@@ -106,28 +109,28 @@ def fill_plan(
     num_head_blocks: int,
     programs_per_sm: int = 0,
 ) -> None:
-    """Overwrite a plan with `count_plan_rows` rows for these arguments, like `ops.fill_plan`."""
+    """Overwrite a schedule with `count_schedule_rows` rows, like `ops.fill_schedule`."""
     batch = lengths.shape[0]
     target = get_target(lengths.device)
-    config = choose_plan_config(target)
-    assert plan.is_contiguous()
-    max_parts = get_max_parts(plan, batch)
+    config = choose_schedule_config(target)
+    assert schedule.is_contiguous()
+    max_parts = get_max_parts(schedule, batch)
     capacity = target.sm_count * (programs_per_sm or estimate_programs(target))
     num_ranges = max(1, capacity // num_head_blocks)
     max_ranges = max_parts - batch + 1
     if 1 < max_ranges < num_ranges:
-        # The plan was sized for fewer programs.
+        # The schedule was sized for fewer programs.
         capacity = max_ranges * num_head_blocks
     num_ranges = min(num_ranges, max_ranges)
     launch(
-        _plan, (batch,), plan, lengths, batch, num_tokens, window, start, num_head_blocks,
+        _schedule, (batch,), schedule, lengths, batch, num_tokens, window, start, num_head_blocks,
         num_ranges, capacity, max_parts, config.split_cost, config.merge_cost,
         PARTS_WIDTH=next_power_of_2(max_ranges), UNIT=config.unit,
         BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 
-def _should_split_equal(length: int, grid_size: int, capacity: int, config: PlanConfig) -> bool:
+def _should_split_equal(length: int, grid_size: int, capacity: int, config: ScheduleConfig) -> bool:
     """Return the result of `_should_split` for sequences of equal length, without a kernel."""
     num_tail = grid_size % capacity
     num_idle = max(capacity // 2 - num_tail, 0) if num_tail else 0
@@ -148,7 +151,7 @@ def _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT,
     Args:
         units: Number of units of UNIT tokens in each sequence, `[>= B]`.
         total, longest: Sum and maximum of `units`.
-        split_cost: As in `PlanConfig`. It is halved if not all programs start at once, because
+        split_cost: As in `ScheduleConfig`. It is halved if not all programs start at once, because
             other programs read during that time.
     """
     grid_size = batch * num_head_blocks
@@ -186,21 +189,21 @@ def _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT,
         "merge_cost",
     ]
 )
-def _plan(
-    plan_ptr, lengths_ptr, batch, num_tokens, window, start, num_head_blocks, num_ranges, capacity,
-    max_parts, split_cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr,
+def _schedule(
+    schedule_ptr, lengths_ptr, batch, num_tokens, window, start, num_head_blocks, num_ranges,
+    capacity, max_parts, split_cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr,
     BATCH_WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Write a plan. Each sequence has a program, which computes all parts and writes its own.
+    """Write a schedule. Each sequence has a program, which computes all parts and writes its own.
 
     Args:
-        plan_ptr: Work plan, `[max_parts + B, 4]`, int32.
+        schedule_ptr: Schedule, `[max_parts + B, 4]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
-        batch, num_head_blocks: As in `count_plan_rows`.
-        num_tokens, window, start: As in `ops.fill_plan`.
+        batch, num_head_blocks: As in `count_schedule_rows`.
+        num_tokens, window, start: As in `ops.fill_schedule`.
         num_ranges: Maximum number of ranges. 1 means that no sequence is split.
         capacity: Number of programs that the GPU runs at once.
-        split_cost, merge_cost, UNIT: As in `PlanConfig`.
+        split_cost, merge_cost, UNIT: As in `ScheduleConfig`.
     """
     own_b = tl.program_id(0)
     b = tl.arange(0, BATCH_WIDTH)
@@ -264,19 +267,19 @@ def _plan(
     row = tl.where(i == 0, first_row, row)
     part_begin = ((own_range + i) * range_units - own_begin + own_unit) * UNIT
     part_end = part_begin + range_units * UNIT
-    row_ptrs = plan_ptr + row * 4
+    row_ptrs = schedule_ptr + row * 4
     is_own_part = i < own_parts
     tl.store(row_ptrs, own_b, mask=is_own_part)
     tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_begin), mask=is_own_part)
     tl.store(row_ptrs + 2, tl.where(i == own_parts - 1, NO_END, part_end), mask=is_own_part)
     tl.store(row_ptrs + 3, tl.where(own_parts > 1, own_slot + i, -1), mask=is_own_part)
-    sequence_ptr = plan_ptr + (max_parts + own_b) * 4
+    sequence_ptr = schedule_ptr + (max_parts + own_b) * 4
     tl.store(sequence_ptr, own_slot)
     tl.store(sequence_ptr + 1, own_parts)
 
     if own_b == batch - 1:
         unused = total_parts + i
-        tl.store(plan_ptr + unused * 4, -1, mask=unused < max_parts)
+        tl.store(schedule_ptr + unused * 4, -1, mask=unused < max_parts)
 
 
 @triton.jit

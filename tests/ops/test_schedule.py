@@ -1,7 +1,7 @@
-"""Tests of work plans: a step makes one plan for all its layers, when its tokens are stored.
+"""Tests of schedules: a step makes one schedule for all its layers, when its tokens are stored.
 
-The attention of the stand-in raises an error for a plan that was made for different lengths, such
-as the lengths of an earlier step. test_kernels_attention.py tests the contents of plans.
+The attention of the stand-in raises an error for a schedule that was made for different lengths,
+such as the lengths of an earlier step. test_kernels_attention.py tests the contents of schedules.
 """
 
 import copy
@@ -17,7 +17,7 @@ from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.helpers.assertions import assert_same
-from tests.helpers.standin import PlanCall, replace_triton
+from tests.helpers.standin import ScheduleCall, replace_triton
 from tests.helpers.tiny_models import build_variant
 
 GREEDY = {
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 
 @pytest.fixture
-def plan_calls(monkeypatch: pytest.MonkeyPatch) -> list[PlanCall]:
+def schedule_calls(monkeypatch: pytest.MonkeyPatch) -> list[ScheduleCall]:
     return replace_triton(monkeypatch)
 
 
@@ -45,7 +45,7 @@ def make_cache(name: str = "gqa", backend: str = "triton", **options: Any) -> tu
 
 # Each model and way to generate runs with a growing and with a preallocated cache.
 @pytest.mark.parametrize(
-    ("name", "num_plans", "options", "generation"),
+    ("name", "num_schedules", "options", "generation"),
     [
         ("gqa", 1, {}, {}), ("sliding_and_full", 2, {}, {}), ("kv_sharing", 2, {}, {}),
         ("gqa", 1, PREALLOCATED, {}), ("sliding_and_full", 2, PREALLOCATED, {}),
@@ -54,8 +54,8 @@ def make_cache(name: str = "gqa", backend: str = "triton", **options: Any) -> tu
     ],
     ids=str,
 )  # fmt: skip
-def test_a_step_makes_one_plan_per_group_of_layers(
-    name: str, num_plans: int, options: Any, generation: Any, plan_calls: list[PlanCall]
+def test_a_step_makes_one_schedule_per_group_of_layers(
+    name: str, num_schedules: int, options: Any, generation: Any, schedule_calls: list[ScheduleCall]
 ) -> None:
     parameters = inspect.signature(create_chunked_causal_mask).parameters
     if name == "chunked" and "block_sequence_ids" not in parameters:
@@ -65,66 +65,70 @@ def test_a_step_makes_one_plan_per_group_of_layers(
         (model, inputs), cache = make_cache(name, backend, **options)
         answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **generation))
     assert_same(answers[1], answers[0])
-    num_addresses = len({call.plan.data_ptr() for call in plan_calls})
+    num_addresses = len({call.schedule.data_ptr() for call in schedule_calls})
     if options:
-        # Allocation and prefill each make an additional plan.
-        assert generation or len(plan_calls) == (NUM_STEPS + 2) * num_plans
-        assert num_addresses == num_plans, "an address changed"
+        # Allocation and prefill each make an additional schedule.
+        assert generation or len(schedule_calls) == (NUM_STEPS + 2) * num_schedules
+        assert num_addresses == num_schedules, "an address changed"
     else:
-        assert len(plan_calls) == NUM_STEPS * num_plans
-        assert num_addresses == len(plan_calls), "a plan was overwritten"
+        assert len(schedule_calls) == NUM_STEPS * num_schedules
+        assert num_addresses == len(schedule_calls), "a schedule was overwritten"
     if generation:
-        assert {len(call.lengths) for call in plan_calls} == {6}
+        assert {len(call.lengths) for call in schedule_calls} == {6}
 
 
-def test_a_plan_is_made_for_the_lengths_and_the_window(plan_calls: list[PlanCall]) -> None:
+def test_a_schedule_is_made_for_the_lengths_and_the_window(
+    schedule_calls: list[ScheduleCall],
+) -> None:
     (model, inputs), cache = make_cache("sliding_and_full", prefill="stored")
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     window = model.config.sliding_window
     length = inputs["input_ids"].shape[1] + NUM_STEPS
-    assert {call.lengths[0] for call in plan_calls[-2:]} == {length}
+    assert {call.lengths[0] for call in schedule_calls[-2:]} == {length}
     # `start` excludes positions before the window, for any number of query tokens.
-    assert {call.start for call in plan_calls[-2:]} == {0, max(length - window, 0)}
-    assert {call.window for call in plan_calls} == {0}
+    assert {call.start for call in schedule_calls[-2:]} == {0, max(length - window, 0)}
+    assert {call.window for call in schedule_calls} == {0}
 
-    plan_calls.clear()
+    schedule_calls.clear()
     (model, inputs), cache = make_cache("sliding_and_full", **PREALLOCATED)
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     # Masks are complete, and all pages exist. In each step, layers only read their windows.
-    assert {call.window for call in plan_calls[-2:]} == {0, window}
-    assert {call.start for call in plan_calls} == {0}
-    assert [call.tokens for call in plan_calls[-2:]] == [1, 1]
-    assert inputs["input_ids"].shape[1] in {call.tokens for call in plan_calls}
+    assert {call.window for call in schedule_calls[-2:]} == {0, window}
+    assert {call.start for call in schedule_calls} == {0}
+    assert [call.tokens for call in schedule_calls[-2:]] == [1, 1]
+    assert inputs["input_ids"].shape[1] in {call.tokens for call in schedule_calls}
 
 
 @pytest.mark.parametrize(
     ("options", "expected"), [({}, [2, 4, 2, 4]), (PREALLOCATED, [2, 2, 4, 4, 2, 4, 2, 4])], ids=str
 )
-def test_layers_with_different_head_counts_have_separate_plans(
-    options: Any, expected: list[int], plan_calls: list[PlanCall]
+def test_layers_with_different_head_counts_have_separate_schedules(
+    options: Any, expected: list[int], schedule_calls: list[ScheduleCall]
 ) -> None:
     _, cache = make_cache(**options)
     for _ in range(3):
         cache.update(*make_tokens(2), 0)
         cache.update(*make_tokens(2, heads=4), 1)
-    assert [call.heads for call in plan_calls] == expected
-    assert plan_calls[-1].plan.data_ptr() != plan_calls[-2].plan.data_ptr()
+    assert [call.heads for call in schedule_calls] == expected
+    assert schedule_calls[-1].schedule.data_ptr() != schedule_calls[-2].schedule.data_ptr()
 
 
 @pytest.mark.parametrize("options", [{}, PREALLOCATED], ids=str)
-def test_plans_are_for_the_query_rows(options: dict[str, int], plan_calls: list[PlanCall]) -> None:
+def test_schedules_are_for_the_query_rows(
+    options: dict[str, int], schedule_calls: list[ScheduleCall]
+) -> None:
     """The number of query rows follows from the config and the KV heads of this process."""
     for heads, num_processes, num_rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
-        plan_calls.clear()
+        schedule_calls.clear()
         _, cache = make_cache(tensor_parallel=TensorParallel(0, num_processes), **options)
         for num_tokens in (5, 1):
             cache.update(*make_tokens(2, num_tokens, heads), 0)
-        assert {call.rows for call in plan_calls} == {num_rows}
+        assert {call.rows for call in schedule_calls} == {num_rows}
     if not options:
         _, cache = make_cache()
         for num_tokens in (5, 3):
             cache.update(*make_tokens(2, num_tokens), 0)
-        assert plan_calls[-1].rows == 6
+        assert schedule_calls[-1].rows == 6
 
 
 def _crop_and_repeat(cache: FP8PagedCache) -> FP8PagedCache:
@@ -143,10 +147,10 @@ CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("plan_calls")
+@pytest.mark.usefixtures("schedule_calls")
 @pytest.mark.parametrize("options", [{}, PREALLOCATED], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_step_does_not_use_an_earlier_plan(change: str, options: dict[str, int]) -> None:
+def test_a_step_does_not_use_an_earlier_schedule(change: str, options: dict[str, int]) -> None:
     outputs = []
     for backend in ("reference", "triton"):
         torch.manual_seed(3)
@@ -164,17 +168,17 @@ def test_a_step_does_not_use_an_earlier_plan(change: str, options: dict[str, int
 
 
 @pytest.mark.parametrize("options", [{}, PREALLOCATED], ids=str)
-def test_backends_without_plans_get_no_plan(options: dict[str, int]) -> None:
+def test_backends_without_schedules_get_no_schedule(options: dict[str, int]) -> None:
     _, cache = make_cache(backend="reference", prefill="stored", **options)
     keys, values = cache.update(*make_tokens(2), 0)
-    assert keys.plan is None
-    assert values.plan is None
+    assert keys.schedule is None
+    assert values.schedule is None
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(ops.explain_backends()["triton"] is not None, reason="needs Triton")
 def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> None:
-    """The layer that makes the plan may not run in a step, or may hold different tokens."""
+    """The layer that makes the schedule may not run in a step, or may hold different tokens."""
     config = build_variant("gqa")[0].config
     caches = [
         FP8PagedCache(config, page_size=16, backend=backend, max_cache_len=300, prefill="stored")
