@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
-from benchmarks.gpu.attention import attend, make_plan_step, make_query
+from benchmarks.gpu.attention import attend, make_query, make_schedule_step
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.latent import LatentLayers
 from benchmarks.gpu.random_data import (
@@ -362,7 +362,7 @@ def test_no_step_compiles_a_kernel_again(preallocated, monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("options", [{}, {"scales": 0.02}], ids=["dynamic", "static"])
 def test_a_replayed_graph_uses_the_current_lengths(options):
-    """One captured step is replayed over several pages and plans."""
+    """One captured step is replayed over several pages and schedules."""
     num_stored, num_replays = 60, 1500
     options = {**options, "max_cache_len": num_stored + num_replays + 10}
     cache, eager_cache = (fill_cache(1, 2, num_stored, **options) for _ in range(2))
@@ -388,9 +388,9 @@ def test_a_replayed_graph_uses_the_current_lengths(options):
 
 
 class AttentionCall(NamedTuple):
-    """Functions that make a plan, attend to scattered pages, and compute the error."""
+    """Functions that make a schedule, attend to scattered pages, and compute the error."""
 
-    make_plan: Callable[[], object]
+    make_schedule: Callable[[], object]
     attend: Callable[[], torch.Tensor]
     compute_error: Callable[[torch.Tensor], float]
 
@@ -398,10 +398,10 @@ class AttentionCall(NamedTuple):
 def prepare_attention(fmt: PageFormat, case: Case) -> AttentionCall:
     [pages] = make_layer_pages(STAGE, fmt, case, 1, 16)
     query = make_query(STAGE, case)
-    make_plan, plan, lengths = make_plan_step(STAGE, case, "triton")
+    make_schedule, schedule, lengths = make_schedule_step(STAGE, case, "triton")
     return AttentionCall(
-        make_plan,
-        functools.partial(attend, query, pages, lengths, case, plan, "triton"),
+        make_schedule,
+        functools.partial(attend, query, pages, lengths, case, schedule, "triton"),
         lambda output: compute_output_error(output, query, pages, case),
     )
 
@@ -417,7 +417,7 @@ def test_repeated_calls_are_bitwise_equal(fmt):
             first_output = call.attend()
         assert call.compute_error(first_output) < TOLERANCE
         for index in range(200 if ON_GPU else 2):
-            call.make_plan()
+            call.make_schedule()
             for is_reused in (False, True):
                 assert torch.equal(call.attend(), first_output), f"repeat {index}, {is_reused=}"
 
@@ -469,7 +469,7 @@ FORMAT_CASES = [
     ids=[f"{fmt.name}-{'latent ' * (case in LATENT_CASES)}{case}" for fmt, case in FORMAT_CASES],
 )  # fmt: skip
 def test_attention_over_scattered_pages_matches_the_reference(fmt, case):
-    """Attention with a plan, in poisoned memory, matches the reference."""
+    """Attention with a schedule, in poisoned memory, matches the reference."""
     call = prepare_attention(fmt, shrink_case(case))
     with torch.no_grad(), poison_memory():
         output = call.attend()

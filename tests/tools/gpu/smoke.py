@@ -11,7 +11,7 @@ import torch
 import transformers
 import triton
 
-from benchmarks.gpu.attention import attend, make_plan_step, make_query
+from benchmarks.gpu.attention import attend, make_query, make_schedule_step
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.random_data import compute_output_error, make_layer_pages
 from benchmarks.gpu.record import TOLERANCE
@@ -25,16 +25,16 @@ LATENT_HEADS = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
 def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
-    """Return the error of attention over scattered pages, whose sequences a plan may split."""
+    """Return the error of attention over scattered pages, whose sequences a schedule may split."""
     [pages] = make_layer_pages(stage, fmt, case, 1, 8)
     query = make_query(stage, case)
-    _, plan, lengths = make_plan_step(stage, case, "triton")
-    output = attend(query, pages, lengths, case, plan, "triton")
+    _, schedule, lengths = make_schedule_step(stage, case, "triton")
+    output = attend(query, pages, lengths, case, schedule, "triton")
     return compute_output_error(output, query, pages, case)
 
 
 def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
-    """Return the error of a growing cache after three steps, which write, plan and attend."""
+    """Return the error of a growing cache after three steps, which write, schedule and attend."""
     case = Case((130, 130), HEADS)
     cache_steps = CacheSteps(stage, fmt, case, 2, "triton", preallocated=False)
     for _ in range(3):
