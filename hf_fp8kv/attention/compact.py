@@ -101,7 +101,8 @@ def make_compact(
         lengths = length.int().expand(batch)
     else:
         lengths = torch.full((batch,), length, dtype=torch.int32, device=is_token.device)
-    token_mask = is_token.to(torch.uint8)[:, None, None]
+    # Kernels read rows, and a mask may be column-major.
+    token_mask = is_token.to(torch.uint8, memory_format=torch.contiguous_format)[:, None, None]
     attributes = {
         "token_mask": token_mask,
         "bounds": find_mask_bounds(is_token, start),

@@ -144,6 +144,10 @@ def fp8_paged_attention(
         if check_module is not None and get_keys() is key:
             check_module(module)
     can_repeat = position_bias is None and s_aux is None and _SPECIAL.isdisjoint(kwargs)
+    # A tensor could change in place.
+    scaling = None if scaling is None else float(scaling)
+    sliding_window = int(sliding_window or 0)
+    softcap = float(softcap or 0.0)
     arguments = dropout, scaling, is_causal, sliding_window, softcap
     if can_repeat and type(key) is PagedKV and not is_compiling:
         attended = _repeat(module, query, key, value, attention_mask, arguments)
@@ -152,8 +156,8 @@ def fp8_paged_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Positional arguments take half the time of keyword arguments.
     spec = AttentionSpec(
-        float(query.shape[-1] ** -0.5 if scaling is None else scaling), bool(causal),
-        int(sliding_window or 0), float(softcap or 0.0), s_aux, attention_mask, position_bias, None,
+        float(query.shape[-1] ** -0.5) if scaling is None else scaling, bool(causal),
+        sliding_window, softcap, s_aux, attention_mask, position_bias, None,
         False, vars(module).get(DETERMINISTIC, False),
     )  # fmt: skip
     call = Call(module, query, key, value, spec, dropout, kwargs)
@@ -219,7 +223,7 @@ def _describe(
         query.requires_grad,
         None if schedule is None else schedule.shape,
         getattr(module, "is_causal", True),
-        module.training,
+        getattr(module, "training", False),
         vars(module).get(DETERMINISTIC),
         None if mask is None else (mask.shape[:3], mask.device, mask.window),
     )
@@ -268,7 +272,9 @@ def _record(
 ) -> None:
     """Record a decode step whose update was recorded, unless something is unusual."""
     pages = key.pages
-    if pages is None or pages.record is None or spec.deterministic or query.shape[2] != 1:
+    if pages is None or spec.deterministic or query.shape[2] != 1:
+        return
+    if pages.record is None or pages.record.write is None:
         return
     if api.is_observed(query) or (mask is not None and type(mask) is not CompactMask):
         return

@@ -30,12 +30,13 @@ class DecodeRecord:
 
     Attributes:
         layout: Result of `describe_tokens`.
-        write: `ops.write` for tokens of this layout and the pages of the record.
+        write: `ops.write` for tokens of this layout and the pages of the record. None until a
+            second step reads the same pages, because beams get other pages in each step.
         attention: The call of the attention function that read the handles, or None.
     """
 
     layout: tuple[Any, ...]
-    write: Callable[..., None]
+    write: Callable[..., None] | None
     attention: Any = None
 
 
@@ -207,8 +208,11 @@ class LayerStore:
         """Record a decode step of a growing layer, unless something observes or offloads it."""
         is_growing = isinstance(self.length, HostLength)
         if is_growing and not (isinstance(self.pool.memory, OffloadBlocks) or api.is_observed(key)):
-            write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
-            pages.record = DecodeRecord(describe_tokens(key, value), write)
+            layout = describe_tokens(key, value)
+            write = None
+            if pages.record is not None and pages.record.layout == layout:
+                write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
+            pages.record = DecodeRecord(layout, write)
 
     def repeat(
         self, key: torch.Tensor, value: torch.Tensor
@@ -219,12 +223,18 @@ class LayerStore:
         the errors of `LayerGroup.reserve`.
         """
         length, blocks = self.length, self.pool.blocks
-        if (cached := blocks.cached_pages) is None:
+        if (cached := blocks.cached_pages) is None or type(length) is not HostLength:
             return None
         pages = cached[1]
         device = key.device
         record = pages.record
-        if record is None or record.layout != describe_tokens(key, value) or api.is_observed(key):
+        if record is None or record.write is None or api.is_observed(key):
+            return None
+        if record.layout != describe_tokens(key, value):
+            return None
+        # The layer may have been emptied, or rows selected. An empty layer returns exact states.
+        is_empty = not self.group.lengths[length.member]
+        if is_empty or self.group.table.copy_to_device(device) is not pages.table:
             return None
         backend = self.encoding.backend
         positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import profile
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv import ConfigError, FP8PagedCache, ops
 from hf_fp8kv.attention import fp8_paged
 from hf_fp8kv.attention.capture import StepDescription
 from hf_fp8kv.attention.compact import make_compact
@@ -232,7 +232,7 @@ def test_the_description_of_a_captured_step_has_all_operations(
             monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
             monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
         decoder = Decoder("torch")
-        for num_tokens in (PROMPT_TOKENS, 1, 1):
+        for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
             decoder.step(num_tokens)
         with StepDescription(torch.device("cpu"), is_reserved=False) as description:
             decoder.step()
@@ -323,6 +323,53 @@ def test_an_error_undoes_a_repeated_step(counts: Counts) -> None:
     with pytest.raises(Exception, match="max_pages"):
         decoder.step()
     assert decoder.cache.host_length() == length == 32
+
+
+@torch.no_grad()
+def test_a_step_with_removed_sequences_is_refused(counts: Counts) -> None:
+    decoder = Decoder("torch")
+    for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
+        decoder.step(num_tokens)
+    assert counts.updates
+    decoder.cache.batch_select_indices(torch.tensor([1]))
+    with pytest.raises(ConfigError, match="expected 1 sequences, which the cache holds, got 2"):
+        decoder.step()
+    one = torch.ones(1, 2, 1, 32)
+    keys, _ = decoder.cache.update(one, one, 0)
+    assert keys.shape == (1, 2, PROMPT_TOKENS + 4, 32)
+
+
+@torch.no_grad()
+def test_a_layer_that_was_emptied_gets_an_exact_token(counts: Counts) -> None:
+    decoder = Decoder("torch")
+    for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
+        decoder.step(num_tokens)
+    assert counts.updates
+    decoder.cache.layers[0].reset()
+    key = torch.randn(BATCH, 2, 1, 32)
+    keys, _ = decoder.cache.update(key, key, 0)
+    assert torch.equal(keys, key)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["scaling", "softcap"])
+def test_a_tensor_that_changes_in_place_changes_the_attention(name: str, counts: Counts) -> None:
+    decoder = Decoder("torch", prefill="stored")
+    value = torch.tensor(2.0)
+    decoder.keywords[name] = value
+    for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
+        decoder.step(num_tokens)
+    old = counts.attention
+    assert old
+    value.fill_(0.5)
+    decoder.step()
+    assert counts.attention == old
+
+
+def test_a_compact_mask_is_contiguous() -> None:
+    """Repeated launches assume this, and a mask of a user may be column-major."""
+    is_token = torch.ones(40, BATCH, dtype=torch.bool).T
+    assert make_compact(is_token, 0, 40, 0, 1).get_columns(0, 40).stride(3) == 1
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), None])
