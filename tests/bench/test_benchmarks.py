@@ -117,7 +117,7 @@ print(json.dumps([kernels, stack.cache.host_length()]))
     assert process.returncode == 0, process.stderr
     kernels, length = json.loads(process.stdout)
     # The two layers share a schedule.
-    assert (kernels.count("_plan"), kernels.count("_attend")) == (1, 2), kernels
+    assert (kernels.count("_schedule"), kernels.count("_attend")) == (1, 2), kernels
     assert length == host.STORED_TOKENS + 1
     rows = host.measure_host(turns=2, progress=ignore_progress)["rows"]
     values = {(row["cache"], row["layers"]): row["value"] for row in rows}
