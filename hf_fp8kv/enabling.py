@@ -27,7 +27,7 @@ from .attention.training import install_rounding, prepare_rounding, remove_round
 from .cache.cache import NOT_KEPT, FP8PagedCache, MemoryFootprint
 from .calibration.plan_choice import freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
-from .formats import ADAPTIVE, DEFAULT_DTYPE, summarize_plan
+from .formats import ADAPTIVE, DEFAULT_DTYPE, list_counts, summarize_plan
 from .modeling.exact_states import warn_of_rounding
 from .modeling.methods import ModelMethod, remove_methods
 from .modeling.model_support import (
@@ -87,7 +87,7 @@ class Summary:
         lines = ["no generate() with 8-bit pages yet"]
         if (memory := self.footprint) is not None:
             size = memory.used_bytes + memory.other_bytes
-            plans = " + ".join(f"{count} x {plan}" for plan, count in memory.layers_by_plan.items())
+            plans = " + ".join(list_counts(memory.layers_by_plan))
             lines = [
                 f"{memory.tokens:,} tokens in {size:,} bytes of pages, {self.bf16_bytes:,.0f} in "
                 f"bf16 ({size / self.bf16_bytes:.2f} x)",

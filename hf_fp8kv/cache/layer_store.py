@@ -233,8 +233,7 @@ class LayerStore:
         if record.layout != describe_tokens(key, value):
             return None
         # The layer may have been emptied, or rows selected. An empty layer returns exact states.
-        is_empty = not self.group.lengths[length.member]
-        if is_empty or self.group.table.copy_to_device(device) is not pages.table:
+        if length.is_empty or self.group.table.copy_to_device(device) is not pages.table:
             return None
         backend = self.encoding.backend
         positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)

@@ -220,4 +220,9 @@ def count_plans(plans: Mapping[int, LayerPlan]) -> dict[str, int]:
 
 def summarize_plan(plans: Mapping[int, LayerPlan]) -> str:
     """Return the plans on one line, such as "28 x K int8, V int8; 2 x K model, V model"."""
-    return "; ".join(f"{count} x {plan}" for plan, count in count_plans(plans).items())
+    return "; ".join(list_counts(count_plans(plans)))
+
+
+def list_counts(counts: Mapping[str, int]) -> list[str]:
+    """Return texts such as "28 x K int8, V int8" for a result of `count_plans`."""
+    return [f"{count} x {plan}" for plan, count in counts.items()]

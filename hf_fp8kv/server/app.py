@@ -37,7 +37,7 @@ _NOT_STARTED_MESSAGE = (
     "the engine was not started: the application that mounts this one must start it, with "
     "FastAPI(lifespan=application.lifespan), or inside `async with application.lifespan():`"
 )
-_PAGE_FILE = Path(__file__).with_name("page.html")
+_PAGE = Path(__file__).with_name("page.html").read_bytes()
 # The page loads nothing from other hosts, and no other page may embed it.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none';style-src 'unsafe-inline';"
@@ -315,7 +315,7 @@ class Application:
         return api
 
     async def _show_page(self) -> Response:
-        return Response(_PAGE_FILE.read_bytes(), 200, _PAGE_HEADERS, "text/html;charset=utf-8")
+        return Response(_PAGE, 200, _PAGE_HEADERS, "text/html;charset=utf-8")
 
     async def _list_models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self.served_model.make_model_entry()]}

@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
+from ..formats import list_counts
 from ..serving import Usage, read_usage
 from ..utils.terminal import format_size
 from .errors import APIError, make_field_error, make_stopping_error
@@ -117,6 +118,8 @@ class Engine:
         # Maximum number of tokens of a prompt and its answer.
         self.max_tokens = min(n for n in limits if isinstance(n, int) and n > 0)
         self._num_page_tokens = int(manager.continuous_batching_config.page_size)
+        # Bytes of a token. They do not change, and making a cache for each request takes time.
+        self._bf16_sizes = FP8PagedCache(model.config, dtype="model").count_bytes()
         if usage := self.read_usage():
             pages = self.describe_pages()
             formats = " + ".join(pages["formats"])
@@ -161,10 +164,9 @@ class Engine:
         usage = self.read_usage()
         if usage is None:
             return {"tokens": 0, "bf16_tokens": 0, "formats": []}
-        sizes = FP8PagedCache(self.model.config, dtype="model").count_bytes()
         num_tokens = usage.pages_total * self._num_page_tokens
-        bf16_tokens = int(usage.bytes_total / sizes[0]) if sizes else 0
-        formats = [f"{count} x {plan}" for plan, count in usage.plans.items()]
+        bf16_tokens = int(usage.bytes_total / self._bf16_sizes[0]) if self._bf16_sizes else 0
+        formats = list_counts(usage.plans)
         return {"tokens": num_tokens, "bf16_tokens": bf16_tokens, "formats": formats}
 
     def count_active(self) -> int:

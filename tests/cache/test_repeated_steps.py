@@ -95,6 +95,11 @@ class Decoder:
         self.convert = self.convert_query = no_change
         self.keywords: dict[str, Any] = {"sliding_window": window}
 
+    def decode(self, num_steps: int) -> None:
+        """Store a prompt, and decode tokens."""
+        for num_tokens in (PROMPT_TOKENS, *[1] * num_steps):
+            self.step(num_tokens)
+
     def step(self, num_tokens: int = 1, *, padded: bool = False) -> list[torch.Tensor]:
         """Run a step, and return the results of all layers."""
         length = int(self.cache.get_seq_length()) + num_tokens
@@ -204,9 +209,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_unusual_step_is_not_repeated(name: str, counts: Counts) -> None:
     decoder = Decoder("torch")
-    decoder.step(PROMPT_TOKENS)
-    for _ in range(3):
-        decoder.step()
+    decoder.decode(3)
     counts.updates = counts.attention = 0
     decoder.step()
     assert (counts.updates, counts.attention) == (NUM_LAYERS, NUM_LAYERS)
@@ -232,8 +235,7 @@ def test_the_description_of_a_captured_step_has_all_operations(
             monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
             monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
         decoder = Decoder("torch")
-        for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
-            decoder.step(num_tokens)
+        decoder.decode(3)
         with StepDescription(torch.device("cpu"), is_reserved=False) as description:
             decoder.step()
         names.append([name for name, _ in description.calls])
@@ -257,9 +259,7 @@ def test_other_arguments_of_attention_are_not_repeated(
     keywords: dict[str, Any], counts: Counts
 ) -> None:
     decoder = Decoder("torch")
-    decoder.step(PROMPT_TOKENS)
-    for _ in range(3):
-        decoder.step()
+    decoder.decode(3)
     if "position_bias" in keywords:
         length = int(decoder.cache.get_seq_length()) + 1
         keywords = {"position_bias": torch.zeros(1, 4, 1, length)}
@@ -283,8 +283,7 @@ def test_another_query_is_not_repeated(
     change: Callable[[torch.Tensor], torch.Tensor], counts: Counts
 ) -> None:
     decoder = Decoder("torch")
-    for num_tokens in (PROMPT_TOKENS, 1, 1):
-        decoder.step(num_tokens)
+    decoder.decode(2)
     decoder.convert_query = change
     counts.updates = counts.attention = 0
     decoder.step()
@@ -294,8 +293,7 @@ def test_another_query_is_not_repeated(
 @torch.no_grad()
 def test_the_attention_of_another_module_is_not_repeated(counts: Counts) -> None:
     decoder = Decoder("torch")
-    for num_tokens in (PROMPT_TOKENS, 1, 1):
-        decoder.step(num_tokens)
+    decoder.decode(2)
     modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
     modules[0], decoder.modules = decoder.modules[0], modules
     counts.updates = counts.attention = 0
@@ -307,17 +305,14 @@ def test_the_attention_of_another_module_is_not_repeated(counts: Counts) -> None
 def test_offloaded_and_preallocated_layers_are_not_repeated(counts: Counts) -> None:
     for options in ({"offloading": True}, {"max_cache_len": 64}):
         decoder = Decoder("torch", **options)
-        for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
-            decoder.step(num_tokens)
+        decoder.decode(3)
     assert (counts.updates, counts.attention) == (0, 0)
 
 
 @torch.no_grad()
 def test_an_error_undoes_a_repeated_step(counts: Counts) -> None:
     decoder = Decoder("torch", max_pages=4)
-    decoder.step(PROMPT_TOKENS)
-    for _ in range(12):
-        decoder.step()
+    decoder.decode(12)
     assert counts.updates
     length = decoder.cache.host_length()
     with pytest.raises(Exception, match="max_pages"):
@@ -328,8 +323,7 @@ def test_an_error_undoes_a_repeated_step(counts: Counts) -> None:
 @torch.no_grad()
 def test_a_step_with_removed_sequences_is_refused(counts: Counts) -> None:
     decoder = Decoder("torch")
-    for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
-        decoder.step(num_tokens)
+    decoder.decode(3)
     assert counts.updates
     decoder.cache.batch_select_indices(torch.tensor([1]))
     with pytest.raises(ConfigError, match="expected 1 sequences, which the cache holds, got 2"):
@@ -342,8 +336,7 @@ def test_a_step_with_removed_sequences_is_refused(counts: Counts) -> None:
 @torch.no_grad()
 def test_a_layer_that_was_emptied_gets_an_exact_token(counts: Counts) -> None:
     decoder = Decoder("torch")
-    for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
-        decoder.step(num_tokens)
+    decoder.decode(3)
     assert counts.updates
     decoder.cache.layers[0].reset()
     key = torch.randn(BATCH, 2, 1, 32)
@@ -357,8 +350,7 @@ def test_a_tensor_that_changes_in_place_changes_the_attention(name: str, counts:
     decoder = Decoder("torch", prefill="stored")
     value = torch.tensor(2.0)
     decoder.keywords[name] = value
-    for num_tokens in (PROMPT_TOKENS, 1, 1, 1):
-        decoder.step(num_tokens)
+    decoder.decode(3)
     old = counts.attention
     assert old
     value.fill_(0.5)
