@@ -651,8 +651,8 @@ class FP8PagedCache(DynamicCache):
                 shape = shape[0] // self.options.tensor_parallel.size, *shape[1:]
             if shape is None:
                 return None
-            dtypes = [torch.bfloat16 if side.is_auto else torch.uint8 for side in plan]
-            has_scales = self.options.has_dynamic_scales and torch.uint8 in dtypes
+            dtypes = [side.find_dtype(torch.bfloat16) for side in plan]
+            has_scales = self.options.has_dynamic_scales and not all(x.is_auto for x in plan)
             layout = make_page_layout(shape[0], size, *shape[1:], dtypes[0], dtypes[1], has_scales)
             num_kept = min(num_tokens, layer.sliding_window or num_tokens)
             stored_bytes += num_kept * layout.size / size

@@ -122,9 +122,9 @@ def _count_bytes(cache: FP8PagedCache, plan: StoragePlan) -> int:
     num_bytes = 0
     for layer in cache.paged_layers:
         layer_plan = LayerPlan.check(plan.layers[layer.index].plan, "plan")
-        k_dtype, v_dtype = (torch.bfloat16 if x.is_auto else torch.uint8 for x in layer_plan)
+        k_dtype, v_dtype = (x.find_dtype(torch.bfloat16) for x in layer_plan)
         num_tokens = min(_COUNTED_TOKENS, layer.sliding_window or _COUNTED_TOKENS)
-        has_scales = torch.uint8 in (k_dtype, v_dtype)
+        has_scales = not all(x.is_auto for x in layer_plan)
         pool = layer.store.pool
         num_bytes += make_page_layout(
             pool.num_heads, num_tokens, pool.k_dim, pool.v_dim, k_dtype, v_dtype, has_scales

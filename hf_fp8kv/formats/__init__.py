@@ -10,7 +10,9 @@ scales. E3M4 has a bias of 3 (largest value 31, smallest step 2^-6), and E2M5 a 
 value 7.875, smallest step 2^-5).
 
 Int8 is sign and magnitude without exponent bits, with the bias that gives a step of 1 (largest
-value 127). It is a float format in which all values are subnormal (see docs/architecture.md).
+value 127). It is a float format in which all values are subnormal (see docs/architecture.md). Int6
+and int4 (largest values 31 and 7) are int8 with fewer bits. Their codes are bytes whose lower bits
+are zero, and pages store only the upper bits (`ops.page_layout`).
 """
 
 import math
@@ -35,10 +37,11 @@ MIN_SCALE = 2.0**-100
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit floating-point format. Int8 is a format without exponent bits.
+    """A floating-point format of at most 8 bits. Integers are formats without exponent bits.
 
     `max` is the largest finite value, and `max_code` its code. `scale_from_e4m3` times a scale for
     E4M3FN is the scale for this format. `has_unsigned_zero` means that 0x80 is NaN instead of -0.
+    `bits` is the number of upper bits of a code that pages store.
     """
 
     name: str
@@ -51,6 +54,12 @@ class Format:
     has_unsigned_zero: bool = False
     inf_code: int | None = None
     torch_dtype: torch.dtype | None = None
+    bits: int = 8
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The dtype that stands for stored codes: uint8, or torch's uint6 or uint4."""
+        return {8: torch.uint8, 6: torch.uint6, 4: torch.uint4}[self.bits]
 
     @property
     def min_subnormal(self) -> float:
@@ -99,11 +108,15 @@ FORMATS: dict[str, Format] = {
         Format("fp8_e3m4", 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, has_unsigned_zero=True),
         Format("fp8_e2m5", 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, has_unsigned_zero=True),
         Format("int8", 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, has_unsigned_zero=True),
+        Format("int6", 5, -4, 0x7C, 0x80, 31.0, 448.0 / 31.0, has_unsigned_zero=True, bits=6),
+        Format("int4", 3, -2, 0x70, 0x80, 7.0, 448.0 / 7.0, has_unsigned_zero=True, bits=4),
     )
 }
 
-# One format for each number of mantissa bits. FNUZ is left out, as it has the errors of E4M3.
-DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]
+# One format of 8 bits for each number of mantissa bits. FNUZ is left out, as it has the errors of
+# E4M3.
+_EIGHT_BITS = [fmt for fmt in FORMATS.values() if fmt.bits == 8]
+DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(_EIGHT_BITS)}.values())[::-1]
 
 # Default formats with dynamic and with static scales. Checkpoints have static scales for E4M3.
 DEFAULT_DTYPE, STATIC_DTYPE = "fp8_e3m4", "fp8_e4m3"
@@ -167,6 +180,10 @@ class SidePlan:
     def is_auto(self) -> bool:
         """Whether values are stored unchanged, in the model's dtype."""
         return self.format == AUTO
+
+    def find_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of stored values for a model's `dtype`."""
+        return dtype if self.is_auto else FORMATS[self.format].code_dtype
 
     def __str__(self) -> str:
         name = "model" if self.is_auto else self.format

@@ -47,7 +47,9 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     unrounded = torch.where(exponent < 128 - fmt.bias, full_mantissa, rebiased)
     shift = (dropped_bits + 128 - fmt.bias - exponent.clamp(min=1)).clamp(dropped_bits, 25)
     offset = (torch.ones_like(shift) << (shift - 1)) - 1
-    code = ((unrounded + offset + ((unrounded >> shift) & 1)) >> shift).clamp(max=fmt.max_code)
+    unused_bits = 8 - fmt.bits
+    code = (unrounded + offset + ((unrounded >> shift) & 1)) >> shift
+    code = code.clamp(max=fmt.max_code >> unused_bits) << unused_bits
     code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
     is_negative = (bits < 0) & (code > 0) if fmt.has_unsigned_zero else bits < 0
     return torch.where(is_negative, code | 0x80, code).to(torch.uint8)
@@ -64,7 +66,7 @@ def make_code_table(fmt: Format, device: torch.device) -> torch.Tensor:
     """Return the values of the 256 codes, `[256]`, float32, on `device`."""
     values = []
     for code in range(256):
-        exponent, fraction = divmod(code & 0x7F, 1 << fmt.mantissa_bits)
+        exponent, fraction = divmod((code & 0x7F) >> 8 - fmt.bits, 1 << fmt.mantissa_bits)
         hidden_bit = (exponent > 0) << fmt.mantissa_bits
         value = (fraction + hidden_bit) * fmt.min_subnormal * 2.0 ** max(exponent - 1, 0)
         value = math.inf if code & 0x7F == fmt.inf_code else value

@@ -1,43 +1,108 @@
-"""The layout of a page: the positions of its K, its V and its dynamic scales.
+"""The layout of a page: for each head its K, its V and its dynamic scales.
 
-Pools, the memory of engines, and vLLM's blocks all use this layout.
+Pools, files, the memory of engines, and vLLM's blocks all use this layout. The bytes of a head are
+adjacent, so the pages of some heads are slices of the pages of all heads.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
+
 # Alignment of the regions, in bytes. A GPU thread loads this number of bytes at once.
 _ALIGNMENT = 16
+# Bits of each code in the planes of a vector, the upper bits first.
+_PLANES: dict[torch.dtype, tuple[int, ...]] = {
+    torch.uint8: (8,),
+    torch.uint6: (4, 2),
+    torch.uint4: (4,),
+}
+
+
+def count_elements(dim: int, dtype: torch.dtype) -> int:
+    """Return the elements that store a vector: bytes of codes, or values of a floating dtype.
+
+    Raises:
+        ConfigError: The codes do not fill whole bytes.
+    """
+    planes = _PLANES.get(dtype, (8,))
+    if dim % (8 // planes[-1]):
+        raise ConfigError(
+            f"head size: expected a multiple of {8 // planes[-1]} for {sum(planes)}-bit codes, got "
+            f"{dim}. Choose an 8-bit format"
+        )
+    return dim * sum(planes) // 8
+
+
+def pack_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bytes that store the codes `[..., D]` of `dtype`, `[..., D * bits / 8]`.
+
+    A plane has `width` upper bits of each code. Byte `i` of its `n` bytes has those of the channels
+    `i`, `i + n`, and so on, the first channel in the lowest bits.
+    """
+    if dtype not in _PLANES or dtype == torch.uint8:
+        return codes
+    planes = []
+    start = 8
+    for width in _PLANES[dtype]:
+        start -= width
+        parts = (codes >> start & (1 << width) - 1).chunk(8 // width, -1)
+        planes.append(functools.reduce(lambda x, y: x << width | y, parts[::-1]))
+    return torch.cat(planes, -1)
+
+
+def unpack_codes(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the codes that `pack_codes` packed, `[..., D]`."""
+    if dtype not in _PLANES or dtype == torch.uint8:
+        return packed
+    widths = _PLANES[dtype]
+    dim = packed.shape[-1] * 8 // sum(widths)
+    codes = packed.new_zeros(())
+    start = 8
+    for width, plane in zip(widths, packed.split([dim * w // 8 for w in widths], -1), strict=True):
+        start -= width
+        shifted = [plane >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
+        codes = codes | torch.cat(shifted, -1) << start
+    return codes
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The regions of a page, and their positions in its bytes.
+    """The regions of a head in a page, and their positions in its bytes.
 
     Attributes:
-        regions: Name, shape and dtype of each region: "k" `[Hkv, S, Dk]`, "v" `[Hkv, Dv, S]`, and
-            "token_scales" `[Hkv, S, 2]` if there are dynamic scales. V is transposed because sm_80
-            to sm_90 and gfx942 cannot load 8-bit data transposed.
-        offsets: Offset of each region in a page, in bytes.
-        size: Size of a page, in bytes.
+        num_heads: Number of KV heads.
+        regions: Name, shape and dtype of each region of a head: "k" `[S, Ck]`, "v" `[Cv, S]`, and
+            "token_scales" `[S, 2]` if there are dynamic scales. C is `count_elements` of the head
+            size. V is transposed because sm_80 to sm_90 and gfx942 cannot load 8-bit data
+            transposed.
+        offsets: Offset of each region in a head, in bytes.
+        head_size: Size of a head in a page, in bytes.
     """
 
+    num_heads: int
     regions: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     offsets: Mapping[str, int]
-    size: int
+    head_size: int
+
+    @property
+    def size(self) -> int:
+        """Size of a page, in bytes."""
+        return self.num_heads * self.head_size
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
-        """Return views of the regions of all pages of a block `[n, bytes]`, each `[n, ...]`."""
+        """Return views of the regions of all pages of a block `[n, bytes]`, each `[n, Hkv, ...]`."""
+        heads = block[:, : self.size].unflatten(1, (self.num_heads, self.head_size))
         return {
-            name: block[:, self.offsets[name] : self.offsets[name] + prod(shape) * dtype.itemsize]
+            name: heads.narrow(2, self.offsets[name], math.prod(shape) * dtype.itemsize)
             .view(dtype)
-            .view(len(block), *shape)
+            .unflatten(2, shape)
             for name, shape, dtype in self.regions
         }
 
@@ -69,14 +134,16 @@ def _compute_layout(
     v_dtype: torch.dtype,
     has_scales: bool,
 ) -> PageLayout:
-    k_shape = (num_heads, page_size, k_dim)
-    v_shape = (num_heads, v_dim, page_size)
-    regions = [("k", k_shape, k_dtype), ("v", v_shape, v_dtype)]
+    k_width, v_width = count_elements(k_dim, k_dtype), count_elements(v_dim, v_dtype)
+    k_region, v_region = (
+        torch.uint8 if dtype in _PLANES else dtype for dtype in (k_dtype, v_dtype)
+    )
+    regions = [("k", (page_size, k_width), k_region), ("v", (v_width, page_size), v_region)]
     if has_scales:
-        regions.append(("token_scales", (num_heads, page_size, 2), torch.bfloat16))
+        regions.append(("token_scales", (page_size, 2), torch.bfloat16))
     offsets = {}
     end = 0
     for name, shape, dtype in regions:
         offsets[name] = end
-        end += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return PageLayout(tuple(regions), offsets, end)
+        end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return PageLayout(num_heads, tuple(regions), offsets, end)

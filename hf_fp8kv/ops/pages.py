@@ -63,7 +63,8 @@ class Pages(_PageFields):
             `blocks.locate_pages`.
         num_heads: Number of KV heads.
         page_size: Slots (tokens) per page.
-        k_dtype: Dtype of a stored value of K: uint8, or a floating dtype for "auto".
+        k_dtype: Dtype of a stored value of K: the format's `code_dtype`, or a floating dtype for
+            "auto".
         v_dtype: Dtype of a stored value of V.
         has_scales: Whether pages have room for dynamic scales.
         sizes: Cached sizes for `check_sizes`, or None. This and the next three attributes are not
@@ -101,12 +102,12 @@ class Pages(_PageFields):
 
     @property
     def k_codes(self) -> Tensor:
-        """Codes of K in the first block, a view, `[n, Hkv, S, Dk]`."""
+        """Codes of K in the first block, a view, `[n, Hkv, S, Ck]`. See `PageLayout`."""
         return self._regions["k"]
 
     @property
     def v_codes(self) -> Tensor:
-        """Codes of V in the first block, a view, `[n, Hkv, Dv, S]`."""
+        """Codes of V in the first block, a view, `[n, Hkv, Cv, S]`."""
         return self._regions["v"]
 
     @property

@@ -11,6 +11,7 @@ from ..formats import AUTO, FORMATS
 from ..formats.codec import compute_dynamic_scale, decode, encode, search_scale
 from ..formats.rotation import rotate
 from .blocks import group_by_block, read_rows
+from .page_layout import pack_codes, unpack_codes
 from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import find_visible
 
@@ -32,11 +33,13 @@ def write(
         chunk = slice(start, start + MAX_WRITE_TOKENS)
         k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
         v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
+        k, v = pack_codes(k, pages.k_dtype), pack_codes(v, pages.v_dtype)
         for block, rows, index in group_by_block(pages, page_number[:, chunk], exists[:, chunk]):
             regions = pages.layout.split(block)
             slots = slot[:, chunk][index]
-            regions["k"][rows, :, slots] = k.transpose(1, 2)[index].to(pages.k_dtype)
-            regions["v"][rows, :, :, slots] = v.transpose(1, 2)[index].to(pages.v_dtype)
+            k_codes, v_codes = regions["k"], regions["v"]
+            k_codes[rows, :, slots] = k.transpose(1, 2)[index].to(k_codes.dtype)
+            v_codes[rows, :, :, slots] = v.transpose(1, 2)[index].to(v_codes.dtype)
             for i, scales in enumerate((k_scales, v_scales)):
                 if scales is not None:
                     regions["token_scales"][rows, :, slots, i] = scales.transpose(1, 2)[index]
@@ -115,7 +118,7 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     # A freed page is outside the window. It is read as page 0, and the caller masks it.
     regions = pages.layout.split(read_rows(pages, page_start, page_stop))
     shape = len(pages.table), page_stop - page_start
-    stored = pages.k if side == "k" else pages.v
+    stored, dtype = (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
     codes: Tensor = regions[side].unflatten(0, shape)
     if side == "v":
         codes = codes.transpose(3, 4)
@@ -124,7 +127,7 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     codes = codes.transpose(1, 2).flatten(2, 3)[:, :, span]
     if stored.format == AUTO:
         return codes
-    x = decode(codes, FORMATS[stored.format])
+    x = decode(unpack_codes(codes, dtype), FORMATS[stored.format])
     if stored.static_scale is not None:
         x *= stored.static_scale[:, None]
     else:

@@ -18,7 +18,7 @@ class PagePool:
         has_scales: Whether pages have dynamic scales, which 8-bit values need unless scales are
             static. This and the next attributes, up to `device`, are set by `allocate`.
         k_dtype, v_dtype: Dtypes of K and V in the model.
-        stored_k_dtype, stored_v_dtype: Dtypes of K and V in pages: uint8, or as in the model.
+        stored_k_dtype, stored_v_dtype: Dtypes of K and V in pages (`SidePlan.find_dtype`).
         layout: Layout of a page.
         device: Device on which the layer computes.
         memory: The pages.
@@ -36,7 +36,7 @@ class PagePool:
     ) -> None:
         self.page_size = page_size
         self._has_dynamic_scales = has_dynamic_scales
-        self._is_auto = plan.k.is_auto, plan.v.is_auto
+        self._plan = plan
         self.blocks = Blocks() if memory is None else memory.device_blocks
         self.memory: Blocks | OffloadBlocks = self.blocks if memory is None else memory
 
@@ -58,11 +58,11 @@ class PagePool:
         self.num_heads = key.shape[1]
         self.k_dim = key.shape[3]
         self.v_dim = value.shape[3]
-        k_is_auto, v_is_auto = self._is_auto
-        v_is_auto |= not self.v_dim
-        self.stored_k_dtype = self.k_dtype if k_is_auto else torch.uint8
-        self.stored_v_dtype = self.v_dtype if v_is_auto else torch.uint8
-        self.has_scales = self._has_dynamic_scales and not (k_is_auto and v_is_auto)
+        k, v = self._plan
+        v_is_auto = v.is_auto or not self.v_dim
+        self.stored_k_dtype = k.find_dtype(self.k_dtype)
+        self.stored_v_dtype = self.v_dtype if v_is_auto else v.find_dtype(self.v_dtype)
+        self.has_scales = self._has_dynamic_scales and not (k.is_auto and v_is_auto)
         self.layout = make_page_layout(
             self.num_heads,
             self.page_size,

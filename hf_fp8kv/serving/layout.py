@@ -36,8 +36,7 @@ class EngineLayout:
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        k, v = (self.dtype if side.is_auto else torch.uint8 for side in self.plan)
-        return k, v
+        return self.plan.k.find_dtype(self.dtype), self.plan.v.find_dtype(self.dtype)
 
     @property
     def _has_scales(self) -> bool:

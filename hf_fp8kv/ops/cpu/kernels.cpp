@@ -107,13 +107,16 @@ struct Table {
 
 // Stored keys or values (see records.py).
 struct StoredSide {
-  int64_t codes_offset, kind, dim, scales_offset;
+  int64_t codes_offset, kind, dim, scales_offset, head_size;
   const float *static_scale, *center;
   int64_t rotation;
 
   const float* find_center(int64_t head) const { return center ? center + head * dim : nullptr; }
-  const char* find_codes(const char* page, int64_t head, int64_t page_size) const {
-    return page + codes_offset + head * page_size * dim * get_width(kind);
+  const char* find_codes(const char* page, int64_t head) const {
+    return page + head * head_size + codes_offset;
+  }
+  const char* find_scales(const char* page, int64_t head, int64_t slot) const {
+    return page + head * head_size + scales_offset + 4 * slot;
   }
 };
 
@@ -789,20 +792,19 @@ void write_vector(
   const NewSide& side = is_value ? c.v : c.k;
   const int64_t position = c.table.lengths[sequence] - c.num_tokens + token;
   const int64_t page_size = c.table.page_size, slot = position % page_size;
-  const int64_t head_slot = head * page_size + slot, width = get_width(side.kind);
-  char* page = const_cast<char*>(c.table.find_page(sequence, position));
+  const int64_t width = get_width(side.kind);
+  const char* page = c.table.find_page(sequence, position);
   const char* x = side.in.at(sequence, head, token);
   if (side.kind == CODES) {
     encode_vector(
         side, (float)c.min_scale, x, side.find_center(head), head,
-        page + side.scales_offset + 4 * head_slot, !is_value, line, codes);
+        const_cast<char*>(side.find_scales(page, head, slot)), !is_value, line, codes);
     x = (const char*)codes;
   }
-  char* codes_begin = page + side.codes_offset;
-  if (!is_value) std::memcpy(codes_begin + head_slot * side.dim * width, x, side.dim * width);
-  codes_begin += (head * side.dim * page_size + slot) * width;
+  char* codes_begin = const_cast<char*>(side.find_codes(page, head));
+  if (!is_value) std::memcpy(codes_begin + slot * side.dim * width, x, side.dim * width);
   for (int64_t i = 0; is_value && i < side.dim; i++)
-    std::memcpy(codes_begin + i * page_size * width, x + i * width, width);
+    std::memcpy(codes_begin + (i * page_size + slot) * width, x + i * width, width);
 }
 
 // ---- gather -------------------------------------------------------------------------------------
@@ -821,7 +823,7 @@ void decode_part(
     const Side& side, const char* page, int64_t page_size, int64_t head, int64_t slot,
     int64_t count, bool transposed, float* lines, int64_t stride, float* column) {
   const int64_t width = get_width(side.kind), dim = side.dim;
-  const char* codes = side.find_codes(page, head, page_size);
+  const char* codes = side.find_codes(page, head);
   const bool finite = side.kind == CODES && !may_be_nonfinite(codes, page_size * dim, side);
   // Capture copies, because captured references are loaded again after each store.
   with_reader(side.kind, side, finite, [=](const auto& read) {
@@ -841,7 +843,7 @@ void gather_part(
     const Gather& c, int64_t sequence, int64_t head, int64_t begin, int64_t end, float* memory) {
   const Side& side = c.side;
   const int64_t page_size = c.table.page_size, slot = begin % page_size, count = end - begin;
-  const int64_t stored_head = head + c.first_head, head_slot = stored_head * page_size;
+  const int64_t stored_head = head + c.first_head;
   const char* page = c.table.find_page(sequence, begin);
   const int64_t stride = pad(side.dim);
   float* lines = memory;  // [count, stride]
@@ -853,7 +855,7 @@ void gather_part(
   for (int64_t t = 0; t < count; t++) {
     float* x = lines + t * stride;
     const float dynamic =
-        side.scales_offset ? read_scale(page + side.scales_offset + 4 * (head_slot + slot + t)) : 1;
+        side.scales_offset ? read_scale(side.find_scales(page, stored_head, slot + t)) : 1;
     if (c.ragged && begin + t >= c.table.lengths[sequence]) {
       std::memset(x, 0, 4 * side.dim);
     } else {
@@ -1032,7 +1034,7 @@ bool are_codes_finite(
   if (side.kind != CODES) return false;
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* codes = side.find_codes(part.page, head, c.table.page_size);
+    const char* codes = side.find_codes(part.page, head);
     if (by_token) codes += part.slot * side.dim;
     const int64_t count = (by_token ? part.count : c.table.page_size) * side.dim;
     if (may_be_nonfinite(codes, count, side)) return false;
@@ -1043,15 +1045,14 @@ bool are_codes_finite(
 // Load the dynamic scales of a tile, which begin at an offset in each page: the lower (K) or upper
 // (V) halves of 32-bit words. Return `scales`, or nullptr without dynamic scales.
 const float* load_scales(
-    const Attend& c, const Scratch& s, int64_t num_parts, int64_t page_offset, int64_t head,
-    float* scales) {
-  for (int64_t i = 0; page_offset && i < num_parts; i++) {
+    const Scratch& s, int64_t num_parts, const StoredSide& side, int64_t head, float* scales) {
+  for (int64_t i = 0; side.scales_offset && i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* words = part.page + page_offset + 4 * (head * c.table.page_size + part.slot);
+    const char* words = side.find_scales(part.page, head, part.slot);
     for (int64_t j = 0; j < part.count; j++)
       scales[part.tile_offset + j] = read_scale(words + 4 * j);
   }
-  return page_offset ? scales : nullptr;
+  return side.scales_offset ? scales : nullptr;
 }
 
 // Multiply stored lines with rows. If the rows do not fit in the registers, or with `seen`, lines
@@ -1110,8 +1111,8 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, const QueryBl
   const int64_t stride = c.k.dim * get_width(c.k.kind);
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart part = s.parts[i];
-    const char* codes = c.k.find_codes(part.page, block.head, c.table.page_size);
-    const char* next = c.v.find_codes(part.page, block.head, c.table.page_size);
+    const char* codes = c.k.find_codes(part.page, block.head);
+    const char* next = c.v.find_codes(part.page, block.head);
     s.segments[0] = {codes + part.slot * stride, stride, c.k.dim, 0, next};
     Rows logits{s.q, s.q_stride, s.logits + part.tile_offset, LOGITS_STRIDE};
     if (s.k_is_int) logits = {s.int_q, s.int_stride, logits.out, LOGITS_STRIDE, s.q_factors};
@@ -1127,9 +1128,9 @@ void multiply_values(
   const int64_t width = get_width(c.v.kind), page_size = c.table.page_size;
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* codes = c.v.find_codes(part.page, block.head, page_size) + part.slot * width;
+    const char* codes = c.v.find_codes(part.page, block.head) + part.slot * width;
     const char* page = c.table.page_to_prefetch(part.page, block.sequence, next + i * page_size);
-    const char* next_codes = c.k.find_codes(page, block.head, page_size);
+    const char* next_codes = c.k.find_codes(page, block.head);
     s.segments[i] = {codes, page_size * width, part.count, part.tile_offset, next_codes};
   }
   Rows weights{s.logits, LOGITS_STRIDE, s.out, pad(c.v.dim)};
@@ -1297,9 +1298,9 @@ void attend_tile(
     s.parts[num_parts] = {c.table.find_page(sequence, begin), slot, begin - tile_begin, size};
     begin += size;
   }
-  const float* k_scales = load_scales(c, s, num_parts, c.k.scales_offset, head, s.k_scales);
+  const float* k_scales = load_scales(s, num_parts, c.k, head, s.k_scales);
   if (c.latent) {
-    load_scales(c, s, num_parts, c.rope.scales_offset, head, s.v_scales);
+    load_scales(s, num_parts, c.rope, head, s.v_scales);
     multiply_latents(c, s, num_parts, block, count);
     k_scales = nullptr;  // the scales were applied to decoded values
   } else {

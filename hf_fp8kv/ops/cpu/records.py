@@ -22,7 +22,7 @@ KINDS = {torch.uint8: CODES, torch.bfloat16: BF16, torch.float16: F16, torch.flo
 # Values of the 256 codes of each format, divided by a factor. Kernels read this memory.
 _code_values: dict[str, Tensor] = {}
 _TABLE = "7q"
-_STORED = "7q"
+_STORED = "8q"
 _STRIDED = "5q"
 _DECODING = "5qd"
 _ENCODING = "8qd"
@@ -51,8 +51,9 @@ def list_table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
 def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `StoredSide` of side "k" or "v".
 
-    `codes_offset` is the offset of the side's codes in a page, in bytes. `scales_offset` is the
-    offset of its first dynamic scale, or 0. A dynamic scale follows every four bytes.
+    `codes_offset` is the offset of the side's codes in a head of a page, in bytes. `scales_offset`
+    is the offset of its first dynamic scale, or 0. A dynamic scale follows every four bytes.
+    `head_size` is the size of a head in a page, in bytes.
     `rotation` is the number of channels that are rotated together, or 0.
     """
     side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
@@ -65,6 +66,7 @@ def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[in
         KINDS[dtype],
         side.head_dim,
         scale_offset,
+        layout.head_size,
         get_address(side.static_scale),
         get_address(None if side.format == AUTO else center),
         find_rotation_block(side.head_dim) if side.rotated else 0,

@@ -97,11 +97,13 @@ class SideSizes:
         dim: The head size.
         width: The head size padded for `tl.dot`: a power of two, at least 16.
         rotation_size: Number of channels that a rotation mixes, or 1 without rotation.
+        head_size: Size of a head in a page, in bytes.
     """
 
     dim: int
     width: int
     rotation_size: int
+    head_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,11 +184,13 @@ class AttentionArgs(NamedTuple):
         return {"CALL": _with_config(self.constants, config), **config.options()}
 
 
-def make_side_sizes(stored: StoredSide) -> SideSizes:
-    """Return the sizes that kernels are compiled for. Equal sizes give the same object."""
+def make_side_sizes(pages: Pages, name: str) -> SideSizes:
+    """Return the sizes of side "k" or "v". Equal sizes give the same object."""
+    stored = pages.k if name == "k" else pages.v
     dim = stored.head_dim
-    width = max(16, next_power_of_2(stored.head_dim))
-    return _make_unique_sizes(dim, width, find_rotation_block(dim) if stored.rotated else 1)
+    width = max(16, next_power_of_2(dim))
+    rotation_size = find_rotation_block(dim) if stored.rotated else 1
+    return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size)
 
 
 def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, fp32: bool) -> Codec:
@@ -237,8 +241,8 @@ def prepare(
                 bounds = find_mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _prepare_broadcast(spec.bias)
-    k_sizes = make_side_sizes(pages.k)
-    v_sizes = make_side_sizes(pages.v)
+    k_sizes = make_side_sizes(pages, "k")
+    v_sizes = make_side_sizes(pages, "v")
     value_sizes, value_codec = (k_sizes, k_codec) if spec.latent else (v_sizes, v_codec)
     width = max(k_sizes.width, v_sizes.width)
     group_size = query.shape[1] // pages.num_heads

@@ -99,7 +99,8 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
         make_pointers(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
         make_pointers(wide_pages, "k"), make_pointers(wide_pages, "v"), wide_pages.token_scales,
         table, layout.size, pages.table.stride(0), PAGE_SIZE=page_size, K_SIZE=page_size * dims[0],
-        V_SIZE=page_size * dims[1], K_CODEC=codecs[0], V_CODEC=codecs[1],
+        V_SIZE=page_size * dims[1], HEAD_SIZE=pages.layout.head_size,
+        WIDE_HEAD_SIZE=layout.head_size, K_CODEC=codecs[0], V_CODEC=codecs[1],
         SLOTS_WIDTH=next_power_of_2(page_size), num_warps=4,
     )  # fmt: skip
     return wide_pages
@@ -109,7 +110,8 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
 def _widen_codes(
     k, v, scales_ptr, table_ptr, lengths_ptr, wide_k, wide_v, wide_scales_ptr, wide_table_ptr,
     page_bytes, table_stride, PAGE_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, SLOTS_WIDTH: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, WIDE_HEAD_SIZE: tl.constexpr, K_CODEC: tl.constexpr,
+    V_CODEC: tl.constexpr, SLOTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Decode the codes of one head of one page, and write the new table and offsets.
 
@@ -133,22 +135,27 @@ def _widen_codes(
         return
     page = tl.maximum(tl.load(table_ptr + b.to(tl.int64) * table_stride + i), 0)
     page_offset = load_page_offset(k, page)
-    _widen_side(k, wide_k, page_offset, wide_offset, h, K_SIZE, K_CODEC)
-    _widen_side(v, wide_v, page_offset, wide_offset, h, V_SIZE, V_CODEC)
+    k_ptr = point_to_head(k.codes, page_offset, h, HEAD_SIZE)
+    v_ptr = point_to_head(v.codes, page_offset, h, HEAD_SIZE)
+    _widen_codes_of_head(
+        k_ptr, point_to_head(wide_k.codes, wide_offset, h, WIDE_HEAD_SIZE), K_SIZE, K_CODEC
+    )
+    _widen_codes_of_head(
+        v_ptr, point_to_head(wide_v.codes, wide_offset, h, WIDE_HEAD_SIZE), V_SIZE, V_CODEC
+    )
     if scales_ptr is not None:
         n = tl.arange(0, SLOTS_WIDTH)
         words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         wide_words_ptr = wide_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         in_page = n < PAGE_SIZE
-        words = tl.load(point_to_head(words_ptr, page_offset, h, PAGE_SIZE) + n, mask=in_page)
-        tl.store(point_to_head(wide_words_ptr, wide_offset, h, PAGE_SIZE) + n, words, mask=in_page)
+        words = tl.load(point_to_head(words_ptr, page_offset, h, HEAD_SIZE) + n, mask=in_page)
+        wide_words_ptr = point_to_head(wide_words_ptr, wide_offset, h, WIDE_HEAD_SIZE)
+        tl.store(wide_words_ptr + n, words, mask=in_page)
 
 
 @triton.jit
-def _widen_side(side, wide, page_offset, wide_offset, h, SIZE: tl.constexpr, CODEC: tl.constexpr):
+def _widen_codes_of_head(codes_ptr, wide_ptr, SIZE: tl.constexpr, CODEC: tl.constexpr):
     CHUNK: tl.constexpr = 2048
-    codes_ptr = point_to_head(side.codes, page_offset, h, SIZE)
-    wide_ptr = point_to_head(wide.codes, wide_offset, h, SIZE)
     for first in tl.range(0, SIZE, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)

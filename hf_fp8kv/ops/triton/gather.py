@@ -30,7 +30,7 @@ def gather(
     dim = stored.head_dim
     out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
-    sizes = make_side_sizes(stored)
+    sizes = make_side_sizes(pages, side)
     target = get_target(out.device)
     codec = choose_codec(stored.format, target, tl.float32, fp32=True, keep_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
@@ -88,7 +88,7 @@ def _gather(
         slot = position % PAGE_SIZE
         is_loaded = exists[:, None] & in_head
     page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = point_to_head(side.codes, page_offset, h, PAGE_SIZE * DIM)
+    codes_ptr = point_to_head(side.codes, page_offset, h, SIDE.head_size)
     if TRANSPOSED:
         code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE_SIZE)[None, :]
     else:
@@ -102,7 +102,7 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
+            scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIDE.head_size)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, ROTATION_SIZE)

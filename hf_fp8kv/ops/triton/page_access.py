@@ -11,18 +11,19 @@ def load_page_offset(side, page):
 
 
 @triton.jit
-def point_to_head(pointer, page_offset, h, SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
-    """Return a pointer to the SIZE elements of head `h` in a page, with the shape of `page_offset`.
+def point_to_head(pointer, page_offset, h, HEAD_SIZE: tl.constexpr, NUM_EQUAL: tl.constexpr = 1):
+    """Return a pointer to a region of head `h` in a page, with the shape of `page_offset`.
 
-    `pointer` points to the elements of head 0 in the first page. NUM_EQUAL is the number of
-    consecutive offsets that are equal.
+    `pointer` points to the region of head 0 in the first page. HEAD_SIZE is the size of a head in a
+    page, in bytes. NUM_EQUAL is the number of consecutive offsets that are equal.
     """
-    # Parts of a page begin at multiples of 16 bytes, which Triton cannot derive from an offset. The
+    # Regions begin at multiples of 16 bytes, which Triton cannot derive from an offset. The
     # cast to an integer is needed: for a pointer plus an offset, compilers still load single bytes.
-    head_ptr = tl.multiple_of((pointer.to(tl.int64) + page_offset).to(pointer.dtype), 16)
+    address = pointer.to(tl.int64) + page_offset + h * HEAD_SIZE
+    head_ptr = tl.multiple_of(address.to(pointer.dtype), 16)
     if NUM_EQUAL > 1:
         head_ptr = tl.max_constancy(head_ptr, NUM_EQUAL)
-    return head_ptr + h * SIZE
+    return head_ptr
 
 
 @triton.jit
@@ -41,6 +42,7 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         `[TILE]`, if there are any.
     """
     PAGE_SIZE: tl.constexpr = CALL.page_size
+    HEAD_SIZE: tl.constexpr = CALL.k.head_size
     DK: tl.constexpr = CALL.k.dim
     DV: tl.constexpr = CALL.v.dim
     n = tl.arange(0, TILE)
@@ -49,8 +51,8 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
     if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so its addresses are one base plus constants.
         slot = (j % (PAGE_SIZE // TILE)) * TILE
-        k_ptr = point_to_head(tensors.k.codes, page_offset, h, PAGE_SIZE * DK) + slot * DK
-        v_ptr = point_to_head(tensors.v.codes, page_offset, h, DV * PAGE_SIZE) + slot
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_SIZE) + slot * DK
+        v_ptr = point_to_head(tensors.v.codes, page_offset, h, HEAD_SIZE) + slot
         k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
         v_ptrs = v_ptr + (dv[:, None] * PAGE_SIZE + n[None, :])
         slots = slot + n
@@ -64,9 +66,9 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
             pages = tl.max_constancy(pages, 16)
         page_offset = load_page_offset(tensors.k, pages)
         slots = position % PAGE_SIZE
-        k_ptr = point_to_head(tensors.k.codes, page_offset, h, PAGE_SIZE * DK)
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_SIZE)
         v_ptr = point_to_head(
-            tensors.v.codes, page_offset, h, DV * PAGE_SIZE, 16 if PAGE_SIZE % 16 == 0 else 1
+            tensors.v.codes, page_offset, h, HEAD_SIZE, 16 if PAGE_SIZE % 16 == 0 else 1
         )
         k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE_SIZE
@@ -81,7 +83,7 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        word_ptrs = point_to_head(words_ptr, page_offset, h, PAGE_SIZE) + slots
+        word_ptrs = point_to_head(words_ptr, page_offset, h, HEAD_SIZE) + slots
     return k_codes, v_codes, word_ptrs
 
 

@@ -62,8 +62,8 @@ def write(
     A token without a page, or at a position at or after `limit`, is skipped. None means no limit.
     """
     batch, num_heads, num_tokens, _ = key.shape
-    k_sizes = make_side_sizes(pages.k)
-    v_sizes = make_side_sizes(pages.v)
+    k_sizes = make_side_sizes(pages, "k")
+    v_sizes = make_side_sizes(pages, "v")
     tile_tokens = 1 if num_tokens <= MAX_DECODE_TOKENS else choose_tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
     num_tiles = (num_tokens + tile_tokens - 2) // tile_tokens + 1 if num_tokens else 0
@@ -173,7 +173,7 @@ def write_side(
         slot = position % PAGE_SIZE
     exists = is_new & (page >= 0)
     page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = point_to_head(side.codes, page_offset, h, PAGE_SIZE * DIM)
+    codes_ptr = point_to_head(side.codes, page_offset, h, SIDE.head_size)
 
     if FORMAT is None:
         codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(side.codes.dtype.element_ty)
@@ -194,7 +194,7 @@ def write_side(
             scale = search_scale_at_once(copies, FORMAT)
         else:
             scale = search_scale(x, FORMAT)
-        scale_ptrs = point_to_head(scales_ptr, page_offset, h, PAGE_SIZE * 2)
+        scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIDE.head_size)
         scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
