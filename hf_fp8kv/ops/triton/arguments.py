@@ -8,8 +8,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...errors import ConfigError
 from ...formats import AUTO
 from ...formats.rotation import compute_rotation_factor, find_rotation_block
+from ..page_layout import count_elements
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import find_mask_bounds
 from .codec import SHIFTED, Codec, choose_codec, make_decoded_codec
@@ -98,12 +100,14 @@ class SideSizes:
         width: The head size padded for `tl.dot`: a power of two, at least 16.
         rotation_size: Number of channels that a rotation mixes, or 1 without rotation.
         head_size: Size of a head in a page, in bytes.
+        stored_size: Number of elements that store a vector (`count_elements`).
     """
 
     dim: int
     width: int
     rotation_size: int
     head_size: int
+    stored_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,12 +189,24 @@ class AttentionArgs(NamedTuple):
 
 
 def make_side_sizes(pages: Pages, name: str) -> SideSizes:
-    """Return the sizes of side "k" or "v". Equal sizes give the same object."""
-    stored = pages.k if name == "k" else pages.v
+    """Return the sizes of side "k" or "v". Equal sizes give the same object.
+
+    Raises:
+        ConfigError: Codes are packed and the head size is not a power of two.
+    """
+    stored, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
     dim = stored.head_dim
     width = max(16, next_power_of_2(dim))
+    stored_size = count_elements(dim, dtype)
+    if stored_size < dim and width != dim:
+        raise ConfigError(
+            f"head size: expected a power of two of at least 16 for {stored.format} on a GPU, got "
+            f"{dim}. Choose an 8-bit format"
+        )
     rotation_size = find_rotation_block(dim) if stored.rotated else 1
-    return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size)
+    return _make_unique_sizes(
+        dim, width, rotation_size, pages.layout.head_size, stored_size
+    )
 
 
 def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, fp32: bool) -> Codec:

@@ -2,7 +2,8 @@
 
 If the hardware converts a format, a cast decodes it. Otherwise the bits of a code are shifted to
 their positions in float16. The result then lacks a power of two, `Codec.factor`, which callers
-multiply into a scale. The shift loses the NaN of a format. `keep_nan` restores it at twice the
+multiply into a scale. Codes of fewer than 8 bits are unpacked to four quarters of a vector first.
+The shift loses the NaN of a format. `keep_nan` restores it at twice the
 cost. This is only needed with static scales, because the dynamic scale of a vector with NaN is NaN.
 """
 
@@ -45,6 +46,8 @@ class Codec:
             0x80. -1 means that NaN is not restored.
         assembly: PTX that shifts the four codes of a register if `method` is SHIFTED, or "".
         constraint: Constraints of inline assembly that keeps 32 bits in their register, or "".
+        bits: Number of bits of a stored code.
+        unpacking: PTX that unpacks four bytes of each part (`load_quarters`), or "".
     """
 
     method: int
@@ -55,6 +58,8 @@ class Codec:
     nan_code: int = -1
     assembly: str = ""
     constraint: str = ""
+    bits: int = 8
+    unpacking: str = ""
 
 
 @functools.cache
@@ -77,7 +82,7 @@ def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_n
         assert fmt.torch_dtype is not None
         return Codec(CAST.value, operand, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint)
     # float16 has a bias of 15 and 10 bits of mantissa.
-    shift = 10 - fmt.mantissa_bits
+    shift = 10 - fmt.mantissa_bits - (8 - fmt.bits)
     factor = 2.0 ** (15 - fmt.bias)
     # Shifted codes of finite values must be finite in float16, and infinity (thus also NaN) must be
     # float16's.
@@ -87,7 +92,50 @@ def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_n
     if keep_nan and fmt.inf_code is None:
         nan_code = 0x80 if fmt.has_unsigned_zero else 0x7F
     assembly = make_shift_ptx(shift, nan_code) if has_assembly else ""
-    return Codec(SHIFTED.value, operand, factor, None, shift, nan_code, assembly, constraint)
+    unpacking = _UNPACKING[fmt.bits] if has_assembly and fmt.bits < 8 else ""
+    return Codec(
+        SHIFTED.value,
+        operand,
+        factor,
+        None,
+        shift,
+        nan_code,
+        assembly,
+        constraint,
+        fmt.bits,
+        unpacking,
+    )
+
+
+# Each shift moves the bits of a quarter to their place. `lop3` with 0xEA is (a & b) | c.
+_UNPACK_UPPER = "shl.b32 a, {first}, 4; shl.b32 b, {second}, 4;"
+_UNPACKING = {
+    4: "{ .reg .b32 a, b, c, d;"
+    + _UNPACK_UPPER.format(first="$4", second="$5")
+    + """
+    and.b32 c, $4, 0xF0F0F0F0;
+    and.b32 d, $5, 0xF0F0F0F0;
+    and.b32 $0, a, 0xF0F0F0F0;
+    and.b32 $1, b, 0xF0F0F0F0;
+    mov.b32 $2, c;
+    mov.b32 $3, d; }""",
+    6: "{ .reg .b32 a, b, c, d, p, q, r, s;"
+    + _UNPACK_UPPER.format(first="$4", second="$5")
+    + """
+    shl.b32 p, $6, 2;
+    shr.b32 r, $6, 2;
+    shr.b32 s, $6, 4;
+    and.b32 p, p, 0x0C0C0C0C;
+    and.b32 q, $6, 0x0C0C0C0C;
+    and.b32 r, r, 0x0C0C0C0C;
+    and.b32 s, s, 0x0C0C0C0C;
+    lop3.b32 c, $4, 0xF0F0F0F0, r, 0xEA;
+    lop3.b32 d, $5, 0xF0F0F0F0, s, 0xEA;
+    lop3.b32 $0, a, 0xF0F0F0F0, p, 0xEA;
+    lop3.b32 $1, b, 0xF0F0F0F0, q, 0xEA;
+    mov.b32 $2, c;
+    mov.b32 $3, d; }""",
+}
 
 
 @functools.cache
@@ -98,8 +146,11 @@ def make_decoded_codec(codec: Codec) -> Codec:
 
 @triton.jit
 def decode_for_dot(codes, CODEC: tl.constexpr):
-    """Convert codes of any shape to CODEC.operand_dtype. Shifted codes still lack CODEC.factor."""
-    if CODEC.method == AS_IS:
+    """Convert codes of any shape to CODEC.operand_dtype. Shifted codes still lack CODEC.factor.
+
+    Values that `load_quarters` decoded are returned as they are.
+    """
+    if CODEC.method == AS_IS or codes.dtype == CODEC.operand_dtype:
         return codes.to(CODEC.operand_dtype)
     elif CODEC.method == CAST:
         return codes.to(CODEC.code_dtype, bitcast=True).to(CODEC.operand_dtype)
@@ -110,6 +161,62 @@ def decode_for_dot(codes, CODEC: tl.constexpr):
     else:
         tl.static_assert(CODEC.method == SHIFTED, "unknown way to read a format")
         return _shift(codes, CODEC).to(CODEC.operand_dtype)
+
+
+@triton.jit
+def unpack(first, second, low, CODEC: tl.constexpr):
+    """Return the codes of the four quarters of vectors, from the parts that `pack_codes` stored.
+
+    `first` and `second` are the halves of the plane of upper bits, and `low` is the plane of lower
+    bits, or None for codes of four bits.
+    """
+    if CODEC.unpacking != "":
+        dtypes: tl.constexpr = (tl.uint8, tl.uint8, tl.uint8, tl.uint8)
+        if low is None:
+            return tl.inline_asm_elementwise(
+                CODEC.unpacking, "=r,=r,=r,=r,r,r", [first, second], dtypes, is_pure=True, pack=4
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                CODEC.unpacking, "=r,=r,=r,=r,r,r,r", [first, second, low], dtypes, is_pure=True,
+                pack=4,
+            )  # fmt: skip
+    a = first << 4
+    b = second << 4
+    c = first & 0xF0
+    d = second & 0xF0
+    if low is not None:
+        a |= (low & 3) << 2
+        b |= low & 0x0C
+        c |= (low >> 2) & 0x0C
+        d |= (low >> 4) & 0x0C
+    return a, b, c, d
+
+
+@triton.jit
+def pack(codes, BITS: tl.constexpr):
+    """Return the parts `first`, `second` and `low` (see `unpack`) of codes `[N, W]`."""
+    N: tl.constexpr = codes.shape[0]
+    W: tl.constexpr = codes.shape[1]
+    even, odd = tl.split(tl.permute(tl.reshape(codes, [N, 2, 2, W // 4]), [0, 1, 3, 2]))
+    a, c = tl.split(tl.permute(even, [0, 2, 1]))
+    b, d = tl.split(tl.permute(odd, [0, 2, 1]))
+    low = None
+    if BITS == 6:
+        low = ((a >> 2) & 3) | (b & 0x0C) | ((c & 0x0C) << 2) | ((d & 0x0C) << 4)
+    return (c & 0xF0) | (a >> 4), (d & 0xF0) | (b >> 4), low
+
+
+@triton.jit
+def join_quarters(a, b, c, d, TRANSPOSED: tl.constexpr):
+    """Join quarters `[N, W]` to vectors `[N, 4 W]`, or `[W, N]` to `[4 W, N]` if TRANSPOSED."""
+    ROWS: tl.constexpr = a.shape[0]
+    COLUMNS: tl.constexpr = a.shape[1]
+    quarters = tl.join(tl.join(a, c), tl.join(b, d))  # the last axes select a half and a quarter
+    if TRANSPOSED:
+        return tl.reshape(tl.permute(quarters, [2, 3, 0, 1]), [4 * ROWS, COLUMNS])
+    else:
+        return tl.reshape(tl.permute(quarters, [0, 2, 3, 1]), [ROWS, 4 * COLUMNS])
 
 
 @triton.jit

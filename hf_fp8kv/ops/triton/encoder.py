@@ -33,7 +33,8 @@ def encode(x, FORMAT: tl.constexpr):
     subnormal = rounded.to(tl.int32, bitcast=True)
     subnormal -= (127 + 24 - FORMAT.bias - FORMAT.mantissa_bits) << 23
     code = tl.where(magnitude < (128 - FORMAT.bias) << 23, subnormal, normal)
-    code = tl.minimum(code, FORMAT.max_code)
+    UNUSED_BITS: tl.constexpr = 8 - FORMAT.bits
+    code = tl.minimum(code, FORMAT.max_code >> UNUSED_BITS) << UNUSED_BITS
     sign = (bits >> 24) & 0x80
     if FORMAT.has_unsigned_zero:
         code = tl.where(code > 0, code | sign, code)

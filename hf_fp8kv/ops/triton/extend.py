@@ -20,7 +20,7 @@ from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, make_pointers, prepare
 from .codec import decode_for_dot
 from .decode import launch_attention
-from .page_access import load_page_offset, point_to_head
+from .page_access import load_page_offset, load_quarters, point_to_head
 from .target import cdiv, launch, next_power_of_2
 from .tuning import choose_extend_config, get_family
 
@@ -99,7 +99,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
         make_pointers(pages, "v"), pages.token_scales, pages.table, args.tensors.lengths,
         make_pointers(wide_pages, "k"), make_pointers(wide_pages, "v"), wide_pages.token_scales,
         table, layout.size, pages.table.stride(0), PAGE_SIZE=page_size, K_SIZE=page_size * dims[0],
-        V_SIZE=page_size * dims[1], HEAD_SIZE=pages.layout.head_size,
+        V_SIZE=page_size * dims[1], K_DIM=dims[0], HEAD_SIZE=pages.layout.head_size,
         WIDE_HEAD_SIZE=layout.head_size, K_CODEC=codecs[0], V_CODEC=codecs[1],
         SLOTS_WIDTH=next_power_of_2(page_size), num_warps=4,
     )  # fmt: skip
@@ -110,6 +110,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
 def _widen_codes(
     k, v, scales_ptr, table_ptr, lengths_ptr, wide_k, wide_v, wide_scales_ptr, wide_table_ptr,
     page_bytes, table_stride, PAGE_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    K_DIM: tl.constexpr,
     HEAD_SIZE: tl.constexpr, WIDE_HEAD_SIZE: tl.constexpr, K_CODEC: tl.constexpr,
     V_CODEC: tl.constexpr, SLOTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -138,10 +139,10 @@ def _widen_codes(
     k_ptr = point_to_head(k.codes, page_offset, h, HEAD_SIZE)
     v_ptr = point_to_head(v.codes, page_offset, h, HEAD_SIZE)
     _widen_codes_of_head(
-        k_ptr, point_to_head(wide_k.codes, wide_offset, h, WIDE_HEAD_SIZE), K_SIZE, K_CODEC
+        k_ptr, point_to_head(wide_k.codes, wide_offset, h, WIDE_HEAD_SIZE), K_SIZE, K_DIM, K_CODEC
     )
     _widen_codes_of_head(
-        v_ptr, point_to_head(wide_v.codes, wide_offset, h, WIDE_HEAD_SIZE), V_SIZE, V_CODEC
+        v_ptr, point_to_head(wide_v.codes, wide_offset, h, WIDE_HEAD_SIZE), V_SIZE, V_SIZE, V_CODEC
     )
     if scales_ptr is not None:
         n = tl.arange(0, SLOTS_WIDTH)
@@ -154,9 +155,21 @@ def _widen_codes(
 
 
 @triton.jit
-def _widen_codes_of_head(codes_ptr, wide_ptr, SIZE: tl.constexpr, CODEC: tl.constexpr):
+def _widen_codes_of_head(
+    codes_ptr, wide_ptr, SIZE: tl.constexpr, PACKED_SIZE: tl.constexpr, CODEC: tl.constexpr
+):
+    """Decode SIZE codes. PACKED_SIZE of them were packed together."""
     CHUNK: tl.constexpr = 2048
-    for first in tl.range(0, SIZE, CHUNK, num_stages=1):
+    PART: tl.constexpr = PACKED_SIZE // 4
+    for first in tl.range(0, SIZE // 4 if CODEC.bits < 8 else 0, CHUNK, num_stages=1):
+        n = first + tl.arange(0, CHUNK)
+        row, i = n // PART, n % PART
+        ptrs = codes_ptr + row * (PACKED_SIZE * CODEC.bits // 8) + i
+        parts = load_quarters(ptrs, PART, n < SIZE // 4, CODEC)
+        wide_ptrs = wide_ptr + row * PACKED_SIZE + i
+        for j in tl.static_range(4):
+            tl.store(wide_ptrs + j * PART, parts[j], mask=n < SIZE // 4)
+    for first in tl.range(0, SIZE if CODEC.bits == 8 else 0, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
         tl.store(wide_ptr + n, decode_for_dot(codes, CODEC), mask=n < SIZE)

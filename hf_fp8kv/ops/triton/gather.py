@@ -6,8 +6,8 @@ import triton.language as tl
 
 from ..pages import Pages
 from .arguments import make_pointers, make_side_sizes
-from .codec import AS_IS, choose_codec, decode_for_dot
-from .page_access import load_page_offset, point_to_head
+from .codec import AS_IS, choose_codec, decode_for_dot, join_quarters
+from .page_access import load_page_offset, load_quarters, point_to_head
 from .rotation import rotate
 from .target import get_target, launch
 from .write import choose_launch_options, choose_tile_size
@@ -89,11 +89,17 @@ def _gather(
         is_loaded = exists[:, None] & in_head
     page_offset = load_page_offset(side, tl.maximum(page, 0))
     codes_ptr = point_to_head(side.codes, page_offset, h, SIDE.head_size)
-    if TRANSPOSED:
-        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE_SIZE)[None, :]
+    CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if TRANSPOSED else 1
+    TOKEN_STRIDE: tl.constexpr = 1 if TRANSPOSED else SIDE.stored_size
+    token_ptrs = (codes_ptr + slot * TOKEN_STRIDE)[:, None]
+    if CODEC.bits < 8:
+        ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
+        in_quarter = exists[:, None] & (tl.arange(0, DIM // 4) >= 0)[None, :]
+        parts = load_quarters(ptrs, DIM // 4 * CHANNEL_STRIDE, in_quarter, CODEC)
+        codes = join_quarters(parts[0], parts[1], parts[2], parts[3], TRANSPOSED=False)
     else:
-        code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-    codes = tl.load(code_ptrs, mask=is_loaded, other=0)
+        code_ptrs = token_ptrs + (d * CHANNEL_STRIDE)[None, :]
+        codes = tl.load(code_ptrs, mask=is_loaded, other=0)
 
     if CODEC.method == AS_IS:
         x = codes

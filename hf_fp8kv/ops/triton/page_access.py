@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .codec import decode_for_dot, join_quarters, unpack
+
 
 @triton.jit
 def load_page_offset(side, page):
@@ -27,6 +29,35 @@ def point_to_head(pointer, page_offset, h, HEAD_SIZE: tl.constexpr, NUM_EQUAL: t
 
 
 @triton.jit
+def load_quarters(ptrs, part_size, mask, CODEC: tl.constexpr):
+    """Return the decoded quarters of vectors whose codes are packed.
+
+    Args:
+        ptrs: Pointers to the bytes of the first of the parts of `unpack`.
+        part_size: Distance of two parts, in bytes.
+        mask: Which bytes are loaded, or None.
+    """
+    low = None
+    if mask is None:
+        first = tl.load(ptrs)
+        second = tl.load(ptrs + part_size)
+        if CODEC.bits == 6:
+            low = tl.load(ptrs + 2 * part_size)
+    else:
+        first = tl.load(ptrs, mask=mask, other=0)
+        second = tl.load(ptrs + part_size, mask=mask, other=0)
+        if CODEC.bits == 6:
+            low = tl.load(ptrs + 2 * part_size, mask=mask, other=0)
+    a, b, c, d = unpack(first, second, low, CODEC)
+    return (
+        decode_for_dot(a, CODEC),
+        decode_for_dot(b, CODEC),
+        decode_for_dot(c, CODEC),
+        decode_for_dot(d, CODEC),
+    )
+
+
+@triton.jit
 def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, TILE: tl.constexpr):
     """Load the codes of a tile.
 
@@ -39,21 +70,24 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
 
     Returns:
         K `[TILE, k_width]`, V `[v_width, TILE]`, and pointers to the tokens' dynamic scales,
-        `[TILE]`, if there are any.
+        `[TILE]`, if there are any. Packed codes are decoded.
     """
     PAGE_SIZE: tl.constexpr = CALL.page_size
     HEAD_SIZE: tl.constexpr = CALL.k.head_size
     DK: tl.constexpr = CALL.k.dim
     DV: tl.constexpr = CALL.v.dim
     n = tl.arange(0, TILE)
-    d = tl.arange(0, CALL.k.width)
-    dv = tl.arange(0, CALL.v.width)
+    K_BITS: tl.constexpr = CALL.k_codec.bits
+    V_BITS: tl.constexpr = CALL.v_codec.bits
+    d = tl.arange(0, CALL.k.width if K_BITS == 8 else DK // 4)
+    dv = tl.arange(0, CALL.v.width if V_BITS == 8 else DV // 4)
+    K_SIZE: tl.constexpr = CALL.k.stored_size
     if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so its addresses are one base plus constants.
         slot = (j % (PAGE_SIZE // TILE)) * TILE
-        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_SIZE) + slot * DK
+        k_ptr = point_to_head(tensors.k.codes, page_offset, h, HEAD_SIZE) + slot * K_SIZE
         v_ptr = point_to_head(tensors.v.codes, page_offset, h, HEAD_SIZE) + slot
-        k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
+        k_ptrs = k_ptr + (n[:, None] * K_SIZE + d[None, :])
         v_ptrs = v_ptr + (dv[:, None] * PAGE_SIZE + n[None, :])
         slots = slot + n
     else:
@@ -70,13 +104,19 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         v_ptr = point_to_head(
             tensors.v.codes, page_offset, h, HEAD_SIZE, 16 if PAGE_SIZE % 16 == 0 else 1
         )
-        k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
+        k_ptrs = (k_ptr + slots * K_SIZE)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE_SIZE
-    if CALL.k.width == DK:
+    if K_BITS < 8:
+        a, b, c, e = load_quarters(k_ptrs, DK // 4, None, CALL.k_codec)
+        k_codes = join_quarters(a, b, c, e, TRANSPOSED=False)
+    elif CALL.k.width == DK:
         k_codes = tl.load(k_ptrs)
     else:
         k_codes = tl.load(k_ptrs, mask=(d < DK)[None, :], other=0)
-    if CALL.v.width == DV:
+    if V_BITS < 8:
+        va, vb, vc, vd = load_quarters(v_ptrs, DV // 4 * PAGE_SIZE, None, CALL.v_codec)
+        v_codes = join_quarters(va, vb, vc, vd, TRANSPOSED=True)
+    elif CALL.v.width == DV:
         v_codes = tl.load(v_ptrs)
     else:
         v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)

@@ -18,6 +18,7 @@ from .encoder import (
     search_scale_at_once,
     to_bfloat16,
 )
+from .codec import pack
 from .page_access import load_page_offset, point_to_head
 from .replay import Variables, replayed, shape_and_strides
 from .rotation import lay_out_like, rotate
@@ -199,11 +200,18 @@ def write_side(
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
 
-    if TRANSPOSED:
-        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE_SIZE)[None, :]
-    else:
-        code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
-    if TRANSPOSED and TILE > 1 and PAGE_SIZE % TILE == 0:
+    CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if TRANSPOSED else 1
+    TOKEN_STRIDE: tl.constexpr = 1 if TRANSPOSED else SIDE.stored_size
+    token_ptrs = (codes_ptr + slot * TOKEN_STRIDE)[:, None]
+    code_ptrs = token_ptrs + (d * CHANNEL_STRIDE)[None, :]
+    if SIDE.stored_size < DIM:
+        ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
+        first, second, low = pack(codes, FORMAT.bits)
+        tl.store(ptrs, first, mask=exists[:, None])
+        tl.store(ptrs + DIM // 4 * CHANNEL_STRIDE, second, mask=exists[:, None])
+        if low is not None:
+            tl.store(ptrs + DIM // 2 * CHANNEL_STRIDE, low, mask=exists[:, None])
+    elif TRANSPOSED and TILE > 1 and PAGE_SIZE % TILE == 0:
         end = start + TILE
         if (page >= 0) & (start >= num_past) & (end <= num_past + num_tokens) & (end <= limit):
             # No token is masked, so the bytes of a run are stored together.
