@@ -192,6 +192,12 @@ CASES_16_BIT = [
          center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
     Case("rotated, head size 128, bf16", rotated=True, key="fp8_e2m5", value="int8", k_dim=128,
          v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), num_tokens=17, page_size=64),
+    Case("K int6, V int4, bf16", rotated=True, key="int6", value="int4", k_dim=128, v_dim=64,
+         center=True, dtype=torch.bfloat16, lengths=(333, 65), page_size=64),
+    Case("K int4, V int6, pages of 48, fp16", key="int4", value="int6", k_dim=64, v_dim=32,
+         dynamic=False, dtype=torch.float16, lengths=(199,), num_tokens=3, page_size=48),
+    Case("K int6, V int6, mask, bf16", key="int6", value="int6", k_dim=32, v_dim=64, mask="bool",
+         num_tokens=3, dtype=torch.bfloat16, lengths=(150, 150)),
 ]  # fmt: skip
 
 
@@ -405,7 +411,8 @@ CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
      "extend", 1, {"tile": 64}),
     (Case("window, 17 queries", num_q_heads=6, lengths=(200,), num_tokens=17, window=70, **LATENT),
      "decode", 60, {"rows": 64, "chunks": 2, "tile": 32, "masked_tile": 32}),
-    (Case("holes", num_q_heads=16, lengths=(192, 192), num_tokens=2, mask="bool", **LATENT),
+    (Case("holes", num_q_heads=16, lengths=(192, 192), num_tokens=2, mask="bool",
+          **{**LATENT, "key": "int6", "k_dim": 64}),
      "decode", 60, {"tile": 64}),
     (Case("padding, static", num_q_heads=16, lengths=(255, 128), padding=70, num_tokens=2,
           dynamic=False, **{**LATENT, "key": "fp8_e3m4"}), "extend", 1, {"chunks": 4}),
@@ -571,6 +578,8 @@ def test_the_length_of_a_chunk_is_not_a_constant():
              padding=20),
         Case("rotated K", lengths=(300, 129), num_tokens=90, page_size=16, num_heads=1,
              rotated=True, k_dim=32, v_dim=64, dtype=torch.float16, key="int8", value=AUTO),
+        Case("packed", lengths=(300, 129), num_tokens=90, page_size=24, num_heads=2, k_dim=64,
+             v_dim=32, dtype=torch.float16, key="int6", value="int4"),
     ],
     ids=lambda case: case.name,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS, codec
 from hf_fp8kv.ops import Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
+from hf_fp8kv.ops.page_layout import pack_codes, unpack_codes
 from tests.formats.test_search_scale import (
     make_random_vectors,
     make_special_vectors,
@@ -107,8 +108,8 @@ def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pa
             page = pages.table[b, column] if column < pages.table.shape[1] else -1
             if length + t >= case.limit or page < 0:
                 continue
-            new_pages.k_codes[page, :, slot] = k[b, :, t]
-            new_pages.v_codes[page, :, :, slot] = v[b, :, t]
+            new_pages.k_codes[page, :, slot] = pack_codes(k[b, :, t], pages.k_dtype)
+            new_pages.v_codes[page, :, :, slot] = pack_codes(v[b, :, t], pages.v_dtype)
             for i, scales in enumerate((k_scales, v_scales)):
                 if new_pages.token_scales is not None and scales is not None:
                     new_pages.token_scales[page, :, slot, i] = scales[b, :, t]

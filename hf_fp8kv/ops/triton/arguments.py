@@ -17,7 +17,7 @@ from ..visibility import find_mask_bounds
 from .codec import SHIFTED, Codec, choose_codec, make_decoded_codec
 from .softmax import COMPACT, COMPLETE, NO_MASK
 from .target import Target, get_target, next_power_of_2
-from .tuning import LaunchConfig, Workload
+from .tuning import MIN_PACKED_TILE, LaunchConfig, Workload
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -198,9 +198,9 @@ def make_side_sizes(pages: Pages, name: str) -> SideSizes:
     dim = stored.head_dim
     width = max(16, next_power_of_2(dim))
     stored_size = count_elements(dim, dtype)
-    if stored_size < dim and width != dim:
+    if stored_size < dim and (width != dim or dim < MIN_PACKED_TILE):
         raise ConfigError(
-            f"head size: expected a power of two of at least 16 for {stored.format} on a GPU, got "
+            f"head size: expected a power of two of at least 32 for {stored.format} on a GPU, got "
             f"{dim}. Choose an 8-bit format"
         )
     rotation_size = find_rotation_block(dim) if stored.rotated else 1
@@ -282,6 +282,7 @@ def prepare(
         is_rotated=max(k_sizes.rotation_size, v_sizes.rotation_size) > 1,
         is_latent=spec.latent,
         has_shifted_keys=k_codec.method == SHIFTED.value,
+        is_packed=min(k_codec.bits, v_codec.bits) < 8,
     )
     tensors = AttentionTensors(
         query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks

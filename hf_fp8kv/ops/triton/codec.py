@@ -150,17 +150,13 @@ def decode_for_dot(codes, CODEC: tl.constexpr):
 
     Values that `load_quarters` decoded are returned as they are.
     """
-    if CODEC.method == AS_IS or codes.dtype == CODEC.operand_dtype:
+    if CODEC.method == AS_IS or codes.dtype == tl.float16:
         return codes.to(CODEC.operand_dtype)
     elif CODEC.method == CAST:
         return codes.to(CODEC.code_dtype, bitcast=True).to(CODEC.operand_dtype)
-    elif CODEC.assembly != "":
-        return tl.inline_asm_elementwise(
-            CODEC.assembly, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-        ).to(CODEC.operand_dtype)
     else:
         tl.static_assert(CODEC.method == SHIFTED, "unknown way to read a format")
-        return _shift(codes, CODEC).to(CODEC.operand_dtype)
+        return shift_codes(codes, CODEC).to(CODEC.operand_dtype)
 
 
 @triton.jit
@@ -194,16 +190,14 @@ def unpack(first, second, low, CODEC: tl.constexpr):
 
 
 @triton.jit
-def pack(codes, BITS: tl.constexpr):
-    """Return the parts `first`, `second` and `low` (see `unpack`) of codes `[N, W]`."""
+def pack(codes):
+    """Return the parts of `unpack` of codes `[N, W]`. Codes of four bits have no `low`."""
     N: tl.constexpr = codes.shape[0]
     W: tl.constexpr = codes.shape[1]
     even, odd = tl.split(tl.permute(tl.reshape(codes, [N, 2, 2, W // 4]), [0, 1, 3, 2]))
     a, c = tl.split(tl.permute(even, [0, 2, 1]))
     b, d = tl.split(tl.permute(odd, [0, 2, 1]))
-    low = None
-    if BITS == 6:
-        low = ((a >> 2) & 3) | (b & 0x0C) | ((c & 0x0C) << 2) | ((d & 0x0C) << 4)
+    low = ((a >> 2) & 3) | (b & 0x0C) | ((c & 0x0C) << 2) | ((d & 0x0C) << 4)
     return (c & 0xF0) | (a >> 4), (d & 0xF0) | (b >> 4), low
 
 
@@ -234,7 +228,12 @@ def keep_layout(x, CODEC: tl.constexpr):
 
 
 @triton.jit
-def _shift(codes, CODEC: tl.constexpr):
+def shift_codes(codes, CODEC: tl.constexpr):
+    """Convert codes of any shape to float16, which lacks CODEC.factor."""
+    if CODEC.assembly != "":
+        return tl.inline_asm_elementwise(
+            CODEC.assembly, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+        )
     code = codes.to(tl.int16)
     half_bits = ((code & 0x80) << 8) | ((code & 0x7F) << CODEC.shift)
     if CODEC.nan_code == 0x7F:

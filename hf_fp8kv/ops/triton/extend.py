@@ -168,7 +168,7 @@ def _widen_codes_of_head(
         parts = load_quarters(ptrs, PART, n < SIZE // 4, CODEC)
         wide_ptrs = wide_ptr + row * PACKED_SIZE + i
         for j in tl.static_range(4):
-            tl.store(wide_ptrs + j * PART, parts[j], mask=n < SIZE // 4)
+            tl.store(wide_ptrs + j * PART, decode_for_dot(parts[j], CODEC), mask=n < SIZE // 4)
     for first in tl.range(0, SIZE if CODEC.bits == 8 else 0, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)

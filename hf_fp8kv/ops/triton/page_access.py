@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .codec import decode_for_dot, join_quarters, unpack
+from .codec import join_quarters, shift_codes, unpack
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def point_to_head(pointer, page_offset, h, HEAD_SIZE: tl.constexpr, NUM_EQUAL: t
 
 @triton.jit
 def load_quarters(ptrs, part_size, mask, CODEC: tl.constexpr):
-    """Return the decoded quarters of vectors whose codes are packed.
+    """Return the quarters of vectors whose codes are packed, as `shift_codes` returns them.
 
     Args:
         ptrs: Pointers to the bytes of the first of the parts of `unpack`.
@@ -50,10 +50,10 @@ def load_quarters(ptrs, part_size, mask, CODEC: tl.constexpr):
             low = tl.load(ptrs + 2 * part_size, mask=mask, other=0)
     a, b, c, d = unpack(first, second, low, CODEC)
     return (
-        decode_for_dot(a, CODEC),
-        decode_for_dot(b, CODEC),
-        decode_for_dot(c, CODEC),
-        decode_for_dot(d, CODEC),
+        shift_codes(a, CODEC),
+        shift_codes(b, CODEC),
+        shift_codes(c, CODEC),
+        shift_codes(d, CODEC),
     )
 
 
@@ -70,7 +70,7 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
 
     Returns:
         K `[TILE, k_width]`, V `[v_width, TILE]`, and pointers to the tokens' dynamic scales,
-        `[TILE]`, if there are any. Packed codes are decoded.
+        `[TILE]`, if there are any. Packed codes become float16.
     """
     PAGE_SIZE: tl.constexpr = CALL.page_size
     HEAD_SIZE: tl.constexpr = CALL.k.head_size

@@ -262,6 +262,10 @@ def _look_up(table: _Table, width: int) -> LaunchConfig:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
+# Smallest contraction of a product whose operands are unpacked codes: tokens, and the head size.
+MIN_PACKED_TILE = 32
+
+
 class Workload(NamedTuple):
     """Properties of a call that launch parameters depend on, in addition to the GPU.
 
@@ -276,6 +280,7 @@ class Workload(NamedTuple):
         is_latent: Whether the call reads latents.
         has_shifted_keys: Whether K's codes are decoded by shifting bits.
         is_widened: Whether codes were decoded to 16 bits before, so that tiles are operands.
+        is_packed: Whether K or V has codes of fewer than 8 bits.
     """
 
     width: int
@@ -288,6 +293,7 @@ class Workload(NamedTuple):
     is_latent: bool = False
     has_shifted_keys: bool = False
     is_widened: bool = False
+    is_packed: bool = False
 
 
 def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -324,7 +330,7 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
         masked_tile=masked_tile,
         swapped=is_swapped,
     )
-    return _apply_parameters(config, target)
+    return _finish(config, target, workload)
 
 
 def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -342,7 +348,7 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
     if family.limits_registers and workload.has_query_masks and not float32:
         config = replace(config, registers=_MANY_REGISTERS)
-    return _apply_parameters(config, target)
+    return _finish(config, target, workload)
 
 
 def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -362,8 +368,20 @@ def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
             config = replace(config, warps=family.rotated_latent_warps)
             in_chunks = True
     chunks = 4 if in_chunks and workload.width >= 64 else 1
-    config = _apply_parameters(replace(config, chunks=chunks), target)
+    config = _finish(replace(config, chunks=chunks), target, workload)
     return replace(config, swapped=config.swapped and config.chunks == 1)
+
+
+def _finish(config: LaunchConfig, target: Target, workload: Workload) -> LaunchConfig:
+    config = _apply_parameters(config, target)
+    if not workload.is_packed:
+        return config
+    # In products over 16 tokens, Triton takes operands that were joined from parts twice.
+    return replace(
+        config,
+        tile=max(MIN_PACKED_TILE, config.tile),
+        masked_tile=max(MIN_PACKED_TILE, config.masked_tile),
+    )
 
 
 def _apply_parameters(config: _Config, target: Target) -> _Config:

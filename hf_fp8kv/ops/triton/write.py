@@ -206,10 +206,10 @@ def write_side(
     code_ptrs = token_ptrs + (d * CHANNEL_STRIDE)[None, :]
     if SIDE.stored_size < DIM:
         ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
-        first, second, low = pack(codes, FORMAT.bits)
+        first, second, low = pack(codes)
         tl.store(ptrs, first, mask=exists[:, None])
         tl.store(ptrs + DIM // 4 * CHANNEL_STRIDE, second, mask=exists[:, None])
-        if low is not None:
+        if FORMAT.bits == 6:
             tl.store(ptrs + DIM // 2 * CHANNEL_STRIDE, low, mask=exists[:, None])
     elif TRANSPOSED and TILE > 1 and PAGE_SIZE % TILE == 0:
         end = start + TILE

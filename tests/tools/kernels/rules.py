@@ -66,14 +66,25 @@ def find_violations(
         return
     # The 8-bit RoPE part of latents has too few bytes for 16-byte loads.
     has_narrow_v = "latent" in variant.extras and variant.v in FORMATS
-    bytes_per_token = variant.bytes_per_token - (variant.dims[1] if has_narrow_v else 0)
-    wide_bytes = assembly.wide_bytes * (32 if target.is_nvidia else 64)
-    needed_bytes = bytes_per_token * tile / warps
+    lanes = 32 if target.is_nvidia else 64
+    wide_bytes = assembly.wide_bytes * lanes
+    needed_bytes = 0.0
+    for name, dim in list(zip((variant.k, variant.v), variant.dims, strict=True))[
+        : 2 - has_narrow_v
+    ]:
+        bits = FORMATS[name].bits if name in FORMATS else 8 * variant.dtype.itemsize
+        # Some launches have fewer than 16 bytes of each part of packed codes for a thread.
+        if bits >= 8 or dim // 4 * tile >= 16 * lanes * warps:
+            needed_bytes += dim * bits / 8 * tile / warps
     if wide_bytes < needed_bytes:
         yield f"{wide_bytes} of {needed_bytes:.0f} bytes in 16-byte loads"
     if assembly.byte_loads and not has_narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
     programs = target.count_programs(assembly.registers, warps, shared)
     expected = estimate_programs(target, variant.groups * variant.tokens)
-    if variant.is_main and variant.operation == "decode" and programs < expected:
+    # Only NVIDIA's assembly unpacks four codes at once.
+    is_slow = not target.is_nvidia and any(
+        FORMATS[x].bits < 8 for x in (variant.k, variant.v) if x in FORMATS
+    )
+    if variant.is_main and variant.operation == "decode" and programs < expected and not is_slow:
         yield f"{programs} of {expected} programs fit on an SM"

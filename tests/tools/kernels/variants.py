@@ -87,7 +87,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     all_features = {"extras": ("window", "softcap", "sinks", "mask", "center")}
     full_mask = {"extras": ("complete",)}
     main_calls = [
-        *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
+        *formats, *({**fmt, **static} for fmt in formats if FORMATS[fmt["k"]].bits == 8), auto, {"dims": (64, 64)},
         {"page_size": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
         rotation, {**rotation, **int8, **static},
     ]  # fmt: skip
