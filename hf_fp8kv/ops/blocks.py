@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .page_layout import make_page_layout
+from ..formats import AUTO, FORMATS
+from .page_layout import make_page_layout, pack_codes
 from .pages import Pages, StoredSide
 
 Ints = np.ndarray[Any, np.dtype[np.integer]]
@@ -135,15 +136,20 @@ def pack_pages(
     """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
     num_pages, num_heads, page_size, _ = map(int, k_codes.shape)
     has_scales = token_scales is not None
+    k_dtype, v_dtype = (
+        x.dtype if side.format == AUTO else FORMATS[side.format].code_dtype
+        for side, x in ((k, k_codes), (v, v_codes))
+    )
     layout = make_page_layout(
-        num_heads, page_size, k.head_dim, v.head_dim, k_codes.dtype, v_codes.dtype, has_scales
+        num_heads, page_size, k.head_dim, v.head_dim, k_dtype, v_dtype, has_scales
     )
     block = k_codes.new_zeros((num_pages, layout.size), dtype=torch.uint8)
-    for name, region in layout.split(block).items():
-        codes = {"k": k_codes, "v": v_codes, "token_scales": token_scales}[name]
-        assert codes is not None
-        region.copy_(codes)
+    regions = layout.split(block)
+    regions["k"].copy_(pack_codes(k_codes, k_dtype))
+    regions["v"].copy_(pack_codes(v_codes.mT, v_dtype).mT)
+    if token_scales is not None:
+        regions["token_scales"].copy_(token_scales)
     return Pages(
-        k, v, block, table, locate_pages([block]), num_heads, page_size, k_codes.dtype,
-        v_codes.dtype, has_scales,
+        k, v, block, table, locate_pages([block]), num_heads, page_size, k_dtype, v_dtype,
+        has_scales,
     )  # fmt: skip
