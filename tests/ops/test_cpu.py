@@ -15,6 +15,7 @@ from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.cpu import backend as cpu_backend
 from hf_fp8kv.ops.cpu import build
 from tests.helpers.assertions import assert_same, assert_same_pool
+from tests.helpers.codes import replace_codes
 from tests.helpers.counting import BytesWritten
 from tests.ops import test_ops
 
@@ -135,7 +136,7 @@ def test_integer_products_are_correct(fmt, rotated):
     if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
         page, slot = int(pages.table[0, 9]), 21
         for side, index in (("v", (page, 0, slot, 5)), ("k", (page, 1, slot))):
-            test_ops.replace_codes(pages, side, index, test_ops.get_nan_code(fmt))
+            replace_codes(pages, side, index, test_ops.get_nan_code(fmt))
             actual, expected = (attend(pages, query[:, :, -1:], length, backend).float()
                                for backend in (cpu_backend, reference))  # fmt: skip
             assert actual.isnan().any()

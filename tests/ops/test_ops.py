@@ -22,13 +22,13 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import make_code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import pack_pages
-from hf_fp8kv.ops.page_layout import pack_codes, unpack_codes
 from hf_fp8kv.ops.pages import PAGE_FIELDS, flatten, unflatten
 from hf_fp8kv.ops.triton.target import Target, assuming
 from hf_fp8kv.ops.visibility import find_mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
 from tests.helpers.blocks import merge_blocks, separate_pages, split_into_blocks
+from tests.helpers.codes import read_codes, replace_codes, round_up_dim
 from tests.helpers.grids import pairwise
 
 pytestmark = pytest.mark.text
@@ -195,25 +195,6 @@ def make_spec(case: Case, pages: Pages) -> dict[str, Any]:
     return fields
 
 
-def read_codes(pages: Pages, side: str) -> Tensor:
-    """Return the unpacked codes of K or V, `[P, Hkv, S, D]`."""
-    region, dtype = find_region(pages, side)
-    return unpack_codes(region, dtype)
-
-
-def replace_codes(pages: Pages, side: str, index: Any, codes: Any) -> None:
-    """Set `read_codes(pages, side)[index]` in the pages."""
-    region, dtype = find_region(pages, side)
-    new_codes = unpack_codes(region, dtype)
-    new_codes[index] = codes
-    region.copy_(pack_codes(new_codes, dtype))
-
-
-def find_region(pages: Pages, side: str) -> tuple[Tensor, torch.dtype]:
-    is_k = side == "k"
-    return (pages.k_codes, pages.k_dtype) if is_k else (pages.v_codes.mT, pages.v_dtype)
-
-
 def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
     """Replace the codes and dynamic scales of these positions of a sequence by NaN."""
     position = torch.tensor(list(positions), dtype=torch.int64)
@@ -285,10 +266,27 @@ SHAPE_CASES = [
     Case("Dk 80, Dv 5", k_dim=80, v_dim=5, lengths=(199,)),
     Case("Dk 1", k_dim=1, v_dim=1),
     Case("int6, Dk 80, Dv 256", key="int6", value="int6", k_dim=80, v_dim=256, lengths=(199, 33)),
-    Case("int6, int4, Dk 256, Dv 96", key="int6", value="int4", k_dim=256, v_dim=96, page_size=48,
-         lengths=(333,), dtype=torch.bfloat16),
-    Case("int4, int6, Dk 12, Dv 4", key="int4", value="int6", k_dim=12, v_dim=4, page_size=7,
-         num_tokens=3, lengths=(70, 69), dtype=torch.bfloat16),
+    Case(
+        "int6, int4, Dk 256, Dv 96",
+        key="int6",
+        value="int4",
+        k_dim=256,
+        v_dim=96,
+        page_size=48,
+        lengths=(333,),
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "int4, int6, Dk 12, Dv 4",
+        key="int4",
+        value="int6",
+        k_dim=12,
+        v_dim=4,
+        page_size=7,
+        num_tokens=3,
+        lengths=(70, 69),
+        dtype=torch.bfloat16,
+    ),
     Case("long", lengths=(1300,), page_size=64, k_dim=128, v_dim=128, num_heads=1, num_q_heads=4),
     Case("ragged", lengths=(700, 333, 1), page_size=64),
     Case("17 queries, ragged", num_tokens=17, lengths=(70, 17)),
@@ -686,7 +684,7 @@ def test_written_bytes_equal_the_reference(case, backend, layout):
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_special_values_are_stored_like_the_reference(name, dynamic, backend):
-    dim = 5 if FORMATS[name].bits == 8 else 8
+    dim = round_up_dim(5, name)
     case = Case("", key=name, value=name, dynamic=dynamic, k_dim=dim, v_dim=dim, lengths=(13,))
     pages = make_pages(case)
     expected_pages = copy_pages(pages)

@@ -140,7 +140,8 @@ def list_encoding_fields(name: str) -> tuple[float, ...]:
     has_sign = int(not fmt.has_unsigned_zero)
     rebias = (127 - fmt.bias) << fmt.mantissa_bits
     min_normal = (128 - fmt.bias) << 23
+    max_code = fmt.max_code >> 8 - fmt.bits
     return (
-        23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code >> 8 - fmt.bits, fmt.nan_code,
-        has_sign, int(math.log2(fmt.error_unit)), fmt.max,
+        23 - fmt.mantissa_bits, rebias, min_normal, step, max_code, fmt.nan_code, has_sign,
+        int(math.log2(fmt.error_unit)), fmt.max,
     )  # fmt: skip
