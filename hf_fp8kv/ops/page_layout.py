@@ -97,7 +97,7 @@ class PageLayout:
         return self.num_heads * self.head_size
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
-        """Return views of the regions of all pages of a block `[n, bytes]`, each `[n, Hkv, ...]`."""
+        """Return views of the regions of a block's pages, each `[n, Hkv, ...]`."""
         heads = block[:, : self.size].unflatten(1, (self.num_heads, self.head_size))
         return {
             name: heads.narrow(2, self.offsets[name], math.prod(shape) * dtype.itemsize)

@@ -37,6 +37,7 @@ class Spec:
     positive_nan_code: int = 0x7F
     negative_nan_code: int = 0xFF
     has_negative_zero: bool = True
+    unused_bits: int = 0  # lower bits that are zero in all codes
 
 
 NAN_IS_0X80 = {"nan_codes": frozenset({0x80}), "positive_nan_code": 0x80, "negative_nan_code": 0x80}
@@ -49,6 +50,8 @@ SPECS = {
     "fp8_e2m5": Spec(5, 1, 7.875, **NAN_IS_0X80, has_negative_zero=False),
     # Without exponent bits, all steps are 1.
     "int8": Spec(7, -6, 127.0, **NAN_IS_0X80, has_negative_zero=False),
+    "int6": Spec(5, -4, 31.0, **NAN_IS_0X80, has_negative_zero=False, unused_bits=2),
+    "int4": Spec(3, -2, 7.0, **NAN_IS_0X80, has_negative_zero=False, unused_bits=4),
 }
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
@@ -61,7 +64,7 @@ each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def compute_value(code: int, spec: Spec) -> Fraction:
     """Return the value of a finite code."""
     sign = -1 if code & 0x80 else 1
-    exponent, fraction = divmod(code & 0x7F, 1 << spec.mantissa_bits)
+    exponent, fraction = divmod((code & 0x7F) >> spec.unused_bits, 1 << spec.mantissa_bits)
     if exponent == 0:
         return sign * Fraction(fraction) * Fraction(2) ** (1 - spec.bias - spec.mantissa_bits)
     mantissa = 1 + Fraction(fraction, 1 << spec.mantissa_bits)
@@ -70,11 +73,12 @@ def compute_value(code: int, spec: Spec) -> Fraction:
 
 def list_finite_codes(spec: Spec) -> list[int]:
     """Return the codes with finite values, in the order of the codes."""
-    return [c for c in range(256) if c not in spec.nan_codes | spec.inf_codes]
+    codes = range(0, 256, 1 << spec.unused_bits)
+    return [c for c in codes if c not in spec.nan_codes | spec.inf_codes]
 
 
 def list_levels(spec: Spec) -> Floats:
-    """Return the values of the codes 0, 1, 2, ... up to the code of the largest value."""
+    """Return the values of the positive codes up to the code of the largest value."""
     values = [float(compute_value(c, spec)) for c in list_finite_codes(spec) if c < 0x80]
     assert values == sorted(values)
     assert values[-1] == spec.max_value
@@ -92,7 +96,7 @@ def round_to_codes(values: Floats, spec: Spec, is_negative: npt.NDArray[np.bool_
         lower = np.clip(np.searchsorted(levels, magnitude, side="right") - 1, 0, len(levels) - 2)
         midpoints = (levels[lower] + levels[lower + 1]) / 2
         rounds_up = (magnitude > midpoints) | ((magnitude == midpoints) & (lower % 2 == 1))
-    code = lower + rounds_up
+    code = (lower + rounds_up) << spec.unused_bits
     code = np.where(is_negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
     nan_code = np.where(is_negative, spec.negative_nan_code, spec.positive_nan_code)
     return torch.from_numpy(np.where(np.isnan(values), nan_code, code).astype(np.uint8))
@@ -202,8 +206,9 @@ def test_the_formats_match_this_file():
 def test_the_constants_of_a_format_follow_from_its_definition(fmt):
     spec = SPECS[fmt.name]
     values = list_levels(spec)
-    assert fmt.max == spec.max_value == values[fmt.max_code]
-    assert fmt.max_code == len(values) - 1
+    assert fmt.max == spec.max_value == values[fmt.max_code >> spec.unused_bits]
+    assert fmt.max_code == len(values) - 1 << spec.unused_bits
+    assert fmt.bits == 8 - spec.unused_bits
     assert fmt.min_subnormal == values[1]
     assert fmt.max_step == values[-1] - values[-2]
     assert fmt.nan_code == spec.positive_nan_code
@@ -217,6 +222,8 @@ def test_every_code_decodes_to_its_definition(fmt, device):
     actual = decode(ALL_CODES.to(device), fmt)
     assert actual.dtype == torch.float32
     for code, value in enumerate(actual.tolist()):
+        if code % (1 << spec.unused_bits):
+            continue
         if code in spec.nan_codes:
             assert math.isnan(value), f"{code:#04x}"
         elif code in spec.inf_codes:
@@ -316,6 +323,8 @@ GOLDEN_DIGESTS = {
     "fp8_e3m4": "bebf5163e3327147",
     "fp8_e2m5": "436e373be07bede2",
     "int8": "55c963ac94f29f57",
+    "int6": "277d83f448e6bf3e",
+    "int4": "45c581da44d4c3d6",
 }
 
 
@@ -327,7 +336,7 @@ def test_codes_values_and_scales_match_earlier_versions(name):
     vectors = x.view(80, 64) ** 3 * 2.0 ** torch.arange(-40, 40)[:, None]
     results = [
         encode(torch.cat([make_float32_grid(), make_float32_ties(SPECS[name])]), fmt),
-        decode(ALL_CODES, fmt).nan_to_num(nan=-12345.0),
+        decode(ALL_CODES[:: 1 << SPECS[name].unused_bits], fmt).nan_to_num(nan=-12345.0),
         compute_dynamic_scale(vectors, fmt),
         codec.search_scale(vectors, fmt),
     ]
@@ -340,7 +349,7 @@ def test_codes_values_and_scales_match_earlier_versions(name):
 
 FACTORS = {
     "fp8_e4m3": 1.0, "fp8_e4m3fnuz": 2.0, "fp8_e5m2": 1 / 128, "fp8_e3m4": 448 / 31,
-    "fp8_e2m5": 448 / 7.875, "int8": 448 / 127,
+    "fp8_e2m5": 448 / 7.875, "int8": 448 / 127, "int6": 448 / 31, "int4": 448 / 7,
 }  # fmt: skip
 
 
@@ -420,7 +429,7 @@ CANONICAL_NAMES = {
     "fp8_e4m3fnuz": "fp8_e4m3fnuz", "fp8_e5m2": "fp8_e5m2", "fp8_e3m4": "fp8_e3m4", "auto": "auto",
     "model": "auto", "fp8_e2m5": "fp8_e2m5", "int8": "int8", torch.int8: "int8",
     torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e4m3fnuz: "fp8_e4m3fnuz",
-    torch.float8_e5m2: "fp8_e5m2",
+    torch.float8_e5m2: "fp8_e5m2", "int6": "int6", "int4": "int4",
 }  # fmt: skip
 
 

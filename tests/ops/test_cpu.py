@@ -15,6 +15,7 @@ from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.cpu import backend as cpu_backend
 from hf_fp8kv.ops.cpu import build
 from tests.helpers.assertions import assert_same, assert_same_pool
+from tests.helpers.codes import replace_codes
 from tests.helpers.counting import BytesWritten
 from tests.ops import test_ops
 
@@ -95,7 +96,7 @@ def test_several_threads_may_call_at_once():
 
 
 @pytest.mark.parametrize("window", [0, 50])
-@pytest.mark.parametrize("fmt", ["fp8_e3m4", "auto"])
+@pytest.mark.parametrize("fmt", ["fp8_e3m4", "int6", "auto"])
 def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
     """Chunks, further sequences and threads do not change any bit of a result."""
     length, num_queries = 1333, 70
@@ -119,7 +120,7 @@ def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("fmt", ["fp8_e2m5", "fp8_e3m4", "int8"])
+@pytest.mark.parametrize("fmt", ["fp8_e2m5", "fp8_e3m4", "int8", "int6", "int4"])
 def test_integer_products_are_correct(fmt, rotated):
     """16-bit queries are rounded to integers. Bits do not depend on the call, and NaN stays NaN."""
     length, num_queries, dim = 1270, 20, 64
@@ -134,8 +135,8 @@ def test_integer_products_are_correct(fmt, rotated):
         assert_same(attend(pages, query[:, :, [t]], length - num_queries + 1 + t), actual[:, [t]])
     if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
         page, slot = int(pages.table[0, 9]), 21
-        for codes, index in ((pages.v_codes, (page, 0, 5, slot)), (pages.k_codes, (page, 1, slot))):
-            codes[index] = test_ops.get_nan_code(fmt)
+        for side, index in (("v", (page, 0, slot, 5)), ("k", (page, 1, slot))):
+            replace_codes(pages, side, index, test_ops.get_nan_code(fmt))
             actual, expected = (attend(pages, query[:, :, -1:], length, backend).float()
                                for backend in (cpu_backend, reference))  # fmt: skip
             assert actual.isnan().any()
@@ -231,7 +232,7 @@ def test_each_library_matches_the_reference(capability, monkeypatch):
         pytest.skip("the CPU has no AVX-512")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    for case in test_ops.CASES[:12] + test_ops.LATENT_CASES:
+    for case in test_ops.FORMAT_CASES + test_ops.SHAPE_CASES + test_ops.LATENT_CASES:
         pages, query, fields = test_ops.prepare(case)
         expected = test_ops.attend(case, pages, query.float(), "reference", **fields)
         actual = test_ops.attend(case, pages, query, "cpu", **fields)

@@ -251,16 +251,16 @@ def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size,
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_values_of_all_kinds_are_written(name, make_rows):
     """Values are stored in consecutive tiles of tokens, and each token by a separate program."""
-    x = make_rows(16)
+    x = make_rows(32)
     tiled_case = Case(
-        lengths=(0,), num_tokens=len(x), num_heads=1, k_dim=16, v_dim=16, page_size=32,
+        lengths=(0,), num_tokens=len(x), num_heads=1, k_dim=32, v_dim=32, page_size=32,
         dtype=torch.float32, key=name, value=name,
     )  # fmt: skip
     check_write(tiled_case, x[None, None], x[None, None])
     x = x if make_rows is make_special_vectors else x[::8]
     single_case = dataclasses.replace(tiled_case, num_tokens=1, num_heads=len(x), page_size=2)
     check_write(single_case, x[None, :, None], x[None, :, None])
-    scales = 10.0 ** torch.linspace(-44, 38, 16)
+    scales = 10.0 ** torch.linspace(-44, 38, 32)
     case = dataclasses.replace(tiled_case, num_tokens=len(x), dynamic=False)
     pages = test_ops.replace_scales(make_noise_pages(case), scales[None], scales[None].flip(1))
     actual = to_device(pages)

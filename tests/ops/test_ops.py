@@ -28,6 +28,7 @@ from hf_fp8kv.ops.visibility import find_mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
 from tests.helpers.blocks import merge_blocks, separate_pages, split_into_blocks
+from tests.helpers.codes import read_codes, replace_codes, round_up_dim
 from tests.helpers.grids import pairwise
 
 pytestmark = pytest.mark.text
@@ -196,15 +197,13 @@ def make_spec(case: Case, pages: Pages) -> dict[str, Any]:
 
 def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
     """Replace the codes and dynamic scales of these positions of a sequence by NaN."""
-    for position in positions:
-        page, slot = int(pages.table[row, position // pages.page_size]), position % pages.page_size
-        for side, codes, index in (
-            (pages.k, pages.k_codes, (page, slice(None), slot)),
-            (pages.v, pages.v_codes, (page, ..., slot)),
-        ):
-            codes[index] = math.nan if side.format == AUTO else get_nan_code(side.format)
-        if pages.token_scales is not None:
-            pages.token_scales[page, :, slot] = math.nan
+    position = torch.tensor(list(positions), dtype=torch.int64)
+    page, slot = pages.table[row, position // pages.page_size].long(), position % pages.page_size
+    for name, side in (("k", pages.k), ("v", pages.v)):
+        nan = math.nan if side.format == AUTO else get_nan_code(side.format)
+        replace_codes(pages, name, (page, slice(None), slot), nan)
+    if pages.token_scales is not None:
+        pages.token_scales[page, :, slot] = math.nan
 
 
 def attend(case: Case, pages: Pages, query: Tensor, backend: str, **fields: Any) -> Tensor:
@@ -266,6 +265,28 @@ SHAPE_CASES = [
     Case("all heads share K", num_q_heads=5, num_heads=1, lengths=(63, 5)),
     Case("Dk 80, Dv 5", k_dim=80, v_dim=5, lengths=(199,)),
     Case("Dk 1", k_dim=1, v_dim=1),
+    Case("int6, Dk 80, Dv 256", key="int6", value="int6", k_dim=80, v_dim=256, lengths=(199, 33)),
+    Case(
+        "int6, int4, Dk 256, Dv 96",
+        key="int6",
+        value="int4",
+        k_dim=256,
+        v_dim=96,
+        page_size=48,
+        lengths=(333,),
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "int4, int6, Dk 12, Dv 4",
+        key="int4",
+        value="int6",
+        k_dim=12,
+        v_dim=4,
+        page_size=7,
+        num_tokens=3,
+        lengths=(70, 69),
+        dtype=torch.bfloat16,
+    ),
     Case("long", lengths=(1300,), page_size=64, k_dim=128, v_dim=128, num_heads=1, num_q_heads=4),
     Case("ragged", lengths=(700, 333, 1), page_size=64),
     Case("17 queries, ragged", num_tokens=17, lengths=(70, 17)),
@@ -312,6 +333,8 @@ LATENT_CASES = [
              num_q_heads=32, lengths=(199, 33)),
         Case("latent, static", dynamic=False, k_dim=48, v_dim=8, lengths=(70,), num_tokens=3),
         Case("latent, both of 8 bits", value="fp8_e5m2", k_dim=64, v_dim=32, lengths=(63, 64)),
+        Case("latent, both packed", key="int6", value="int4", k_dim=40, v_dim=12, lengths=(70, 63),
+             page_size=48),
         Case("latent, rotated", key="fp8_e2m5", value="int8", rotated=True, k_dim=64, v_dim=16,
              lengths=(65,), num_tokens=17),
         Case("latent, rotated, static", key="int8", value=AUTO, rotated=True, dynamic=False,
@@ -341,6 +364,8 @@ PROMPT_CASES = [
     Case("prompt, one page too many", num_tokens=22, lengths=(33, 32), num_heads=1, num_q_heads=3,
          dtype=torch.float16),
     Case("prompt, window", num_tokens=70, window=20, lengths=(199, 71, 70, 15), dynamic=False,
+         dtype=torch.bfloat16),
+    Case("prompt, packed", num_tokens=65, key="int6", value="int4", lengths=(199, 71),
          dtype=torch.bfloat16),
     Case("prompt, wide window", num_tokens=70, window=120, lengths=(199, 121, 70), from_zero=True),
     Case("prompt, MHA", num_tokens=64, num_q_heads=3, num_heads=3, key="fp8_e5m2", value="int8",
@@ -415,6 +440,8 @@ DETERMINISTIC_CASES = [
          page_size=8),
     Case("deterministic, sinks, center", num_tokens=3, lengths=(600, 65), sinks=True, softcap=3.0,
          center=True, rotated=True, key="int8", page_size=64),
+    Case("deterministic, packed", num_tokens=3, lengths=(600, 65), key="int6", value="int6",
+         k_dim=96, v_dim=64, page_size=48, dtype=torch.bfloat16),
     Case("deterministic, 70 heads", num_tokens=2, num_heads=1, num_q_heads=70, lengths=(40, 33)),
     Case("deterministic, latent", num_tokens=3, num_heads=1, latent=True, k_dim=64, v_dim=16,
          value=AUTO, num_q_heads=16, lengths=(199, 33), dtype=torch.bfloat16),
@@ -657,20 +684,21 @@ def test_written_bytes_equal_the_reference(case, backend, layout):
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_special_values_are_stored_like_the_reference(name, dynamic, backend):
-    case = Case("special", key=name, value=name, dynamic=dynamic, k_dim=5, v_dim=5, lengths=(13,))
+    dim = round_up_dim(5, name)
+    case = Case("", key=name, value=name, dynamic=dynamic, k_dim=dim, v_dim=dim, lengths=(13,))
     pages = make_pages(case)
     expected_pages = copy_pages(pages)
     # Each value is next to zeros, so that it determines the scale, and next to ordinary values.
-    x = torch.zeros(1, 2, 13, 5)
+    x = torch.zeros(1, 2, 13, dim)
     x[0, 0, :, 1] = SPECIAL_VALUES
-    x[0, 1] = torch.randn(13, 5)
+    x[0, 1] = torch.randn(13, dim)
     x[0, 1, :, 2] = SPECIAL_VALUES
     lengths = torch.tensor([13], dtype=torch.int32)
     ops.write(pages, x, x, lengths, backend)
     ops.write(expected_pages, x, x, lengths, "reference")
     table = make_code_table(FORMATS[name], torch.device("cpu"))
-    for part in ("k_codes", "v_codes"):
-        actual, expected = getattr(pages, part), getattr(expected_pages, part)
+    for side in "kv":
+        actual, expected = read_codes(pages, side), read_codes(expected_pages, side)
         # The sign of NaN times a NaN scale is undefined.
         is_nan = table[expected.int()].isnan()
         assert_same(is_nan, table[actual.int()].isnan())
@@ -757,10 +785,10 @@ def test_every_code_is_decoded_exactly(name, backend):
         name, key=name, value=name, lengths=(64,), num_heads=1, k_dim=4, v_dim=4, dynamic=False
     )
     pages = replace_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
-    expected = make_code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
-    codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
-    pages.k_codes[pages.table[0, :4], 0] = codes
-    pages.v_codes[pages.table[0, :4], 0] = codes.transpose(1, 2)
+    codes = torch.arange(256, dtype=torch.uint8) & -(1 << 8 - FORMATS[name].bits)
+    expected = make_code_table(FORMATS[name], torch.device("cpu"))[codes.int()].view(64, 4)
+    for side in "kv":
+        replace_codes(pages, side, (pages.table[0, :4], 0), codes.view(4, 16, 4))
     lengths = torch.tensor([64], dtype=torch.int32)
     for side in ("k", "v"):
         actual = ops.gather(pages, lengths, side, 0, 64, torch.float32, False, backend)[0, 0]

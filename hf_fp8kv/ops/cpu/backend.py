@@ -16,7 +16,7 @@ from ..pages import AttentionSpec, Pages
 from ..reference import raise_overrun
 from ..torch import backend as torch_backend
 from . import build, prompts, records
-from .records import KINDS, pack_rows
+from .records import CODES, KINDS, pack_rows
 
 # Minimum number of stored values per thread. With fewer values a thread does not pay.
 MIN_THREAD_VALUES = 1 << 16
@@ -113,9 +113,9 @@ def write(
 
 def _convert_input(x: Tensor, stored_dtype: torch.dtype = torch.uint8) -> Tensor:
     """Return `x` in a dtype that kernels read, with contiguous rows: for "auto" as it is stored."""
-    if stored_dtype != torch.uint8:
+    if stored_dtype.is_floating_point:
         x = x.to(stored_dtype)
-    elif x.dtype not in KINDS or x.dtype == torch.uint8:
+    elif KINDS.get(x.dtype, CODES) == CODES:
         x = x.float()
     return pack_rows(x)
 

@@ -107,9 +107,12 @@ struct Table {
 
 // Stored keys or values (see records.py).
 struct StoredSide {
-  int64_t codes_offset, kind, dim, scales_offset, head_size;
+  int64_t codes_offset, kind, bits, dim, scales_offset, head_size;
   const float *static_scale, *center;
   int64_t rotation;
+
+  bool is_packed() const { return bits < 8; }
+  int64_t vector_size() const { return dim * bits / 8; }  // in bytes
 
   const float* find_center(int64_t head) const { return center ? center + head * dim : nullptr; }
   const char* find_codes(const char* page, int64_t head) const {
@@ -319,7 +322,8 @@ inline std::array<float, 4> sum_lanes(Floats a, Floats b, Floats c, Floats d) {
 struct Segment {
   const char* begin;
   int64_t stride, count, row_offset;
-  const char* prefetch;  // data of the next product in the same layout, to prefetch, or nullptr
+  const char* prefetch;  // data of the next product, to prefetch for each line, or nullptr
+  int64_t prefetch_stride;
 };
 
 template <int N, int LINES>
@@ -378,7 +382,8 @@ inline void multiply_lines(
       add_products<N, LINES>(y, x + i, rows.x_stride, sums);
     }
     if (segment.prefetch)
-      prefetch(segment.prefetch + line * segment.stride, LINES * segment.stride);
+      prefetch(
+          segment.prefetch + line * segment.prefetch_stride, LINES * segment.prefetch_stride);
   }
   UNROLL
   for (int i = 0; i < TOTAL; i += 4) {
@@ -463,7 +468,9 @@ void multiply_rows(
                   _mm512_maskz_loadu_epi8(inside, at_b + i));
             }
           }
-          if (segment.prefetch) prefetch(segment.prefetch + a * stride, 2 * stride);
+          if (segment.prefetch)
+            prefetch(
+                segment.prefetch + a * segment.prefetch_stride, 2 * segment.prefetch_stride);
         }
         UNROLL
         for (int r = 0; r < N; r++)
@@ -544,6 +551,83 @@ void decode_line(const Read& read, const char* from, int64_t count, float* to) {
     StepValues x = read_some(read, from + whole * Read::WIDTH, count - whole);
     std::memcpy(to + whole, &x, sizeof x);
   }
+}
+
+// Write the planes of `dim` codes of 6 or 4 bits to `to` (see page_layout.py).
+void pack(const uint8_t* codes, int64_t dim, int64_t bits, uint8_t* to) {
+  const int64_t half = dim / 2, quarter = dim / 4;
+  for (int64_t i = 0; i < half; i++) to[i] = (codes[i] >> 4) | (codes[half + i] & 0xF0);
+  for (int64_t i = 0; bits == 6 && i < quarter; i++) {
+    to[half + i] = 0;
+    for (int k = 0; k < 4; k++) to[half + i] |= (codes[k * quarter + i] >> 2 & 3) << (2 * k);
+  }
+}
+
+// Unpack the bytes of a T at `from` and at multiples of `distance` from there to the codes of PARTS
+// channels: 4 for 6 bits, 2 for 4 bits.
+template <int PARTS, class T>
+inline void unpack_bytes(const char* from, int64_t distance, char* to, int64_t to_distance) {
+  constexpr int HALF = PARTS / 2;
+  const T pairs = PARTS == 4 ? load<T>(from + HALF * distance) : T{};
+  T nibbles[HALF];
+  UNROLL
+  for (int k = 0; k < HALF; k++) nibbles[k] = load<T>(from + k * distance);
+  UNROLL
+  for (int k = 0; k < PARTS; k++) {
+    const T upper = k < HALF ? nibbles[k] << 4 : nibbles[k - HALF];
+    const T lower = k ? pairs >> (2 * k - 2) : pairs << 2;
+    const T codes = (upper & 0xF0F0F0F0F0F0F0F0) | (lower & 0x0C0C0C0C0C0C0C0C);
+    std::memcpy(to + k * to_distance, &codes, sizeof codes);
+  }
+}
+
+// Unpack `count` bytes of each of `num_lines` lines, `stride` bytes apart, of each part of a plane.
+template <int PARTS>
+void unpack_lines(
+    const char* from, int64_t num_lines, int64_t stride, int64_t count, char* to,
+    int64_t to_stride) {
+  typedef uint64_t Vector __attribute__((vector_size(4 * LANES)));
+  typedef uint64_t Short __attribute__((vector_size(16)));
+  const int64_t distance = num_lines * stride, to_distance = num_lines * to_stride;
+  for (int64_t line = 0; line < num_lines; line++, from += stride, to += to_stride) {
+    int64_t i = 0;
+    auto unpack_all = [&](auto example) {
+      using T = decltype(example);
+      for (; i + (int64_t)sizeof(T) <= count; i += sizeof(T))
+        unpack_bytes<PARTS, T>(from + i, distance, to + i, to_distance);
+    };
+    unpack_all(Vector{}), unpack_all(Short{}), unpack_all((uint8_t)0);
+  }
+}
+
+// Stored values in lines of `stride` bytes. All of them lie in `size` bytes from `begin` on.
+struct Lines {
+  const char* first;
+  int64_t stride;
+  const char* begin;
+  int64_t size;
+
+  bool are_finite(const Side& side) const {
+    return side.kind == CODES && !may_be_nonfinite(begin, size, side);
+  }
+};
+
+// Find `count` slots of a head in a page: a line per token (K), or per channel (V: `transposed`).
+// Packed codes are unpacked to `memory`.
+Lines find_lines(
+    const StoredSide& side, const char* page, int64_t page_size, int64_t head, int64_t slot,
+    int64_t count, bool transposed, char* memory) {
+  const int64_t width = get_width(side.kind), size = side.vector_size();
+  const char* begin = side.find_codes(page, head);
+  const char* first = begin + slot * (transposed ? width : size);
+  if (!side.is_packed() && transposed) return {first, page_size * width, begin, page_size * size};
+  if (!side.is_packed()) return {first, size, first, count * size};
+  const auto unpack = side.bits == 6 ? unpack_lines<4> : unpack_lines<2>;
+  const int64_t num_lines = side.dim / (side.bits == 6 ? 4 : 2);  // of each part of a plane
+  if (transposed) unpack(first, num_lines, page_size, count, memory, count);
+  for (int64_t t = 0; !transposed && t < count; t++)
+    unpack(first + t * size, 1, num_lines, num_lines, memory + t * side.dim, num_lines);
+  return {memory, transposed ? count : side.dim, memory, count * side.dim};
 }
 
 void read_values(const char* from, int64_t kind, int64_t count, float* to) {
@@ -665,7 +749,7 @@ void encode(
   typedef uint8_t Bytes __attribute__((vector_size(LANES)));
   const Ints one = Ints{} + 1, step_bits = Ints{} + (int32_t)side.subnormal_step,
              nan = Ints{} + (int32_t)side.nan_code;
-  const int drop = (int)side.dropped_bits;
+  const int drop = (int)side.dropped_bits, bits = (int)side.bits;
   for (int64_t i = 0; i < side.dim; i += LANES) {
     Floats value = load<Floats>(x + i) * (by_channel ? load<Floats>(inverse + i) : splat(*inverse));
     Ints raw = (Ints)value, magnitude = raw & 0x7FFFFFFF;
@@ -675,6 +759,7 @@ void encode(
     Ints small = (Ints)((Floats)magnitude + (Floats)step_bits) - step_bits;
     Ints rounded = magnitude < (int32_t)side.min_normal ? small : normal;
     rounded = rounded > (int32_t)side.max_code ? Ints{} + (int32_t)side.max_code : rounded;
+    rounded <<= 8 - bits;
     Ints is_nan = magnitude > (int32_t)INFINITE;
     Ints has_sign = side.signed_zero ? one : (Ints)(rounded > 0) & ~is_nan & 1;
     Ints wide_codes = (is_nan ? nan : rounded) | ((raw >> 24 & 0x80) & -has_sign);
@@ -799,12 +884,14 @@ void write_vector(
     encode_vector(
         side, (float)c.min_scale, x, side.find_center(head), head,
         const_cast<char*>(side.find_scales(page, head, slot)), !is_value, line, codes);
-    x = (const char*)codes;
+    if (side.is_packed()) pack(codes, side.dim, side.bits, codes + side.dim);
+    x = (const char*)codes + (side.is_packed() ? side.dim : 0);
   }
-  char* codes_begin = const_cast<char*>(side.find_codes(page, head));
-  if (!is_value) std::memcpy(codes_begin + slot * side.dim * width, x, side.dim * width);
-  for (int64_t i = 0; is_value && i < side.dim; i++)
-    std::memcpy(codes_begin + (i * page_size + slot) * width, x + i * width, width);
+  char* begin = const_cast<char*>(side.find_codes(page, head));
+  const int64_t size = side.vector_size();
+  if (!is_value) std::memcpy(begin + slot * size, x, size);
+  for (int64_t i = 0; is_value && i < size; i += width)
+    std::memcpy(begin + i * page_size + slot * width, x + i, width);
 }
 
 // ---- gather -------------------------------------------------------------------------------------
@@ -817,23 +904,22 @@ struct Gather {
   int64_t out_kind;
 };
 
-// Decode `count` positions of a page from `slot` on into lines, `stride` values apart. V is stored
+// Decode `count` positions of a page from `slot` on to vectors, `stride` values apart. V is stored
 // transposed, and `column` is temporary memory for one of its channels.
 void decode_part(
     const Side& side, const char* page, int64_t page_size, int64_t head, int64_t slot,
-    int64_t count, bool transposed, float* lines, int64_t stride, float* column) {
-  const int64_t width = get_width(side.kind), dim = side.dim;
-  const char* codes = side.find_codes(page, head);
-  const bool finite = side.kind == CODES && !may_be_nonfinite(codes, page_size * dim, side);
+    int64_t count, bool transposed, float* vectors, int64_t stride, float* column, char* memory) {
+  const int64_t dim = side.dim;
+  const Lines lines = find_lines(side, page, page_size, head, slot, count, transposed, memory);
   // Capture copies, because captured references are loaded again after each store.
-  with_reader(side.kind, side, finite, [=](const auto& read) {
+  with_reader(side.kind, side, lines.are_finite(side), [=](const auto& read) {
     if (!transposed)
       for (int64_t t = 0; t < count; t++)
-        decode_line(read, codes + (slot + t) * dim * width, dim, lines + t * stride);
+        decode_line(read, lines.first + t * lines.stride, dim, vectors + t * stride);
     else
       for (int64_t d = 0; d < dim; d++) {
-        decode_line(read, codes + (d * page_size + slot) * width, count, column);
-        for (int64_t t = 0; t < count; t++) lines[t * stride + d] = column[t];
+        decode_line(read, lines.first + d * lines.stride, count, column);
+        for (int64_t t = 0; t < count; t++) vectors[t * stride + d] = column[t];
       }
   });
 }
@@ -846,14 +932,15 @@ void gather_part(
   const int64_t stored_head = head + c.first_head;
   const char* page = c.table.find_page(sequence, begin);
   const int64_t stride = pad(side.dim);
-  float* lines = memory;  // [count, stride]
+  float* vectors = memory;  // [count, stride]
+  float* column = vectors + UNIT_TOKENS * stride;
   decode_part(
-      side, page, page_size, stored_head, slot, count, c.transposed, lines, stride,
-      memory + UNIT_TOKENS * stride);
+      side, page, page_size, stored_head, slot, count, c.transposed, vectors, stride, column,
+      (char*)(column + UNIT_TOKENS + STEP));
   const float* scale = side.static_scale ? side.static_scale + stored_head * side.dim : nullptr;
   const float* center = side.find_center(stored_head);
   for (int64_t t = 0; t < count; t++) {
-    float* x = lines + t * stride;
+    float* x = vectors + t * stride;
     const float dynamic =
         side.scales_offset ? read_scale(side.find_scales(page, stored_head, slot + t)) : 1;
     if (c.ragged && begin + t >= c.table.lengths[sequence]) {
@@ -965,6 +1052,7 @@ struct Scratch {
   std::vector<PagePart> parts;
   std::vector<Segment> segments, decoded;
   float *q, *logits, *center_logits, *largest, *sums, *k_scales, *strip, *latents, *out;
+  float* unpacked;  // codes of K or V in the tile, if they are packed
   float* v_scales;  // for latents: of their RoPE parts
   // Rounded queries and weights, and their factors, if the products of a side are sums of integers.
   float *int_q, *q_factors, *int_weights, *weight_factors;
@@ -985,7 +1073,7 @@ struct Scratch {
         {&q, c.num_rows * q_stride}, {&logits, c.num_rows * LOGITS_STRIDE}, {&center_logits, rows},
         {&largest, rows}, {&sums, rows}, {&k_scales, LOGITS_STRIDE}, {&v_scales, LOGITS_STRIDE},
         {&strip, MAX_SUMS * (k > tile ? k : tile)}, {&latents, latents_size},
-        {&out, c.num_rows * v}, {&int_q, k_is_int ? c.num_rows * int_stride : 0},
+        {&out, c.num_rows * v}, {&unpacked, TILE * max(k, v) / 4}, {&int_q, k_is_int ? c.num_rows * int_stride : 0},
         {&int_weights, v_is_int ? c.num_rows * TILE / 2 : 0}, {&q_factors, rows},
         {&weight_factors, rows}};
     int64_t total = STEP;
@@ -1025,21 +1113,6 @@ float load_query(
   if (side.static_scale)
     for (int64_t i = 0; i < side.dim; i++) query[i] *= side.static_scale[head * side.dim + i];
   return product;
-}
-
-// Return whether all codes of a side in these parts are finite.
-bool are_codes_finite(
-    const Attend& c, const Scratch& s, int64_t num_parts, const Side& side, int64_t head,
-    bool by_token) {
-  if (side.kind != CODES) return false;
-  for (int64_t i = 0; i < num_parts; i++) {
-    const PagePart& part = s.parts[i];
-    const char* codes = side.find_codes(part.page, head);
-    if (by_token) codes += part.slot * side.dim;
-    const int64_t count = (by_token ? part.count : c.table.page_size) * side.dim;
-    if (may_be_nonfinite(codes, count, side)) return false;
-  }
-  return true;
 }
 
 // Load the dynamic scales of a tile, which begin at an offset in each page: the lower (K) or upper
@@ -1089,7 +1162,7 @@ void multiply_stored(
       for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
         s.decoded[i] = {
-            (const char*)decoded, 4 * length, segment.count, segment.row_offset, nullptr};
+            (const char*)decoded, 4 * length, segment.count, segment.row_offset, nullptr, 0};
         for (int64_t l = 0; l < strip_lines; l++) {
           float* row = decoded + l * length;
           decode_line(read, segment.begin + (line + l) * segment.stride, segment.count, row);
@@ -1107,13 +1180,14 @@ void multiply_stored(
 
 // Compute the products of queries and a tile of K.
 void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, const QueryBlock& block) {
-  const bool finite = !s.k_is_int && are_codes_finite(c, s, num_parts, c.k, block.head, true);
-  const int64_t stride = c.k.dim * get_width(c.k.kind);
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart part = s.parts[i];
-    const char* codes = c.k.find_codes(part.page, block.head);
+    const Lines lines = find_lines(
+        c.k, part.page, c.table.page_size, block.head, part.slot, part.count, false,
+        (char*)s.unpacked);
+    const bool finite = !s.k_is_int && lines.are_finite(c.k);
     const char* next = c.v.find_codes(part.page, block.head);
-    s.segments[0] = {codes + part.slot * stride, stride, c.k.dim, 0, next};
+    s.segments[0] = {lines.first, lines.stride, c.k.dim, 0, next, c.v.vector_size()};
     Rows logits{s.q, s.q_stride, s.logits + part.tile_offset, LOGITS_STRIDE};
     if (s.k_is_int) logits = {s.int_q, s.int_stride, logits.out, LOGITS_STRIDE, s.q_factors};
     multiply_stored<false>(s, c.k, finite, 1, part.count, block.rows, logits, nullptr);
@@ -1124,14 +1198,19 @@ void multiply_keys(const Attend& c, Scratch& s, int64_t num_parts, const QueryBl
 void multiply_values(
     const Attend& c, Scratch& s, int64_t num_parts, const QueryBlock& block, int64_t next,
     bool all_seen) {
-  const bool finite = !s.v_is_int && are_codes_finite(c, s, num_parts, c.v, block.head, false);
-  const int64_t width = get_width(c.v.kind), page_size = c.table.page_size;
+  const int64_t page_size = c.table.page_size;
+  bool finite = !s.v_is_int;
   for (int64_t i = 0; i < num_parts; i++) {
     const PagePart& part = s.parts[i];
-    const char* codes = c.v.find_codes(part.page, block.head) + part.slot * width;
+    const Lines lines = find_lines(
+        c.v, part.page, page_size, block.head, part.slot, part.count, true,
+        (char*)s.unpacked + part.tile_offset * c.v.dim);
+    finite = finite && lines.are_finite(c.v);
     const char* page = c.table.page_to_prefetch(part.page, block.sequence, next + i * page_size);
     const char* next_codes = c.k.find_codes(page, block.head);
-    s.segments[i] = {codes, page_size * width, part.count, part.tile_offset, next_codes};
+    s.segments[i] = {
+        lines.first, lines.stride, part.count, part.tile_offset, next_codes,
+        page_size * c.k.vector_size() / c.v.dim};
   }
   Rows weights{s.logits, LOGITS_STRIDE, s.out, pad(c.v.dim)};
   if (s.v_is_int) {
@@ -1158,7 +1237,7 @@ void multiply_latents(
       float* lines = s.latents + part.tile_offset * s.q_stride + (side ? pad(c.k.dim) : 0);
       decode_part(
           stored, part.page, c.table.page_size, block.head, part.slot, part.count, side, lines,
-          s.q_stride, s.strip);
+          s.q_stride, s.strip, (char*)s.unpacked);
       if (stored.scales_offset)
         for (int64_t j = 0; j < part.count; j++)
           for (int64_t d = 0; d < stored.dim; d++)
@@ -1168,7 +1247,7 @@ void multiply_latents(
   // A few positions at a time stay in the L1 cache for all rows.
   for (int64_t j = 0; j < count; j += MAX_SUMS) {
     const Segment line{
-        (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr};
+        (const char*)(s.latents + j * s.q_stride), 4 * s.q_stride, s.q_stride, 0, nullptr, 0};
     const int64_t lines = min(count - j, MAX_SUMS);
     const Rows logits{s.q, s.q_stride, s.logits + j, LOGITS_STRIDE};
     multiply<false>(ReadFloat32{}, &line, 1, lines, block.rows, logits);
@@ -1325,8 +1404,8 @@ void attend_tile(
     all_seen = mask_logits(c, s, block, tile_begin, visible_begin, count, masked);
     if (!all_seen && !std::memchr(s.seen, 1, count)) return;
   }
-  const int64_t v_offset = c.latent ? 0 : c.v.scales_offset;  // latents were scaled when decoded
-  const float* v_scales = load_scales(c, s, num_parts, v_offset, head, s.v_scales);
+  const float* v_scales = nullptr;  // latents were scaled when decoded
+  if (!c.latent) v_scales = load_scales(s, num_parts, c.v, head, s.v_scales);
   if (v_scales) {
     for (int64_t j = count; j < pad(count); j++) s.v_scales[j] = 0;
     for (int64_t j = 0; j < count && !all_seen; j++)
@@ -1471,7 +1550,7 @@ EXPORT int write_tokens(const Write* call, int64_t threads) {
   for_units(c.batch * c.num_heads * blocks, threads, [&] {
     const int64_t dim = (c.k.dim > c.v.dim ? c.k.dim : c.v.dim) + STEP;
     return [&c, blocks, line = std::vector<float>(2 * dim),
-            codes = std::vector<uint8_t>(dim)](int64_t unit) mutable {
+            codes = std::vector<uint8_t>(2 * dim)](int64_t unit) mutable {
       const int64_t begin = unit % blocks * UNIT_TOKENS;
       const int64_t end = min(begin + UNIT_TOKENS, c.num_tokens);
       const int64_t head = unit / blocks % c.num_heads, sequence = unit / blocks / c.num_heads;
@@ -1487,8 +1566,9 @@ EXPORT void gather(const Gather* call, int64_t threads) {
   const Gather& c = *call;
   const int64_t blocks = (c.stop - c.start + UNIT_TOKENS - 1) / UNIT_TOKENS;
   for_units(c.batch * c.num_heads * blocks, threads, [&] {
-    return [&c, blocks, memory = std::vector<float>((pad(c.side.dim) + 1) * UNIT_TOKENS + STEP)](
-               int64_t unit) mutable {
+    // Per token: its values, a value of a column, and its codes.
+    const int64_t size = (pad(c.side.dim) * 5 / 4 + 1) * UNIT_TOKENS + STEP;
+    return [&c, blocks, memory = std::vector<float>(size)](int64_t unit) mutable {
       const int64_t head = unit / blocks % c.num_heads, sequence = unit / blocks / c.num_heads;
       int64_t begin = c.start + unit % blocks * UNIT_TOKENS;
       const int64_t stop = min(begin + UNIT_TOKENS, c.stop);

@@ -18,11 +18,18 @@ from ...formats.rotation import find_rotation_block
 from ..pages import Pages
 
 CODES, BF16, F16, F32 = range(4)  # kinds of stored values
-KINDS = {torch.uint8: CODES, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+KINDS = {
+    torch.uint8: CODES,
+    torch.uint6: CODES,
+    torch.uint4: CODES,
+    torch.bfloat16: BF16,
+    torch.float16: F16,
+    torch.float32: F32,
+}
 # Values of the 256 codes of each format, divided by a factor. Kernels read this memory.
 _code_values: dict[str, Tensor] = {}
 _TABLE = "7q"
-_STORED = "8q"
+_STORED = "9q"
 _STRIDED = "5q"
 _DECODING = "5qd"
 _ENCODING = "8qd"
@@ -53,7 +60,7 @@ def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[in
 
     `codes_offset` is the offset of the side's codes in a head of a page, in bytes. `scales_offset`
     is the offset of its first dynamic scale, or 0. A dynamic scale follows every four bytes.
-    `head_size` is the size of a head in a page, in bytes.
+    `head_size` is the size of a head in a page, in bytes. `bits` is the size of a stored value.
     `rotation` is the number of channels that are rotated together, or 0.
     """
     side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
@@ -64,6 +71,7 @@ def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[in
     return (
         layout.offsets[name],
         KINDS[dtype],
+        8 * dtype.itemsize if side.format == AUTO else FORMATS[side.format].bits,
         side.head_dim,
         scale_offset,
         layout.head_size,
@@ -113,7 +121,7 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
     factor = 2.0 ** (15 - fmt.bias)
     values = decode(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt) / factor
     values = _code_values.setdefault(name, values)  # threads may compute it concurrently
-    shift = 10 - fmt.mantissa_bits
+    shift = 2 + fmt.bits - fmt.mantissa_bits
     if fmt.inf_code is not None:
         nan_mask = nan_code = fmt.inf_code
     else:
@@ -132,7 +140,8 @@ def list_encoding_fields(name: str) -> tuple[float, ...]:
     has_sign = int(not fmt.has_unsigned_zero)
     rebias = (127 - fmt.bias) << fmt.mantissa_bits
     min_normal = (128 - fmt.bias) << 23
+    max_code = fmt.max_code >> 8 - fmt.bits
     return (
-        23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code, fmt.nan_code, has_sign,
+        23 - fmt.mantissa_bits, rebias, min_normal, step, max_code, fmt.nan_code, has_sign,
         int(math.log2(fmt.error_unit)), fmt.max,
     )  # fmt: skip

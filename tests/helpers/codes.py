@@ -1,0 +1,34 @@
+"""Access to the codes in pages, which pages may store packed."""
+
+from typing import Any
+
+import torch
+
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.ops import Pages
+from hf_fp8kv.ops.page_layout import pack_codes, unpack_codes
+
+
+def read_codes(pages: Pages, side: str) -> torch.Tensor:
+    """Return the codes, or values, of K or V in the first block, `[P, Hkv, S, D]`."""
+    region, dtype = _find_region(pages, side)
+    return unpack_codes(region, dtype)
+
+
+def replace_codes(pages: Pages, side: str, index: Any, codes: Any) -> None:
+    """Set `read_codes(pages, side)[index]` in the pages."""
+    region, dtype = _find_region(pages, side)
+    new_codes = unpack_codes(region, dtype)
+    new_codes[index] = codes
+    region.copy_(pack_codes(new_codes, dtype))
+
+
+def _find_region(pages: Pages, side: str) -> tuple[torch.Tensor, torch.dtype]:
+    if side == "k":
+        return pages.k_codes, pages.k_dtype
+    return pages.v_codes.mT, pages.v_dtype
+
+
+def round_up_dim(dim: int, name: str) -> int:
+    """Return the smallest head size of at least `dim` that a format can store."""
+    return dim if FORMATS[name].bits == 8 else -(-dim // 4) * 4
