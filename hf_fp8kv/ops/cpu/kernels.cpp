@@ -244,12 +244,28 @@ struct ReadCodes {  // decodes finite codes, up to a factor
     return from_float16(_mm256_and_si256(_mm256_sll_epi16(wide, shift), mask));
   }
 };
+
+struct ReadUnpacked {  // reads integers except -128
+  static constexpr int64_t WIDTH = 1;
+  inline StepValues operator()(const char* p) const {
+#ifdef __AVX512F__
+    return {(Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+#else
+    auto convert = [](const char* at) {
+      return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(at)));
+    };
+    return {convert(p), convert(p + 8)};
+#endif
+  }
+};
 #endif
 
 #ifdef __AVX512BW__
 // Codes of a format with 4 or more bits of mantissa as integers: a mantissa of at most 7 bits times
 // a signed power of two of at most 64. The codes of 64 positions become 32 integers of even and 32
 // integers of odd positions. NaN, -128 as int8, becomes 0. `least` keeps the minimum to find it.
+// Unpacked codes are integers already.
+template <bool UNPACKED>
 struct ReadIntegers {
   __m512i fraction, ones, powers;
   mutable __m512i least = _mm512_setzero_si512();
@@ -269,6 +285,8 @@ struct ReadIntegers {
     __m512i even, odd;
   };
   inline Words operator()(__m512i codes) const {
+    if (UNPACKED)
+      return {_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8), _mm512_srai_epi16(codes, 8)};
     const uint64_t evens = 0x5555555555555555;
     const __m512i index = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(0x0F));
     // 0xEA means (codes & fraction) | ones.
@@ -422,9 +440,9 @@ inline __m512i dot(__m512i sum, __m512i a, __m512i b) {
 // Multiply lines of codes with N rows of integers. Sums are exact, so their order does not matter.
 // Two lines at a time fit in the registers, and the lanes of 16 sums are added together. Up to 15
 // outputs after the last line are overwritten.
-template <int N, bool ADDS>
+template <int N, bool ADDS, bool UNPACKED>
 void multiply_rows(
-    const ReadIntegers& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
+    const ReadIntegers<UNPACKED>& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
     const Rows& rows) {
   constexpr int QUADS = N == 3 ? 1 : 4 / N;
   __m512i least = read.least;
@@ -526,6 +544,7 @@ void with_reader(int64_t kind, const Side& side, [[maybe_unused]] bool finite, c
     case F16: return use(ReadFloat16{});
   }
 #ifdef __AVX2__
+  if (finite && side.is_packed()) return use(ReadUnpacked{});
   if (finite) return use(ReadCodes(side));
 #endif
   use(ReadTable{side.code_values});
@@ -563,40 +582,70 @@ void pack(const uint8_t* codes, int64_t dim, int64_t bits, uint8_t* to) {
   }
 }
 
-// Unpack the bytes of a T at `from` and at multiples of `distance` from there to the codes of PARTS
-// channels: 4 for 6 bits, 2 for 4 bits.
-template <int PARTS, class T>
-inline void unpack_bytes(const char* from, int64_t distance, char* to, int64_t to_distance) {
+template <int BYTES>
+struct Unpacker {
+  typedef uint64_t Words __attribute__((vector_size(BYTES)));
+  typedef uint8_t Bytes __attribute__((vector_size(BYTES)));
+  typedef int8_t Signed __attribute__((vector_size(BYTES)));
+
+  // Return codes with the upper 4 bits of `upper` and the next 2 bits of `lower` as integers. NaN is
+  // -128.
+  static inline Bytes to_integers(Words upper, Words lower) {
+    const Bytes codes = (Bytes)((upper & 0xF0F0F0F0F0F0F0F0) | (lower & 0x0C0C0C0C0C0C0C0C));
+    Bytes negative = 0x80 - codes;
+    negative = negative > 0x80 ? negative : Bytes{} + 0x80;
+    return (Signed)codes < 0 ? negative : codes;
+  }
+};
+
+// Unpack `size` bytes at `from` and at multiples of `distance` from there to the codes of PARTS
+// channels: 4 channels for 6 bits, 2 for 4 bits.
+template <int PARTS, int BYTES>
+__attribute__((always_inline)) inline void unpack_bytes(
+    const char* from, int64_t distance, char* to, int64_t to_distance, int64_t size = BYTES) {
   constexpr int HALF = PARTS / 2;
-  const T pairs = PARTS == 4 ? load<T>(from + HALF * distance) : T{};
-  T nibbles[HALF];
+  typename Unpacker<BYTES>::Words planes[HALF + 1] = {};  // nibbles, then pairs of bits
   UNROLL
-  for (int k = 0; k < HALF; k++) nibbles[k] = load<T>(from + k * distance);
+  for (int k = 0; k < (PARTS == 4 ? HALF + 1 : HALF); k++)
+    std::memcpy(&planes[k], from + k * distance, size);
   UNROLL
   for (int k = 0; k < PARTS; k++) {
-    const T upper = k < HALF ? nibbles[k] << 4 : nibbles[k - HALF];
-    const T lower = k ? pairs >> (2 * k - 2) : pairs << 2;
-    const T codes = (upper & 0xF0F0F0F0F0F0F0F0) | (lower & 0x0C0C0C0C0C0C0C0C);
-    std::memcpy(to + k * to_distance, &codes, sizeof codes);
+    const auto upper = k < HALF ? planes[k] << 4 : planes[k - HALF];
+    const auto lower = k ? planes[HALF] >> (2 * k - 2) : planes[HALF] << 2;
+    const auto integers = Unpacker<BYTES>::to_integers(upper, lower);
+    std::memcpy(to + k * to_distance, &integers, size);
   }
 }
 
-// Unpack `count` bytes of each of `num_lines` lines, `stride` bytes apart, of each part of a plane.
+// Unpack lines of `count` bytes of each plane. `distance` is the distance of two parts of a plane.
 template <int PARTS>
 void unpack_lines(
-    const char* from, int64_t num_lines, int64_t stride, int64_t count, char* to,
-    int64_t to_stride) {
-  typedef uint64_t Vector __attribute__((vector_size(4 * LANES)));
-  typedef uint64_t Short __attribute__((vector_size(16)));
-  const int64_t distance = num_lines * stride, to_distance = num_lines * to_stride;
+    int64_t num_lines, int64_t count, const char* from, int64_t stride, int64_t distance, char* to,
+    int64_t to_stride, int64_t to_distance) {
+#ifdef __AVX512BW__
+  if (PARTS == 4 && count == 32 && distance == 32) {  // two parts fill a vector
+    const Unpacker<64>::Words left{2, 2, 2, 2}, right{2, 2, 2, 2, 4, 4, 4, 4};
+    for (int64_t line = 0; line < num_lines; line++, from += stride, to += to_stride) {
+      const auto nibbles = load<Unpacker<64>::Words>(from);
+      const auto pairs =
+          (Unpacker<64>::Words)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(from + 64)));
+      const auto first = Unpacker<64>::to_integers(nibbles << 4, pairs << left);
+      const auto second = Unpacker<64>::to_integers(nibbles, pairs >> right);
+      std::memcpy(to, &first, 64);
+      std::memcpy(to + 64, &second, 64);
+    }
+    return;
+  }
+#endif
   for (int64_t line = 0; line < num_lines; line++, from += stride, to += to_stride) {
     int64_t i = 0;
-    auto unpack_all = [&](auto example) {
-      using T = decltype(example);
-      for (; i + (int64_t)sizeof(T) <= count; i += sizeof(T))
-        unpack_bytes<PARTS, T>(from + i, distance, to + i, to_distance);
-    };
-    unpack_all(Vector{}), unpack_all(Short{}), unpack_all((uint8_t)0);
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+      unpack_bytes<PARTS, 4 * LANES>(from + i, distance, to + i, to_distance);
+    for (; i + 32 <= count; i += 32)
+      unpack_bytes<PARTS, 32>(from + i, distance, to + i, to_distance);
+    for (; i + 16 <= count; i += 16)
+      unpack_bytes<PARTS, 16>(from + i, distance, to + i, to_distance);
+    if (i < count) unpack_bytes<PARTS, 16>(from + i, distance, to + i, to_distance, count - i);
   }
 }
 
@@ -613,7 +662,7 @@ struct Lines {
 };
 
 // Find `count` slots of a head in a page: a line per token (K), or per channel (V: `transposed`).
-// Packed codes are unpacked to `memory`.
+// Packed codes are unpacked to integers in `memory`.
 Lines find_lines(
     const StoredSide& side, const char* page, int64_t page_size, int64_t head, int64_t slot,
     int64_t count, bool transposed, char* memory) {
@@ -623,10 +672,11 @@ Lines find_lines(
   if (!side.is_packed() && transposed) return {first, page_size * width, begin, page_size * size};
   if (!side.is_packed()) return {first, size, first, count * size};
   const auto unpack = side.bits == 6 ? unpack_lines<4> : unpack_lines<2>;
-  const int64_t num_lines = side.dim / (side.bits == 6 ? 4 : 2);  // of each part of a plane
-  if (transposed) unpack(first, num_lines, page_size, count, memory, count);
-  for (int64_t t = 0; !transposed && t < count; t++)
-    unpack(first + t * size, 1, num_lines, num_lines, memory + t * side.dim, num_lines);
+  const int64_t part = side.dim / (side.bits == 6 ? 4 : 2);  // channels
+  if (transposed)
+    unpack(part, count, first, page_size, part * page_size, memory, count, part * count);
+  else
+    unpack(count, part, first, size, part, memory, side.dim, part);
   return {memory, transposed ? count : side.dim, memory, count * side.dim};
 }
 
@@ -1028,7 +1078,7 @@ float round_row(const float* x, int64_t count, const Side& side, float* to) {
     _mm512_storeu_si512((char*)to + 2 * i, _mm512_shuffle_i64x2(a, b, 0x44));
     _mm512_storeu_si512((char*)to + 2 * i + 64, _mm512_shuffle_i64x2(a, b, 0xEE));
   }
-  return scale * std::exp2((float)side.shift - 24);
+  return side.is_packed() ? scale : scale * std::exp2((float)side.shift - 24);
 #else
   return 0;
 #endif
@@ -1137,9 +1187,13 @@ void multiply_stored(
     int64_t num_rows, const Rows& rows, const uint8_t* seen) {
 #ifdef __AVX512BW__
   if (rows.factors) {
-    const ReadIntegers read(side);
-    multiply<ADDS>(read, s.segments.data(), num_parts, num_lines, num_rows, rows);
-    if (!read.found_nan()) return;
+    auto find_nan = [&](const auto& read) {
+      multiply<ADDS>(read, s.segments.data(), num_parts, num_lines, num_rows, rows);
+      return read.found_nan();
+    };
+    const bool found_nan = side.is_packed() ? find_nan(ReadIntegers<true>(side))
+                                            : find_nan(ReadIntegers<false>(side));
+    if (!found_nan) return;
     for (int64_t line = 0; line < num_lines; line++)
       for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];
