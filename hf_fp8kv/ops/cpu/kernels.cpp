@@ -442,8 +442,8 @@ inline __m512i dot(__m512i sum, __m512i a, __m512i b) {
 // outputs after the last line are overwritten.
 template <int N, bool ADDS, bool UNPACKED>
 void multiply_rows(
-    const ReadIntegers<UNPACKED>& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
-    const Rows& rows) {
+    const ReadIntegers<UNPACKED>& read, const Segment* segments, int64_t num_segments,
+    int64_t num_lines, const Rows& rows) {
   constexpr int QUADS = N == 3 ? 1 : 4 / N;
   __m512i least = read.least;
   for (int64_t line = 0; line < num_lines; line += 4 * QUADS) {
@@ -582,70 +582,66 @@ void pack(const uint8_t* codes, int64_t dim, int64_t bits, uint8_t* to) {
   }
 }
 
+// Unpacking of BYTES codes at a time. An unpacked code is an integer, and -128 is NaN.
 template <int BYTES>
 struct Unpacker {
   typedef uint64_t Words __attribute__((vector_size(BYTES)));
   typedef uint8_t Bytes __attribute__((vector_size(BYTES)));
-  typedef int8_t Signed __attribute__((vector_size(BYTES)));
+  typedef int8_t Signs __attribute__((vector_size(BYTES)));
 
-  // Return codes with the upper 4 bits of `upper` and the next 2 bits of `lower` as integers. NaN is
-  // -128.
-  static inline Bytes to_integers(Words upper, Words lower) {
+  // Write the codes that have the upper 4 bits of `upper`, and 2 further bits of `lower`.
+  static inline void write(Words upper, Words lower, char* to, int64_t size = BYTES) {
     const Bytes codes = (Bytes)((upper & 0xF0F0F0F0F0F0F0F0) | (lower & 0x0C0C0C0C0C0C0C0C));
     Bytes negative = 0x80 - codes;
     negative = negative > 0x80 ? negative : Bytes{} + 0x80;
-    return (Signed)codes < 0 ? negative : codes;
+    const Bytes integers = (Signs)codes < 0 ? negative : codes;
+    std::memcpy(to, &integers, size);
+  }
+
+  // Unpack `size` bytes of each part of a plane: PARTS is 4 for 6 bits, and 2 for 4 bits.
+  template <int PARTS>
+  __attribute__((always_inline)) static inline void unpack(
+      const char* from, int64_t distance, char* to, int64_t to_distance, int64_t size = BYTES) {
+    constexpr int HALF = PARTS / 2;
+    Words planes[3] = {};  // nibbles, then pairs of bits
+    UNROLL
+    for (int k = 0; k < (PARTS == 4 ? 3 : 1); k++)
+      std::memcpy(&planes[k], from + k * distance, size);
+    UNROLL
+    for (int k = 0; k < PARTS; k++) {
+      const Words upper = k < HALF ? planes[k] << 4 : planes[k - HALF];
+      write(upper, k ? planes[2] >> (2 * k - 2) : planes[2] << 2, to + k * to_distance, size);
+    }
   }
 };
 
-// Unpack `size` bytes at `from` and at multiples of `distance` from there to the codes of PARTS
-// channels: 4 channels for 6 bits, 2 for 4 bits.
-template <int PARTS, int BYTES>
-__attribute__((always_inline)) inline void unpack_bytes(
-    const char* from, int64_t distance, char* to, int64_t to_distance, int64_t size = BYTES) {
-  constexpr int HALF = PARTS / 2;
-  typename Unpacker<BYTES>::Words planes[HALF + 1] = {};  // nibbles, then pairs of bits
-  UNROLL
-  for (int k = 0; k < (PARTS == 4 ? HALF + 1 : HALF); k++)
-    std::memcpy(&planes[k], from + k * distance, size);
-  UNROLL
-  for (int k = 0; k < PARTS; k++) {
-    const auto upper = k < HALF ? planes[k] << 4 : planes[k - HALF];
-    const auto lower = k ? planes[HALF] >> (2 * k - 2) : planes[HALF] << 2;
-    const auto integers = Unpacker<BYTES>::to_integers(upper, lower);
-    std::memcpy(to + k * to_distance, &integers, size);
-  }
-}
-
-// Unpack lines of `count` bytes of each plane. `distance` is the distance of two parts of a plane.
+// Unpack lines of `count` bytes of each plane. Parts of a plane are `distance` bytes apart.
 template <int PARTS>
 void unpack_lines(
     int64_t num_lines, int64_t count, const char* from, int64_t stride, int64_t distance, char* to,
     int64_t to_stride, int64_t to_distance) {
-#ifdef __AVX512BW__
-  if (PARTS == 4 && count == 32 && distance == 32) {  // two parts fill a vector
-    const Unpacker<64>::Words left{2, 2, 2, 2}, right{2, 2, 2, 2, 4, 4, 4, 4};
-    for (int64_t line = 0; line < num_lines; line++, from += stride, to += to_stride) {
-      const auto nibbles = load<Unpacker<64>::Words>(from);
-      const auto pairs =
-          (Unpacker<64>::Words)_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(from + 64)));
-      const auto first = Unpacker<64>::to_integers(nibbles << 4, pairs << left);
-      const auto second = Unpacker<64>::to_integers(nibbles, pairs >> right);
-      std::memcpy(to, &first, 64);
-      std::memcpy(to + 64, &second, 64);
-    }
-    return;
-  }
-#endif
   for (int64_t line = 0; line < num_lines; line++, from += stride, to += to_stride) {
     int64_t i = 0;
-    for (; i + 4 * LANES <= count; i += 4 * LANES)
-      unpack_bytes<PARTS, 4 * LANES>(from + i, distance, to + i, to_distance);
-    for (; i + 32 <= count; i += 32)
-      unpack_bytes<PARTS, 32>(from + i, distance, to + i, to_distance);
-    for (; i + 16 <= count; i += 16)
-      unpack_bytes<PARTS, 16>(from + i, distance, to + i, to_distance);
-    if (i < count) unpack_bytes<PARTS, 16>(from + i, distance, to + i, to_distance, count - i);
+#ifdef __AVX512BW__
+    if (PARTS == 4 && count == 32 && distance == 32) {  // keys of 128: two parts fill a vector
+      typedef Unpacker<64>::Words Words;
+      const Words nibbles = load<Words>(from);
+      const auto pairs = (Words)_mm512_broadcast_i64x4(load<__m256i>(from + 64));
+      Unpacker<64>::write(nibbles << 4, pairs << Words{2, 2, 2, 2}, to);
+      Unpacker<64>::write(nibbles, pairs >> Words{2, 2, 2, 2, 4, 4, 4, 4}, to + 64);
+      continue;
+    }
+#endif
+    auto unpack = [&](auto unpacker, int64_t step) {
+      for (; i + step <= count; i += step)
+        unpacker.template unpack<PARTS>(from + i, distance, to + i, to_distance);
+    };
+    unpack(Unpacker<4 * LANES>{}, 4 * LANES);
+    unpack(Unpacker<32>{}, 32);
+    unpack(Unpacker<16>{}, 16);
+    if (i < count && count > 16) i = count - 16, unpack(Unpacker<16>{}, 16);
+    if (i < count)
+      Unpacker<16>::unpack<PARTS>(from + i, distance, to + i, to_distance, count - i);
   }
 }
 
@@ -1118,12 +1114,14 @@ struct Scratch {
     k_is_int = uses_integer_products(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
     v_is_int = uses_integer_products(c, c.v);
     int_stride = k / 2;
+    const bool is_packed = c.k.is_packed() || c.rope.is_packed();
     const int64_t latents_size = c.latent ? LATENT_TILE * q_stride : 0;
     const std::pair<float**, int64_t> buffers[] = {
         {&q, c.num_rows * q_stride}, {&logits, c.num_rows * LOGITS_STRIDE}, {&center_logits, rows},
         {&largest, rows}, {&sums, rows}, {&k_scales, LOGITS_STRIDE}, {&v_scales, LOGITS_STRIDE},
         {&strip, MAX_SUMS * (k > tile ? k : tile)}, {&latents, latents_size},
-        {&out, c.num_rows * v}, {&unpacked, TILE * max(k, v) / 4}, {&int_q, k_is_int ? c.num_rows * int_stride : 0},
+        {&out, c.num_rows * v}, {&unpacked, is_packed ? TILE * max(k, pad(c.rope.dim)) / 4 : 0},
+        {&int_q, k_is_int ? c.num_rows * int_stride : 0},
         {&int_weights, v_is_int ? c.num_rows * TILE / 2 : 0}, {&q_factors, rows},
         {&weight_factors, rows}};
     int64_t total = STEP;
