@@ -148,5 +148,6 @@ def pack_pages(
     if token_scales is not None:
         regions["token_scales"].copy_(token_scales)
     return Pages(
-        k, v, block, table, locate_pages([block]), num_heads, page_size, k_dtype, v_dtype, has_scales
-    )
+        k, v, block, table, locate_pages([block]), num_heads, page_size, k_dtype, v_dtype,
+        has_scales,
+    )  # fmt: skip

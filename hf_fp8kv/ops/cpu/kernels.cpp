@@ -244,12 +244,28 @@ struct ReadCodes {  // decodes finite codes, up to a factor
     return from_float16(_mm256_and_si256(_mm256_sll_epi16(wide, shift), mask));
   }
 };
+
+struct ReadUnpacked {  // reads integers except -128
+  static constexpr int64_t WIDTH = 1;
+  inline StepValues operator()(const char* p) const {
+#ifdef __AVX512F__
+    return {(Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+#else
+    auto convert = [](const char* at) {
+      return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(at)));
+    };
+    return {convert(p), convert(p + 8)};
+#endif
+  }
+};
 #endif
 
 #ifdef __AVX512BW__
 // Codes of a format with 4 or more bits of mantissa as integers: a mantissa of at most 7 bits times
 // a signed power of two of at most 64. The codes of 64 positions become 32 integers of even and 32
 // integers of odd positions. NaN, -128 as int8, becomes 0. `least` keeps the minimum to find it.
+// Unpacked codes are integers already.
+template <bool UNPACKED>
 struct ReadIntegers {
   __m512i fraction, ones, powers;
   mutable __m512i least = _mm512_setzero_si512();
@@ -269,6 +285,8 @@ struct ReadIntegers {
     __m512i even, odd;
   };
   inline Words operator()(__m512i codes) const {
+    if (UNPACKED)
+      return {_mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8), _mm512_srai_epi16(codes, 8)};
     const uint64_t evens = 0x5555555555555555;
     const __m512i index = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi8(0x0F));
     // 0xEA means (codes & fraction) | ones.
@@ -422,10 +440,10 @@ inline __m512i dot(__m512i sum, __m512i a, __m512i b) {
 // Multiply lines of codes with N rows of integers. Sums are exact, so their order does not matter.
 // Two lines at a time fit in the registers, and the lanes of 16 sums are added together. Up to 15
 // outputs after the last line are overwritten.
-template <int N, bool ADDS>
+template <int N, bool ADDS, bool UNPACKED>
 void multiply_rows(
-    const ReadIntegers& read, const Segment* segments, int64_t num_segments, int64_t num_lines,
-    const Rows& rows) {
+    const ReadIntegers<UNPACKED>& read, const Segment* segments, int64_t num_segments,
+    int64_t num_lines, const Rows& rows) {
   constexpr int QUADS = N == 3 ? 1 : 4 / N;
   __m512i least = read.least;
   for (int64_t line = 0; line < num_lines; line += 4 * QUADS) {
@@ -526,6 +544,7 @@ void with_reader(int64_t kind, const Side& side, [[maybe_unused]] bool finite, c
     case F16: return use(ReadFloat16{});
   }
 #ifdef __AVX2__
+  if (finite && side.is_packed()) return use(ReadUnpacked{});
   if (finite) return use(ReadCodes(side));
 #endif
   use(ReadTable{side.code_values});
@@ -563,40 +582,66 @@ void pack(const uint8_t* codes, int64_t dim, int64_t bits, uint8_t* to) {
   }
 }
 
-// Unpack the bytes of a T at `from` and at multiples of `distance` from there to the codes of PARTS
-// channels: 4 for 6 bits, 2 for 4 bits.
-template <int PARTS, class T>
-inline void unpack_bytes(const char* from, int64_t distance, char* to, int64_t to_distance) {
-  constexpr int HALF = PARTS / 2;
-  const T pairs = PARTS == 4 ? load<T>(from + HALF * distance) : T{};
-  T nibbles[HALF];
-  UNROLL
-  for (int k = 0; k < HALF; k++) nibbles[k] = load<T>(from + k * distance);
-  UNROLL
-  for (int k = 0; k < PARTS; k++) {
-    const T upper = k < HALF ? nibbles[k] << 4 : nibbles[k - HALF];
-    const T lower = k ? pairs >> (2 * k - 2) : pairs << 2;
-    const T codes = (upper & 0xF0F0F0F0F0F0F0F0) | (lower & 0x0C0C0C0C0C0C0C0C);
-    std::memcpy(to + k * to_distance, &codes, sizeof codes);
-  }
-}
+// Unpacking of BYTES codes at a time. An unpacked code is an integer, and -128 is NaN.
+template <int BYTES>
+struct Unpacker {
+  typedef uint64_t Words __attribute__((vector_size(BYTES)));
+  typedef uint8_t Bytes __attribute__((vector_size(BYTES)));
+  typedef int8_t Signs __attribute__((vector_size(BYTES)));
 
-// Unpack `count` bytes of each of `num_lines` lines, `stride` bytes apart, of each part of a plane.
+  // Write the codes that have the upper 4 bits of `upper`, and 2 further bits of `lower`.
+  static inline void write(Words upper, Words lower, char* to, int64_t size = BYTES) {
+    const Bytes codes = (Bytes)((upper & 0xF0F0F0F0F0F0F0F0) | (lower & 0x0C0C0C0C0C0C0C0C));
+    Bytes negative = 0x80 - codes;
+    negative = negative > 0x80 ? negative : Bytes{} + 0x80;
+    const Bytes integers = (Signs)codes < 0 ? negative : codes;
+    std::memcpy(to, &integers, size);
+  }
+
+  // Unpack `size` bytes of each part of a plane: PARTS is 4 for 6 bits, and 2 for 4 bits.
+  template <int PARTS>
+  __attribute__((always_inline)) static inline void unpack(
+      const char* from, int64_t distance, char* to, int64_t to_distance, int64_t size = BYTES) {
+    constexpr int HALF = PARTS / 2;
+    Words planes[3] = {};  // nibbles, then pairs of bits
+    UNROLL
+    for (int k = 0; k < (PARTS == 4 ? 3 : 1); k++)
+      std::memcpy(&planes[k], from + k * distance, size);
+    UNROLL
+    for (int k = 0; k < PARTS; k++) {
+      const Words upper = k < HALF ? planes[k] << 4 : planes[k - HALF];
+      write(upper, k ? planes[2] >> (2 * k - 2) : planes[2] << 2, to + k * to_distance, size);
+    }
+  }
+};
+
+// Unpack lines of `count` bytes of each plane. Parts of a plane are `distance` bytes apart.
 template <int PARTS>
 void unpack_lines(
-    const char* from, int64_t num_lines, int64_t stride, int64_t count, char* to,
-    int64_t to_stride) {
-  typedef uint64_t Vector __attribute__((vector_size(4 * LANES)));
-  typedef uint64_t Short __attribute__((vector_size(16)));
-  const int64_t distance = num_lines * stride, to_distance = num_lines * to_stride;
+    int64_t num_lines, int64_t count, const char* from, int64_t stride, int64_t distance, char* to,
+    int64_t to_stride, int64_t to_distance) {
   for (int64_t line = 0; line < num_lines; line++, from += stride, to += to_stride) {
     int64_t i = 0;
-    auto unpack_all = [&](auto example) {
-      using T = decltype(example);
-      for (; i + (int64_t)sizeof(T) <= count; i += sizeof(T))
-        unpack_bytes<PARTS, T>(from + i, distance, to + i, to_distance);
+#ifdef __AVX512BW__
+    if (PARTS == 4 && count == 32 && distance == 32) {  // keys of 128: two parts fill a vector
+      typedef Unpacker<64>::Words Words;
+      const Words nibbles = load<Words>(from);
+      const auto pairs = (Words)_mm512_broadcast_i64x4(load<__m256i>(from + 64));
+      Unpacker<64>::write(nibbles << 4, pairs << Words{2, 2, 2, 2}, to);
+      Unpacker<64>::write(nibbles, pairs >> Words{2, 2, 2, 2, 4, 4, 4, 4}, to + 64);
+      continue;
+    }
+#endif
+    auto unpack = [&](auto unpacker, int64_t step) {
+      for (; i + step <= count; i += step)
+        unpacker.template unpack<PARTS>(from + i, distance, to + i, to_distance);
     };
-    unpack_all(Vector{}), unpack_all(Short{}), unpack_all((uint8_t)0);
+    unpack(Unpacker<4 * LANES>{}, 4 * LANES);
+    unpack(Unpacker<32>{}, 32);
+    unpack(Unpacker<16>{}, 16);
+    if (i < count && count > 16) i = count - 16, unpack(Unpacker<16>{}, 16);
+    if (i < count)
+      Unpacker<16>::unpack<PARTS>(from + i, distance, to + i, to_distance, count - i);
   }
 }
 
@@ -613,7 +658,7 @@ struct Lines {
 };
 
 // Find `count` slots of a head in a page: a line per token (K), or per channel (V: `transposed`).
-// Packed codes are unpacked to `memory`.
+// Packed codes are unpacked to integers in `memory`.
 Lines find_lines(
     const StoredSide& side, const char* page, int64_t page_size, int64_t head, int64_t slot,
     int64_t count, bool transposed, char* memory) {
@@ -623,10 +668,11 @@ Lines find_lines(
   if (!side.is_packed() && transposed) return {first, page_size * width, begin, page_size * size};
   if (!side.is_packed()) return {first, size, first, count * size};
   const auto unpack = side.bits == 6 ? unpack_lines<4> : unpack_lines<2>;
-  const int64_t num_lines = side.dim / (side.bits == 6 ? 4 : 2);  // of each part of a plane
-  if (transposed) unpack(first, num_lines, page_size, count, memory, count);
-  for (int64_t t = 0; !transposed && t < count; t++)
-    unpack(first + t * size, 1, num_lines, num_lines, memory + t * side.dim, num_lines);
+  const int64_t part = side.dim / (side.bits == 6 ? 4 : 2);  // channels
+  if (transposed)
+    unpack(part, count, first, page_size, part * page_size, memory, count, part * count);
+  else
+    unpack(count, part, first, size, part, memory, side.dim, part);
   return {memory, transposed ? count : side.dim, memory, count * side.dim};
 }
 
@@ -1028,7 +1074,7 @@ float round_row(const float* x, int64_t count, const Side& side, float* to) {
     _mm512_storeu_si512((char*)to + 2 * i, _mm512_shuffle_i64x2(a, b, 0x44));
     _mm512_storeu_si512((char*)to + 2 * i + 64, _mm512_shuffle_i64x2(a, b, 0xEE));
   }
-  return scale * std::exp2((float)side.shift - 24);
+  return side.is_packed() ? scale : scale * std::exp2((float)side.shift - 24);
 #else
   return 0;
 #endif
@@ -1068,12 +1114,14 @@ struct Scratch {
     k_is_int = uses_integer_products(c, c.k) && c.k.dim % 64 == 0 && c.k.dim <= 1024;
     v_is_int = uses_integer_products(c, c.v);
     int_stride = k / 2;
+    const bool is_packed = c.k.is_packed() || c.rope.is_packed();
     const int64_t latents_size = c.latent ? LATENT_TILE * q_stride : 0;
     const std::pair<float**, int64_t> buffers[] = {
         {&q, c.num_rows * q_stride}, {&logits, c.num_rows * LOGITS_STRIDE}, {&center_logits, rows},
         {&largest, rows}, {&sums, rows}, {&k_scales, LOGITS_STRIDE}, {&v_scales, LOGITS_STRIDE},
         {&strip, MAX_SUMS * (k > tile ? k : tile)}, {&latents, latents_size},
-        {&out, c.num_rows * v}, {&unpacked, TILE * max(k, v) / 4}, {&int_q, k_is_int ? c.num_rows * int_stride : 0},
+        {&out, c.num_rows * v}, {&unpacked, is_packed ? TILE * max(k, pad(c.rope.dim)) / 4 : 0},
+        {&int_q, k_is_int ? c.num_rows * int_stride : 0},
         {&int_weights, v_is_int ? c.num_rows * TILE / 2 : 0}, {&q_factors, rows},
         {&weight_factors, rows}};
     int64_t total = STEP;
@@ -1137,9 +1185,13 @@ void multiply_stored(
     int64_t num_rows, const Rows& rows, const uint8_t* seen) {
 #ifdef __AVX512BW__
   if (rows.factors) {
-    const ReadIntegers read(side);
-    multiply<ADDS>(read, s.segments.data(), num_parts, num_lines, num_rows, rows);
-    if (!read.found_nan()) return;
+    auto find_nan = [&](const auto& read) {
+      multiply<ADDS>(read, s.segments.data(), num_parts, num_lines, num_rows, rows);
+      return read.found_nan();
+    };
+    const bool found_nan = side.is_packed() ? find_nan(ReadIntegers<true>(side))
+                                            : find_nan(ReadIntegers<false>(side));
+    if (!found_nan) return;
     for (int64_t line = 0; line < num_lines; line++)
       for (int64_t i = 0; i < num_parts; i++) {
         const Segment& segment = s.segments[i];

@@ -113,13 +113,17 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
 
     Shifting and masking the bits of a code gives a float16 (10 bits of mantissa, bias 15) that
     lacks a factor. This does not hold for NaN and infinity, which are the codes that equal
-    `nan_code` under `nan_mask`.
+    `nan_code` under `nan_mask`. Packed codes are unpacked to integers that lack a factor.
     """
     if name == AUTO:
         return 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
     factor = 2.0 ** (15 - fmt.bias)
-    values = decode(torch.arange(256, dtype=torch.uint8, device="cpu"), fmt) / factor
+    values = decode(codes, fmt) / factor
+    if fmt.bits < 8:
+        factor = fmt.min_subnormal * 2.0 ** (fmt.bits - 8)
+        values = codes.view(torch.int8).float().where(codes != fmt.nan_code, math.nan)
     values = _code_values.setdefault(name, values)  # threads may compute it concurrently
     shift = 2 + fmt.bits - fmt.mantissa_bits
     if fmt.inf_code is not None:
