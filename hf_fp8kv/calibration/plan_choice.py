@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
+from ..cache.cache import FP8PagedCache
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
-from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
+from ..formats.codec import compute_dynamic_errors
 from ..formats.rotation import rotate
 from ..modeling.identity import sample_model
 from ..modeling.model_support import (
@@ -40,10 +41,11 @@ from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder, digest_of
-from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, nan_error
+from .narrow_plans import MAX_BITS, NarrowLayer, check_bits, choose_narrow_layer, choose_narrow_plan
+from .observe import Batch, find_input_device, find_paged_layers, nan_error
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
 from .protection import MAX_TRIES, protect_layers
-from .queries import Queries, observe_queries
+from .queries import LayerStates, Queries, observe_queries, round_keys
 from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)
@@ -70,14 +72,11 @@ _MAX_EXTRA_BYTES = 0.04
 _MAX_CPU_PRODUCTS = 7e11
 # Names of config fields with ids of special, image, audio and video tokens.
 _SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|index|indices)")
-# Arguments, besides `dtype`, that define how a cache stores K and V.
-_STORAGE_ARGUMENTS = ("key_dtype", "value_dtype", "plan", "scales")
-# Attributes of a model that hold its `_Choice`, and the plan that `freeze_plan` sets.
+# Arguments that define how a cache stores K and V.
+_STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
+# Attributes of a model that hold a `_Choice`, and the plan that `freeze_plan` sets, by their bits.
 _CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
 _FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
-
-# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
-LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 
 class Passes(NamedTuple):
@@ -98,6 +97,7 @@ def choose_plan(
     model: PreTrainedModel,
     texts: Any = None,
     *,
+    bits: float = MAX_BITS,
     tokenizer: Any = None,
     text_column: str = "text",
     chat_template: bool | None = None,
@@ -119,13 +119,18 @@ def choose_plan(
         model: A language model in one process, on any device or devices.
         texts: As in `calibrate`. A sample of their windows is read. None means a fixed sequence of
             random token ids.
+        bits: Maximum average bits of a value, from 6 to 8. Below 8, K and V of a layer are stored
+            in int6, or in int8 and int4. With more than 6, layers with the largest errors get 8
+            bits. A layer with four times the squared error of E4M3 in any head always gets 8 bits.
         tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
         max_extra_bytes: Maximum share of bytes that layers in the model's dtype add to a cache of
-            4,096 tokens of 16 bits. 0 keeps all layers in 8 bits.
+            4,096 tokens of 16 bits. 0 keeps all layers in 8 bits. Below 8 bits, layers in 8 bits
+            may add these bytes to 6 bits, if `bits` does not allow more.
 
     Raises:
-        ConfigError: An argument, a text, or the model cannot be used.
+        ConfigError: An argument, a text, or the model cannot be used, or `bits` are too few.
     """
+    check_bits(bits)
     if isinstance(max_extra_bytes, bool) or not 0 <= max_extra_bytes <= 1:
         raise ConfigError(
             f"max_extra_bytes: expected a share from 0 to 1, got {max_extra_bytes!r}. Leave it out "
@@ -133,7 +138,7 @@ def choose_plan(
         )
     model = find_base_model(model)
     if texts is None:
-        return _choose(model, None, Passes(), max_extra_bytes)
+        return _choose(model, None, Passes(), max_extra_bytes, bits)
     find_paged_layers(model)  # raises an error before the texts are read
     windows = sample_windows(read_model_windows(
         model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS,
@@ -147,7 +152,7 @@ def choose_plan(
             num_tokens,
             _MAX_WINDOW_TOKENS,
         )
-    return _choose(model, windows, Passes(), max_extra_bytes)
+    return _choose(model, windows, Passes(), max_extra_bytes, bits)
 
 
 def resolve_plan(
@@ -163,42 +168,49 @@ def resolve_plan(
 
     Args:
         model: The model.
-        keywords: Keywords of `FP8PagedCache`. dtype="adaptive" is the name of the default. With it,
-            an error is raised if no plan can be chosen.
+        keywords: Keywords of `FP8PagedCache`, and `bits` of `choose_plan`. dtype="adaptive" is the
+            name of the default. With it, and with fewer than 8 bits, an error is raised if no plan
+            can be chosen.
         prefix_store: Store of the cache. Its folder keeps the first plan for each model, so that
             later processes find pages.
 
     Raises:
-        ConfigError: A keyword defines the storage, in addition to dtype="adaptive", or `parse_plan`
-            fails.
-        Exception: Any error of the model, with dtype="adaptive".
+        ConfigError: A keyword defines the storage, in addition to dtype="adaptive" or fewer bits,
+            the bits are invalid, or `parse_plan` fails.
+        Exception: Any error of the model, with dtype="adaptive" or fewer bits.
     """
+    keywords = dict(keywords)
+    bits = keywords.pop("bits", MAX_BITS)
+    check_bits(bits)
     dtype = keywords.get("dtype")
-    given = [name for name in _STORAGE_ARGUMENTS if keywords.get(name) is not None]
     is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
-    if is_adaptive and given:
+    names = _STORAGE_ARGUMENTS[is_adaptive:]
+    given = [name for name in names if keywords.get(name) is not None]
+    must_choose = is_adaptive or bits < MAX_BITS
+    if must_choose and given:
+        choice = f"bits={bits}" if bits < MAX_BITS else f"dtype={ADAPTIVE!r}"
         raise ConfigError(
-            f"{given[0]}: expected None with dtype={ADAPTIVE!r}, got {keywords[given[0]]!r}. Pass "
-            "one of them"
+            f"{given[0]}: expected None with {choice}, got {keywords[given[0]]!r}. Pass one of them"
         )
-    if given or not (is_adaptive or dtype is None):
+    if given:
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
     is_split = getattr(keywords.get("tensor_parallel"), "size", 1) > 1
-    plan: Plan | None = vars(model).get(_FROZEN_ATTRIBUTE)
-    if plan is None and (is_adaptive or _FROZEN_ATTRIBUTE not in vars(model)):
-        plan = _find_plan(model, prefix_store, is_split=is_split, must_choose=is_adaptive)
+    frozen_plans: dict[float, Plan | None] = vars(model).get(_FROZEN_ATTRIBUTE, {})
+    plan = frozen_plans.get(bits)
+    if plan is None and (must_choose or bits not in frozen_plans):
+        plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
         # Later processes take it. If the folder has a different plan, the model keeps this plan.
-        share_plan(_find_shared_file(model, prefix_store), plan, prefix_store)
+        share_plan(_find_shared_file(model, prefix_store, bits), plan, prefix_store)
     return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
 
 
-def freeze_plan(model: PreTrainedModel, plan: Plan | None) -> None:
-    """Let `resolve_plan` return this plan until `unfreeze_plan`, even after weights change.
+def freeze_plan(model: PreTrainedModel, plan: Plan | None, bits: float = MAX_BITS) -> None:
+    """Let `resolve_plan` return this plan for these bits, until `unfreeze_plan`.
 
-    None means fp8_e3m4 without a plan.
+    The plan stays even after weights change. None means fp8_e3m4 without a plan.
     """
-    vars(model)[_FROZEN_ATTRIBUTE] = plan
+    vars(model)[_FROZEN_ATTRIBUTE] = {bits: plan}
 
 
 def unfreeze_plan(model: PreTrainedModel) -> None:
@@ -228,23 +240,29 @@ def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Pa
 
 
 def _find_plan(
-    model: PreTrainedModel, store: PrefixStore | None, *, is_split: bool, must_choose: bool
+    model: PreTrainedModel,
+    store: PrefixStore | None,
+    bits: float,
+    *,
+    is_split: bool,
+    must_choose: bool,
 ) -> StoragePlan | None:
     """Return the plan of `resolve_plan`, or None with a warning after an error.
 
     With `must_choose`, errors are raised, and passes are not limited. `is_split` is whether the
     caller splits the model over processes.
     """
-    choice: _Choice = vars(model).get(_CHOICE_ATTRIBUTE, _Choice("unknown", None))
+    choices: dict[float, _Choice] = vars(model).get(_CHOICE_ATTRIBUTE, {})
+    choice = choices.get(bits, _Choice("unknown", None))
     key, shared_path = "", None
     try:
         if store is not None:
-            shared_path = _find_shared_file(model, store)
+            shared_path = _find_shared_file(model, store, bits)
             if (plan := read_plan(shared_path)) is not None:
                 return plan
         passes = Passes() if must_choose else _limit_passes(model)
         is_split = not must_choose and (is_split or _is_split(model))
-        facts = (_compute_key(model), find_input_device(model).type, is_split)
+        facts = (_compute_key(model, bits), find_input_device(model).type, is_split)
         key = digest_of(facts, passes)
         known_keys = (key, digest_of(facts, Passes()))  # a plan of dtype="adaptive" is kept
         if choice.key not in known_keys or (must_choose and choice.plan is None):
@@ -255,7 +273,7 @@ def _find_plan(
             path = find_plan_file(Path(constants.HF_HOME) / "hf_fp8kv", key, model)
             plan = read_plan(path)
             if plan is None:
-                plan = _choose(model, None, passes, _MAX_EXTRA_BYTES)
+                plan = _choose(model, None, passes, _MAX_EXTRA_BYTES, bits)
                 write_plan(path, plan)
             choice = _Choice(key, plan)
     except Exception as error:
@@ -271,21 +289,21 @@ def _find_plan(
                 reason,
             )
         choice = _Choice(key, None)
-    vars(model)[_CHOICE_ATTRIBUTE] = choice
+    vars(model)[_CHOICE_ATTRIBUTE] = {**choices, bits: choice}
     if store is None or choice.plan is None:
         return choice.plan
     return share_plan(shared_path, choice.plan, store)
 
 
-def _compute_key(model: PreTrainedModel) -> str:
+def _compute_key(model: PreTrainedModel, bits: float) -> str:
     """Return a digest of the model, and of everything else that its plan depends on."""
-    facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES)
+    facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES, float(bits))
     return digest_of(sample_model(model), facts)
 
 
-def _find_shared_file(model: PreTrainedModel, store: PrefixStore) -> Path | None:
+def _find_shared_file(model: PreTrainedModel, store: PrefixStore, bits: float) -> Path | None:
     """Return the file of the model's plan in a store's folder, for all types of devices."""
-    return find_plan_file(store.path, _compute_key(model), model)
+    return find_plan_file(store.path, _compute_key(model, bits), model)
 
 
 def _limit_passes(model: PreTrainedModel) -> Passes | None:
@@ -339,7 +357,11 @@ def _list_special_ids(value: object, name: str = "") -> Iterator[int]:
 
 
 def _choose(
-    model: PreTrainedModel, windows: Sequence[Tensor] | None, passes: Passes, max_extra_bytes: float
+    model: PreTrainedModel,
+    windows: Sequence[Tensor] | None,
+    passes: Passes,
+    max_extra_bytes: float,
+    bits: float,
 ) -> StoragePlan:
     """Return the plan of a model for windows of texts, or for random tokens.
 
@@ -362,27 +384,41 @@ def _choose(
             )
         may_transform_k = num_positions > 1 or not has_rope(model)
         layer_scales, k_costs = {}, {}
+        narrow_layers: dict[int, NarrowLayer] = {}
+        cache = FP8PagedCache(model.config, scales=1.0, backend="torch")  # for shapes of layers
         for index in sorted(layers):
             center = None
             layer_plan = LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
             k_costs[index] = 0.0  # unknown
             all_states = [states.pop(index) for states in states_by_call if index in states]
-            if all_states and all(queries is not None for *_, queries in all_states):
+            is_visible = all_states and all(queries is not None for *_, queries in all_states)
+            if is_visible:
                 center, layer_plan, k_costs[index] = _choose_layer_plan(
                     index, all_states, may_transform_k, is_latent
                 )
             layer_scales[index] = LayerScales(None, None, center, source, layer_plan)
+            if bits < MAX_BITS:
+                if is_latent or not is_visible:
+                    raise ConfigError(
+                        f"bits: expected 8, because layer {index} stores latents or hides its "
+                        f"queries, got {bits}. Leave it out"
+                    )
+                cache.update(*(x[:1].transpose(0, 1)[None] for x in all_states[0][:2]), index)
+                narrow_layers[index] = choose_narrow_layer(all_states, layer_scales[index])
         plan = StoragePlan(
             layer_scales,
             model_type=model.config.model_type,
             origin=source,
             weights_digest=digest_decoder(model),
         )
+        if bits < MAX_BITS:
+            return choose_narrow_plan(
+                model, plan, narrow_layers, cache, random_window, bits, max_extra_bytes
+            )
         if not passes.max_tries:
             return plan
-        return protect_layers(
-            model, plan, random_window, k_costs, max_extra_bytes, passes.max_tries
-        )
+        sides = list(product(sorted(k_costs, key=lambda index: -k_costs[index]), "kv"))
+        return protect_layers(model, plan, random_window, sides, max_extra_bytes, passes.max_tries)
 
 
 def _list_first_positions(model: PreTrainedModel, num_tokens: int) -> list[int | None]:
@@ -501,11 +537,8 @@ def _search_k_costs(
     for k, _, queries in all_states:
         assert queries is not None
         for cost, plan in zip(costs, plans, strict=True):
-            x = center_and_rotate(k, center if plan.centered else None, rotated=plan.rotated)
-            fmt = FORMATS[plan.format]
-            error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
-            q = rotate(queries.q) if plan.rotated else queries.q
-            cost += replace(queries, q=q).compute_cost("k", error).cpu()
+            sample, error = round_keys(k, queries, center, plan)
+            cost += sample.compute_cost("k", error).cpu()
     return [cost.tolist() for cost in costs]
 
 

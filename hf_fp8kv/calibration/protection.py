@@ -6,9 +6,8 @@ predictions of random tokens do, and the cost of K shows the layers that cause t
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from .observe import MODEL_ERRORS, find_input_device
 logger = logging.getLogger(__name__)
 
 # Maximum mean KL after a stored prompt, in nats, for which no layer is protected.
-_MAX_KL = 4e-4
+MAX_KL = 4e-4
 # In bfloat16, any change of K changes later roundings: SmolLM2 has 3.3e-3 instead of 2.1e-4.
 _MAX_KL_BFLOAT16 = 5e-3
 # Maximum ratio of the KL with a protected side to the KL without it. Useless protection changes
@@ -42,11 +41,12 @@ def protect_layers(
     model: PreTrainedModel,
     plan: StoragePlan,
     window: Tensor,
-    costs: Mapping[int, float],
+    sides: Sequence[tuple[int, str]],
     max_extra_bytes: float,
     max_tries: int = MAX_TRIES,
+    wide_plan: StoragePlan | None = None,
 ) -> StoragePlan:
-    """Return the plan with K, then V, of the layers of largest cost in the model's dtype.
+    """Return the plan with some sides in the model's dtype, or as `wide_plan` stores them.
 
     If the KL after a stored prompt is not small, a side is protected if this reduces the KL by a
     tenth. The result has the `protection`, if the predictions of the model can be compared.
@@ -55,15 +55,16 @@ def protect_layers(
         model: The model.
         plan: The plan.
         window: Token ids, `[N]`, on the CPU. The last half is scored.
-        costs: The cost of K in attention, by layer.
+        sides: Sides that may be protected, in the order of their trial: a layer, and "k" or "v".
         max_extra_bytes: Maximum share of bytes that protected sides add to a cache.
         max_tries: Maximum number of sides that are tried.
+        wide_plan: Plan of more bits. None means the model's dtype for all sides.
     """
     if model.config.is_encoder_decoder or model.get_output_embeddings() is None or len(window) < 2:
         return plan
     try:
         with eval_mode(model), paged_attention(model):
-            return _choose_sides(model, plan, window, costs, max_extra_bytes, max_tries)
+            return _choose_sides(model, plan, window, sides, max_extra_bytes, max_tries, wide_plan)
     except (FP8KVError, *MODEL_ERRORS) as error:
         logger.warning("predictions after a stored prompt are not compared: %s", error)
         return plan
@@ -73,9 +74,10 @@ def _choose_sides(
     model: PreTrainedModel,
     plan: StoragePlan,
     window: Tensor,
-    costs: Mapping[int, float],
+    sides: Sequence[tuple[int, str]],
     max_extra_bytes: float,
     max_tries: int,
+    wide_plan: StoragePlan | None,
 ) -> StoragePlan:
     ids = window[None].to(find_input_device(model))
     num_read = len(window) // 2
@@ -88,14 +90,13 @@ def _choose_sides(
         return kl.clamp(max=_LARGEST_KL).mean().item(), cache
 
     kl, cache = measure(plan)
-    old_bytes = _count_bytes(cache, plan)
-    max_kl = _MAX_KL_BFLOAT16 if model.dtype == torch.bfloat16 else _MAX_KL
+    old_bytes = count_bytes(cache, plan)
+    max_kl = _MAX_KL_BFLOAT16 if model.dtype == torch.bfloat16 else MAX_KL
     protection = Protection(kl, kl, 0.0)
-    sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
-    for index, side in islice(sides, max_tries if kl > max_kl else 0):
-        candidate = _protect(plan, index, side)
-        extra_bytes = _count_bytes(cache, candidate) / old_bytes - 1
-        # A side that already has the model's dtype adds no bytes.
+    for index, side in sides[: max_tries if kl > max_kl else 0]:
+        candidate = protect_side(plan, index, side, wide_plan)
+        extra_bytes = count_bytes(cache, candidate) / old_bytes - 1
+        # A side that is already protected adds no bytes.
         if protection.extra_bytes < extra_bytes <= max_extra_bytes:
             kl, _ = measure(candidate)
             if kl <= _MAX_KL_RATIO * protection.kl:
@@ -105,16 +106,23 @@ def _choose_sides(
     return replace(plan, protection=protection)
 
 
-def _protect(plan: StoragePlan, index: int, side: str) -> StoragePlan:
-    """Return the plan with K or V ("k" or "v") of a layer in the model's dtype."""
+def protect_side(
+    plan: StoragePlan, index: int, side: str, wide_plan: StoragePlan | None
+) -> StoragePlan:
+    """Return the plan with K or V ("k" or "v") of a layer as in `wide_plan`.
+
+    None means the model's dtype.
+    """
     layer = plan.layers[index]
-    layer_plan = LayerPlan.check(layer.plan, "plan")._replace(**{side: SidePlan(AUTO)})
+    wide_layer = None if wide_plan is None else wide_plan.layers[index].plan
+    new_side = SidePlan(AUTO) if wide_layer is None else getattr(wide_layer, side)
+    layer_plan = LayerPlan.check(layer.plan, "plan")._replace(**{side: new_side})
     center = layer.k_center if layer_plan.k.centered else None
     new_layer = replace(layer, plan=layer_plan, k_center=center)
     return replace(plan, layers={**plan.layers, index: new_layer})
 
 
-def _count_bytes(cache: FP8PagedCache, plan: StoragePlan) -> int:
+def count_bytes(cache: FP8PagedCache, plan: StoragePlan) -> int:
     """Return the bytes of a sequence with a plan, if the model's dtype has 16 bits.
 
     The shapes are read from `cache`. Layers with a window only hold the tokens in it.
