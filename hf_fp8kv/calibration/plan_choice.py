@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain, groupby, product
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
-from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
-from ..formats.codec import compute_dynamic_errors
+from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan
+from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.identity import sample_model
 from ..modeling.model_support import (
@@ -41,11 +41,10 @@ from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder, digest_of
-from .narrow_plans import MAX_BITS, NarrowLayer, check_bits, choose_narrow_layer, choose_narrow_plan
-from .observe import Batch, find_input_device, find_paged_layers, nan_error
+from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, nan_error
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
-from .protection import MAX_TRIES, protect_layers
-from .queries import LayerStates, Queries, observe_queries, round_keys
+from .protection import MAX_BITS, MAX_KL, MAX_TRIES, MIN_BITS, protect_layers, widen_layers
+from .queries import Queries, observe_queries
 from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)
@@ -64,6 +63,10 @@ _MAX_COST_RATIO = 1 / 2
 _CERTAIN_COST_RATIO = 1 / 3
 _MAX_SEARCHED_COST_RATIO = 3 / 4
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
+# Formats of K and V of six bits per value.
+_NARROW_FORMATS = (("int6", "int6"), ("int8", "int4"))
+# The plan with which six bits are compared.
+_E4M3 = LayerPlan(SidePlan(STATIC_DTYPE), SidePlan(STATIC_DTYPE))
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 # Maximum share of bytes that layers in the model's dtype add to a cache, unless the caller sets it.
 _MAX_EXTRA_BYTES = 0.04
@@ -77,6 +80,9 @@ _STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
 # Attributes of a model that hold a `_Choice`, and the plan that `freeze_plan` sets, by their bits.
 _CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
 _FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
+
+# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
+LayerStates = tuple[Tensor, Tensor, Queries | None]
 
 
 class Passes(NamedTuple):
@@ -130,7 +136,7 @@ def choose_plan(
     Raises:
         ConfigError: An argument, a text, or the model cannot be used, or `bits` are too few.
     """
-    check_bits(bits)
+    _check_bits(bits)
     if isinstance(max_extra_bytes, bool) or not 0 <= max_extra_bytes <= 1:
         raise ConfigError(
             f"max_extra_bytes: expected a share from 0 to 1, got {max_extra_bytes!r}. Leave it out "
@@ -181,16 +187,16 @@ def resolve_plan(
     """
     keywords = dict(keywords)
     bits = keywords.pop("bits", MAX_BITS)
-    check_bits(bits)
+    _check_bits(bits)
     dtype = keywords.get("dtype")
     is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
-    names = _STORAGE_ARGUMENTS[is_adaptive:]
-    given = [name for name in names if keywords.get(name) is not None]
+    given = [x for x in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(x) is not None]
     must_choose = is_adaptive or bits < MAX_BITS
     if must_choose and given:
-        choice = f"bits={bits}" if bits < MAX_BITS else f"dtype={ADAPTIVE!r}"
         raise ConfigError(
-            f"{given[0]}: expected None with {choice}, got {keywords[given[0]]!r}. Pass one of them"
+            f"{given[0]}: expected None with "
+            f"{f'bits={bits}' if bits < MAX_BITS else f'dtype={ADAPTIVE!r}'}, got "
+            f"{keywords[given[0]]!r}. Pass one of them"
         )
     if given:
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
@@ -237,6 +243,17 @@ def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Pa
     if num_passes < min(num_positions, 2):
         return None
     return Passes(min(num_positions, num_passes), 0)
+
+
+def _check_bits(bits: object) -> None:
+    if (
+        isinstance(bits, bool)
+        or not isinstance(bits, int | float)
+        or not MIN_BITS <= bits <= MAX_BITS
+    ):
+        raise ConfigError(
+            f"bits: expected a number from 6 to 8, got {bits!r}. Leave it out for 8 bits"
+        )
 
 
 def _find_plan(
@@ -384,7 +401,7 @@ def _choose(
             )
         may_transform_k = num_positions > 1 or not has_rope(model)
         layer_scales, k_costs = {}, {}
-        narrow_layers: dict[int, NarrowLayer] = {}
+        narrow_scales, errors = {}, {}
         cache = FP8PagedCache(model.config, scales=1.0, backend="torch")  # for shapes of layers
         for index in sorted(layers):
             center = None
@@ -404,7 +421,8 @@ def _choose(
                         f"queries, got {bits}. Leave it out"
                     )
                 cache.update(*(x[:1].transpose(0, 1)[None] for x in all_states[0][:2]), index)
-                narrow_layers[index] = choose_narrow_layer(all_states, layer_scales[index])
+                narrow_plan, errors[index] = _choose_narrow_plan(all_states, center, layer_plan.k)
+                narrow_scales[index] = replace(layer_scales[index], plan=narrow_plan)
         plan = StoragePlan(
             layer_scales,
             model_type=model.config.model_type,
@@ -412,13 +430,14 @@ def _choose(
             weights_digest=digest_decoder(model),
         )
         if bits < MAX_BITS:
-            return choose_narrow_plan(
-                model, plan, narrow_layers, cache, random_window, bits, max_extra_bytes
-            )
+            narrow = replace(plan, layers=narrow_scales)
+            plan = widen_layers(narrow, plan, cache, errors, bits, max_extra_bytes)
+            return _describe_losses(model, plan, narrow, random_window, errors, bits)
         if not passes.max_tries:
             return plan
-        sides = list(product(sorted(k_costs, key=lambda index: -k_costs[index]), "kv"))
-        return protect_layers(model, plan, random_window, sides, max_extra_bytes, passes.max_tries)
+        return protect_layers(
+            model, plan, random_window, k_costs, max_extra_bytes, passes.max_tries
+        )
 
 
 def _list_first_positions(model: PreTrainedModel, num_tokens: int) -> list[int | None]:
@@ -504,7 +523,9 @@ def _choose_layer_plan(
     v_costs = total_costs[num_k_plans:]
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
     if _pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
-        searched_costs = _search_k_costs(all_states, center, [k_plans[0], k_plans[k_index]])
+        pairs = [LayerPlan(k_plans[index], _FALLBACK) for index in (0, k_index)]
+        k_states = [(k, k, queries) for k, _, queries in all_states]  # V of latents may be empty
+        searched_costs = _measure_costs(k_states, center, pairs)[:, 0].tolist()
         k_index *= _pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
     if k_index == 0:  # a center may cost more than no center
         plain_index = k_plans.index(_FALLBACK)
@@ -513,6 +534,61 @@ def _choose_layer_plan(
     v_plan = SidePlan(AUTO) if is_latent else v_plans[_pick_candidate(v_costs, _MAX_COST_RATIO)]
     used_center = center.cpu() if k_plan.centered else None
     return used_center, LayerPlan(k_plan, v_plan), sum(k_costs[k_index])
+
+
+def _choose_narrow_plan(
+    all_states: Sequence[LayerStates], center: Tensor | None, k_plan: SidePlan
+) -> tuple[LayerPlan, Tensor]:
+    """Return the plan of six bits of least error, and the `errors` of `widen_layers`.
+
+    The center is used if `k_plan`, the plan of K in eight bits, has it.
+    """
+    plans = [
+        LayerPlan(replace(k_plan, format=k, rotated=True), SidePlan(v, rotated=True))
+        for k, v in _NARROW_FORMATS
+    ]
+    *costs, e4m3_cost = _measure_costs(all_states, center, [*plans, _E4M3])[:, 1:].clamp(1e-30)
+    index = min(range(len(plans)), key=lambda index: costs[index][:2].sum())
+    k_cost, v_cost, square = costs[index]
+    return plans[index], torch.stack([
+        k_cost / square, v_cost / square, (k_cost + v_cost) / e4m3_cost[:2].sum(0),
+    ])  # fmt: skip
+
+
+def _describe_losses(
+    model: PreTrainedModel,
+    plan: StoragePlan,
+    narrow_plan: StoragePlan,
+    window: Tensor,
+    errors: Mapping[int, Tensor],
+    bits: float,
+) -> StoragePlan:
+    """Return the plan with its largest expected error and its KL, or warn of a large KL.
+
+    Sides with other formats than in `narrow_plan` are expected to have no error.
+    """
+    plan = protect_layers(model, plan, window, {}, 0.0)  # only measures the KL
+    e4m3_plan = replace(plan, layers={
+        index: replace(layer, plan=_E4M3, k_center=None) for index, layer in plan.layers.items()
+    })  # fmt: skip
+    e4m3_plan = protect_layers(model, e4m3_plan, window, {}, 0.0)
+    kl, e4m3_kl = (x.protection.kl if x.protection else 0.0 for x in (plan, e4m3_plan))
+    if kl > max(MAX_KL, e4m3_kl):
+        logger.warning(
+            "bits=%s: the KL after a stored prompt is %.1e, larger than in E4M3 (%.1e). Pass more "
+            "bits, or leave it out for 8",
+            bits,
+            kl,
+            e4m3_kl,
+        )
+    wide, narrow = plan.plan or {}, narrow_plan.plan or {}
+    is_narrow = {n: [[x == y] for x, y in zip(wide[n], narrow[n], strict=True)] for n in errors}
+    squares = {n: (x[:2] * torch.tensor(is_narrow[n])).sum(0).max() for n, x in errors.items()}
+    worst = max(squares, key=lambda index: squares[index])
+    return replace(plan, origin=(
+        f"{plan.origin}, largest expected error of attention {squares[worst].sqrt():.1%} in layer "
+        f"{worst}"
+    ))  # fmt: skip
 
 
 def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
@@ -529,17 +605,32 @@ def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     return min(good_indices, key=lambda index: sum(costs[index]), default=0)
 
 
-def _search_k_costs(
-    all_states: Sequence[LayerStates], center: Tensor, plans: Sequence[SidePlan]
-) -> list[list[float]]:
-    """Return the cost of K by plan and head, with the scales of a cache."""
-    costs = [torch.zeros(len(center), device="cpu") for _ in plans]
-    for k, _, queries in all_states:
+def _measure_costs(
+    all_states: Sequence[LayerStates], center: Tensor | None, plans: Sequence[LayerPlan]
+) -> Tensor:
+    """Return four costs of each plan by head, with the scales of a cache, on the CPU.
+
+    They are the cost of K, the squared errors of the output due to K and V, and the square of the
+    output. The result is `[plans, 4, Hkv]`.
+    """
+    costs = torch.zeros(len(plans), 4, all_states[0][0].shape[1], device="cpu")
+    for k, v, queries in all_states:
         assert queries is not None
+        v = v.float()
         for cost, plan in zip(costs, plans, strict=True):
-            sample, error = round_keys(k, queries, center, plan)
-            cost += sample.compute_cost("k", error).cpu()
-    return [cost.tolist() for cost in costs]
+            x = center_and_rotate(k, center if plan.k.centered else None, rotated=plan.k.rotated)
+            fmt = FORMATS[plan.k.format]
+            k_error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
+            sample = replace(queries, q=rotate(queries.q)) if plan.k.rotated else queries
+            x = center_and_rotate(v, None, rotated=plan.v.rotated)
+            (v_error,) = compute_dynamic_errors(x[None], (FORMATS[plan.v.format],))
+            cost += torch.stack([
+                sample.compute_cost("k", k_error),
+                sample.compute_cost("k", k_error, v),
+                sample.compute_cost("v", v_error),
+                sample.compute_cost("v", v),
+            ]).cpu()  # fmt: skip
+    return costs
 
 
 def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:

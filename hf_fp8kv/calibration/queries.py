@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
-from ..formats import FORMATS, SidePlan
-from ..formats.codec import compute_rounding_error, search_scale
-from ..formats.rotation import rotate
 from ..ops.visibility import find_first_visible
-from .observe import Batch, center_and_rotate, observe
+from .observe import Batch, observe
 
 # Maximum number of queries of a window.
 _MAX_QUERIES = 64
@@ -49,46 +46,21 @@ class Queries:
         logits = (q @ k.float().permute(1, 2, 0)).view(num_kv_heads, -1, *is_masked.shape)
         return cls(q, logits.masked_fill(is_masked, -torch.inf).softmax(-1).flatten(1, 2))
 
-    def compute_cost(self, side: str, error: Tensor) -> Tensor:
+    def compute_cost(self, side: str, error: Tensor, v: Tensor | None = None) -> Tensor:
         """Return the cost of errors of K or V, `[..., N, Hkv, D]`, by head, `[..., Hkv]`.
 
+        The cost of V is the squared error of the output. The cost of K is the variance of the
+        logits' errors, or with `v`, `[N, Hkv, D]`, the squared error of the output to first order.
         The number of operations does not depend on the leading dimensions of the errors.
         """
         error = error.transpose(-3, -2)
         if side == "v":
             return (self.weights @ error).square().sum((-2, -1))
-        return (self.weights * self._compute_logit_errors(error).square()).sum((-2, -1))
-
-    def compute_output_cost(self, k_error: Tensor, v: Tensor) -> Tensor:
-        """Return the squared error of attention's output due to errors of K, by head, `[Hkv]`.
-
-        It is computed to first order. `k_error` and V are `[N, Hkv, D]`.
-        """
-        weight_errors = self.weights * self._compute_logit_errors(k_error.transpose(0, 1))
-        return (weight_errors @ v.transpose(0, 1)).square().sum((-2, -1))
-
-    def _compute_logit_errors(self, k_error: Tensor) -> Tensor:
-        """Return the errors of the logits minus their weighted mean. `k_error` is `[..., N, D]`."""
-        logits = self.q @ k_error.mT
-        return logits - (self.weights * logits).sum(-1, keepdim=True)
-
-
-# K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
-LayerStates = tuple[Tensor, Tensor, Queries | None]
-
-
-def round_keys(
-    k: Tensor, queries: Queries, center: Tensor | None, plan: SidePlan
-) -> tuple[Queries, Tensor]:
-    """Return the errors of K, `[N, Hkv, D]`, with the scales of a cache, and queries for them.
-
-    Both are rotated if the plan rotates K. The center is subtracted only if the plan has one.
-    """
-    x = center_and_rotate(k, center if plan.centered else None, rotated=plan.rotated)
-    fmt = FORMATS[plan.format]
-    error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
-    q = rotate(queries.q) if plan.rotated else queries.q
-    return replace(queries, q=q), error
+        logits = self.q @ error.mT
+        logits = logits - (self.weights * logits).sum(-1, keepdim=True)
+        if v is not None:
+            return (self.weights * logits @ v.transpose(-3, -2)).square().sum((-2, -1))
+        return (self.weights * logits.square()).sum((-2, -1))
 
 
 def observe_queries(

@@ -33,8 +33,7 @@ from ..utils.arguments import check_count
 from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
 from .observe import center_and_rotate, find_paged_layers, make_batches, nan_error, observe
-from .plan_choice import read_states, sample_windows
-from .queries import LayerStates
+from .plan_choice import LayerStates, read_states, sample_windows
 from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)

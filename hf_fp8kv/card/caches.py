@@ -107,8 +107,7 @@ def round_to_q8_0(
     size = states.shape[-1]
     if not size % _ROTATION_SIZE:
         groups = states.unflatten(-1, (-1, rotation_size or size))
-        rounded_groups = _round_blocks(rotate(groups), max_code)
-        return rotate(rounded_groups).view_as(states).to(states.dtype)
+        return rotate(_round_blocks(rotate(groups), max_code)).view_as(states).to(states.dtype)
     return _round_blocks(states, max_code).to(states.dtype)
 
 
@@ -128,16 +127,11 @@ def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
     return lambda model: FP8PagedCache(model.config, **options)
 
 
-def _make_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
-    """Return a function that makes an imitation of llama.cpp's q8_0 with this largest code."""
-
-    def round_states(keys: torch.Tensor, values: torch.Tensor) -> States:
-        return (
-            round_to_q8_0(keys, max_code=max_code),
-            round_to_q8_0(values, _ROTATION_SIZE, max_code),
-        )
-
-    return lambda model: RoundedCache(model.config, round_states)
+def _imitate_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: RoundedCache(
+        model.config,
+        lambda k, v: (round_to_q8_0(k, None, max_code), round_to_q8_0(v, _ROTATION_SIZE, max_code)),
+    )
 
 
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
@@ -154,8 +148,12 @@ CONTENDERS = {
         lambda model: FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config),
     ),
     "fp8-1.0": Contender('FP8PagedCache, dtype="fp8", scale 1.0', _paged(dtype="fp8", scales=1.0)),
-    "q8_0": Contender("q8_0 of llama.cpp (rounding only)", _make_q8_0(127), 8 + 16 / _BLOCK_SIZE),
-    "q6_0": Contender("q8_0 with six bits (rounding only)", _make_q8_0(31), 6 + 16 / _BLOCK_SIZE),
+    "q8_0": Contender(
+        "q8_0 of llama.cpp (rounding only)", _imitate_q8_0(127), 8 + 16 / _BLOCK_SIZE
+    ),
+    "q6_0": Contender(
+        "q8_0 with six bits (rounding only)", _imitate_q8_0(31), 6 + 16 / _BLOCK_SIZE
+    ),
     "QuantizedCache": Contender(
         'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)
     ),
@@ -187,8 +185,9 @@ def choose_contenders(
     contenders: dict[str, Contender] = {}
     refusals: dict[str, str] = {}
     for name in names or default_names:
-        plan: Any = name.split(" + ") if " + " in name else name
-        contender = CONTENDERS.get(name) or Contender(f"FP8PagedCache, {name}", _paged(plan=plan))
+        contender = CONTENDERS.get(name) or Contender(
+            f"FP8PagedCache, {name}", _paged(plan=name.split(" + ") if " + " in name else name)
+        )
         try:
             contender.make(model)
         except (FP8KVError, ValueError) as error:

@@ -15,7 +15,7 @@ from benchmarks.first_call import OperationCounter
 from benchmarks.outliers import _plant_outliers, planted_outliers
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, choose_plan, disable, enable, serving
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.calibration import narrow_plans, plan_choice
+from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.calibration.queries import Queries
@@ -287,7 +287,7 @@ def test_a_model_that_loses_more_than_in_e4m3_is_reported(caplog: Any, monkeypat
     """Each head is expected to lose less than four times the error of E4M3."""
     model = build_variant("llama", head_dim=64, **LONG_CONTEXT)[0]
     choose_plan(model, bits=6)  # a KL below 4e-4 is not reported
-    monkeypatch.setattr(narrow_plans, "MAX_KL", 0)
+    monkeypatch.setattr(plan_choice, "MAX_KL", 0)
     with planted_outliers(model, 12.0):
         choose_plan(model)
         assert not any("bits=" in message for message in caplog.messages)
