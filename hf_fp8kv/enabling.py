@@ -58,7 +58,7 @@ OFFLOADED = "offloaded"
 # Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
 _PREFIX_TUNING_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
 _CACHE_KEYWORDS = tuple(inspect.signature(FP8PagedCache).parameters)[1:]  # without the config
-_KEYWORDS = (*_CACHE_KEYWORDS, "deterministic", "training", "reuse_prefix", "prefix_store")
+_KEYWORDS = (*_CACHE_KEYWORDS, "bits", "deterministic", "training", "reuse_prefix", "prefix_store")
 _Model = TypeVar("_Model")
 _Sizes = tuple[MemoryFootprint | None, float]
 _NO_SIZES: _Sizes = (None, 0.0)
@@ -100,6 +100,7 @@ def enable(
     model: _Model,
     dtype: str | torch.dtype | None = None,
     *,
+    bits: float = 8,
     deterministic: bool = False,
     training: str | None = None,
     capture: bool = False,
@@ -127,6 +128,7 @@ def enable(
         dtype: Format of K and V, as for `FP8PagedCache`. "adaptive" is the default: the plan of
             `choose_plan(model)`, which the model keeps until `disable`. `key_dtype`, `value_dtype`,
             `plan`, `scales` and any other `dtype` replace the plan.
+        bits: Maximum average bits of a value in the plan, from 6 to 8, as for `choose_plan`.
         deterministic: Whether results are bitwise independent of the batch. The model is run on 64
             tokens, so add adapters before this call.
         training: None or "stored". With "stored", the model is run on three tokens, so call
@@ -165,7 +167,7 @@ def enable(
     if prefix_store is not None and not reuse_prefix:
         raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
     given_keywords = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
-    cache_keywords = resolve_plan(base, given_keywords, prefix_store=prefix_store)
+    cache_keywords = resolve_plan(base, {**given_keywords, "bits": bits}, prefix_store=prefix_store)
     # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.
     is_default = any(
         cache_keywords.get(name) is not None and given_keywords.get(name) in (None, ADAPTIVE)
@@ -191,7 +193,7 @@ def enable(
     if _SAVED_ATTENTION in vars(base):
         disable(base)
     if is_default:
-        freeze_plan(base, cache_keywords["plan"])
+        freeze_plan(base, cache_keywords["plan"], bits)
     old_attention = get_attn_implementations(base)
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)

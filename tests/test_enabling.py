@@ -194,6 +194,18 @@ def test_other_arguments_keep_the_plan(tmp_path: Path) -> None:
     assert cache.options.offloading
 
 
+def test_fewer_bits_are_for_generate_and_engines() -> None:
+    model, inputs = build("llama")
+    enable(model, bits=6)
+    cache = generate(model, inputs)
+    assert {side.format for layer in cache.plan.values() for side in layer} == {"int6"}
+    assert read_serving_digest(model, bits=6) == read_digest(cache) != read_serving_digest(model)
+    with pytest.raises(ConfigError, match="plan: expected None with bits=6, got 'int8'"):
+        enable(model, bits=6, plan="int8")
+    assert read_digest(generate(model, inputs)) == read_digest(cache)
+    assert generate_digest(enable(model), inputs) == choose_plan(model).digest
+
+
 # -- one plan for a model ------------------------------------------------------------------------
 
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
+from ..cache.cache import FP8PagedCache
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
-from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, LayerPlan, SidePlan
+from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan
 from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.identity import sample_model
@@ -42,7 +43,7 @@ from ..scales.layer_scales import LayerScales
 from ..utils.digests import digest_decoder, digest_of
 from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, nan_error
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
-from .protection import MAX_TRIES, protect_layers
+from .protection import MAX_BITS, MAX_KL, MAX_TRIES, MIN_BITS, protect_layers, widen_layers
 from .queries import Queries, observe_queries
 from .texts import read_model_windows
 
@@ -62,6 +63,10 @@ _MAX_COST_RATIO = 1 / 2
 _CERTAIN_COST_RATIO = 1 / 3
 _MAX_SEARCHED_COST_RATIO = 3 / 4
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
+# Formats of K and V of six bits per value.
+_NARROW_FORMATS = (("int6", "int6"), ("int8", "int4"))
+# The plan with which six bits are compared.
+_E4M3 = LayerPlan(SidePlan(STATIC_DTYPE), SidePlan(STATIC_DTYPE))
 _ROTATED_PLANS = SidePlan("fp8_e2m5", rotated=True), SidePlan("int8", rotated=True)
 # Maximum share of bytes that layers in the model's dtype add to a cache, unless the caller sets it.
 _MAX_EXTRA_BYTES = 0.04
@@ -70,9 +75,9 @@ _MAX_EXTRA_BYTES = 0.04
 _MAX_CPU_PRODUCTS = 7e11
 # Names of config fields with ids of special, image, audio and video tokens.
 _SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|index|indices)")
-# Arguments, besides `dtype`, that define how a cache stores K and V.
-_STORAGE_ARGUMENTS = ("key_dtype", "value_dtype", "plan", "scales")
-# Attributes of a model that hold its `_Choice`, and the plan that `freeze_plan` sets.
+# Arguments that define how a cache stores K and V.
+_STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
+# Attributes of a model that hold a `_Choice`, and the plan that `freeze_plan` sets, by their bits.
 _CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
 _FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
 
@@ -98,6 +103,7 @@ def choose_plan(
     model: PreTrainedModel,
     texts: Any = None,
     *,
+    bits: float = MAX_BITS,
     tokenizer: Any = None,
     text_column: str = "text",
     chat_template: bool | None = None,
@@ -119,13 +125,18 @@ def choose_plan(
         model: A language model in one process, on any device or devices.
         texts: As in `calibrate`. A sample of their windows is read. None means a fixed sequence of
             random token ids.
+        bits: Maximum average bits of a value, from 6 to 8. Below 8, K and V of a layer are stored
+            in int6, or in int8 and int4. With more than 6, layers with the largest errors get 8
+            bits. A layer with four times the squared error of E4M3 in any head always gets 8 bits.
         tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
         max_extra_bytes: Maximum share of bytes that layers in the model's dtype add to a cache of
-            4,096 tokens of 16 bits. 0 keeps all layers in 8 bits.
+            4,096 tokens of 16 bits. 0 keeps all layers in 8 bits. Below 8 bits, layers in 8 bits
+            may add these bytes to 6 bits, if `bits` does not allow more.
 
     Raises:
-        ConfigError: An argument, a text, or the model cannot be used.
+        ConfigError: An argument, a text, or the model cannot be used, or `bits` are too few.
     """
+    _check_bits(bits)
     if isinstance(max_extra_bytes, bool) or not 0 <= max_extra_bytes <= 1:
         raise ConfigError(
             f"max_extra_bytes: expected a share from 0 to 1, got {max_extra_bytes!r}. Leave it out "
@@ -133,7 +144,7 @@ def choose_plan(
         )
     model = find_base_model(model)
     if texts is None:
-        return _choose(model, None, Passes(), max_extra_bytes)
+        return _choose(model, None, Passes(), max_extra_bytes, bits)
     find_paged_layers(model)  # raises an error before the texts are read
     windows = sample_windows(read_model_windows(
         model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS,
@@ -147,7 +158,7 @@ def choose_plan(
             num_tokens,
             _MAX_WINDOW_TOKENS,
         )
-    return _choose(model, windows, Passes(), max_extra_bytes)
+    return _choose(model, windows, Passes(), max_extra_bytes, bits)
 
 
 def resolve_plan(
@@ -163,42 +174,49 @@ def resolve_plan(
 
     Args:
         model: The model.
-        keywords: Keywords of `FP8PagedCache`. dtype="adaptive" is the name of the default. With it,
-            an error is raised if no plan can be chosen.
+        keywords: Keywords of `FP8PagedCache`, and `bits` of `choose_plan`. dtype="adaptive" is the
+            name of the default. With it, and with fewer than 8 bits, an error is raised if no plan
+            can be chosen.
         prefix_store: Store of the cache. Its folder keeps the first plan for each model, so that
             later processes find pages.
 
     Raises:
-        ConfigError: A keyword defines the storage, in addition to dtype="adaptive", or `parse_plan`
-            fails.
-        Exception: Any error of the model, with dtype="adaptive".
+        ConfigError: A keyword defines the storage, in addition to dtype="adaptive" or fewer bits,
+            the bits are invalid, or `parse_plan` fails.
+        Exception: Any error of the model, with dtype="adaptive" or fewer bits.
     """
+    keywords = dict(keywords)
+    bits = keywords.pop("bits", MAX_BITS)
+    _check_bits(bits)
     dtype = keywords.get("dtype")
-    given = [name for name in _STORAGE_ARGUMENTS if keywords.get(name) is not None]
     is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
-    if is_adaptive and given:
+    given = [x for x in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(x) is not None]
+    must_choose = is_adaptive or bits < MAX_BITS
+    if must_choose and given:
         raise ConfigError(
-            f"{given[0]}: expected None with dtype={ADAPTIVE!r}, got {keywords[given[0]]!r}. Pass "
-            "one of them"
+            f"{given[0]}: expected None with "
+            f"{f'bits={bits}' if bits < MAX_BITS else f'dtype={ADAPTIVE!r}'}, got "
+            f"{keywords[given[0]]!r}. Pass one of them"
         )
-    if given or not (is_adaptive or dtype is None):
+    if given:
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
     is_split = getattr(keywords.get("tensor_parallel"), "size", 1) > 1
-    plan: Plan | None = vars(model).get(_FROZEN_ATTRIBUTE)
-    if plan is None and (is_adaptive or _FROZEN_ATTRIBUTE not in vars(model)):
-        plan = _find_plan(model, prefix_store, is_split=is_split, must_choose=is_adaptive)
+    frozen_plans: dict[float, Plan | None] = vars(model).get(_FROZEN_ATTRIBUTE, {})
+    plan = frozen_plans.get(bits)
+    if plan is None and (must_choose or bits not in frozen_plans):
+        plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
         # Later processes take it. If the folder has a different plan, the model keeps this plan.
-        share_plan(_find_shared_file(model, prefix_store), plan, prefix_store)
+        share_plan(_find_shared_file(model, prefix_store, bits), plan, prefix_store)
     return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
 
 
-def freeze_plan(model: PreTrainedModel, plan: Plan | None) -> None:
-    """Let `resolve_plan` return this plan until `unfreeze_plan`, even after weights change.
+def freeze_plan(model: PreTrainedModel, plan: Plan | None, bits: float = MAX_BITS) -> None:
+    """Let `resolve_plan` return this plan for these bits, until `unfreeze_plan`.
 
-    None means fp8_e3m4 without a plan.
+    The plan stays even after weights change. None means fp8_e3m4 without a plan.
     """
-    vars(model)[_FROZEN_ATTRIBUTE] = plan
+    vars(model)[_FROZEN_ATTRIBUTE] = {bits: plan}
 
 
 def unfreeze_plan(model: PreTrainedModel) -> None:
@@ -227,24 +245,41 @@ def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Pa
     return Passes(min(num_positions, num_passes), 0)
 
 
+def _check_bits(bits: object) -> None:
+    if (
+        isinstance(bits, bool)
+        or not isinstance(bits, int | float)
+        or not MIN_BITS <= bits <= MAX_BITS
+    ):
+        raise ConfigError(
+            f"bits: expected a number from 6 to 8, got {bits!r}. Leave it out for 8 bits"
+        )
+
+
 def _find_plan(
-    model: PreTrainedModel, store: PrefixStore | None, *, is_split: bool, must_choose: bool
+    model: PreTrainedModel,
+    store: PrefixStore | None,
+    bits: float,
+    *,
+    is_split: bool,
+    must_choose: bool,
 ) -> StoragePlan | None:
     """Return the plan of `resolve_plan`, or None with a warning after an error.
 
     With `must_choose`, errors are raised, and passes are not limited. `is_split` is whether the
     caller splits the model over processes.
     """
-    choice: _Choice = vars(model).get(_CHOICE_ATTRIBUTE, _Choice("unknown", None))
+    choices: dict[float, _Choice] = vars(model).get(_CHOICE_ATTRIBUTE, {})
+    choice = choices.get(bits, _Choice("unknown", None))
     key, shared_path = "", None
     try:
         if store is not None:
-            shared_path = _find_shared_file(model, store)
+            shared_path = _find_shared_file(model, store, bits)
             if (plan := read_plan(shared_path)) is not None:
                 return plan
         passes = Passes() if must_choose else _limit_passes(model)
         is_split = not must_choose and (is_split or _is_split(model))
-        facts = (_compute_key(model), find_input_device(model).type, is_split)
+        facts = (_compute_key(model, bits), find_input_device(model).type, is_split)
         key = digest_of(facts, passes)
         known_keys = (key, digest_of(facts, Passes()))  # a plan of dtype="adaptive" is kept
         if choice.key not in known_keys or (must_choose and choice.plan is None):
@@ -255,7 +290,7 @@ def _find_plan(
             path = find_plan_file(Path(constants.HF_HOME) / "hf_fp8kv", key, model)
             plan = read_plan(path)
             if plan is None:
-                plan = _choose(model, None, passes, _MAX_EXTRA_BYTES)
+                plan = _choose(model, None, passes, _MAX_EXTRA_BYTES, bits)
                 write_plan(path, plan)
             choice = _Choice(key, plan)
     except Exception as error:
@@ -271,21 +306,21 @@ def _find_plan(
                 reason,
             )
         choice = _Choice(key, None)
-    vars(model)[_CHOICE_ATTRIBUTE] = choice
+    vars(model)[_CHOICE_ATTRIBUTE] = {**choices, bits: choice}
     if store is None or choice.plan is None:
         return choice.plan
     return share_plan(shared_path, choice.plan, store)
 
 
-def _compute_key(model: PreTrainedModel) -> str:
+def _compute_key(model: PreTrainedModel, bits: float) -> str:
     """Return a digest of the model, and of everything else that its plan depends on."""
-    facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES)
+    facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES, float(bits))
     return digest_of(sample_model(model), facts)
 
 
-def _find_shared_file(model: PreTrainedModel, store: PrefixStore) -> Path | None:
+def _find_shared_file(model: PreTrainedModel, store: PrefixStore, bits: float) -> Path | None:
     """Return the file of the model's plan in a store's folder, for all types of devices."""
-    return find_plan_file(store.path, _compute_key(model), model)
+    return find_plan_file(store.path, _compute_key(model, bits), model)
 
 
 def _limit_passes(model: PreTrainedModel) -> Passes | None:
@@ -339,7 +374,11 @@ def _list_special_ids(value: object, name: str = "") -> Iterator[int]:
 
 
 def _choose(
-    model: PreTrainedModel, windows: Sequence[Tensor] | None, passes: Passes, max_extra_bytes: float
+    model: PreTrainedModel,
+    windows: Sequence[Tensor] | None,
+    passes: Passes,
+    max_extra_bytes: float,
+    bits: float,
 ) -> StoragePlan:
     """Return the plan of a model for windows of texts, or for random tokens.
 
@@ -362,22 +401,38 @@ def _choose(
             )
         may_transform_k = num_positions > 1 or not has_rope(model)
         layer_scales, k_costs = {}, {}
+        narrow_scales, errors = {}, {}
+        cache = FP8PagedCache(model.config, scales=1.0, backend="torch")  # for shapes of layers
         for index in sorted(layers):
             center = None
             layer_plan = LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
             k_costs[index] = 0.0  # unknown
             all_states = [states.pop(index) for states in states_by_call if index in states]
-            if all_states and all(queries is not None for *_, queries in all_states):
+            is_visible = all_states and all(queries is not None for *_, queries in all_states)
+            if is_visible:
                 center, layer_plan, k_costs[index] = _choose_layer_plan(
                     index, all_states, may_transform_k, is_latent
                 )
             layer_scales[index] = LayerScales(None, None, center, source, layer_plan)
+            if bits < MAX_BITS:
+                if is_latent or not is_visible:
+                    raise ConfigError(
+                        f"bits: expected 8, because layer {index} stores latents or hides its "
+                        f"queries, got {bits}. Leave it out"
+                    )
+                cache.update(*(x[:1].transpose(0, 1)[None] for x in all_states[0][:2]), index)
+                narrow_plan, errors[index] = _choose_narrow_plan(all_states, center, layer_plan.k)
+                narrow_scales[index] = replace(layer_scales[index], plan=narrow_plan)
         plan = StoragePlan(
             layer_scales,
             model_type=model.config.model_type,
             origin=source,
             weights_digest=digest_decoder(model),
         )
+        if bits < MAX_BITS:
+            narrow = replace(plan, layers=narrow_scales)
+            plan = widen_layers(narrow, plan, cache, errors, bits, max_extra_bytes)
+            return _describe_losses(model, plan, narrow, random_window, errors, bits)
         if not passes.max_tries:
             return plan
         return protect_layers(
@@ -468,7 +523,9 @@ def _choose_layer_plan(
     v_costs = total_costs[num_k_plans:]
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
     if _pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
-        searched_costs = _search_k_costs(all_states, center, [k_plans[0], k_plans[k_index]])
+        pairs = [LayerPlan(k_plans[index], _FALLBACK) for index in (0, k_index)]
+        k_states = [(k, k, queries) for k, _, queries in all_states]  # V of latents may be empty
+        searched_costs = _measure_costs(k_states, center, pairs)[:, 0].tolist()
         k_index *= _pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
     if k_index == 0:  # a center may cost more than no center
         plain_index = k_plans.index(_FALLBACK)
@@ -477,6 +534,61 @@ def _choose_layer_plan(
     v_plan = SidePlan(AUTO) if is_latent else v_plans[_pick_candidate(v_costs, _MAX_COST_RATIO)]
     used_center = center.cpu() if k_plan.centered else None
     return used_center, LayerPlan(k_plan, v_plan), sum(k_costs[k_index])
+
+
+def _choose_narrow_plan(
+    all_states: Sequence[LayerStates], center: Tensor | None, k_plan: SidePlan
+) -> tuple[LayerPlan, Tensor]:
+    """Return the plan of six bits of least error, and the `errors` of `widen_layers`.
+
+    The center is used if `k_plan`, the plan of K in eight bits, has it.
+    """
+    plans = [
+        LayerPlan(replace(k_plan, format=k, rotated=True), SidePlan(v, rotated=True))
+        for k, v in _NARROW_FORMATS
+    ]
+    *costs, e4m3_cost = _measure_costs(all_states, center, [*plans, _E4M3])[:, 1:].clamp(1e-30)
+    index = min(range(len(plans)), key=lambda index: costs[index][:2].sum())
+    k_cost, v_cost, square = costs[index]
+    return plans[index], torch.stack([
+        k_cost / square, v_cost / square, (k_cost + v_cost) / e4m3_cost[:2].sum(0),
+    ])  # fmt: skip
+
+
+def _describe_losses(
+    model: PreTrainedModel,
+    plan: StoragePlan,
+    narrow_plan: StoragePlan,
+    window: Tensor,
+    errors: Mapping[int, Tensor],
+    bits: float,
+) -> StoragePlan:
+    """Return the plan with its largest expected error and its KL, or warn of a large KL.
+
+    Sides with other formats than in `narrow_plan` are expected to have no error.
+    """
+    plan = protect_layers(model, plan, window, {}, 0.0)  # only measures the KL
+    e4m3_plan = replace(plan, layers={
+        index: replace(layer, plan=_E4M3, k_center=None) for index, layer in plan.layers.items()
+    })  # fmt: skip
+    e4m3_plan = protect_layers(model, e4m3_plan, window, {}, 0.0)
+    kl, e4m3_kl = (x.protection.kl if x.protection else 0.0 for x in (plan, e4m3_plan))
+    if kl > max(MAX_KL, e4m3_kl):
+        logger.warning(
+            "bits=%s: the KL after a stored prompt is %.1e, larger than in E4M3 (%.1e). Pass more "
+            "bits, or leave it out for 8",
+            bits,
+            kl,
+            e4m3_kl,
+        )
+    wide, narrow = plan.plan or {}, narrow_plan.plan or {}
+    is_narrow = {n: [[x == y] for x, y in zip(wide[n], narrow[n], strict=True)] for n in errors}
+    squares = {n: (x[:2] * torch.tensor(is_narrow[n])).sum(0).max() for n, x in errors.items()}
+    worst = max(squares, key=lambda index: squares[index])
+    return replace(plan, origin=(
+        f"{plan.origin}, largest expected error of attention {squares[worst].sqrt():.1%} in layer "
+        f"{worst}"
+    ))  # fmt: skip
 
 
 def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
@@ -493,20 +605,32 @@ def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     return min(good_indices, key=lambda index: sum(costs[index]), default=0)
 
 
-def _search_k_costs(
-    all_states: Sequence[LayerStates], center: Tensor, plans: Sequence[SidePlan]
-) -> list[list[float]]:
-    """Return the cost of K by plan and head, with the scales of a cache."""
-    costs = [torch.zeros(len(center), device="cpu") for _ in plans]
-    for k, _, queries in all_states:
+def _measure_costs(
+    all_states: Sequence[LayerStates], center: Tensor | None, plans: Sequence[LayerPlan]
+) -> Tensor:
+    """Return four costs of each plan by head, with the scales of a cache, on the CPU.
+
+    They are the cost of K, the squared errors of the output due to K and V, and the square of the
+    output. The result is `[plans, 4, Hkv]`.
+    """
+    costs = torch.zeros(len(plans), 4, all_states[0][0].shape[1], device="cpu")
+    for k, v, queries in all_states:
         assert queries is not None
+        v = v.float()
         for cost, plan in zip(costs, plans, strict=True):
-            x = center_and_rotate(k, center if plan.centered else None, rotated=plan.rotated)
-            fmt = FORMATS[plan.format]
-            error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
-            q = rotate(queries.q) if plan.rotated else queries.q
-            cost += replace(queries, q=q).compute_cost("k", error).cpu()
-    return [cost.tolist() for cost in costs]
+            x = center_and_rotate(k, center if plan.k.centered else None, rotated=plan.k.rotated)
+            fmt = FORMATS[plan.k.format]
+            k_error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
+            sample = replace(queries, q=rotate(queries.q)) if plan.k.rotated else queries
+            x = center_and_rotate(v, None, rotated=plan.v.rotated)
+            (v_error,) = compute_dynamic_errors(x[None], (FORMATS[plan.v.format],))
+            cost += torch.stack([
+                sample.compute_cost("k", k_error),
+                sample.compute_cost("k", k_error, v),
+                sample.compute_cost("v", v_error),
+                sample.compute_cost("v", v),
+            ]).cpu()  # fmt: skip
+    return costs
 
 
 def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:

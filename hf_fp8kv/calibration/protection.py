@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..attention.switching import eval_mode, paged_attention
 from ..cache.cache import FP8PagedCache
-from ..errors import FP8KVError
+from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO, LayerPlan, SidePlan
 from ..ops.page_layout import make_page_layout
 from ..scales.kv_scales import StoragePlan
@@ -27,7 +27,7 @@ from .observe import MODEL_ERRORS, find_input_device
 logger = logging.getLogger(__name__)
 
 # Maximum mean KL after a stored prompt, in nats, for which no layer is protected.
-_MAX_KL = 4e-4
+MAX_KL = 4e-4
 # In bfloat16, any change of K changes later roundings: SmolLM2 has 3.3e-3 instead of 2.1e-4.
 _MAX_KL_BFLOAT16 = 5e-3
 # Maximum ratio of the KL with a protected side to the KL without it. Useless protection changes
@@ -35,6 +35,10 @@ _MAX_KL_BFLOAT16 = 5e-3
 _MAX_KL_RATIO = 0.9
 MAX_TRIES = 16  # maximum number of sides that are tried
 _LARGEST_KL = 1e6  # replaces infinity, which JSON does not have
+MIN_BITS = 6
+MAX_BITS = 8
+# Maximum ratio of the squared error of a head in six bits to its error in E4M3.
+_MAX_ERROR_RATIO = 4
 _COUNTED_TOKENS = 4096  # number of tokens of the cache whose bytes are counted
 
 
@@ -89,11 +93,11 @@ def _choose_sides(
 
     kl, cache = measure(plan)
     old_bytes = _count_bytes(cache, plan)
-    max_kl = _MAX_KL_BFLOAT16 if model.dtype == torch.bfloat16 else _MAX_KL
+    max_kl = _MAX_KL_BFLOAT16 if model.dtype == torch.bfloat16 else MAX_KL
     protection = Protection(kl, kl, 0.0)
     sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
     for index, side in islice(sides, max_tries if kl > max_kl else 0):
-        candidate = _protect(plan, index, side)
+        candidate = _protect(plan, index, side, SidePlan(AUTO))
         extra_bytes = _count_bytes(cache, candidate) / old_bytes - 1
         # A side that already has the model's dtype adds no bytes.
         if protection.extra_bytes < extra_bytes <= max_extra_bytes:
@@ -105,13 +109,63 @@ def _choose_sides(
     return replace(plan, protection=protection)
 
 
-def _protect(plan: StoragePlan, index: int, side: str) -> StoragePlan:
-    """Return the plan with K or V ("k" or "v") of a layer in the model's dtype."""
+def _protect(plan: StoragePlan, index: int, side: str, new_side: SidePlan) -> StoragePlan:
+    """Return the plan with a new plan for K or V ("k" or "v") of a layer."""
     layer = plan.layers[index]
-    layer_plan = LayerPlan.check(layer.plan, "plan")._replace(**{side: SidePlan(AUTO)})
+    layer_plan = LayerPlan.check(layer.plan, "plan")._replace(**{side: new_side})
     center = layer.k_center if layer_plan.k.centered else None
     new_layer = replace(layer, plan=layer_plan, k_center=center)
     return replace(plan, layers={**plan.layers, index: new_layer})
+
+
+def widen_layers(
+    plan: StoragePlan,
+    wide_plan: StoragePlan,
+    cache: FP8PagedCache,
+    errors: Mapping[int, Tensor],
+    bits: float,
+    max_extra_bytes: float,
+) -> StoragePlan:
+    """Return the plan with sides of `wide_plan` where attention loses most for their bytes.
+
+    Args:
+        plan: A plan of six bits.
+        wide_plan: A plan of eight bits, with the same centers.
+        cache: A cache with the shapes of the layers.
+        errors: The relative squared errors of attention due to K and V, and the ratio of their sum
+            to the error with E4M3, by layer and head, `[3, Hkv]`.
+        bits: Maximum average bits of a value.
+        max_extra_bytes: Maximum share of bytes that are added, if `bits` does not allow more.
+
+    Raises:
+        ConfigError: A layer loses too much, and the bytes do not suffice for `wide_plan`.
+    """
+    bytes_before = _count_bytes(cache, plan)
+    bytes_per_bit = (_count_bytes(cache, wide_plan) - bytes_before) / (MAX_BITS - MIN_BITS)
+    max_bytes = bytes_before + max(
+        (bits - MIN_BITS) * bytes_per_bit, max_extra_bytes * bytes_before
+    )
+    gains = {}
+    for index, side in product(errors, "kv"):
+        candidate = _protect(plan, index, side, getattr(wide_plan.layers[index].plan, side))
+        num_bytes = _count_bytes(cache, candidate) - bytes_before
+        if num_bytes > 0:
+            gains[index, side] = float(errors[index]["kv".index(side)].mean()) / num_bytes
+    lossy = {n: wide_plan.layers[n] for n, x in errors.items() if x[2].max() > _MAX_ERROR_RATIO}
+    plan = replace(plan, layers={**plan.layers, **lossy})
+    num_bytes = _count_bytes(cache, plan)
+    if num_bytes > max_bytes:
+        raise ConfigError(
+            f"bits: expected at least {MIN_BITS + (num_bytes - bytes_before) / bytes_per_bit:.2f} "
+            f"for this model, got {bits}, because in {len(lossy)} of {len(errors)} layers six bits "
+            f"have up to {max(x[2].max() for x in errors.values()):.0f} times the squared error of "
+            "E4M3. Leave it out for 8"
+        )
+    for index, side in sorted(gains, key=lambda key: -gains[key]):
+        candidate = _protect(plan, index, side, getattr(wide_plan.layers[index].plan, side))
+        if _count_bytes(cache, candidate) <= max_bytes:
+            plan = candidate
+    return plan
 
 
 def _count_bytes(cache: FP8PagedCache, plan: StoragePlan) -> int:

@@ -9,13 +9,14 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, Quanti
 
 from ..bench.reporting import count_bytes
 from ..cache.cache import FP8PagedCache
+from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError, FP8KVError
 from ..formats.rotation import rotate
 from ..scales.checkpoint.configs import describe_kv_scales
 from ..utils.text import suggest
 
 FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
-_BLOCK_SIZE, _MAX_CODE = 32, 127  # values that share a scale in llama.cpp's q8_0, and largest code
+_BLOCK_SIZE = 32  # number of values that share a scale in llama.cpp's formats
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
 _CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
 States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
@@ -88,7 +89,9 @@ def round_to_bfloat16(keys: torch.Tensor, values: torch.Tensor) -> States:
     return keys.bfloat16().to(keys.dtype), values.bfloat16().to(values.dtype)
 
 
-def round_to_q8_0(states: torch.Tensor, rotation_size: int | None = None) -> torch.Tensor:
+def round_to_q8_0(
+    states: torch.Tensor, rotation_size: int | None = None, max_code: int = 127
+) -> torch.Tensor:
     """Return the states `[..., D]` rounded like llama.cpp's q8_0, in their own dtype.
 
     q8_0 is int8 with a float16 scale for each block of 32 values of a head. The last block is
@@ -99,19 +102,20 @@ def round_to_q8_0(states: torch.Tensor, rotation_size: int | None = None) -> tor
     Args:
         states: K or V.
         rotation_size: Number of channels that are rotated together. None means the number for K.
+        max_code: The largest code. 31 means six bits.
     """
     size = states.shape[-1]
     if not size % _ROTATION_SIZE:
         groups = states.unflatten(-1, (-1, rotation_size or size))
-        return rotate(_round_blocks(rotate(groups))).view_as(states).to(states.dtype)
-    return _round_blocks(states).to(states.dtype)
+        return rotate(_round_blocks(rotate(groups), max_code)).view_as(states).to(states.dtype)
+    return _round_blocks(states, max_code).to(states.dtype)
 
 
-def _round_blocks(states: torch.Tensor) -> torch.Tensor:
+def _round_blocks(states: torch.Tensor, max_code: int) -> torch.Tensor:
     size = states.shape[-1]
     padded_states = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
     blocks = padded_states.unflatten(-1, (-1, _BLOCK_SIZE))
-    scale = blocks.abs().amax(-1, keepdim=True) / _MAX_CODE
+    scale = blocks.abs().amax(-1, keepdim=True) / max_code
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
     rounded_blocks: torch.Tensor = codes * scale.half().float()
@@ -123,9 +127,20 @@ def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
     return lambda model: FP8PagedCache(model.config, **options)
 
 
+def _imitate_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
+    return lambda model: RoundedCache(
+        model.config,
+        lambda k, v: (round_to_q8_0(k, None, max_code), round_to_q8_0(v, _ROTATION_SIZE, max_code)),
+    )
+
+
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
 CONTENDERS = {
     "default": Contender('FP8PagedCache, dtype="adaptive"', FP8PagedCache),
+    "6-bit": Contender(
+        "FP8PagedCache, bits=6",
+        lambda model: FP8PagedCache(model.config, **resolve_plan(model, {"bits": 6})),
+    ),
     "fp8_e3m4": Contender('FP8PagedCache, dtype="fp8_e3m4"', _paged(dtype="fp8_e3m4")),
     "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
     CHECKPOINT: Contender(
@@ -134,11 +149,10 @@ CONTENDERS = {
     ),
     "fp8-1.0": Contender('FP8PagedCache, dtype="fp8", scale 1.0', _paged(dtype="fp8", scales=1.0)),
     "q8_0": Contender(
-        "q8_0 of llama.cpp (rounding only)",
-        lambda model: RoundedCache(
-            model.config, lambda k, v: (round_to_q8_0(k), round_to_q8_0(v, _ROTATION_SIZE))
-        ),
-        8 + 16 / _BLOCK_SIZE,
+        "q8_0 of llama.cpp (rounding only)", _imitate_q8_0(127), 8 + 16 / _BLOCK_SIZE
+    ),
+    "q6_0": Contender(
+        "q8_0 with six bits (rounding only)", _imitate_q8_0(31), 6 + 16 / _BLOCK_SIZE
     ),
     "QuantizedCache": Contender(
         'QuantizedCache("fp8")', lambda model: QuantizedCache("fp8", model.config)
@@ -159,8 +173,9 @@ def choose_contenders(
 
     Args:
         model: The model.
-        names: Keys of `CONTENDERS`, or plans such as "int8 rotated". Empty means the
-            standard caches, and the checkpoint's scales if it declares any.
+        names: Keys of `CONTENDERS`, or plans such as "int8 rotated" or "fp8_e3m4 + int4 rotated"
+            (K and V). Empty means the standard caches, and the checkpoint's scales if it declares
+            any.
         scales: Folder or repository of static scales to measure as well.
 
     Raises:
@@ -170,7 +185,9 @@ def choose_contenders(
     contenders: dict[str, Contender] = {}
     refusals: dict[str, str] = {}
     for name in names or default_names:
-        contender = CONTENDERS.get(name) or Contender(f"FP8PagedCache, {name}", _paged(plan=name))
+        contender = CONTENDERS.get(name) or Contender(
+            f"FP8PagedCache, {name}", _paged(plan=name.split(" + ") if " + " in name else name)
+        )
         try:
             contender.make(model)
         except (FP8KVError, ValueError) as error:

@@ -46,6 +46,7 @@ def enable(
     key_dtype: str | None = None,
     value_dtype: str | None = None,
     plan: Plan | str | os.PathLike[str] | tuple[str, str] | None = None,
+    bits: float = 8,
     backend: str = "auto",
     probe: bool = True,
     prefix_store: PrefixStore | None = None,
@@ -72,6 +73,7 @@ def enable(
         key_dtype: Overrides `dtype` for K.
         value_dtype: Overrides `dtype` for V.
         plan: As for `FP8PagedCache`.
+        bits: As for `hf_fp8kv.enable`.
         backend: As for `FP8PagedCache`.
         probe: Whether to run the model on two short sequences, packed as in an engine and each
             alone, and compare the logits. Models that count positions themselves, or do not pass
@@ -133,6 +135,7 @@ def enable(
         "key_dtype": key_dtype,
         "value_dtype": value_dtype,
         "plan": plan,
+        "bits": bits,
         "tensor_parallel": tensor_parallel(base),
     }
     keywords = resolve_plan(base, keywords, prefix_store=prefix_store)

@@ -124,6 +124,29 @@ def test_the_default_is_the_chosen_plan(dtype: str | None, own_plan: Any, home: 
     assert vars(model).keys() - vars(make_model()).keys() == {"_hf_fp8kv_plan_choice"}
 
 
+def test_plans_are_kept_by_their_bits(own_plan: Any, home: Path, tmp_path: Path) -> None:
+    model = make_model()
+    narrow_digest, num_passes = resolve_and_count(model, bits=6)
+    assert num_passes
+    assert narrow_digest != own_plan.digest
+    assert resolve_and_count(model) == (own_plan.digest, NUM_PASSES)
+    for new_model in (model, make_model()):
+        for bits, digest in ((6, narrow_digest), (6.0, narrow_digest), (8, own_plan.digest)):
+            assert resolve_and_count(new_model, bits=bits, dtype=None) == (digest, 0)
+    assert len(list_plan_files(home)) == 2
+    for name, value in (("dtype", "fp8"), ("plan", "int8"), ("scales", 1.0)):
+        with pytest.raises(ConfigError, match=f"{name}: expected None with bits=6, got"):
+            resolve_plan(model, {"bits": 6, name: value})
+    store = PrefixStore(tmp_path / "store")
+    resolve_plan(model, {"bits": 6}, prefix_store=store)
+    assert resolve_and_count(model, store) == (own_plan.digest, 0)
+    assert len(list_plan_files(tmp_path / "store")) == 2
+    freeze_plan(model, own_plan, 6)
+    assert resolve_and_count(model, bits=6) == (own_plan.digest, 0)
+    unfreeze_plan(model)
+    assert resolve_and_count(model, bits=6) == (narrow_digest, 0)
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 

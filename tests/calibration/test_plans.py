@@ -1,7 +1,9 @@
 """Tests of the storage plans that `choose_plan` chooses."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.first_call import OperationCounter
-from benchmarks.outliers import planted_outliers
+from benchmarks.outliers import _plant_outliers, planted_outliers
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, choose_plan, disable, enable, serving
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.calibration.queries import Queries
-from hf_fp8kv.formats import SidePlan
+from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.calibration.test_calibrate import LONG_CONTEXT, make_texts
 from tests.calibration.test_texts import make_tokenizer
@@ -217,6 +219,96 @@ def test_invalid_budgets_are_rejected(llama: Any, max_extra_bytes: Any) -> None:
     with pytest.raises(ConfigError, match="max_extra_bytes: expected a share from 0 to 1, got"):
         choose_plan(llama, max_extra_bytes=max_extra_bytes)
 
+
+# -- plans of fewer bits ---------------------------------------------------------------------------
+
+
+def compute_mean_bits(plan: StoragePlan) -> float:
+    """Return the mean bits of a value, if all layers have K and V of equal sizes."""
+    bits = [FORMATS[side.format].bits for layer in plan.plan.values() for side in layer]
+    return sum(bits) / len(bits)
+
+
+def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -> None:
+    plan = choose_plan(llama, bits=6, max_extra_bytes=0)
+    assert {(x.k.format, x.v.format) for x in plan.plan.values()} == {("int6", "int6")}
+    assert all(x.k.rotated and x.v.rotated for x in plan.plan.values())
+    assert [x.k.centered for x in plan.plan.values()] == [
+        x.k.centered for x in chosen_plan.plan.values()
+    ]
+    assert re.search(r"error of attention \d\.\d% in layer \d; KL after a stored", repr(plan))
+    e4m3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
+    losses = [compare_plans(llama, x)[1] for x in (plan, e4m3, chosen_plan)]
+    assert losses[0] < 1.2 * losses[1]
+    assert losses[0] > 5 * losses[2]
+
+
+def test_a_layer_with_large_keys_has_int8_for_k_and_int4_for_v(protected_model: Any) -> None:
+    plan = choose_plan(protected_model, bits=6, max_extra_bytes=0)
+    formats = [(layer.k.format, layer.v.format) for layer in plan.plan.values()]
+    assert formats == [("int8", "int4"), *[("int6", "int6")] * 3]
+    assert plan.layers[0].k_center is not None
+    losses = []
+    for first_formats in (("int8", "int4"), ("int6", "int6")):
+        k, v = first_formats
+        first = plan.plan[0]
+        layer_plan = LayerPlan(replace(first.k, format=k), replace(first.v, format=v))
+        layers = {**plan.layers, 0: replace(plan.layers[0], plan=layer_plan)}
+        losses.append(measure_stored_prompt(protected_model, replace(plan, layers=layers)))
+    assert losses[0] < 0.5 * losses[1]
+
+
+@pytest.mark.parametrize("bits", [6.25, 6.5, 7, 7.75])
+def test_bits_bound_the_mean_of_all_values(protected_model: Any, bits: float) -> None:
+    wide = choose_plan(protected_model, max_extra_bytes=0).plan
+    plan = choose_plan(protected_model, bits=bits, max_extra_bytes=0)
+    assert bits - 0.5 < compute_mean_bits(plan) <= bits
+    sides = [(n, side) for n in plan.plan for side in (0, 1)]
+    assert all(
+        plan.plan[n][side] == wide[n][side]
+        for n, side in sides
+        if FORMATS[plan.plan[n][side].format].bits == 8 and plan.plan[n].v.format != "int4"
+    )
+
+
+def test_layers_that_lose_too_much_have_8_bits() -> None:
+    model = build_variant("llama", head_dim=64, num_hidden_layers=4, **LONG_CONTEXT)[0]
+    _plant_outliers(model.model.layers[2].self_attn, 50.0, 2)
+    with pytest.raises(ConfigError, match=r"at least 6\.50 .* got 6, because in 1 of 4 layers"):
+        choose_plan(model, bits=6)
+    plan = choose_plan(model, bits=6.5)
+    assert {n for n, x in plan.plan.items() if x.k.format == "int6"} == {0, 1, 3}
+    assert plan.plan[2] == choose_plan(model, max_extra_bytes=0).plan[2]
+    e4m3_kl = compare_plans(model, LayerPlan.parse("fp8_e4m3", "fp8_e4m3"))[1]
+    assert compare_plans(model, plan)[1] < 1.2 * e4m3_kl
+
+
+def test_a_model_that_loses_more_than_in_e4m3_is_reported(caplog: Any, monkeypatch: Any) -> None:
+    """Each head is expected to lose less than four times the error of E4M3."""
+    model = build_variant("llama", head_dim=64, **LONG_CONTEXT)[0]
+    choose_plan(model, bits=6)  # a KL below 4e-4 is not reported
+    monkeypatch.setattr(plan_choice, "MAX_KL", 0)
+    with planted_outliers(model, 12.0):
+        choose_plan(model)
+        assert not any("bits=" in message for message in caplog.messages)
+        kl = choose_plan(model, bits=6, max_extra_bytes=0).protection.kl
+    assert f"bits=6: the KL after a stored prompt is {kl:.1e}, larger than in" in caplog.text
+
+
+@pytest.mark.parametrize("bits", [5.99, 8.01, 4, True, "6", None, float("nan")])
+def test_invalid_bits_are_rejected(llama: Any, bits: Any) -> None:
+    for call in (choose_plan, enable, serving.enable):
+        with pytest.raises(ConfigError, match="bits: expected a number from 6 to 8, got"):
+            call(llama, bits=bits)
+
+
+@pytest.mark.parametrize("name", ["latent", "alibi"])
+def test_fewer_bits_need_queries(name: str) -> None:
+    with pytest.raises(ConfigError, match="bits: expected 8, because layer 0 stores latents or"):
+        choose_plan(build_variant(name, **LONG_CONTEXT)[0], bits=6)
+
+
+# -- every model type ------------------------------------------------------------------------------
 
 FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
 
