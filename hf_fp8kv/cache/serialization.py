@@ -30,7 +30,7 @@ from .paged_layers import PagedLayers
 from .plans import parse_plan
 from .tokens import Tokens
 
-VERSION = 5
+VERSION = 6
 _STOCK_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Positions are int32. A block table may have `_MIN_ENTRY_LIMIT` entries, or one entry for each byte

@@ -12,7 +12,7 @@ from ..utils.digests import digest_of
 from ..utils.files import parse_metadata
 
 # Name and version of the file format. The version changes with the meaning of the bytes.
-_FORMAT = "hf_fp8kv.prefix.4"
+_FORMAT = "hf_fp8kv.prefix.5"
 
 
 class Page(NamedTuple):

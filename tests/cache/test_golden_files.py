@@ -22,7 +22,7 @@ from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.formats.rotation import rotate
-from hf_fp8kv.ops.page_layout import make_page_layout
+from hf_fp8kv.ops.page_layout import make_page_layout, unpack_codes
 from hf_fp8kv.utils.digests import digest_of
 from tests.data.caches.make import CASES, append_tokens, continue_cache, make_cache, make_config
 
@@ -86,7 +86,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
     """Write a file with a valid digest, as an attacker could, unless `header` contains a digest."""
     tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
-    fields = {"format": "hf_fp8kv.cache", "version": "5", "meta": json.dumps(meta)}
+    fields = {"format": "hf_fp8kv.cache", "version": "6", "meta": json.dumps(meta)}
     save_file(tensors, path, metadata=fields | {"digest": digest_of(fields, tensors)} | header)
     return path
 
@@ -223,15 +223,14 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[A
         plan = [*map(SidePlan.parse, plans if isinstance(plans, list) else plans[str(index)])]
         has_scales = not is_static and not all(side.is_auto for side in plan)
         dtypes = [getattr(torch, dtype) for dtype in layer["dtypes"]]
-        stored_dtypes = [
-            dtype if side.is_auto else torch.uint8 for side, dtype in zip(plan, dtypes, strict=True)
-        ]
+        stored_dtypes = [side.find_dtype(dtype) for side, dtype in zip(plan, dtypes, strict=True)]
         (num_heads, *dims), states = layer["shape"], []
         layout = make_page_layout(num_heads, page_size, *dims, *stored_dtypes, has_scales)
         fields = layout.split(tensors[f"layers.{index}.pages"])
         for name, side, dtype in zip("kv", plan, dtypes, strict=True):
             x = (fields["k"] if name == "k" else fields["v"].mT)[pages, :, slots]
             if not side.is_auto:
+                x = unpack_codes(x, side.find_dtype(dtype))
                 x, scales_name = decode(x, FORMATS[side.format]), f"scales.{index}.{name}"
                 if has_scales:
                     scale = fields["token_scales"][pages, :, slots, "kv".index(name), None]

@@ -1,7 +1,7 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case has two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 5 of
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 6 of
 the format. Write them again only for a new version of the format.
 """
 
@@ -36,7 +36,7 @@ def make_config(model_type: str) -> Any:
 def make_plan() -> StoragePlan:
     center = torch.linspace(-2, 2, NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM)
     centered_plan = LayerPlan.parse("int8 rotated centered", "fp8_e2m5")
-    plan = LayerPlan.parse("fp8_e2m5", "int8 rotated")
+    plan = LayerPlan.parse("int6", "int4 rotated")
     return StoragePlan(
         {
             0: LayerScales(None, None, center, plan=centered_plan),
