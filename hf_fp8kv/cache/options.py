@@ -31,7 +31,7 @@ from .plans import parse_plan
 
 Prefill = Literal["exact", "stored"]
 # Formats whose range is too narrow for outliers.
-NARROW_FORMATS = ("fp8_e2m5", "int8")
+NARROW_FORMATS = tuple(x.name for x in FORMATS.values() if x.bits - 1 - x.mantissa_bits < 3)
 
 
 @dataclass(frozen=True)

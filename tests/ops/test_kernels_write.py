@@ -14,7 +14,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS, codec
 from hf_fp8kv.ops import Pages, reference
 from hf_fp8kv.ops.blocks import locate_pages
-from hf_fp8kv.ops.page_layout import pack_codes, unpack_codes
+from hf_fp8kv.ops.page_layout import pack_codes
 from tests.formats.test_search_scale import (
     make_random_vectors,
     make_special_vectors,

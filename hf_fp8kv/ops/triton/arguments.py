@@ -204,9 +204,7 @@ def make_side_sizes(pages: Pages, name: str) -> SideSizes:
             f"{dim}. Choose an 8-bit format"
         )
     rotation_size = find_rotation_block(dim) if stored.rotated else 1
-    return _make_unique_sizes(
-        dim, width, rotation_size, pages.layout.head_size, stored_size
-    )
+    return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size, stored_size)
 
 
 def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, fp32: bool) -> Codec:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...formats import FORMATS
 from ..pages import Pages
 from .arguments import make_pointers, make_side_sizes
+from .codec import pack
 from .encoder import (
     SEARCH_STEPS,
     compute_dynamic_scale,
@@ -18,7 +19,6 @@ from .encoder import (
     search_scale_at_once,
     to_bfloat16,
 )
-from .codec import pack
 from .page_access import load_page_offset, point_to_head
 from .replay import Variables, replayed, shape_and_strides
 from .rotation import lay_out_like, rotate
