@@ -99,9 +99,9 @@ class FP8PagedCache(DynamicCache):
             attention.
         dtype: Format of K and V: "fp8_e3m4", "fp8_e4m3" (also "fp8" or "fp8_e4m3fn"),
             "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", "int6", "int4", "model" for the model's
-            dtype, or "adaptive" for the plan of the model. None means "adaptive" if a model is passed, and
-            no other argument says how to store. Otherwise, it means "fp8_e3m4", or "fp8_e4m3" if
-            `scales` are given.
+            dtype, or "adaptive" for the plan of the model. None means "adaptive" if a model is
+            passed, and no other argument says how to store. Otherwise, it means "fp8_e3m4", or
+            "fp8_e4m3" if `scales` are given.
         key_dtype: Format of K, instead of `dtype`.
         value_dtype: Format of V, instead of `dtype`.
         plan: Storage plan, instead of the three arguments above: a `StoragePlan` (see
