@@ -88,7 +88,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     full_mask = {"extras": ("complete",)}
     main_calls = [
         *formats, *({**fmt, **static} for fmt in formats if FORMATS[fmt["k"]].bits == 8), auto,
-        {"dims": (64, 64)}, {"page_size": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
+        {"dims": (64, 64)}, {"page_size": 128}, {"groups": 8}, {"groups": 1},
+        {"extras": ("window",)},
         rotation, {**rotation, **int8, **static},
     ]  # fmt: skip
     # Models with latents have 16 to 128 heads, and a RoPE part in 16 bits.
