@@ -75,9 +75,15 @@ class Reader:
     """
 
     def __init__(
-        self, model: PreTrainedModel, rng: random.Random, num_tokens: int, num_texts: int
+        self,
+        model: PreTrainedModel,
+        rng: random.Random,
+        num_tokens: int,
+        num_texts: int,
+        plan: str = "",
     ) -> None:
         self.model: Any = model
+        self.storage = {"plan": plan} if plan else {}
         self.rng, self.num_tokens, self.num_texts = rng, num_tokens, num_texts
         self.num_evicted = 0  # requests that engines evicted
         self.enable_pages()
@@ -86,9 +92,11 @@ class Reader:
         self.logits, self.states = self.read(self.texts[:1], [num_tokens])
 
     def enable_pages(self, **keywords: Any) -> None:
+        keywords |= self.storage
         enable(self.model, deterministic=True, page_size=PAGE_SIZE, **keywords)
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
+        keywords |= self.storage
         return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE_SIZE, **keywords)
 
     @torch.no_grad()
@@ -213,7 +221,7 @@ class Reader:
             self.num_evicted += len(manager.scheduler.waiting_requests) - num_waiting
             return has_offloaded
 
-        serving.enable(self.model, deterministic=True)
+        serving.enable(self.model, deterministic=True, **self.storage)
         config = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=-1)
         batching = ContinuousBatchingConfig(
             return_logprobs=True, max_batch_tokens=self.rng.choice([64, 100, 256]),
@@ -329,6 +337,7 @@ def measure_reproducibility(
     models: str = "",
     dtypes: str = "float32,bfloat16",
     device: str = "cpu",
+    plan: str = "",
     progress: Callable[[str], None],
 ) -> Result:
     """Return a row for each model, dtype and kind of combination.
@@ -347,7 +356,7 @@ def measure_reproducibility(
         torch.manual_seed(seed)
         model = build_model(name, dtype, device)
         sizes = DEMO_TEXT_SIZES if name == DEMO_NAME else TEXT_SIZES
-        reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes)
+        reader = Reader(model, random.Random(f"{seed} {name} {dtype}"), *sizes, plan)
         compare_by_kind = {
             "batch": reader.read_in_batch, "fork": reader.continue_fork,
             "recompute": reader.recompute_tail, "preallocated": reader.read_preallocated,
@@ -375,7 +384,7 @@ def measure_reproducibility(
                 "seconds": round(time.perf_counter() - start, 1),
             })  # fmt: skip
         disable(model)
-    settings = {"seed": seed, "threads": torch.get_num_threads(), "device": device}
+    settings = {"seed": seed, "threads": torch.get_num_threads(), "device": device, "plan": plan}
     costs = [row for dtype in dtypes.split(",") if cost for row in measure_cost(dtype, device)]
     return {**run, "settings": settings, "rows": rows, "costs": costs}
 
@@ -388,6 +397,7 @@ if __name__ == "__main__":
             "--models": {"help": "Some of llama, mistral, gemma2, gpt_oss, deepseek_v3, SmolLM2."},
             "--dtypes": {"help": "float32, bfloat16, or both."},
             "--device": {"help": "Device of the models, for example cuda. Default: cpu."},
+            "--plan": {"help": "Storage plan, such as 'int6 rotated'. Default: that of the model."},
             "--cost": {"action": "store_true", "help": "Measure the cost in time."},
             "--combinations": {"type": int, "help": "Number over all models and dtypes."},
         },
