@@ -33,8 +33,8 @@ def __getattr__(name: str) -> Any:
         )
     if envs.VLLM_BATCH_INVARIANT:
         raise ConfigError(
-            "VLLM_BATCH_INVARIANT: expected a GPU, got a CPU, on which vLLM's own operations depend "
-            "on the batch. Unset it, or use hf_fp8kv.enable(model, deterministic=True)"
+            "VLLM_BATCH_INVARIANT: expected a GPU, got a CPU, on which vLLM's own operations "
+            "depend on the batch. Unset it, or use hf_fp8kv.enable(model, deterministic=True)"
         )
     from .cpu import PagedCPUBackend
 

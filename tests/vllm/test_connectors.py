@@ -123,7 +123,7 @@ def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, t
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
-    with pytest.raises(ConfigError, match="expected one of .*got 'ExampleConnector'"):
+    with pytest.raises(ConfigError, match=r"expected one of .*got 'ExampleConnector'"):
         serve(folder, "hf_fp8kv_e3m4", kv_transfer_config=transfer_config)
     serve(folder, "auto", kv_transfer_config=transfer_config)  # vLLM's own dtypes keep all
     for name, options, message in (
