@@ -183,14 +183,14 @@ def test_a_step_matches_the_reference(backend, gap, kind, attention):
 def test_a_deterministic_request_does_not_depend_on_the_steps(backend):
     """The request is one step, or it shares several steps with a second request."""
     generator = torch.Generator().manual_seed(9)
-    num_tokens, other = 70, (30, 1, 1, 40)
+    num_tokens, other = 40, (18, 1, 1, 20)
     tokens = [
         torch.randn((num_tokens + sum(other), n, HEAD_DIM), generator=generator)
         for n in (NUM_QUERY_HEADS, NUM_HEADS, NUM_HEADS)
     ]
     table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
     results = []
-    for counts, other_counts in (([num_tokens], [0]), ([40, 1, 20, 9], other)):
+    for counts, other_counts in (([num_tokens], [0]), ([20, 1, 10, 9], other)):
         layer = Layer("dynamic", backend)
         layer.spec = layer.spec._replace(deterministic=True)
         outputs, ends = [], [0, 0]
