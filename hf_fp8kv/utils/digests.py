@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..errors import ConfigError
+from .files import WEIGHT_SUFFIXES
 
 _WORDS_PER_CHECKSUM = 1 << 20  # number of four-byte words
 # Random ids of models whose weights cannot be sampled.
@@ -81,11 +82,21 @@ def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = (
     return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
 
 
-def sample_file(path: Path) -> str:
-    """Return a digest of 64 bytes of each tensor of a file of weights, and of its size.
+def sample_checkpoint(path: str) -> dict[str, str]:
+    """Return digests of a folder's config and files of weights, by name, or {} without weights.
 
-    Tensors are found in safetensors only. A file of another format has 1,024 parts instead.
+    The digest of a file of weights includes 64 bytes of each tensor. `path` may also be a file.
     """
+    root = Path(path)
+    paths = root.iterdir() if root.is_dir() else [root]
+    files = [x for x in paths if x.is_file() and x.stat().st_size]
+    samples = {x.name: _sample_file(x) for x in files if x.suffix in WEIGHT_SUFFIXES}
+    configs = {x.name: digest_of(x.read_text()) for x in files if x.name == "config.json"}
+    return samples and samples | configs
+
+
+def _sample_file(path: Path) -> str:
+    """Return a digest of the size of a file of weights, and of bytes spread over it."""
     contents = np.memmap(path, mode="r")
     part_size = -(-len(contents) // 1024)
     spans = [(start, start + part_size) for start in range(0, len(contents), part_size)]

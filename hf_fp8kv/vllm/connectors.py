@@ -7,14 +7,10 @@ fingerprint of everything. Connectors that store blocks under other names are re
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..prefix.stored_pages import digest_options
-from ..utils.digests import digest_of, sample_file
-from ..utils.files import WEIGHT_SUFFIXES
+from ..utils.digests import digest_of, sample_checkpoint
 from .dtypes import DTYPES
 from .storage import read_storage
 
@@ -60,11 +56,10 @@ def rename_model(config: Any, kv_cache_config: Any) -> Any:
     """
     if config.cache_config.cache_dtype not in DTYPES:
         return config
+    # vLLM's files have the blocks of all layers of the first rank, then of the second rank. Even
+    # blocks that can be cut by heads are therefore only read by the same number of ranks.
+    ranks = config.parallel_config.world_size, config.parallel_config.tensor_parallel_size
     block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    parallel = config.parallel_config
-    # Blocks have the KV heads of one rank. In vLLM's files they follow each other by rank, not by
-    # head, so files of one number of ranks cannot be read by another number.
-    ranks = parallel.world_size, parallel.tensor_parallel_size
     fingerprint = digest_of(identify_bytes(config), block_sizes, ranks)[:16]
     config = copy.copy(config)
     config.model_config = copy.copy(config.model_config)
@@ -81,39 +76,33 @@ def identify_bytes(config: Any) -> str:
         ConfigError: The weights are neither files nor a repository with a commit.
     """
     model = config.model_config
-    name = config.cache_config.cache_dtype
+    draft = getattr(config.speculative_config, "draft_model_config", None)
     num_ranks = config.parallel_config.tensor_parallel_size
-    layers = range(model.hf_text_config.num_hidden_layers)
     storages = set()
     for rank in range(num_ranks):  # scales in files for each rank may differ
-        storage = read_storage(
-            name, config.additional_config, model.model, rank, num_ranks, model.revision,
-            config.instance_id,
-        )  # fmt: skip
-        options = replace(storage.config.options, backend="auto")
-        plans = ((index, None, options.layer_plan(index)) for index in layers)
-        storages.add(digest_options(options, plans))
-    drafts = [x.draft_model_config for x in [config.speculative_config] if x is not None]
+        options = read_storage(
+            config.cache_config.cache_dtype, config.additional_config, model.model, rank,
+            num_ranks, model.revision, config.instance_id,
+        ).config.options  # fmt: skip
+        plans = [str(options.layer_plan(n)) for n in range(model.hf_text_config.num_hidden_layers)]
+        storages.add(digest_of(getattr(options.scales, "digest", options.scales), plans))
     return digest_of(
-        name,
-        sorted(storages),
+        config.cache_config.cache_dtype,
         config.cache_config.kv_cache_dtype_skip_layers,
         config.load_config.load_format,
-        [_describe_weights(x) for x in [model, *filter(None, drafts)]],
+        sorted(storages),
+        *map(_describe_weights, filter(None, (model, draft))),
     )
 
 
 def _describe_weights(model: Any) -> list[object]:
     """Return facts about the weights of vLLM's `ModelConfig`, from its files or repository."""
-    facts = [str(model.dtype), model.quantization, model.hf_overrides]
-    path = Path(model.model)
-    files = [x for x in (sorted(path.iterdir()) if path.is_dir() else [path]) if x.is_file()]
-    samples = [(x.name, sample_file(x)) for x in files if x.suffix in WEIGHT_SUFFIXES]
-    if samples:
-        return [*facts, samples, [x.read_text() for x in files if x.name == "config.json"]]
-    if commit := getattr(model.hf_config, "_commit_hash", None):
-        return [*facts, model.model, commit]
-    raise ConfigError(
-        f"--kv-transfer-config: expected weights in a folder or a repository, to name blocks after "
-        f"them, got {model.model!r}. Serve this model without a connector"
-    )
+    files = sample_checkpoint(model.model)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if not files and commit is None:
+        raise ConfigError(
+            f"--kv-transfer-config: expected weights in a folder or a repository, after which "
+            f"blocks are named, got {model.model!r}. Serve this model without a connector"
+        )
+    source = files or (model.model, commit)
+    return [str(model.dtype), model.quantization, model.hf_overrides, source]
