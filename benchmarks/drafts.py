@@ -146,7 +146,10 @@ def summarize(texts: list[dict[str, dict[str, Any]]], context: int) -> list[Resu
 
 
 def decode_with_drafts(
-    model: PreTrainedModel, draft: PreTrainedModel, ids: torch.Tensor, contender: Contender,
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    ids: torch.Tensor,
+    contender: Contender,
     num_tokens: int,
 ) -> float:
     """Return the tokens per step of sampled decoding with drafts by the rounded model."""
