@@ -56,11 +56,14 @@ def rename_model(config: Any, kv_cache_config: Any) -> Any:
     """
     if config.cache_config.cache_dtype not in DTYPES:
         return config
-    # vLLM's files have the blocks of all layers of the first rank, then of the second rank. Even
-    # blocks that can be cut by heads are therefore only read by the same number of ranks.
-    ranks = config.parallel_config.world_size, config.parallel_config.tensor_parallel_size
-    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    fingerprint = digest_of(identify_bytes(config), block_sizes, ranks)[:16]
+    fingerprint = digest_of(
+        identify_bytes(config),
+        [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
+        # vLLM's files have the blocks of all layers of the first rank, then of the second rank.
+        # Even blocks that can be cut by heads are therefore only read by the same number of ranks.
+        config.parallel_config.world_size,
+        config.parallel_config.tensor_parallel_size,
+    )[:16]
     config = copy.copy(config)
     config.model_config = copy.copy(config.model_config)
     config.model_config.model += f"-{fingerprint}"
@@ -84,8 +87,8 @@ def identify_bytes(config: Any) -> str:
             config.cache_config.cache_dtype, config.additional_config, model.model, rank,
             num_ranks, model.revision, config.instance_id,
         ).config.options  # fmt: skip
-        plans = [str(options.layer_plan(n)) for n in range(model.hf_text_config.num_hidden_layers)]
-        storages.add(digest_of(getattr(options.scales, "digest", options.scales), plans))
+        scales = getattr(options.scales, "digest", options.scales)
+        storages.add(digest_of(scales, str(options.plan)))
     return digest_of(
         config.cache_config.cache_dtype,
         config.cache_config.kv_cache_dtype_skip_layers,
@@ -104,5 +107,6 @@ def _describe_weights(model: Any) -> list[object]:
             f"--kv-transfer-config: expected weights in a folder or a repository, after which "
             f"blocks are named, got {model.model!r}. Serve this model without a connector"
         )
-    source = files or (model.model, commit)
-    return [str(model.dtype), model.quantization, model.hf_overrides, source]
+    source = [files] if files else [model.model, commit]
+    options = [str(model.dtype), model.quantization, model.hf_overrides, model.hf_config_path]
+    return [*options, *source]

@@ -85,15 +85,13 @@ def _register_attention() -> None:
         register_backend(_GPU_BACKEND_NAME, _GPU_BACKEND_PATH)
 
 
+@functools.cache  # a second call would rename twice
 def _rename_models() -> None:
     """Make vLLM's factory pass a model to connectors whose name has a fingerprint of the bytes."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     create_connector = KVConnectorFactory.create_connector
-    if hasattr(create_connector, "__wrapped__"):
-        return
 
-    @functools.wraps(create_connector)
     def create_renamed(config: Any, role: Any, kv_cache_config: Any) -> Any:
         from .connectors import rename_model
 

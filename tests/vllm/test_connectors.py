@@ -1,5 +1,6 @@
 """Tests that vLLM never reads blocks of other weights, plans or scales, as in a restart."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -72,12 +73,14 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
     def configure(num_ranks=1, **fields):
         model = SimpleNamespace(
             model=folder, revision=None, dtype=torch.float32, quantization=None, hf_overrides={},
-            hf_text_config=SimpleNamespace(num_hidden_layers=2), hf_config=SimpleNamespace(),
+            hf_config_path=None, hf_config=SimpleNamespace(),
         )  # fmt: skip
         vars(model).update({name: x for name, x in fields.items() if name in vars(model)})
         return SimpleNamespace(
             model_config=model,
-            additional_config={"hf_fp8kv": {"scales": str(tmp_path / "scales")}},
+            additional_config={
+                "hf_fp8kv": {"scales": fields.get("scales", str(tmp_path / "scales"))}
+            },
             cache_config=SimpleNamespace(
                 cache_dtype=fields.get("cache_dtype", "hf_fp8kv_static"),
                 kv_cache_dtype_skip_layers=fields.get("skip_layers", []),
@@ -101,8 +104,22 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
     for fields in (
         {"dtype": torch.float16}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 1.0}},
         {"cache_dtype": "hf_fp8kv_e4m3_static"}, {"skip_layers": ["0"]}, {"load_format": "dummy"},
+        {"scales": 1.0}, {"scales": 2.0}, {"hf_config_path": "other"},
     ):  # fmt: skip
         assert identify_bytes(configure(**fields)) != fingerprint, fields
+    copied_folder = shutil.copytree(folder, tmp_path / "copy")
+    assert identify_bytes(configure(model=str(copied_folder))) == fingerprint
+    config_path = copied_folder / "config.json"
+    config_path.write_text(config_path.read_text().replace("1024", "2048"))
+    edited_fingerprint = identify_bytes(configure(model=str(copied_folder)))
+    (copied_folder / "model.safetensors").rename(copied_folder / "weights.bin")
+    with open(copied_folder / "weights.bin", "r+b") as file:
+        fingerprints = [edited_fingerprint, identify_bytes(configure(model=str(copied_folder)))]
+        file.seek(100_000)
+        file.write(bytes(5000))
+        file.flush()
+        fingerprints.append(identify_bytes(configure(model=str(copied_folder))))
+    assert len({*fingerprints, fingerprint}) == 4
     hub_config = SimpleNamespace(_commit_hash="0a")
     commits = [identify_bytes(configure(model="org/model", hf_config=hub_config))]
     hub_config._commit_hash = "0b"
