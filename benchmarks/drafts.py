@@ -146,8 +146,8 @@ def summarize(texts: list[dict[str, dict[str, Any]]], context: int) -> list[Resu
 
 
 def decode_with_drafts(
-    model: PreTrainedModel,
-    draft: PreTrainedModel,
+    model: Any,
+    draft: Any,
     ids: torch.Tensor,
     contender: Contender,
     num_tokens: int,

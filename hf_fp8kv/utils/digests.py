@@ -100,12 +100,13 @@ def _sample_file(path: Path) -> str:
     contents = np.memmap(path, mode="r")
     part_size = -(-len(contents) // 1024)
     spans = [(start, start + part_size) for start in range(0, len(contents), part_size)]
-    header = {}
+    header: dict[str, Any] = {}
     if path.suffix == ".safetensors":
         data_start = 8 + int.from_bytes(contents[:8].tobytes(), "little")
         header = json.loads(contents[8:data_start].tobytes())
         header.pop("__metadata__", None)
-        spans = [[data_start + n for n in x["data_offsets"]] for x in header.values()]
+        offsets = [x["data_offsets"] for x in header.values()]
+        spans = [(data_start + start, data_start + stop) for start, stop in offsets]
     # An odd step reads low and high bytes of values.
     samples = [contents[start : stop : (stop - start) // 64 | 1] for start, stop in spans]
     return digest_of(len(contents), header, [sample.tobytes().hex() for sample in samples])
