@@ -25,6 +25,9 @@ class Scores:
     kl: Tensor  # [n]
     top1_match: Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
     nll: Tensor  # [m], negative log-likelihood of the next token, if the text has one
+    # [n], half the sum of the absolute differences of probabilities. A draft token is accepted
+    # less often by at most this probability.
+    total_variation: Tensor
 
     def summarize(self, cache: str = "") -> QualityRow:
         """Return the row of a cache: the means and the largest divergence over all tokens.
@@ -39,7 +42,8 @@ class Scores:
     @classmethod
     def concat(cls, parts: Iterable["Scores"]) -> "Scores":
         """Concatenate the scores of several chunks or texts."""
-        return cls(*map(torch.cat, zip(*((x.kl, x.top1_match, x.nll) for x in parts), strict=True)))
+        fields = ((x.kl, x.top1_match, x.nll, x.total_variation) for x in parts)
+        return cls(*map(torch.cat, zip(*fields, strict=True)))
 
 
 def compare_caches(
@@ -132,15 +136,19 @@ def compute_scores(expected: Tensor, logits: Tensor, next_ids: Tensor) -> Scores
     """
     # Temporary tensors of a few tokens stay in a CPU's caches, which cuts the time to a third.
     results = map(_compare_logits, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
-    kl, top1_match, logsumexp = (torch.cat(slices, 1) for slices in zip(*results, strict=True))
+    fields = (torch.cat(slices, 1) for slices in zip(*results, strict=True))
+    kl, top1_match, logsumexp, total_variation = fields
     num_next = next_ids.shape[1]
     next_logits = logits[:, :num_next].gather(-1, next_ids[..., None].to(logits.device))[..., 0]
     nll = logsumexp[:, :num_next] - next_logits
-    return Scores(*(x.flatten().double().cpu() for x in (kl, top1_match, nll)))
+    return Scores(*(x.flatten().double().cpu() for x in (kl, top1_match, nll, total_variation)))
 
 
 def _compare_logits(expected: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """Return the divergence, equality of the argmax, and logsumexp of `logits`, each `[B, T]`."""
+    """Return the divergence, equality of the argmax, logsumexp of `logits`, and total variation.
+
+    Each is `[B, T]`.
+    """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     expected, logits = expected.to(dtype), logits.to(dtype)
     p = expected.softmax(-1)
@@ -150,7 +158,8 @@ def _compare_logits(expected: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     cached_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
     kl = torch.where(p > 0, p * (logit_diff - mean).expm1(), cached_p).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
-    return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1)
+    total_variation = (p - logits.softmax(-1)).abs().sum(-1) / 2
+    return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1), total_variation
 
 
 def make_last_logit_kwargs(model: PreTrainedModel) -> dict[str, int]:

@@ -395,7 +395,7 @@ class _Card:
 
 
 def summarize_scores(texts: Sequence[Scores]) -> dict[str, Any]:
-    """Return the mean, 99th percentile and maximum of the divergence, top-1 and perplexity.
+    """Return the mean, 99th percentile and maximum of the divergence, and means of other scores.
 
     `kl_error` is the standard error of the mean over the texts, or None for a single text.
     """
@@ -404,7 +404,12 @@ def summarize_scores(texts: Sequence[Scores]) -> dict[str, Any]:
     row = asdict(all_scores.summarize())
     del row["cache"]
     standard_error = means.std().item() / len(means) ** 0.5 if len(means) > 1 else None
-    return {**row, "kl_error": standard_error, "kl_p99": all_scores.kl.quantile(0.99).item()}
+    return {
+        **row,
+        "kl_error": standard_error,
+        "kl_p99": all_scores.kl.quantile(0.99).item(),
+        "total_variation": all_scores.total_variation.mean().item(),
+    }
 
 
 def judge_cache(entry: Mapping[str, Any], floor_entry: Mapping[str, Any] | None) -> dict[str, Any]:

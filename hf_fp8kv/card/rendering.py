@@ -105,7 +105,8 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"KL (1e-3) and top-1 compare the last {settings['scored']} predictions before each "
         f"position, in each of {len(KINDS) * settings['texts']} texts, with the predictions of the "
-        f"unquantized cache.{stored} Drift is the change of KL per 1,000 tokens along "
+        f"unquantized cache.{stored} Total variation bounds the share of draft tokens that the "
+        "cache rejects in addition. Drift is the change of KL per 1,000 tokens along "
         f"{settings['answers']} answers of {settings['drift']:,} tokens (at least 1,024){floor}, "
         "with a 95% interval. A drift of the detectable size would be found with 80% probability."
     )
@@ -141,6 +142,9 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
             "99th percentile": _format_kl(rows[-1]["kl_p99"]),
             "largest KL": _format_kl(rows[-1]["kl_max"]),
             **{f"top-1 at {x['position']:,}": f"{x['top1']:.1%}" for x in rows},
+            **{
+                f"total variation at {x['position']:,}": f"{x['total_variation']:.2%}" for x in rows
+            },
             "KL of answers": _format_kl(drift["kl"]),
             "drift": "",
             "detectable drift": "",

@@ -6,12 +6,15 @@ import json
 import re
 import uuid
 import weakref
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from ..errors import ConfigError
+from .files import WEIGHT_SUFFIXES
 
 _WORDS_PER_CHECKSUM = 1 << 20  # number of four-byte words
 # Random ids of models whose weights cannot be sampled.
@@ -77,6 +80,36 @@ def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = (
     names = [(name, x.shape, str(x.dtype)) for name, x in tensors.items()]
     model_id = "" if can_sample(model) else _model_ids.setdefault(model, uuid.uuid4().hex)
     return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
+
+
+def sample_checkpoint(path: str) -> dict[str, str]:
+    """Return digests of a folder's config and files of weights, by name, or {} without weights.
+
+    The digest of a file of weights includes 64 bytes of each tensor. `path` may also be a file.
+    """
+    root = Path(path)
+    paths = root.iterdir() if root.is_dir() else [root]
+    files = [x for x in paths if x.is_file() and x.stat().st_size]
+    samples = {x.name: _sample_file(x) for x in files if x.suffix in WEIGHT_SUFFIXES}
+    configs = {x.name: digest_of(x.read_text()) for x in files if x.name == "config.json"}
+    return samples and samples | configs
+
+
+def _sample_file(path: Path) -> str:
+    """Return a digest of the size of a file of weights, and of bytes spread over it."""
+    contents = np.memmap(path, mode="r")
+    part_size = -(-len(contents) // 1024)
+    spans = [(start, start + part_size) for start in range(0, len(contents), part_size)]
+    header: dict[str, Any] = {}
+    if path.suffix == ".safetensors":
+        data_start = 8 + int.from_bytes(contents[:8].tobytes(), "little")
+        header = json.loads(contents[8:data_start].tobytes())
+        header.pop("__metadata__", None)
+        offsets = [x["data_offsets"] for x in header.values()]
+        spans = [(data_start + start, data_start + stop) for start, stop in offsets]
+    # An odd step reads low and high bytes of values.
+    samples = [contents[start : stop : (stop - start) // 64 | 1] for start, stop in spans]
+    return digest_of(len(contents), header, [sample.tobytes().hex() for sample in samples])
 
 
 def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:

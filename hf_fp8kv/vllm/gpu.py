@@ -85,6 +85,11 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return True, because `AttentionSpec.deterministic` is set in this mode of vLLM."""
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Return False, because steps are planned on the host from the requests' tokens."""
         return False

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -15,6 +16,7 @@ from ..errors import ConfigError
 from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
 from ..serving.step import LayerWork
+from .connectors import refuse_connectors
 from .page_views import check_block_size, view_pages
 from .scheduler_step import DecodeStep, PlannedStep, is_decoding, plan_step
 from .specs import customize_backend
@@ -31,6 +33,8 @@ def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config:
         # With this option, host copies of a step's sizes may not have arrived from the device.
         ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill),
     )
+    if (transfer := config.kv_transfer_config) is not None:
+        refuse_connectors(transfer.kv_connector, transfer.kv_connector_extra_config)
 
 
 def refuse_spec(dtype: str, spec: Any) -> None:
@@ -237,7 +241,14 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         assert self.bound_layer is not None
         if self.shares_pages:
             key = value = None
-        spec = AttentionSpec(self.scale, True, self.sliding_window, self.softcap, self.sinks)
+        spec = AttentionSpec(
+            self.scale,
+            True,
+            self.sliding_window,
+            self.softcap,
+            self.sinks,
+            deterministic=envs.VLLM_BATCH_INVARIANT,
+        )
         self.bound_layer.attend(query, key, value, kv_cache, attn_metadata.work, spec, output)
         return output
 

@@ -1,5 +1,6 @@
 """Register the plugin's dtypes and attention in vLLM, depending on its version."""
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ _GPU_BACKEND_PATH = "hf_fp8kv.vllm.gpu.PagedGPUBackend"
 
 
 def register_dtypes() -> None:
-    """Register all dtypes, and the attention for CPUs and GPUs."""
+    """Register all dtypes, the attention for CPUs and GPUs, and the names of stored blocks."""
     from vllm.config import cache
 
     if hasattr(cache, "register_kv_cache_dtype"):
@@ -20,6 +21,7 @@ def register_dtypes() -> None:
     else:
         _extend_literal()
     _register_attention()
+    _rename_models()
 
 
 def _register_handlers(cache: Any) -> None:
@@ -81,3 +83,18 @@ def _register_attention() -> None:
             register_backend(AttentionBackendEnum[name], f"{_CPU_BACKENDS_MODULE}.{name}")
     if not hasattr(AttentionBackendEnum, _GPU_BACKEND_NAME):
         register_backend(_GPU_BACKEND_NAME, _GPU_BACKEND_PATH)
+
+
+@functools.cache  # a second call would rename twice
+def _rename_models() -> None:
+    """Make vLLM's factory pass a model to connectors whose name has a fingerprint of the bytes."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    create_connector = KVConnectorFactory.create_connector
+
+    def create_renamed(config: Any, role: Any, kv_cache_config: Any) -> Any:
+        from .connectors import rename_model
+
+        return create_connector(rename_model(config, kv_cache_config), role, kv_cache_config)
+
+    KVConnectorFactory.create_connector = staticmethod(create_renamed)

@@ -8,6 +8,7 @@ stored bytes as its own, because it does not check whether MLA supports a dtype.
 
 from typing import Any
 
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -29,6 +30,11 @@ def __getattr__(name: str) -> Any:
         raise ConfigError(
             f"--kv-cache-dtype {config.cache_config.cache_dtype}: expected a model with keys and "
             "values, got a model with latents (MLA). Serve it with --kv-cache-dtype auto"
+        )
+    if envs.VLLM_BATCH_INVARIANT:
+        raise ConfigError(
+            "VLLM_BATCH_INVARIANT: expected a GPU, got a CPU, on which vLLM's own operations "
+            "depend on the batch. Unset it, or use hf_fp8kv.enable(model, deterministic=True)"
         )
     from .cpu import PagedCPUBackend
 

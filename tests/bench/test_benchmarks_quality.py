@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import latent_accuracy, prompts
+from benchmarks import drafts, latent_accuracy, prompts
 from benchmarks.outliers import planted_outliers
+from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.errors import ConfigError
 from tests.helpers.command_line import save_tiny_model
 from tests.helpers.tiny_models import build_variant
@@ -32,6 +33,42 @@ def test_the_default_stores_latents_better_than_a_scale_per_128_values():
         if kind == "large positions":  # RoPE parts saturate with the latent's scale
             saturated_kl = rows["e4m3, the latent's scale for both"]["kl"]
             assert saturated_kl > 10 * rows["latents fp8_e3m4, positions fp8_e4m3"]["kl"]
+
+
+def test_a_step_yields_the_accepted_drafts_and_a_token():
+    acceptance = torch.tensor([1.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0])
+    assert drafts.NUM_DRAFTED == 5
+    assert drafts.count_tokens(acceptance).tolist() == [2.75, 1.75, 1.5, 1.0]
+
+
+def test_a_cache_costs_drafts_at_most_the_total_variation():
+    model, _ = build_variant("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.ndim > 1 else 1)  # predictions depend on attention
+    draft = drafts.round_weights(model)
+    names = (drafts.FLOOR, "default", "fp8-1.0")
+    contenders = {name: drafts.find_contender(name) for name in names}
+    texts = []
+    with paged_attention(model), paged_attention(draft):
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.randint(4, 90, (1, 64), generator=generator)
+            texts.append(
+                drafts.score_context(model, draft, ids, contenders, scored=16, exit_layers=1)
+            )
+        tokens = drafts.decode_with_drafts(model, draft, ids, contenders["default"], 20)
+    assert 1 <= tokens <= 1 + drafts.NUM_DRAFTED
+    rows = drafts.summarize(texts, 64)
+    assert len(rows) == 2 * len(names)
+    by_cache = {row["cache"]: row for row in rows if row["draft"] == drafts.ROUNDED}
+    exact = by_cache[drafts.FLOOR]
+    assert exact["low"] == exact["ratio"] == exact["high"] == 1
+    assert 0 == exact["kl"] < by_cache["default"]["kl"] < by_cache["fp8-1.0"]["kl"]
+    for row in by_cache.values():
+        assert abs(exact["acceptance"] - row["acceptance"]) <= row["total_variation"] + 1e-6
+        assert row["low"] <= row["ratio"] <= row["high"]
+    assert drafts.draw_plot(rows).startswith(b"\x89PNG")
 
 
 def test_a_model_with_planted_outliers_gives_the_same_logits():

@@ -122,6 +122,7 @@ def test_kl_is_asymmetric_and_kl_max_is_its_largest_value() -> None:
     assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third_kl])
     assert scores.top1_match.tolist() == [0.0, 1.0, 1.0]
     assert scores.nll.tolist() == pytest.approx([math.log(4), math.log(2)])
+    assert scores.total_variation.tolist() == pytest.approx([0.25, 0.0, 0.2])
     quality = scores.summarize()
     assert quality.kl == pytest.approx((0.25 * math.log(2) + third_kl) / 3)
     assert quality.kl_max == pytest.approx(0.25 * math.log(2))
@@ -137,4 +138,6 @@ def test_a_token_that_is_impossible_with_both_caches_adds_no_divergence() -> Non
     first_kl = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
     assert scores.kl.tolist() == pytest.approx([first_kl, math.log(2)])
     # A possible token that becomes impossible makes the divergence infinite.
-    assert compute_scores(actual, expected, torch.tensor([[0, 0]])).kl[1] == math.inf
+    impossible_scores = compute_scores(actual, expected, torch.tensor([[0, 0]]))
+    assert impossible_scores.kl[1] == math.inf
+    assert impossible_scores.total_variation.tolist() == pytest.approx([0.25, 0.5])

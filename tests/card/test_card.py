@@ -84,6 +84,10 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
     assert caches["bf16"]["steps"] == {"64": None}, "expected no times of an imitated cache"
     markdown = (tmp_path / "card.md").read_text()
     assert re.search(r"\| KL at 96, stored( \| [\d.]+ ± [\d.]+){3} \|", markdown)
+    assert re.search(r"\| total variation at \d+( \| [\d.]+%){3} \|", markdown)
+    for cache in caches.values():
+        for row in cache["predictions"]:
+            assert 0 < row["total_variation"] <= (row["kl"] / 2) ** 0.5  # Pinsker's inequality
     for cache in caches.values():
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())

@@ -1,4 +1,7 @@
-"""Tests of reading scales for shifted or rotated values: ModelOpt's FP8_AFFINE, and rotated K."""
+"""Tests of reading scales for shifted or rotated values, or for some layers only.
+
+These are ModelOpt's FP8_AFFINE and `kv_cache_quantized_layers`, and rotated K.
+"""
 
 import json
 from pathlib import Path
@@ -9,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales
@@ -190,4 +194,86 @@ def test_scales_of_unrotated_k_are_not_written_for_rotated_k(plain_folder, tmp_p
 def test_rotations_of_weights_are_ignored(plain_folder, tmp_path):
     weights = [{"targets": ["re:.*v_proj$"], "location": "weight_output"}]
     folder = save_rotated(plain_folder, tmp_path / "rotated", apply=weights, type="random-hadamard")
+    assert KVScales.from_pretrained(folder).plan is None
+
+
+ALL_LAYERS = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+
+
+def save_partial(plain_folder, folder, formats, scale_layers, *, in_second_config=False):
+    """Save a checkpoint as ModelOpt 0.48 does if only some layers have a quantized cache."""
+    entries = {
+        "kv_cache_quantized_layers": {name: {"quant_algo": x} for name, x in formats.items()},
+        "kv_cache_schema_version": 1,
+    }
+    tensors = {
+        f"{index}.self_attn.{side}_proj.{side}_scale": torch.tensor(0.25 + index)
+        for index in scale_layers for side in "kv"
+    }  # fmt: skip
+    algorithms = {*formats.values()}
+    algorithm = algorithms.pop() if len(algorithms) == 1 else "MIXED_PRECISION"
+    block = {"quant_method": "modelopt", "kv_cache_quant_algo": algorithm}
+    if in_second_config:
+        folder = write_checkpoint(plain_folder, folder, block, tensors)
+        content = {"quantization": {"kv_cache_quant_algo": algorithm, **entries}}
+        (folder / "hf_quant_config.json").write_text(json.dumps(content))
+        return folder
+    return write_checkpoint(plain_folder, folder, block | entries, tensors)
+
+
+@pytest.mark.parametrize("in_second_config", [False, True])
+def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
+    plain_folder, tmp_path, in_second_config
+):
+    folder = save_partial(
+        plain_folder, tmp_path / "partial", {ALL_LAYERS[1]: "FP8"}, [1],
+        in_second_config=in_second_config,
+    )  # fmt: skip
+    scales = KVScales.from_pretrained(folder)
+    expected_plans = dict.fromkeys(range(LAYERS), LayerPlan.parse("auto", "auto"))
+    assert scales.plan == expected_plans | {1: LayerPlan.parse("fp8_e4m3", "fp8_e4m3")}
+    assert scales.layers[1].k == 1.25
+    model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
+    cache = FP8PagedCache(model.config, scales=scales)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    _, exact = run_model(plain_folder)
+    for index, layer in enumerate(cache.layers):
+        keys = densify(layer.keys).float()
+        assert torch.equal(keys, exact[index][0]) == (index != 1)
+    scales.save_pretrained(tmp_path / "converted")
+    assert KVScales.from_pretrained(tmp_path / "converted").digest == scales.digest
+    with scale_error("expected scales of unchanged K and V, got scales for unquantized layers 0"):
+        scales.save_pretrained(tmp_path / "other", format="compressed-tensors")
+    # Scales of all layers replace the list.
+    KVScales.uniform(LAYERS, 0.5).save_pretrained(folder, format="modelopt", overwrite=True)
+    assert KVScales.from_pretrained(folder).plan is None
+
+
+@pytest.mark.parametrize(
+    ("formats", "scale_layers", "message"),
+    [
+        (
+            ["FP8", "NVFP4"],
+            [0],
+            r"kv_cache_quantized_layers: model.layers.1.self_attn with 'NVFP4'",
+        ),
+        (["FP8_K_NVFP4_V"], [0], "0.self_attn with 'FP8_K_NVFP4_V'"),
+        ([None], [0], "0.self_attn with None"),
+        (["FP8"], [0, 1], "got layers 1. Fix the config"),
+        (["FP8", "FP8"], [0], "without layers 1"),
+    ],
+)
+def test_wrong_lists_of_quantized_layers_are_refused(
+    plain_folder, tmp_path, formats, scale_layers, message
+):
+    formats = dict(zip(ALL_LAYERS, formats, strict=False))
+    folder = save_partial(plain_folder, tmp_path / "partial", formats, scale_layers)
+    with scale_error(message, folder):
+        KVScales.from_pretrained(folder)
+
+
+def test_a_list_of_all_layers_declares_a_uniform_cache(plain_folder, tmp_path):
+    formats = dict.fromkeys(ALL_LAYERS, "FP8")
+    folder = save_partial(plain_folder, tmp_path / "partial", formats, range(LAYERS))
     assert KVScales.from_pretrained(folder).plan is None

@@ -126,8 +126,8 @@ def serve():
 
     engines = []
 
-    def start_engine(folder, kv_cache_dtype, scales=None, plan=None, **options):
-        sources = {"scales": scales, "plan": plan}
+    def start_engine(folder, kv_cache_dtype, scales=None, plan=None, backend=None, **options):
+        sources = {"scales": scales, "plan": plan, "backend": backend}
         config = {"hf_fp8kv": {name: str(path) for name, path in sources.items() if path}}
         options = {
             "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
@@ -145,6 +145,20 @@ def serve():
         llm.llm_engine.engine_core.shutdown()
     engines.clear()
     gc.collect()
+
+
+def make_file_tier(folder):
+    """Return vLLM's `kv_transfer_config` for offloading to files in a folder, on a CPU."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "CPUTieringSpec",
+            "spec_module_path": "tests.vllm.cpu_tiers",
+            "cpu_bytes_to_use": 16 << 20,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+        },
+    }
 
 
 def make_cache_options(dtype, folder, num_layers=NUM_LAYERS):

@@ -146,6 +146,22 @@ class TestWithVLLM:
     def _require_vllm(self):
         pytest.importorskip("vllm")
 
+    def test_batch_invariance_is_refused_on_a_cpu(self, monkeypatch):
+        """vLLM's own mode replaces operations by Triton kernels, which need a GPU."""
+        from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+
+        from hf_fp8kv.vllm import register, select
+
+        register()
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        for dtype in ("hf_fp8kv", "auto"):
+            with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(cache_dtype=dtype))):
+                if dtype == "auto":
+                    assert select.CPU_ATTN.__module__.startswith("vllm.")
+                    continue
+                with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT: expected a GPU"):
+                    _ = select.CPU_ATTN
+
     def test_backends_without_cuda_graphs_are_refused_on_a_gpu(self):
         from hf_fp8kv.vllm.layers import BoundLayer
 

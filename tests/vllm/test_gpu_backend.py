@@ -56,6 +56,51 @@ def test_the_gpu_backend_has_slots_of_different_sizes(load_model, prompts, serve
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.usefixtures("gpu_backend")
+def test_logprobs_do_not_depend_on_the_batch_or_the_chunks(
+    load_model, prompts, serve, backend, monkeypatch
+):
+    """vLLM's own mode needs a GPU, so linear layers compute single rows instead."""
+    from vllm.model_executor.determinism import batch_invariant
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(batch_invariant, "enable_batch_invariant_mode", lambda: None)
+    _, folder = load_model("gemma2" if backend == "cpu" else "llama")
+    answers = []
+    for chunk_size, batches in ((128, [prompts]), (48, [[x] for x in prompts])):
+        llm = serve(
+            folder, "hf_fp8kv_e3m4", backend=backend, max_num_batched_tokens=chunk_size,
+            enable_prefix_caching=False,
+        )  # fmt: skip
+        llm.apply_model(multiply_single_rows)
+        answers.append([x for batch in batches for x in read_logprobs(llm, batch)])
+    assert answers[0] == answers[1]
+
+
+def multiply_single_rows(model):
+    def make_linear(multiply):
+        return lambda x, weight, bias: torch.cat(
+            [multiply(row, weight, bias) for row in x.split(1)]
+        )
+
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = make_linear(module.cpu_linear)
+
+
+def read_logprobs(llm, prompts):
+    """Return the most likely logprobs of each prompt's next tokens."""
+    sampling = vllm.SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=20
+    )
+    outputs = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
+    return [
+        [{token: entry.logprob for token, entry in step.items()} for step in x.outputs[0].logprobs]
+        for x in outputs
+    ]
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 @pytest.mark.usefixtures("gpu_backend")
 def test_layers_with_several_windows_have_blocks_of_one_size(
@@ -99,6 +144,7 @@ def test_the_gpu_backend_accepts_only_supported_models():
         "block_size": 64, "use_mla": False, "has_sink": True, "use_sparse": False,
         "use_mm_prefix": False, "use_per_head_quant_scales": True, "attn_type": "decoder",
         "device_capability": DeviceCapability(9, 0), "has_sliding_window": True,
+        "use_batch_invariant": True,
     }  # fmt: skip
     list_problems = PagedGPUBackend.validate_configuration
     assert list_problems(**supported_config) == []

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from ...errors import ScaleError
-from ...utils.text import format_value
+from ...utils.text import format_list, format_value
 
 Config = dict[str, object]
 Kind = Literal["none", "static", "dynamic", "refused"]
@@ -39,6 +39,10 @@ _CACHE_ENTRIES = (
     "static_kv_dtype",
     "static_attention_dtype",  # of AutoRound
 )
+# Entries of ModelOpt 0.48 for a cache of which only some layers are quantized: the layers' names
+# and formats, and remarks. `kv_cache_quant_algo` has the common format of these layers.
+_LAYERS_ENTRY = "kv_cache_quantized_layers"
+LAYER_ENTRIES = (_LAYERS_ENTRY, "kv_cache_schema_version", "kv_cache_deployment_supported")
 TGI_ENTRY = "kv_cache_torch_dtype"
 _TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
 _STATIC_NAMES = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
@@ -67,6 +71,8 @@ class Declaration:
     remark: str = ""  # a sentence about an oddity of the scales
     # Rotations of K before scaling: the size of their blocks, and the modules that have them.
     rotations: tuple[tuple[int, str], ...] = ()
+    # Names of the only quantized layers. Empty means all layers.
+    quantized_layers: tuple[str, ...] = ()
 
 
 def as_mapping(value: object) -> Mapping[str, object]:
@@ -147,7 +153,13 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
         (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
     )
     rotations = tuple(rotation for d in declarations for rotation in d.rotations)
-    return replace(strongest, is_fnuz=any(d.is_fnuz for d in declarations), rotations=rotations)
+    quantized_layers = tuple(name for d in declarations for name in d.quantized_layers)
+    return replace(
+        strongest,
+        is_fnuz=any(d.is_fnuz for d in declarations),
+        rotations=rotations,
+        quantized_layers=quantized_layers,
+    )
 
 
 def describe_kv_scales(config: object) -> str | None:
@@ -171,6 +183,8 @@ def find_dialect(entry: str, block: Mapping[str, object]) -> str:
 
 def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaration]:
     nested_block = as_mapping(block.get("quantization"))
+    for path, owner in (("quantization.", nested_block), ("", block)):
+        yield from _parse_layers(f"{label}.{path}{_LAYERS_ENTRY}", owner.get(_LAYERS_ENTRY))
     for entry in _CACHE_ENTRIES:
         for path, owner in (("quantization.", nested_block), ("", block)):
             yield from _parse_entry(f"{label}.{path}{entry}", owner.get(entry))
@@ -185,6 +199,17 @@ def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaratio
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
         yield _parse_projections(f"{label}.export.kv_cache_group", projections, block)
+
+
+def _parse_layers(label: str, value: object) -> Iterator[Declaration]:
+    """Yield the declaration of the quantized layers, if the entry lists any."""
+    formats = {str(n): as_mapping(x).get("quant_algo") for n, x in as_mapping(value).items()}
+    others = [f"{name} with {x!r}" for name, x in formats.items() if x != "FP8"]
+    if others:
+        yield Declaration("refused", f"{label}: {format_list(others)}")
+    elif formats:
+        description = f"{label}: {len(formats)} layers with FP8"
+        yield Declaration("static", description, quantized_layers=tuple(formats))
 
 
 def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
@@ -296,20 +321,21 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
             block = owner.get(entry)
             if not isinstance(block, dict):
                 continue
+            pop_entries(block, LAYER_ENTRIES)
             groups = block.get("config_groups")
             for name, group in dict(as_mapping(groups)).items():
                 if isinstance(group, dict) and _targets_projections(group):
                     group.pop("output_activations", None)
                     if not group.get("weights") and not group.get("input_activations"):
-                        _pop_entries(groups, (name,))
+                        pop_entries(groups, (name,))
             if not is_same_format:
-                _pop_entries(block, _CACHE_ENTRIES)
-                _pop_entries(block.get("quantization"), _CACHE_ENTRIES)
+                pop_entries(block, _CACHE_ENTRIES)
+                pop_entries(block.get("quantization"), _CACHE_ENTRIES)
                 is_compressed = block.get("quant_method") == "compressed-tensors"
                 if is_compressed and not (groups or block.get("sparsity_config")):
-                    _pop_entries(owner, (entry,))  # quantizes nothing
+                    pop_entries(owner, (entry,))  # quantizes nothing
         if not is_same_format:
-            _pop_entries(owner, _TOP_ENTRIES)
+            pop_entries(owner, _TOP_ENTRIES)
     remaining = find_declaration(config, modelopt)
     if not is_same_format and remaining.kind != "none":
         raise ScaleError(
@@ -320,7 +346,7 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
     return config
 
 
-def _pop_entries(owner: object, entries: Collection[str]) -> None:
+def pop_entries(owner: object, entries: Collection[str]) -> None:
     if isinstance(owner, dict):
         for entry in entries:
             owner.pop(entry, None)

@@ -10,14 +10,14 @@ import torch
 from safetensors import safe_open
 
 from ...errors import ScaleError
-from ...formats import FORMATS, LayerPlan
+from ...formats import AUTO, FORMATS, LayerPlan
 from ...formats.rotation import find_rotation_block
 from ...utils.files import PICKLE_SUFFIXES, convert_read_errors
 from ...utils.text import format_list
-from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData
+from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData, scalar
 from ..request import Request
 from .checkpoint import JSON_FILE, KV_FILE, Checkpoint
-from .configs import find_head_counts, find_text_config
+from .configs import find_cached_layers, find_head_counts, find_text_config
 from .tensor_names import (
     ATTENTION_PATTERN,
     BIAS_PATTERN,
@@ -66,6 +66,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
     if ignored_names := format_list(n for n in unknown_names if re.match(LAYER_REGEX, n)):
         logger.warning("%s: ignored tensors that look like scales: %s", origin, ignored_names)
     model_type = entry if isinstance(entry := config.get("model_type"), str) else None
+    layers = _add_unquantized(checkpoint, layers)
     layers = request.select_layers(layers, config, origin)
     layers = _add_rotation(checkpoint, layers, scale_tensors)
     return ScaleData(layers, scale_tensors[0].format, model_type, origin)
@@ -190,6 +191,27 @@ def _add_rotation(
             )
     plan = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
     return {index: replace(layer, plan=plan) for index, layer in layers.items()}
+
+
+def _add_unquantized(
+    checkpoint: Checkpoint, layers: dict[int, LayerScales]
+) -> dict[int, LayerScales]:
+    """Add the layers that a declaration of quantized layers leaves out, in the model's dtype."""
+    names = checkpoint.declaration.quantized_layers
+    declared = {int(match["layer"]) for name in names if (match := re.match(LAYER_REGEX, name))}
+    expected = find_cached_layers(checkpoint.origin, checkpoint.config) or ()
+    unquantized = {index for index in expected if declared and index not in declared}
+    if wrong_layers := format_list(sorted(unquantized & layers.keys())):
+        raise ScaleError(
+            f"{checkpoint.origin}: expected no scales of layers that are not quantized according "
+            f"to {checkpoint.declaration.description}, got layers {wrong_layers}. Fix the config"
+        )
+    if not unquantized:
+        return layers
+    source = f"{checkpoint.origin}, not quantized"
+    layer = LayerScales(scalar(1.0), scalar(1.0), source=source, plan=LayerPlan.parse(AUTO, AUTO))
+    plan = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
+    return dict.fromkeys(unquantized, layer) | {n: replace(x, plan=plan) for n, x in layers.items()}
 
 
 def _is_target(path: str, target: str) -> bool:

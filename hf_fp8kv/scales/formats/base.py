@@ -152,14 +152,17 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
     The largest scale is kept. A center that is left out enlarges the scales of K.
 
     Raises:
-        ScaleError: The scales are for rotated values, which servers do not store, or are dynamic.
+        ScaleError: The scales are for rotated values or for some layers only, which servers do not
+            store, or are dynamic.
     """
     if format.holds_centers:
         return scales, []
     plans = (scales.plan or {}).items()
     rotated_layers = format_list(index for index, plan in plans if plan.k.rotated or plan.v.rotated)
-    if rotated_layers or scales.is_dynamic:
-        kind = f"rotated values in layers {rotated_layers}" if rotated_layers else "each token"
+    auto_layers = format_list(index for index, plan in plans if plan.k.is_auto or plan.v.is_auto)
+    if rotated_layers or auto_layers or scales.is_dynamic:
+        kind = f"unquantized layers {auto_layers}" if auto_layers else "each token"
+        kind = f"rotated values in layers {rotated_layers}" if rotated_layers else kind
         raise ScaleError(
             f"format {format.name!r}: expected scales of unchanged K and V, got scales for {kind} "
             f"({scales.origin}). Readers of the format cannot store these. Save as 'hf_fp8kv', or "

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from ...errors import ScaleError
 from ...utils.text import format_value
-from ..checkpoint.configs import HF_QUANT_CONFIG, TGI_ENTRY, Config, as_mapping
+from ..checkpoint.configs import (
+    HF_QUANT_CONFIG,
+    LAYER_ENTRIES,
+    TGI_ENTRY,
+    Config,
+    as_mapping,
+    pop_entries,
+)
 from ..layer_scales import ScaleData
 from .base import TensorFormat, to_json
 
@@ -99,6 +106,7 @@ class ModelOpt(TensorFormat):
                 f"{HF_QUANT_CONFIG}: quantization: expected an object, got "
                 f"{format_value(quantization)}. Fix the file"
             )
+        pop_entries(quantization, LAYER_ENTRIES)
         quantization["kv_cache_quant_algo"] = "FP8"
         return {HF_QUANT_CONFIG: to_json(modelopt), **files}
 

@@ -1,0 +1,156 @@
+"""Tests that vLLM never reads blocks of other weights, plans or scales, as in a restart."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_fp8kv.errors import ConfigError
+
+from ..helpers.planned import protected_plan_for
+from .conftest import generate, generate_expected, make_file_tier, make_scales
+
+vllm = pytest.importorskip("vllm")
+
+
+@pytest.mark.parametrize("changed", ["weights", "plan", "scales"])
+def test_a_restart_reads_only_files_of_the_same_bytes(
+    load_model, prompts, serve, tmp_path, changed, monkeypatch
+):
+    """The paths and the names do not change, only the contents of the files."""
+    from transformers import AutoModelForCausalLM
+
+    folder, source = tmp_path / "model", tmp_path / "source"
+    loaded_model, _ = load_model("llama")
+    loaded_model.save_pretrained(folder)
+
+    def write(version):
+        """Write the files of a version, and return the options of transformers' cache."""
+        if changed == "weights":
+            path = folder / "model.safetensors"
+            weights = load_file(path)
+            weights["model.layers.0.self_attn.k_proj.weight"].mul_(-1)
+            save_file(weights, path, {"format": "pt"})
+            return {"dtype": "fp8_e3m4"}
+        if changed == "plan":
+            plan = protected_plan_for(loaded_model, "KV"[version])
+            plan.save_pretrained(source, overwrite=version > 0)
+            return {"plan": plan}
+        scales = make_scales("head", centered=version > 0)
+        scales.save_pretrained(source, overwrite=version > 0)
+        return {"scales": scales}
+
+    dtype = {"weights": "hf_fp8kv_e3m4", "plan": "hf_fp8kv", "scales": "hf_fp8kv_static"}[changed]
+    options = {} if changed == "weights" else {changed: source}
+    answers = []
+    for version in range(2):
+        cache_options = write(version)
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fp8_paged")
+        expected = generate_expected(model, prompts, **cache_options)
+        for is_restarted in (False, True):
+            llm = serve(
+                str(folder), dtype, kv_transfer_config=make_file_tier(tmp_path / "tier"), **options
+            )
+            tokens, num_cached = generate(llm, prompts)
+            assert tokens == expected
+            assert any(num_cached) == is_restarted
+            llm.llm_engine.engine_core.shutdown()
+            monkeypatch.setattr(
+                "vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", None
+            )
+        answers.append(expected)
+    assert answers[0] != answers[1]
+
+
+def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
+    from hf_fp8kv.vllm.connectors import identify_bytes, rename_model
+
+    _, folder = load_model("llama")
+    make_scales("head").save_pretrained(tmp_path / "scales")
+
+    def configure(num_ranks=1, **fields):
+        model = SimpleNamespace(
+            model=folder, revision=None, dtype=torch.float32, quantization=None, hf_overrides={},
+            hf_config_path=None, hf_config=SimpleNamespace(),
+        )  # fmt: skip
+        vars(model).update({name: x for name, x in fields.items() if name in vars(model)})
+        return SimpleNamespace(
+            model_config=model,
+            additional_config={
+                "hf_fp8kv": {"scales": fields.get("scales", str(tmp_path / "scales"))}
+            },
+            cache_config=SimpleNamespace(
+                cache_dtype=fields.get("cache_dtype", "hf_fp8kv_static"),
+                kv_cache_dtype_skip_layers=fields.get("skip_layers", []),
+            ),
+            load_config=SimpleNamespace(load_format=fields.get("load_format", "auto")),
+            parallel_config=SimpleNamespace(world_size=num_ranks, tensor_parallel_size=num_ranks),
+            speculative_config=None,
+            instance_id="a",
+        )
+
+    fingerprint = identify_bytes(configure())
+    assert identify_bytes(configure(num_ranks=2)) == fingerprint
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))]
+    pool = SimpleNamespace(kv_cache_groups=groups)
+    config = configure()
+    names = {rename_model(configure(n), pool).model_config.model for n in (1, 1, 2)}
+    assert len(names) == 2
+    assert all(name.startswith(f"{folder}-") for name in names)
+    rename_model(config, pool)
+    assert config.model_config.model == folder
+    for fields in (
+        {"dtype": torch.float16}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 1.0}},
+        {"cache_dtype": "hf_fp8kv_e4m3_static"}, {"skip_layers": ["0"]}, {"load_format": "dummy"},
+        {"scales": 1.0}, {"scales": 2.0}, {"hf_config_path": "other"},
+    ):  # fmt: skip
+        assert identify_bytes(configure(**fields)) != fingerprint, fields
+    copied_folder = shutil.copytree(folder, tmp_path / "copy")
+    assert identify_bytes(configure(model=str(copied_folder))) == fingerprint
+    config_path = copied_folder / "config.json"
+    config_path.write_text(config_path.read_text().replace("1024", "2048"))
+    edited_fingerprint = identify_bytes(configure(model=str(copied_folder)))
+    (copied_folder / "model.safetensors").rename(copied_folder / "weights.bin")
+    with open(copied_folder / "weights.bin", "r+b") as file:
+        fingerprints = [edited_fingerprint, identify_bytes(configure(model=str(copied_folder)))]
+        file.seek(100_000)
+        file.write(bytes(5000))
+        file.flush()
+        fingerprints.append(identify_bytes(configure(model=str(copied_folder))))
+    assert len({*fingerprints, fingerprint}) == 4
+    hub_config = SimpleNamespace(_commit_hash="0a")
+    commits = [identify_bytes(configure(model="org/model", hf_config=hub_config))]
+    hub_config._commit_hash = "0b"
+    commits.append(identify_bytes(configure(model="org/model", hf_config=hub_config)))
+    assert len({*commits, fingerprint}) == 3
+    with pytest.raises(ConfigError, match="expected weights in a folder or a repository"):
+        identify_bytes(configure(model="s3://bucket/model"))
+    stock_config = configure(cache_dtype="auto")
+    assert rename_model(stock_config, pool) is stock_config
+
+
+def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, tmp_path):
+    from hf_fp8kv.vllm.connectors import refuse_connectors
+
+    _, folder = load_model("llama")
+    transfer_config = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    with pytest.raises(ConfigError, match=r"expected one of .*got 'ExampleConnector'"):
+        serve(folder, "hf_fp8kv_e3m4", kv_transfer_config=transfer_config)
+    serve(folder, "auto", kv_transfer_config=transfer_config)  # vLLM's own dtypes keep all
+    for name, options, message in (
+        ("LMCacheConnectorV1", {}, "got 'LMCacheConnectorV1'"),
+        ("LMCacheMPConnector", {}, "without serde, .*got serde None"),
+        ("LMCacheMPConnector", {"serde": "fp8"}, "without serde, .*got serde 'fp8'"),
+        ("MultiConnector", {"connectors": [transfer_config]}, "got 'ExampleConnector'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            refuse_connectors(name, options)
+    refuse_connectors("LMCacheMPConnector", {"serde": "none"})
+    refuse_connectors("MultiConnector", {"connectors": [make_file_tier(tmp_path)]})
+    refuse_connectors(None, {})
