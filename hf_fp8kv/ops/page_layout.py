@@ -43,8 +43,8 @@ def count_elements(dim: int, dtype: torch.dtype) -> int:
 def pack_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bytes that store the codes `[..., D]` of `dtype`, `[..., D * bits / 8]`.
 
-    A plane has `width` upper bits of each code. Byte `i` of its `n` bytes has those of the channels
-    `i`, `i + n`, and so on, the first channel in the lowest bits.
+    A plane has some bits of each code, the first plane the upper bits. Byte `i` of its `n` bytes
+    has these bits of the channels `i`, `i + n`, and so on, the first channel in the lowest bits.
     """
     if dtype not in _PLANES or dtype == torch.uint8:
         return codes

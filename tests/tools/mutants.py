@@ -52,7 +52,7 @@ MUTANTS = (
     # The specification.
     Mutant(
         "codec: large values wrap", CODEC,
-        ">> shift).clamp(max=fmt.max_code)", ">> shift) & 0x7F",
+        "code.clamp(max=fmt.max_code >> unused_bits)", "(code & 0x7F)",
         "tests/formats/test_codec.py",
     ),
     Mutant(
@@ -168,6 +168,15 @@ MUTANTS = (
         "slot = position % PAGE", "slot = (position + 1) % PAGE", "tests/ops/test_kernels_write.py",
     ),
     Mutant(
+        "triton: quarters of packed codes change places", "ops/triton/codec.py",
+        "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))",
+        "tests/ops/test_kernels_attention.py",
+    ),
+    Mutant(
+        "layout: the first channel in the highest bits", "ops/page_layout.py",
+        "parts[::-1])", "parts)", "tests/ops/test_cpu.py",
+    ),
+    Mutant(
         "triton: the newest token is not read", ATTENTION,
         "end = tl.minimum(end, rows.last_q + 1)", "end = tl.minimum(end, rows.last_q)",
         "tests/ops/test_kernels_attention.py",
@@ -202,8 +211,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpu: a token lost at a page boundary", "ops/cpu/kernels.cpp",
-        "char*>(c.table.find_page(sequence, position))",
-        "char*>(c.table.find_page(sequence, position - token))",
+        "page = c.table.find_page(sequence, position);",
+        "page = c.table.find_page(sequence, position - token);",
         "tests/ops/test_ops.py tests/ops/test_cpu.py",
     ),
     Mutant(
