@@ -132,7 +132,7 @@ def load_result(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "caches"),
     [
-        ("2026-11-23-long", ("fp8", "QuantizedCache", "bf16")),
+        ("2026-11-23-long", ("e4m3", "stock-fp8", "bf16")),
         ("2026-11-24-plans", ("adaptive",)),
     ],
 )
