@@ -397,7 +397,7 @@ if __name__ == "__main__":
             "--models": {"help": "Some of llama, mistral, gemma2, gpt_oss, deepseek_v3, SmolLM2."},
             "--dtypes": {"help": "float32, bfloat16, or both."},
             "--device": {"help": "Device of the models, for example cuda. Default: cpu."},
-            "--plan": {"help": "Storage plan, such as 'int6 rotated'. Default: the plan of the model."},
+            "--plan": {"help": "Storage plan, such as 'int6 rotated'. Default: the model's."},
             "--cost": {"action": "store_true", "help": "Measure the cost in time."},
             "--combinations": {"type": int, "help": "Number over all models and dtypes."},
         },

@@ -143,7 +143,9 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
             "largest KL": _format_kl(rows[-1]["kl_max"]),
             **{f"top-1 at {x['position']:,}": f"{x['top1']:.1%}" for x in rows},
             **{
-                f"total variation at {x['position']:,}": f"{x['total_variation']:.2%}" for x in rows
+                f"total variation at {x['position']:,}": f"{x['total_variation']:.2%}"
+                for x in rows
+                if "total_variation" in x
             },
             "KL of answers": _format_kl(drift["kl"]),
             "drift": "",

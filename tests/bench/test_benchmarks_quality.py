@@ -131,10 +131,7 @@ def load_result(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "caches"),
-    [
-        ("2026-11-23-long", ("e4m3", "stock-fp8", "bf16")),
-        ("2026-11-24-plans", ("adaptive",)),
-    ],
+    [("2026-11-23-long", ("e4m3", "stock-fp8", "bf16")), ("2026-11-24-plans", ("adaptive",))],
 )
 def test_the_numbers_of_long_texts_match_the_results(name, caches):
     page = " ".join((DOCS / "accuracy.md").read_text().split())

@@ -261,7 +261,7 @@ def test_skipped_layers_are_not_paged() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"dtype": "int4"}, "dtype: expected one of"),
+        ({"dtype": "int3"}, "dtype: expected one of"),
         ({"dtype": 8}, "dtype"),
         ({"key_dtype": "fp4"}, "key_dtype"),
         ({"value_dtype": torch.int16}, "value_dtype"),

@@ -232,7 +232,7 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
         (1.0, {}, ConfigError, "scales: expected KVScales, a path"),
         (KVScales.uniform(2), {}, ScaleError, "expected scales for every paged layer"),
         (KVScales.uniform(3), {"dtype": "model"}, ConfigError, "dtype: expected an 8-bit format"),
-        (KVScales.uniform(3), {"dtype": "int4"}, ConfigError, "dtype: expected one of"),
+        (KVScales.uniform(3), {"dtype": "int3"}, ConfigError, "dtype: expected one of"),
     ],
     ids=["constant", "layers", "unquantized", "format"],
 )

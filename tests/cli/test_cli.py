@@ -126,7 +126,7 @@ CONVERT = "convert SCALES "
 @pytest.mark.parametrize(
     ("code", "command", "message"),
     [
-        (2, "generate --kv-cache-dtype int4", "--kv-cache-dtype"),
+        (2, "generate --kv-cache-dtype int3", "--kv-cache-dtype"),
         (2, "generate --memory much", "--memory"),
         (2, "generate --temperature -1", "--temperature"),
         (2, "generate --no-such-option", "--no-such-option"),

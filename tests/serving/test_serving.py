@@ -558,7 +558,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("error", "keywords", "message"),
         [
-            (ConfigError, {"dtype": "int4"}, "int4"),
+            (ConfigError, {"dtype": "int3"}, "int3"),
             (ConfigError, {"plan": "fp8 centered"}, "expected the center of K"),
             (BackendError, {"backend": "cuda"}, "cuda"),
             (ScaleError, {"scales": 0.0}, "above 0"),
