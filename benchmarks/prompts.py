@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 PROMPTS = (EXACT, STORED)
 BASELINE = "fp8_e3m4"
 SCORED_TOKENS = 128
+# Prefixes of plans of `choose_plan`, by the bytes that they may add, and by their bits.
 _PLAN = "plan "
-# Plans of `choose_plan`, by the bytes that they may add.
+_BITS = "bits "
 _PLANS = ("plan 0%", "plan 2%", "plan 4%", "plan 8%")
 # Number of passages, and caches, by the number of tokens of a prompt.
 CASES: dict[int, tuple[int, Sequence[str]]] = {
@@ -122,7 +123,8 @@ def measure_prompts(
         name: The model's name in the results.
         results: File with the rows of single passages, which is extended. None keeps no file.
         caches: Caches to measure instead of the standard caches, as in `hf-fp8kv card`, separated
-            by commas. "plan 4%" is the plan that `choose_plan` makes for 4 % more bytes.
+            by commas. "plan 4%" is the plan that `choose_plan` makes for 4 % more bytes, and
+            "bits 6.25" its plan for these bits.
         plans: Files or folders of more plans.
         tokens: Number of tokens of a prompt. None means all numbers in `CASES`.
         num_passages: Number of passages. None means the numbers in `CASES`.
@@ -200,6 +202,8 @@ def make_storage(model: PreTrainedModel, name: str) -> Storage:
     if name.startswith(_PLAN):
         share = float(name.removeprefix(_PLAN).removesuffix("%")) / 100
         plan = choose_plan(model, max_extra_bytes=share)
+    elif name.startswith(_BITS):
+        plan = choose_plan(model, bits=float(name.removeprefix(_BITS)), max_extra_bytes=0)
     elif Path(name).exists():
         plan = StoragePlan.load(name)
     if plan is None:

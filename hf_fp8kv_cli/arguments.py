@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 # Names of `hf_fp8kv`, which a test compares, because its import takes seconds.
-FORMATS = ("fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8")
+FORMATS = ("fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", "int6", "int4")
 DEFAULT_DTYPE = "fp8_e3m4"
 STATIC_DTYPE = "fp8_e4m3"
 AUTO = "auto"

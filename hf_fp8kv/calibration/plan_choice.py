@@ -127,7 +127,7 @@ def choose_plan(
             random token ids.
         bits: Maximum average bits of a value, from 6 to 8. Below 8, K and V of a layer are stored
             in int6, or in int8 and int4. With more than 6, layers with the largest errors get 8
-            bits. A layer with four times the squared error of E4M3 in any head always gets 8 bits.
+            bits. A layer with 2.5 times the squared error of E4M3 in a head always gets 8 bits.
         tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
         max_extra_bytes: Maximum share of bytes that layers in the model's dtype add to a cache of
             4,096 tokens of 16 bits. 0 keeps all layers in 8 bits. Below 8 bits, layers in 8 bits

@@ -38,7 +38,7 @@ _LARGEST_KL = 1e6  # replaces infinity, which JSON does not have
 MIN_BITS = 6
 MAX_BITS = 8
 # Maximum ratio of the squared error of a head in six bits to its error in E4M3.
-_MAX_ERROR_RATIO = 4
+_MAX_ERROR_RATIO = 2.5
 _COUNTED_TOKENS = 4096  # number of tokens of the cache whose bytes are counted
 
 

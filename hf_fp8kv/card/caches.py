@@ -137,12 +137,12 @@ def _imitate_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
 CONTENDERS = {
     "default": Contender('FP8PagedCache, dtype="adaptive"', FP8PagedCache),
+    "fp8_e3m4": Contender('FP8PagedCache, dtype="fp8_e3m4"', _paged(dtype="fp8_e3m4")),
+    "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
     "6-bit": Contender(
         "FP8PagedCache, bits=6",
         lambda model: FP8PagedCache(model.config, **resolve_plan(model, {"bits": 6})),
     ),
-    "fp8_e3m4": Contender('FP8PagedCache, dtype="fp8_e3m4"', _paged(dtype="fp8_e3m4")),
-    "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
     CHECKPOINT: Contender(
         "FP8PagedCache, the checkpoint's scales",
         lambda model: FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config),

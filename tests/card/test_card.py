@@ -404,17 +404,20 @@ def test_lost_and_gained_answers_cancel():
 @pytest.mark.parametrize(
     ("head_size", "rotation_size", "group_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
 )  # With head size 80, the last block has 16 values. K is rotated over 128 values, V over 64.
-def test_q8_0_rounds_blocks_of_32_by_their_largest_value(head_size, rotation_size, group_size):
+@pytest.mark.parametrize("max_code", [127, 31])
+def test_q8_0_rounds_blocks_of_32_by_their_largest_value(
+    head_size, rotation_size, group_size, max_code
+):
     states = torch.randn(1, 2, 5, head_size)
     states[..., 40] *= 50
     rounded, expected = (
         rotate(x.unflatten(-1, (-1, group_size))).flatten(-2) if group_size else x
-        for x in (round_to_q8_0(states, rotation_size), states)
+        for x in (round_to_q8_0(states, rotation_size, max_code), states)
     )
     for block, exact in zip(rounded.split(32, -1), expected.split(32, -1), strict=True):
-        step = exact.abs().amax(-1, keepdim=True) / 127
+        step = exact.abs().amax(-1, keepdim=True) / max_code
         # The bound is half a step plus the error of a scale in float16.
-        assert ((block - exact).abs() <= 0.501 * step + 127 * step * 2**-11).all()
+        assert ((block - exact).abs() <= 0.501 * step + max_code * step * 2**-11).all()
         assert (block - exact).abs().max() > 0.3 * step.min()
 
 
@@ -426,6 +429,14 @@ def test_caches_are_selected_by_name_or_plan(model_folder):
     contenders, refusals = choose_contenders(model, ["checkpoint", "int8 rotated"])
     assert str(contenders["int8 rotated"].make(model).plan[0].v) == "int8 rotated"
     assert "checkpoint" in refusals
+    contenders, _ = choose_contenders(model, ["6-bit", "fp8_e3m4 + int4 rotated"])
+    formats = {
+        name: {side.format for layer in contender.make(model).plan.values() for side in layer}
+        for name, contender in contenders.items()
+    }
+    assert formats == {
+        "6-bit": {"int6"}, "fp8_e3m4 + int4 rotated": {"fp8_e3m4", "int4"},
+    }  # fmt: skip
     with pytest.raises(ConfigError, match="caches: expected a usable cache"):
         choose_contenders(model, ["checkpoint"])
 
