@@ -22,8 +22,8 @@ _E4M3_MAX = FORMATS["fp8_e4m3"].max
 _SIZE_INCHES = (40 / 3, 12)
 _DPI = 120
 # Colors that color-blind readers can distinguish (Okabe and Ito), and markers for gray prints.
-_COLORS = ("#0072b2", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#e69f00")
-_MARKERS = "osv^DP"
+_COLORS = ("#0072b2", "#d55e00", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#000000", "#f0e442")
+_MARKERS = "osv^DPX*"
 _NOT_MEASURED = (
     "not measured\n\n"
     "hf-fp8kv inspect SCALES --model MODEL --texts FILE\nmeasures the scales on your text"

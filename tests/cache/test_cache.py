@@ -79,7 +79,10 @@ def test_written_tokens_are_read(dtype: str | None, num_tokens: int) -> None:
     keys = [add_tokens(cache, num_tokens), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
     expected = torch.cat(keys, 2)
     # All values are multiples of 1/2.
-    rounded_k = {"fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round()}
+    rounded_k = {
+        "fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round(),
+        "int6": expected.round().clamp(-31, 31), "int4": expected.round().clamp(-7, 7),
+    }  # fmt: skip
     if dtype in rounded_k:
         assert_same(cache.layers[0].keys.dense(), rounded_k[dtype])
     else:

@@ -486,7 +486,7 @@ def test_enable_and_disable_switch_the_cache() -> None:
     assert model.config._attn_implementation == attention
     assert type(model.generate(**inputs, **options).past_key_values) is DynamicCache
     with pytest.raises(ConfigError, match="dtype"):
-        enable(model, dtype="int4")
+        enable(model, dtype="int3")
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ CONVERT = "convert SCALES "
         (2, "generate --temperature -1", "--temperature"),
         (2, "generate --no-such-option", "--no-such-option"),
         (2, INSPECT + "--model x", "--texts"),
-        (2, INSPECT + "--texts x --dtype int4", "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
+        (2, INSPECT + "--texts x --dtype int3", "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
         (2, INSPECT + "--plot /no/such/folder/x.png", "expected a file in an existing folder"),
         (2, INSPECT + "--plot scales.pdf", ".png"),
         (2, CONVERT + "OUT", "--to"),

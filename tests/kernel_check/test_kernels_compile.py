@@ -316,6 +316,7 @@ def test_packed_shifts_convert_all_codes_at_all_positions(fmt, keep_nan, monkeyp
     )
     has_nan = keep_nan or fmt.inf_code is not None
     words = torch.stack([(torch.arange(256) * 37 + position * 11) % 256 for position in range(4)])
+    words &= 0xFF << (8 - fmt.bits)  # unpacked codes end with zeros
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0)
     bits = torch.zeros(256, 4, dtype=torch.int16)
     packed = packed.to(torch.int32)
