@@ -5,6 +5,7 @@ in this module name the tensors that contain the expected values.
 """
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,23 +137,11 @@ def test_folders_without_usable_scales_are_rejected(name):
         KVScales.from_pretrained(DATA / name)
 
 
-def make_table() -> str:
-    """Return the table of tools and layouts in docs/scales.md."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for name in (*READABLE_FOLDERS, *REJECTED_FOLDERS):
-        tool, layout = name.split("/")
-        is_readable = name in READABLE_FOLDERS
-        outcome = f"`{READABLE_FOLDERS[name].format}`" if is_readable else "refused"
-        rows.setdefault((tool, outcome), []).append(layout)
-    lines = [
-        f"| {tool} | {', '.join(sorted(x))} | {outcome} |"
-        for (tool, outcome), x in sorted(rows.items())
-    ]
-    return "\n".join(["| tool | layouts | read as |", "|---|---|---|", *lines, ""])
-
-
-def test_the_docs_contain_the_table():
-    assert make_table() in (DATA.parents[2] / "docs" / "scales.md").read_text(), make_table()
+def test_the_docs_count_the_folders():
+    page = " ".join((DATA.parents[2] / "docs" / "scales.md").read_text().split())
+    tools = Counter(name.split("/")[0] for name in (*READABLE_FOLDERS, *REJECTED_FOLDERS))
+    for tool, count in tools.items():
+        assert f"{tool.rsplit('-', 1)[1]} wrote {count}" in page
 
 
 def test_every_folder_is_in_a_table():
