@@ -774,7 +774,7 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
     ("options", "code", "message"),
     [
         (["--no-such"], 2, "No such option: --no-such"),
-        (["--kv-cache-dtype", "int4"], 2, "int4"),
+        (["--kv-cache-dtype", "int3"], 2, "int3"),
         (["--cb-num-blocks", "many"], 2, "integer"),
         (["--attn-implementation", "sdpa"], 2, "No such option"),
         (["--no-continuous-batching"], 2, "No such option"),
