@@ -146,11 +146,7 @@ def summarize(texts: list[dict[str, dict[str, Any]]], context: int) -> list[Resu
 
 
 def decode_with_drafts(
-    model: Any,
-    draft: Any,
-    ids: torch.Tensor,
-    contender: Contender,
-    num_tokens: int,
+    model: Any, draft: Any, ids: torch.Tensor, contender: Contender, num_tokens: int
 ) -> float:
     """Return the tokens per step of sampled decoding with drafts by the rounded model."""
     draft = copy.copy(draft)
