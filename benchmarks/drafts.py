@@ -193,7 +193,7 @@ def measure(
         for length in lengths:
             is_longest = len(lengths) > 2 and length == max(lengths)
             contenders = {x: find_contender(x) for x in (LONG_CACHES if is_longest else CACHES)}
-            entries = []
+            entries: list[Any] = []
             for kind in KINDS:
                 for ids in read_texts(tokenizer, kind, texts, length):
                     if progress is not None:

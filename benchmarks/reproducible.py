@@ -83,7 +83,7 @@ class Reader:
         plan: str = "",
     ) -> None:
         self.model: Any = model
-        self.storage = {"plan": plan} if plan else {}
+        self.storage: dict[str, Any] = {"plan": plan} if plan else {}
         self.rng, self.num_tokens, self.num_texts = rng, num_tokens, num_texts
         self.num_evicted = 0  # requests that engines evicted
         self.enable_pages()

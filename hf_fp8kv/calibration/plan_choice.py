@@ -420,7 +420,8 @@ def _choose(
                         f"bits: expected 8, because layer {index} stores latents or hides its "
                         f"queries, got {bits}. Leave it out"
                     )
-                cache.update(*(x[:1].transpose(0, 1)[None] for x in all_states[0][:2]), index)
+                key, value = (x[:1].transpose(0, 1)[None] for x in all_states[0][:2])
+                cache.update(key, value, index)
                 narrow_plan, errors[index] = _choose_narrow_plan(all_states, center, layer_plan.k)
                 narrow_scales[index] = replace(layer_scales[index], plan=narrow_plan)
         plan = StoragePlan(

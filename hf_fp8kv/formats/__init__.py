@@ -35,6 +35,14 @@ ADAPTIVE = "adaptive"
 MIN_SCALE = 2.0**-100
 
 
+# Dtypes that stand for stored codes, by their bits.
+CODE_DTYPES: dict[int, torch.dtype] = {
+    8: torch.uint8,
+    6: torch.uint6,  # type: ignore[attr-defined]
+    4: torch.uint4,  # type: ignore[attr-defined]
+}
+
+
 @dataclass(frozen=True)
 class Format:
     """A floating-point format of at most 8 bits. Integers are formats without exponent bits.
@@ -59,7 +67,7 @@ class Format:
     @property
     def code_dtype(self) -> torch.dtype:
         """The dtype that stands for stored codes: uint8, or torch's uint6 or uint4."""
-        return {8: torch.uint8, 6: torch.uint6, 4: torch.uint4}[self.bits]
+        return CODE_DTYPES[self.bits]
 
     @property
     def min_subnormal(self) -> float:

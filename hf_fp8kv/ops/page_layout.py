@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..formats import CODE_DTYPES
 
 # Alignment of the regions, in bytes. A GPU thread loads this number of bytes at once.
 _ALIGNMENT = 16
 # Bits of each code in the planes of a vector, the upper bits first.
-_PLANES: dict[torch.dtype, tuple[int, ...]] = {
-    torch.uint8: (8,),
-    torch.uint6: (4, 2),
-    torch.uint4: (4,),
-}
+_PLANES = {CODE_DTYPES[8]: (8,), CODE_DTYPES[6]: (4, 2), CODE_DTYPES[4]: (4,)}
 
 
 def count_elements(dim: int, dtype: torch.dtype) -> int:

@@ -12,16 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...formats import AUTO, FORMATS
+from ...formats import AUTO, CODE_DTYPES, FORMATS
 from ...formats.codec import decode
 from ...formats.rotation import find_rotation_block
 from ..pages import Pages
 
 CODES, BF16, F16, F32 = range(4)  # kinds of stored values
 KINDS = {
-    torch.uint8: CODES,
-    torch.uint6: CODES,
-    torch.uint4: CODES,
+    **dict.fromkeys(CODE_DTYPES.values(), CODES),
     torch.bfloat16: BF16,
     torch.float16: F16,
     torch.float32: F32,
