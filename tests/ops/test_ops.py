@@ -887,6 +887,10 @@ def draw_call(rng: random.Random) -> tuple[Case, Call]:
         mask=mask.removeprefix("padding"), from_zero=mask in ("padding", "bool"),
         dtype=choose((torch.float32, torch.bfloat16)),
     )  # fmt: skip
+    # Triton refuses packed codes of smaller heads.
+    sides = {"k_dim": case.key, "v_dim": case.value}
+    packed = {x: 32 for x, name in sides.items() if name != AUTO and FORMATS[name].bits < 8}
+    case = dataclasses.replace(case, **packed)
     pages, query, spec = prepare(case)
     shape = len(case.lengths), num_heads, num_tokens
     return case, {
