@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..formats import AUTO, FORMATS
+from ..formats import SidePlan
 from .page_layout import make_page_layout, pack_codes
 from .pages import Pages, StoredSide
 
@@ -135,8 +135,8 @@ def pack_pages(
 ) -> Pages:
     """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
     num_pages, num_heads, page_size, _ = map(int, k_codes.shape)
-    k_dtype = k_codes.dtype if k.format == AUTO else FORMATS[k.format].code_dtype
-    v_dtype = v_codes.dtype if v.format == AUTO else FORMATS[v.format].code_dtype
+    k_dtype = SidePlan(k.format).find_dtype(k_codes.dtype)
+    v_dtype = SidePlan(v.format).find_dtype(v_codes.dtype)
     has_scales = token_scales is not None
     layout = make_page_layout(
         num_heads, page_size, k.head_dim, v.head_dim, k_dtype, v_dtype, has_scales

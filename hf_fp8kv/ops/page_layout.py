@@ -18,8 +18,8 @@ from ..formats import CODE_DTYPES
 
 # Alignment of the regions, in bytes. A GPU thread loads this number of bytes at once.
 _ALIGNMENT = 16
-# Bits of each code in the planes of a vector, the upper bits first.
-_PLANES = {CODE_DTYPES[8]: (8,), CODE_DTYPES[6]: (4, 2), CODE_DTYPES[4]: (4,)}
+# Bits of each packed code in the planes of a vector, the upper bits first.
+_PLANES = {CODE_DTYPES[6]: (4, 2), CODE_DTYPES[4]: (4,)}
 
 
 def count_elements(dim: int, dtype: torch.dtype) -> int:
@@ -43,7 +43,7 @@ def pack_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
     A plane has some bits of each code, the first plane the upper bits. Byte `i` of its `n` bytes
     has these bits of the channels `i`, `i + n`, and so on, the first channel in the lowest bits.
     """
-    if dtype not in _PLANES or dtype == torch.uint8:
+    if dtype not in _PLANES:
         return codes
     planes = []
     start = 8
@@ -56,7 +56,7 @@ def pack_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpack_codes(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the codes that `pack_codes` packed, `[..., D]`."""
-    if dtype not in _PLANES or dtype == torch.uint8:
+    if dtype not in _PLANES:
         return packed
     widths = _PLANES[dtype]
     dim = packed.shape[-1] * 8 // sum(widths)

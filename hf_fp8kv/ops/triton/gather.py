@@ -94,8 +94,7 @@ def _gather(
     token_ptrs = (codes_ptr + slot * TOKEN_STRIDE)[:, None]
     if CODEC.bits < 8:
         ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
-        in_quarter = exists[:, None] & (tl.arange(0, DIM // 4) >= 0)[None, :]
-        parts = load_quarters(ptrs, DIM // 4 * CHANNEL_STRIDE, in_quarter, CODEC)
+        parts = load_quarters(ptrs, DIM // 4 * CHANNEL_STRIDE, exists[:, None], CODEC)
         codes = join_quarters(parts[0], parts[1], parts[2], parts[3], TRANSPOSED=False)
     else:
         code_ptrs = token_ptrs + (d * CHANNEL_STRIDE)[None, :]
