@@ -133,7 +133,7 @@ def check_messages(violations: list[str], expected: list[str]) -> None:
         ("large", ["spills", "262144 bytes of shared memory", "programs fit"]),
         ("converted by bits", ["no native conversion"]),
         ("float64", ["float64 instructions"]),
-        ("unknown format", ["does not compile: KeyError: 'no format'"]),
+        ("unknown format", ["does not compile: ConfigError: format: expected"]),
         ("dies", ["the process ended with exit code -6"]),
     ],
 )  # fmt: skip
