@@ -26,13 +26,12 @@ def main() -> None:
     model = LlamaForCausalLM(config).eval()
     prompt = torch.arange(1, 41)[None]
     expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
-    model.set_attn_implementation("fp8_paged")
-    for dtype, is_exact in (("auto", True), (None, False)):
-        options = {} if dtype is None else {"dtype": dtype}
-        cache = hf_fp8kv.FP8PagedCache(config, **options)
-        tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    for dtype in ("model", None):
+        hf_fp8kv.enable(model, dtype)
+        tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)
         assert tokens.shape == expected.shape
-        assert not is_exact or torch.equal(tokens, expected)
+        assert dtype is None or torch.equal(tokens, expected)
+        assert hf_fp8kv.summary(model).footprint.tokens == tokens.shape[1] - 1
     print("hf_fp8kv", version("hf-fp8kv"), "in", package, "works", file=sys.stderr)
 
 
