@@ -58,7 +58,7 @@ OFFLOADED = "offloaded"
 # Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
 _PREFIX_TUNING_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
 _CACHE_KEYWORDS = tuple(inspect.signature(FP8PagedCache).parameters)[1:]  # without the config
-_KEYWORDS = (*_CACHE_KEYWORDS, "bits", "deterministic", "training", "reuse_prefix", "prefix_store")
+_KEYWORDS = (*_CACHE_KEYWORDS, "deterministic", "training", "reuse_prefix", "prefix_store")
 _Model = TypeVar("_Model")
 _Sizes = tuple[MemoryFootprint | None, float]
 _NO_SIZES: _Sizes = (None, 0.0)

@@ -124,6 +124,10 @@ Plan = Annotated[
         "choose_plan, or text such as 'int8 rotated'.",
     ),
 ]
+Bits = Annotated[
+    float,
+    typer.Option(min=6.0, max=8.0, help="Maximum average bits of a value in the chosen plan."),
+]
 StaticScales = Annotated[
     Any,
     typer.Option(
@@ -182,7 +186,7 @@ def load_texts(name: str) -> Path | list[str]:
 
 def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the options of a cache that `generate` and `serve` share."""
-    names = ("key_dtype", "value_dtype", "plan", "scales", "backend")
+    names = ("key_dtype", "value_dtype", "plan", "bits", "scales", "backend")
     return {"dtype": ctx.params["kv_cache_dtype"], **{name: ctx.params[name] for name in names}}
 
 

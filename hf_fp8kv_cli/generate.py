@@ -26,6 +26,7 @@ def generate(
     key_dtype: arguments.KeyDtype = None,
     value_dtype: arguments.ValueDtype = None,
     plan: arguments.Plan = None,
+    bits: arguments.Bits = 8.0,
     scales: arguments.StaticScales = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 48,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 64,
@@ -80,7 +81,8 @@ def _compare(
     from . import comparison
 
     if page_options.get("dtype") != arguments.ADAPTIVE:
-        FP8PagedCache(**page_options)  # raises for invalid options before the model is loaded
+        # Raises for invalid options before the model is loaded. Fewer bits need the model.
+        FP8PagedCache(**{**page_options, "bits": 8})
     model_name = name or DEMO_NAME
     model, tokenizer = load_model(name, device)
     inputs, text = comparison.encode_prompt(

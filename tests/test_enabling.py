@@ -200,8 +200,13 @@ def test_fewer_bits_are_for_generate_and_engines() -> None:
     cache = generate(model, inputs)
     assert {side.format for layer in cache.plan.values() for side in layer} == {"int6"}
     assert read_serving_digest(model, bits=6) == read_digest(cache) != read_serving_digest(model)
-    with pytest.raises(ConfigError, match="plan: expected None with bits=6, got 'int8'"):
-        enable(model, bits=6, plan="int8")
+    assert read_digest(FP8PagedCache(model, bits=6)) == read_digest(cache)
+    for make in (enable, FP8PagedCache):
+        with pytest.raises(ConfigError, match="plan: expected None with bits=6, got 'int8'"):
+            make(model, bits=6, plan="int8")
+    for config in (model.config, None):
+        with pytest.raises(ConfigError, match="bits: expected 8 without a model"):
+            FP8PagedCache(config, bits=6)
     assert read_digest(generate(model, inputs)) == read_digest(cache)
     assert generate_digest(enable(model), inputs) == choose_plan(model).digest
 

@@ -50,6 +50,7 @@ FP8_OPTIONS: dict[str, dict[str, Any]] = {
     "fp8, static scales": {"scales": 1.0},
     "fp8, dynamic scales": {},
     "K 16 bit, V fp8": {"scales": 1.0, "key_dtype": "auto"},
+    "int6, dynamic scales": {"plan": "int6 rotated"},
 }
 GIB = 2**30
 MEMORY_SHARE = 0.9  # share of the free memory that pages may use, the engine's default on a GPU

@@ -63,8 +63,17 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
         (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
         (["--kv-cache-dtype", "int8", "--value-dtype", "fp8_e2m5", "--scales", "1.0"], 1 / 2),
         (["--plan", "fp8_e3m4", "--scales", "1.0"], 1 / 2),
+        (["--bits", "6"], 3 / 8 + 1 / 16),
     ],
-    ids=["constant", "dynamic", "alias-small-pages", "unquantized-keys", "two-formats", "plan"],
+    ids=[
+        "constant",
+        "dynamic",
+        "alias-small-pages",
+        "unquantized-keys",
+        "two-formats",
+        "plan",
+        "six-bits",
+    ],
 )
 def test_bytes_per_token_match_the_formats(generate, options, ratio):
     dense_run, paged_run = generate(*options)["runs"]
