@@ -22,10 +22,11 @@ _Cache = TypeVar("_Cache", bound=Cache)
 DYNAMIC = "DynamicCache + sdpa"
 QUANTIZED = "QuantizedCache fp8 + sdpa"
 FOLDED = "cat + folded sdpa"
-E4M3, E3M4 = "FP8PagedCache e4m3", "FP8PagedCache e3m4"
+E4M3, E3M4, INT6 = "FP8PagedCache e4m3", "FP8PagedCache e3m4", "FP8PagedCache int6"
 PAGED: dict[str, dict[str, Any]] = {
     **{f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name} for fmt in DISTINCT},
     f"{E4M3} static": {"dtype": "fp8_e4m3", "scales": 0.01},
+    INT6: {"plan": "int6 rotated"},
 }
 TOLERANCE = 0.02  # relative RMS error from torch's attention on the same bytes, in bfloat16
 

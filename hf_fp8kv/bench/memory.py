@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..attention.fp8_paged import fp8_paged_attention
 from ..utils.environment import describe_run
 from . import capacity
-from .contenders import E4M3, PAGED, Attention, Heads, Setup, store_and_attend
+from .contenders import E4M3, INT6, PAGED, Attention, Heads, Setup, store_and_attend
 from .reporting import build_rows_table, build_table, make_row
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def measure_processes(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
     """
     rows = []
     growth_mib = {}
-    for name in ("DynamicCache", E4M3):
+    for name in ("DynamicCache", E4M3, INT6):
         task = json.dumps({"name": name, "num_tokens": num_tokens, "setup": vars(setup)})
         script = f"import sys; from {__name__} import _report_growth; _report_growth(sys.argv[1])"
         process = subprocess.run(
@@ -143,12 +143,17 @@ def measure_processes(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
             raise RuntimeError(f"the process that measures {name} ended with:\n{process.stderr}")
         growth_mib[name] = float(process.stdout.split()[-1]) / 2**20
         rows.append(make_row("process grows", name, [growth_mib[name]], "MiB", context=num_tokens))
-    ratio = growth_mib[E4M3] / growth_mib["DynamicCache"]
-    return [
-        *rows,
+    stock_mib = growth_mib.pop("DynamicCache")
+    return rows + [
         make_row(
-            "process grows, ratio", E4M3, [ratio], "×", context=num_tokens, baseline="DynamicCache"
-        ),
+            "process grows, ratio",
+            name,
+            [mib / stock_mib],
+            "×",
+            context=num_tokens,
+            baseline="DynamicCache",
+        )
+        for name, mib in growth_mib.items()
     ]
 
 
