@@ -60,8 +60,8 @@ _PREFIX_TUNING_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
 _CACHE_KEYWORDS = tuple(inspect.signature(FP8PagedCache).parameters)[1:]  # without the config
 _KEYWORDS = (*_CACHE_KEYWORDS, "deterministic", "training", "reuse_prefix", "prefix_store")
 _Model = TypeVar("_Model")
-_Sizes = tuple[MemoryFootprint | None, float]
-_NO_SIZES: _Sizes = (None, 0.0)
+_Sizes = tuple[MemoryFootprint | None, float, float]
+_NO_SIZES: _Sizes = (None, 0.0, 0.0)
 # The cache of the last `generate()` of each enabled model, for `summary`.
 _last_uses: "weakref.WeakKeyDictionary[Any, _LastUse]" = weakref.WeakKeyDictionary()
 
@@ -74,12 +74,14 @@ class Summary:
         report: How each layer uses the cache, and why.
         footprint: Memory and contents of the cache at the end. None before the first `generate()`,
             or if it used a different cache.
+        stored_bytes: Size of the tokens, without the unused slots of pages.
         bf16_bytes: Size of the same tokens in a cache of transformers in bfloat16.
         captured: Whether decode steps ran in CUDA graphs, or why not.
     """
 
     report: ModelReport
     footprint: MemoryFootprint | None
+    stored_bytes: float
     bf16_bytes: float
     captured: str
 
@@ -89,8 +91,9 @@ class Summary:
             size = memory.used_bytes + memory.other_bytes
             plans = " + ".join(list_counts(memory.layers_by_plan))
             lines = [
-                f"{memory.tokens:,} tokens in {size:,} bytes of pages, {self.bf16_bytes:,.0f} in "
-                f"bf16 ({size / self.bf16_bytes:.2f} x)",
+                f"{memory.tokens:,} tokens in {self.stored_bytes:,.0f} bytes, "
+                f"{self.bf16_bytes:,.0f} in bf16 ({self.stored_bytes / self.bf16_bytes:.2f} x)",
+                f"pages of {size:,} bytes, with unused slots for the next tokens",
                 f"stored as {plans}",
             ]
         return "\n".join((*lines, f"CUDA graphs: {self.captured}", str(self.report)))
@@ -265,9 +268,10 @@ class _LastUse:
         if cache is not None:
             footprint = cache.memory_footprint()
             num_tokens = cache.host_length()
-            dense_bytes, _ = cache.count_bytes(num_tokens) or (0.0, 0.0)
+            sizes = cache.count_bytes(num_tokens) or (0.0, 0.0)
             num_sequences = footprint.tokens // max(num_tokens, 1)
-            self._sizes = footprint, dense_bytes * num_sequences + footprint.other_bytes
+            bf16_bytes, stored_bytes = (x * num_sequences + footprint.other_bytes for x in sizes)
+            self._sizes = footprint, stored_bytes, bf16_bytes
         return self._sizes
 
     def _measure_last(self, attributes: dict[str, Any]) -> None:
@@ -293,14 +297,14 @@ def summary(model: Any) -> Summary:
         raise ConfigError(
             f"model: expected an enabled model, got {type(base).__name__}. Call enable(model) first"
         )
-    footprint, bf16_bytes = _last_uses[base].measure() if base in _last_uses else _NO_SIZES
+    sizes = _last_uses[base].measure() if base in _last_uses else _NO_SIZES
     report = check_model(base)
     captured = report.capture_obstacle or "after two steps of each call"
     if base.device.type != "cuda":
         captured = "not on this device"
     elif "get_compiled_call" not in vars(base):
         captured = "only with capture=True"
-    return Summary(report, footprint, bf16_bytes, captured)
+    return Summary(report, *sizes, captured)
 
 
 def _prepare_cache(

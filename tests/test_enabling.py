@@ -401,9 +401,10 @@ def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> Non
     num_tokens = inputs["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
     assert result.footprint.tokens == num_tokens
     assert result.footprint.used_bytes == -(-num_tokens // 8) * 8 * 144
-    assert result.bf16_bytes == num_tokens * 256
+    assert (result.stored_bytes, result.bf16_bytes) == (num_tokens * 144, num_tokens * 256)
     assert (result.report.counts, result.captured) == ({"fused": 2}, "not on this device")
-    assert f"{num_tokens} tokens in {result.footprint.used_bytes:,} bytes" in str(result)
+    assert f"{num_tokens} tokens in {num_tokens * 144:,} bytes" in str(result)
+    assert f"pages of {result.footprint.used_bytes:,} bytes" in str(result)
     del output
     assert summary(model) == result
     unused_copy = copy.deepcopy(model)
@@ -420,7 +421,9 @@ def test_a_summary_counts_windows_and_layers_of_transformers() -> None:
     enable(model, dtype="fp8", page_size=8)
     model.generate(**inputs, max_new_tokens=40, min_new_tokens=40, do_sample=False)
     window, num_tokens = model.config.sliding_window, inputs["input_ids"].shape[1] + 39
-    assert summary(model).bf16_bytes == (num_tokens + min(window, num_tokens)) * 128
+    num_stored = num_tokens + min(window, num_tokens)
+    assert summary(model).stored_bytes == num_stored * 72
+    assert summary(model).bf16_bytes == num_stored * 128
     model, inputs = build("hybrid")
     model.generate(**enable(model) and inputs, **GREEDY)
     assert "stock (layer 0" in str(summary(model))
