@@ -193,10 +193,10 @@ def resolve_plan(
     given = [x for x in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(x) is not None]
     must_choose = is_adaptive or bits < MAX_BITS
     if must_choose and given:
+        request = f"bits={bits}" if bits < MAX_BITS else f"dtype={ADAPTIVE!r}"
         raise ConfigError(
-            f"{given[0]}: expected None with "
-            f"{f'bits={bits}' if bits < MAX_BITS else f'dtype={ADAPTIVE!r}'}, got "
-            f"{keywords[given[0]]!r}. Pass one of them"
+            f"{given[0]}: expected None with {request}, got {keywords[given[0]]!r}. Pass one of "
+            "them"
         )
     if given:
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
