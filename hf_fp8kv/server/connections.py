@@ -77,6 +77,19 @@ def make_connection_class(
                 self._timer.cancel()
             super().connection_lost(error)
 
+        def send_400_response(self, msg: str) -> None:
+            """Reject bytes that are not HTTP, and discard the application's own response.
+
+            uvicorn would let both respond, until the loop has closed the connection.
+            """
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+                if self.cycle.response_started:
+                    self.transport.close()
+                    return
+            super().send_400_response(msg)
+
         def _check_idle(self) -> None:
             """Abort the connection if it is idle for too long. Otherwise check again later."""
             is_idle = self.cycle is None or self.cycle.response_complete

@@ -1,5 +1,6 @@
 """Tests of `hf-fp8kv serve` over HTTP: answers, errors and shutdown."""
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -16,6 +17,7 @@ import types
 import typing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import pytest
 from transformers import (
@@ -535,6 +537,50 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
             with contextlib.suppress(ConnectionResetError):
                 assert not client.recv(1000).startswith(b"HTTP/1.1 503")
         assert connect(request).recv(1000).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_request_with_a_bad_chunk_has_one_response(has_started, caplog):
+    async def run() -> tuple[list[dict], bytes]:
+        may_respond, has_ended = asyncio.Event(), asyncio.Event()
+        received = []
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+
+        async def app(scope, receive, send):
+            messages = [start, {"type": "http.response.body", "body": b"answer"}]
+            if has_started:
+                await send(messages.pop(0))
+            received.append(await receive())
+            await may_respond.wait()
+            for message in messages:
+                await send(message)
+            has_ended.set()
+
+        config = uvicorn.Config(app, http=make_connection_class(None, 9, 9), lifespan="off")
+        config.load()
+        connection = config.http_protocol_class(
+            config, importlib.import_module("uvicorn.server").ServerState(), {}
+        )
+        transport = MagicMock()  # its `close` never calls `connection_lost`
+        transport.get_write_buffer_size.return_value = 0
+        connection.connection_made(transport)
+        connection.data_received(
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        await asyncio.sleep(0)
+        connection.data_received(b"not a length\r\n")
+        may_respond.set()
+        await asyncio.wait_for(has_ended.wait(), 20)
+        connection.connection_lost(None)
+        assert transport.close.called
+        return received, b"".join(call.args[0] for call in transport.write.call_args_list)
+
+    received, output = asyncio.run(run())
+    assert [message["type"] for message in received] == ["http.disconnect"]
+    statuses = re.findall(rb"HTTP/1.1 (\d+)", output)
+    assert statuses == ([b"200"] if has_started else [b"400"])
+    assert b"answer" not in output
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_prompt_that_fills_the_context_is_answered(server):
