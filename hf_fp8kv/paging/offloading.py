@@ -109,8 +109,8 @@ class OffloadBlocks:
         budget.layers.add(self)
 
     def __del__(self) -> None:
-        # A copy may be in progress. The current stream of this thread may be a different stream
-        # than that of the layer, so torch must not allocate this memory again before the copy ends.
+        # A copy may be in progress, and the layer may compute on a different stream than this
+        # thread. So torch must not allocate this memory again before the copy ends.
         if self._copy_event is not None:
             for block in self.device_blocks.tensors:
                 stream = self.budget.find_stream(block.device)
