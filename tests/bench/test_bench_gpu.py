@@ -302,7 +302,9 @@ def hang(*_args):
 def test_a_process_that_hangs_does_not_end_the_run(monkeypatch):
     monkeypatch.setattr(suite, "compile_shard", hang)
     monkeypatch.setattr(suite, "COMPILE_SECONDS", 0.5)
-    result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, num_processes=2)
+    result = suite.run_suite(
+        **DRY_RUN, sections=("ceilings", "write"), seconds=1000.0, num_processes=2
+    )
     compiling = result["settings"]["compiling"]
     assert (compiling["processes"], compiling["failed"]) == (2, 2)
     assert result["rows"]
