@@ -93,9 +93,13 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """
     model, shapes = make_model(sizes, record), sizes.generate_shapes
     _measure_first_calls(record, model, sizes, backend)
+    first = CONTENDERS
+    others = OTHER_CONTENDERS
+    if not sizes.with_compiled:
+        first = [contender for contender in first if not contender.is_compiled]
+        others = []
     for contenders, cases in (
-        (CONTENDERS, shapes[:2]), (OTHER_CONTENDERS, shapes[:1]),
-        (CONTENDERS, shapes[2:]), (OTHER_CONTENDERS, shapes[1:]),
+        (first, shapes[:2]), (others, shapes[:1]), (first, shapes[2:]), (others, shapes[1:]),
     ):  # fmt: skip
         _measure_contenders(record, SECTION, model, sizes, backend, contenders, cases)
 
@@ -135,6 +139,7 @@ def _measure_contenders(
                     row.update(run.measure_round())
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {error}"[:300]
+                record.save()
     _drop_graphs(model)
 
 

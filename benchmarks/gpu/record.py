@@ -29,9 +29,9 @@ class Record:
         rows: All rows so far.
         skipped: Messages about rows that the current section did not measure.
         report: Function that is called with progress messages.
+        save: Function that stores the rows, after each row and each change of a row.
 
     With the shard `(index, count)`, only every `count`-th row is measured, from row `index` on.
-    `save` is called after each measured row.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Record:
         save: Callable[[], None] = lambda: None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        self.stage, self.report, self._save, self._shard = stage, report, save, shard
+        self.stage, self.report, self.save, self._shard = stage, report, save, shard
         self.rows: list[Row] = []
         self.skipped: list[str] = []
         self._deadline = float("inf")
@@ -106,7 +106,7 @@ class Record:
         self._fastest[section, name] = min(seconds, self._fastest.get((section, name), seconds))
         self.report(f"{label}: {seconds:.1f} s")
         self.rows.append(row)
-        self._save()
+        self.save()
         if device_error is not None:
             raise DeviceLost(f"lost the device: {label}: {device_error}") from device_error
         return row

@@ -179,6 +179,7 @@ class RunSizes(ModelShape):
     serving: ServingLoad
     num_pages: int  # number of random pages that pools repeat
     time_weights: dict[str, float]  # relative time of each section
+    with_compiled: bool = True  # whether `generate()` is also measured with torch.compile
 
 
 # The cases on which goals depend come first, because the time may run out.
@@ -235,6 +236,15 @@ FULL = RunSizes(
         "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 17,
         "end to end": 76, "offloaded": 6, "others": 3, "other kernels": 1, "serving": 5,
     },
+)  # fmt: skip
+
+# The cases of the eight minutes on a new GPU (`first`).
+SHORT = replace(
+    FULL,
+    decode_cases=(_DECODE_CASES[0], Case((1024,)), Case((32768,)), Case((4096,) * 64)),
+    padded_cases=(), num_full_cases=4, latent_cases=tuple(_LATENT_CASES[:4]), other_cases=(),
+    extend_shapes=((0, 8192), (8192, 64), (32768, 64), (0, 2048), (0, 32768)),
+    generate_shapes=((8, 32768), (1, 1024), (8, 1024)), num_rounds=4, with_compiled=False,
 )  # fmt: skip
 
 _SMALL_HEADS = Heads(4, 2, 16)

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from . import (
 )
 from .goals import Row
 from .record import DeviceLost, Record, complete
-from .shapes import FULL, TINY, RunSizes, shorten_sizes
+from .shapes import FULL, SHORT, TINY, RunSizes, shorten_sizes
 from .stage import Stage
 
 Section = Callable[[Record, RunSizes, str], None]
@@ -55,6 +56,7 @@ def run_suite(
     device: str = "cuda",
     backend: str = "triton",
     is_dry: bool = False,
+    is_short: bool = False,
     sections: Sequence[str] = tuple(SECTIONS),
     seconds: float = 210.0,
     num_processes: int = 0,
@@ -67,6 +69,7 @@ def run_suite(
         device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
         is_dry: Whether to run all sections untimed on tiny shapes, on any machine.
+        is_short: Whether to run only the cases of `first`.
         sections: Names from `SECTIONS` and `OPTIONAL_SECTIONS`, in the order in which they run.
         seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
         num_processes: Number of processes that compile kernels first.
@@ -80,7 +83,8 @@ def run_suite(
     stage = Stage(device, is_dry=is_dry)
     all_sections = {**SECTIONS, **OPTIONAL_SECTIONS}
     settings: dict[str, Any] = {
-        "device": device, "backend": backend, "dry": is_dry, "seconds": seconds,
+        "device": device, "backend": backend, "dry": is_dry, "short": is_short,
+        "seconds": seconds,
     }  # fmt: skip
     section_results: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
@@ -100,13 +104,15 @@ def run_suite(
 
     record = Record(stage, progress, save_result)
     result["rows"] = record.rows
-    sizes = TINY if is_dry else FULL
+    sizes = _choose_sizes(is_dry, is_short)
     deadline = time.perf_counter() + seconds
     save_result()
-    if num_processes:
+    if num_processes and not set(sections).isdisjoint(COMPILED_SECTIONS):
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
-        compiling = compile_kernels(device, backend, is_dry, num_processes, limit)
+        compiling = compile_kernels(
+            device, backend, num_processes, limit, sections, is_dry=is_dry, is_short=is_short
+        )
         settings["compiling"] = compiling
         progress(f"compiled in {compiling['seconds']} s")
         save_result()
@@ -135,9 +141,15 @@ def run_suite(
     return complete(result)
 
 
+def _choose_sizes(is_dry: bool, is_short: bool) -> RunSizes:
+    sizes = TINY if is_dry else SHORT if is_short else FULL
+    return replace(sizes, with_compiled=not is_short)
+
+
 def compile_kernels(
-    device: str, backend: str, is_dry: bool, num_processes: int, max_seconds: float
-) -> dict[str, float]:
+    device: str, backend: str, num_processes: int, max_seconds: float, sections: Sequence[str],
+    *, is_dry: bool = False, is_short: bool = False,
+) -> dict[str, float]:  # fmt: skip
     """Fill Triton's cache on disk. Return `seconds`, `processes`, and how many `failed`.
 
     Each process runs a part of the rows, and is killed after `max_seconds` seconds.
@@ -146,10 +158,11 @@ def compile_kernels(
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(
-            target=compile_shard, args=(device, backend, is_dry, index, num_processes), daemon=True
+            target=compile_shard, daemon=True,
+            args=(device, backend, index, num_processes, sections, is_dry, is_short),
         )
         for index in range(num_processes)
-    ]
+    ]  # fmt: skip
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -163,14 +176,16 @@ def compile_kernels(
 
 
 def compile_shard(
-    device: str, backend: str, is_dry: bool, index: int, num_processes: int
-) -> list[Row]:
+    device: str, backend: str, index: int, num_processes: int, sections: Sequence[str],
+    is_dry: bool, is_short: bool,
+) -> list[Row]:  # fmt: skip
     """Run every `num_processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
     record = Record(Stage(device, is_dry=is_dry, is_compiling=True), shard=(index, num_processes))
     with torch.no_grad():
         for name in COMPILED_SECTIONS:
-            SECTIONS[name](record, shorten_sizes(TINY if is_dry else FULL), backend)
+            if name in sections:
+                SECTIONS[name](record, shorten_sizes(_choose_sizes(is_dry, is_short)), backend)
     return record.rows
 
 

@@ -35,6 +35,14 @@ class OffloadBudget(PageBudget):
         self.layers: weakref.WeakSet[OffloadBlocks] = weakref.WeakSet()
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    def find_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream for the copies of a device. None means that the host copies."""
+        if device.type != "cuda":
+            return None
+        return self.streams.get(device) or self.streams.setdefault(
+            device, torch.cuda.Stream(device)
+        )
+
     def fetch_layers(
         self, layer: "OffloadBlocks", pages: Ints, next_layer: "OffloadBlocks", next_pages: Ints
     ) -> None:
@@ -78,6 +86,10 @@ class OffloadBlocks:
 
     In a pool, this class replaces `Blocks`, whose interface it has.
 
+    A copy waits for all earlier work of the current stream (`_start_copy`). The current stream
+    waits for the copies before it uses or frees pages on the device (`wait`), and the host before
+    it uses pages in host memory (`_finish_copies`). torch keeps pinned memory until its copies end.
+
     Attributes:
         index: Index of the layer in the model.
         device_blocks: Pages on the device. Allocated only while the device holds some.
@@ -97,8 +109,13 @@ class OffloadBlocks:
         budget.layers.add(self)
 
     def __del__(self) -> None:
-        # A copy into this memory may be in progress when torch allocates it again.
-        self.wait()
+        # A copy may be in progress, and the layer may compute on a different stream than this
+        # thread. So torch must not allocate this memory again before the copy ends.
+        if self._copy_event is not None:
+            for block in self.device_blocks.tensors:
+                stream = self.budget.find_stream(block.device)
+                assert stream is not None
+                block.record_stream(stream)
 
     def __len__(self) -> int:
         return len(self._on_device)
@@ -126,8 +143,7 @@ class OffloadBlocks:
         if (num_added := num_pages - len(self)) <= 0:
             return
         if self.device_blocks.is_allocated:
-            self.wait()
-            self.device_blocks.grow(num_pages)
+            self.device_blocks.grow(num_pages)  # moves no page
         # Growing may fail, so flags are added last, in one assignment that no interrupt separates.
         old_flags = (self._on_device, self._on_host)
         new_flags = np.zeros(num_added, bool)
@@ -182,16 +198,17 @@ class OffloadBlocks:
 
     def _start_copy(self, source: Blocks, target: Blocks, pages: Ints) -> None:
         device = self.device_blocks.tensors[0].device
-        streams = self.budget.streams
-        if device.type != "cuda":
+        stream = self.budget.find_stream(device)
+        if stream is None:
             target.copy_from(source, pages, blocking=True)
             return
         # The copies run after earlier work on the device, and concurrently with later work.
-        stream = streams.get(device) or streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            target.copy_from(source, pages, blocking=False)
-            self._copy_event = stream.record_event()
+            try:
+                target.copy_from(source, pages, blocking=False)
+            finally:  # after an exception, some copies may be in progress
+                self._copy_event = stream.record_event()
 
     def _finish_copies(self) -> None:
         if self._copy_event is not None:
@@ -214,6 +231,7 @@ class OffloadBlocks:
         """Write rows to pages on the device if the layer has pages there, otherwise on the host."""
         assert not isinstance(pages, torch.Tensor)
         if self.device_blocks.is_allocated:
+            self.wait()
             self.device_blocks.put(pages, rows)
             self.mark_written(pages)
         else:

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_model
 from ..ops import choose_backend
+from ..prefix.engine_blocks import synchronize
 from .config import ServingConfig
 from .engines import (
     PROCESS_KEY,
@@ -26,6 +27,7 @@ from .engines import (
     StockManager,
     StockMixin,
     make_cache_class,
+    order_streams,
     rebind_globals,
 )
 from .engines.common import EngineCache
@@ -295,6 +297,10 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             identity = config.identify(self.model, page_size)
         names = {"PagedAttentionCache": make_cache_class(config, identity, self._hash_key)}
         processor = rebind_globals(StockManager._create_batch_processor, **names)(self)
+        order_streams(processor.inputs_and_outputs)
+        # The thread of the engine may have a different current stream than this thread, which
+        # zeroes the pages.
+        synchronize(self.model.device)
         if self._noise_warper is not None:
             self._noise_warper.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)

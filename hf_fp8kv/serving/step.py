@@ -135,6 +135,8 @@ def make_decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int)
     """
     positions = (lengths - 1).clamp(min=0)
     pages = table.gather(1, (positions // page_size)[:, None].long())
+    # A row of padding may have the page of an earlier request, which must not be written.
+    pages = pages.masked_fill(lengths[:, None] == 0, -1)
     max_length = table.shape[1] * page_size
     batch = AttendBatch(None, None, None, 1, table, lengths, max_length, causal=False)
     return LayerWork(None, pages, positions % page_size + 1, [batch], [], len(lengths))

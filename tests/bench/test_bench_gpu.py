@@ -8,10 +8,12 @@ import inspect
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,11 +25,12 @@ from benchmarks.gpu import (
     cached,
     end_to_end,
     experiments,
+    first,
     goals,
     latent,
     other_kernels,
+    rival_files,
     suite,
-    vllm_file,
     write,
 )
 from benchmarks.gpu.__main__ import main
@@ -274,7 +277,9 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     monkeypatch.setattr(Stage, "time_steps", lambda *args, **_kwargs: timed.append(args) or {})
 
     def count_rows(index, num_processes):
-        rows = suite.compile_shard("cpu", "torch", True, index, num_processes)
+        rows = suite.compile_shard(
+            "cpu", "torch", index, num_processes, tuple(suite.SECTIONS), True, False
+        )
         assert not [row for row in rows if "failed" in row]
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
 
@@ -297,7 +302,9 @@ def hang(*_args):
 def test_a_process_that_hangs_does_not_end_the_run(monkeypatch):
     monkeypatch.setattr(suite, "compile_shard", hang)
     monkeypatch.setattr(suite, "COMPILE_SECONDS", 0.5)
-    result = suite.run_suite(**DRY_RUN, sections=("ceilings",), seconds=1000.0, num_processes=2)
+    result = suite.run_suite(
+        **DRY_RUN, sections=("ceilings", "write"), seconds=1000.0, num_processes=2
+    )
     compiling = result["settings"]["compiling"]
     assert (compiling["processes"], compiling["failed"]) == (2, 2)
     assert result["rows"]
@@ -379,27 +386,130 @@ torch.finfo(current_platform.fp8_dtype())
 def unified_attention(q, k, v, out, seqused_k, block_table, kv_quant_mode, k_scale_cache,
                       v_scale_cache):
     assert (kv_quant_mode == KVQuantMode.NONE) == (k.dtype == torch.bfloat16)
-    if kv_quant_mode == KVQuantMode.FP8_PER_TOKEN_HEAD:
+    assert (kv_quant_mode == KVQuantMode.INT8_PER_TOKEN_HEAD) == (k.dtype == torch.int8)
+    if kv_quant_mode >= KVQuantMode.INT8_PER_TOKEN_HEAD:
         k, v = k.float() * k_scale_cache[..., None], v.float() * v_scale_cache[..., None]
     out.copy_(attend_by_table(q, k.transpose(1, 2), v.transpose(1, 2), block_table, seqused_k))
 """
-VLLM_NAMES = {f"vllm triton {fmt}" for fmt in ("bf16", "e4m3", "e4m3 per token")}
+VLLM_NAMES = {f"vllm triton {fmt}" for fmt in ("bf16", "e4m3", "e4m3 per token", "int8 per token")}
+# A stand-in for SGLang's file. Tokens are found by their slots, which begin at `starts`.
+SGLANG_FILE = """
+import torch
+from sglang.kernels.ops.attention.helpers import attend_by_table
+from sglang.srt.environ import envs
+from sglang.srt.utils import is_hip
+
+assert not is_hip() and not envs.SGLANG_MLA_DECODE_TUNE.get()
+
+def decode_attention_fwd_grouped(): pass
+
+def decode_attention_fwd(q, k, v, out, starts, slots, sums, lse, splits, max_splits, scale, k_scale,
+                         v_scale):
+    assert sums.shape == (*q.shape[:2], max_splits, v.shape[-1]) and k_scale == v_scale == 1
+    lengths = starts.diff()
+    table = torch.nn.utils.rnn.pad_sequence(slots.split(lengths.tolist()), batch_first=True)
+    out.copy_(attend_by_table(q, k[:, :, None], v[:, :, None], table, lengths))
+"""
 
 
-def test_the_kernel_of_vllm_is_measured_and_checked(record, monkeypatch, tmp_path):
-    """A stand-in replaces vLLM's file. Its function has the arguments of the real function."""
+def test_kernels_of_other_projects_are_measured_and_checked(record, monkeypatch, tmp_path):
+    """Stand-ins replace the files. Their functions have the arguments of the real functions."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"
     )
     (file := tmp_path / "triton_unified_attention.py").write_text(VLLM_FILE)
-    monkeypatch.setenv(vllm_file.PATH_VARIABLE, str(file))
+    (tmp_path / "decode_attention.py").write_text(SGLANG_FILE)
+    paths = rival_files.find_rival_files(tmp_path)
+    assert paths[rival_files.VLLM.variable] == str(file)
+    for variable, path in paths.items():
+        monkeypatch.setenv(variable, path)
+    sglang_names = {
+        f"sglang triton {fmt}, {splits} splits" for fmt in ("bf16", "e4m3") for splits in (8, 32)
+    }
+    names = VLLM_NAMES | sglang_names
     assert not find_failures(record, other_kernels.measure, TINY, "torch"), record.rows
-    assert {row["name"] for row in record.rows} == VLLM_NAMES
+    assert {row["name"] for row in record.rows} == names
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
     sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),), other_cases=())
-    assert find_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
-    assert "vllm" not in sys.modules
-    monkeypatch.setenv(vllm_file.PATH_VARIABLE, str(tmp_path / "none.py"))
+    # A kernel that rounds the weights to 8 bits may have an error of 10 %.
+    failed_names = {name for name in names if "sglang triton e4m3" not in name}
+    assert find_failures(record, other_kernels.measure, sizes, "torch") == failed_names
+    assert not {"vllm", "sglang"} & sys.modules.keys()
+    monkeypatch.setenv(rival_files.VLLM.variable, str(tmp_path / "none.py"))
     other_kernels.measure(record, TINY, "torch")
     assert any("none.py" in message for message in record.skipped)
+
+
+# -- the first minutes on a GPU --------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_steps(monkeypatch):
+    """Replace the processes of `first`. Return the names of their logs, and the exit codes."""
+
+    def fake_run_python(command, log, _limit, tool=()):
+        name = log.stem.removeprefix("first-")
+        logs.append(name)
+        log.write_text("the summary\n")
+        if "--json" in command:
+            rows = [{"name": name, "tokens_per_s": 2.0, "late_per_s": 3.0}]
+            sections = [{"name": name, "skipped": ["vllm: not installed: no module"]}]
+            result = json.dumps({"rows": rows, "sections": sections})
+            Path(command[command.index("--json") + 1]).write_text(result)
+        elif "pytest" in command:
+            outcome = "failed" if exit_codes.get(name) else "passed"
+            row = {"name": f"{command[-3]}::test[0]", "outcome": outcome, "message": "NaN"}
+            Path(os.environ["HF_FP8KV_RESULTS"]).write_text(json.dumps(row) + "\n")
+        else:
+            assert tool[2] == name
+        return exit_codes.get(name, 0)
+
+    logs, exit_codes = [], {}
+    monkeypatch.setattr(first, "run_python", fake_run_python)
+    monkeypatch.setattr(first.shutil, "which", lambda _name: "/usr/bin/tool")
+    for variable in ("HF_FP8KV_RESULTS", "HF_FP8KV_REPEAT"):
+        monkeypatch.setenv(variable, "")
+    return logs, exit_codes
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_the_first_run_continues_after_the_last_step(fake_steps, tmp_path):
+    assert sum(step.seconds for step in first.STEPS) <= 480
+    logs, exit_codes = fake_steps
+    results = tmp_path / "first.jsonl"
+    exit_codes["latent"] = 3
+    assert main(["--first", "--dry", "--json", str(results)]) == 3
+    names = [step.name for step in first.STEPS]
+    assert logs == [name.replace(" ", "-") for name in names]
+    lines = read_lines(results)
+    assert [line["step"] for line in lines if "exit_code" in line] == names
+    assert {"section": "latent", "name": "vllm", "note": "not installed: no module"} in [
+        line["row"] for line in lines if line["step"] == "latent" and "row" in line
+    ]
+    assert lines[-1]["row"] | {"gains": 0} == {
+        "name": "late stop check", "captured_equal": True, "gains": 0, "open": True,
+    }  # fmt: skip
+    # The last two steps did not end.
+    results.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:-5]))
+    logs.clear()
+    main(["--first", "--dry", "--json", str(results)])
+    assert logs == [name.replace(" ", "-") for name in names[-2:]]
+    assert read_lines(results)[-1]["step"] == "late stop"
+
+
+def test_the_stop_check_is_not_late_if_captured_steps_differ(fake_steps, monkeypatch, tmp_path):
+    logs, exit_codes = fake_steps
+    exit_codes["captured"] = 1
+    monkeypatch.setattr(first.shutil, "which", lambda _name: None)
+    results = tmp_path / "first.jsonl"
+    assert main(["--first", "--dry", "--json", str(results)]) == 1
+    lines = read_lines(results)
+    rows = {line["step"]: line["row"] for line in lines if "row" in line}
+    assert rows["captured"]["messages"] == ["NaN"]
+    assert not rows["late stop"]["open"]
+    assert rows["racecheck"] == {"name": "compute-sanitizer", "note": "not installed"}
+    assert not {"racecheck", "initcheck"} & set(logs)

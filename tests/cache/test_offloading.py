@@ -4,16 +4,23 @@ On a CPU, device and host memory are the same, but the cache copies pages as it 
 memory contains NaN in these tests, so a page that was not copied back changes the tokens.
 """
 
+import contextlib
+import functools
 import gc
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
+from hf_fp8kv.paging.memory_blocks import Blocks
+from hf_fp8kv.paging.offloading import OffloadBlocks, OffloadBudget
 from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
@@ -379,3 +386,160 @@ def test_other_cache_implementations_use_transformers_caches() -> None:
         )  # fmt: skip
         model.generate(**inputs, cache_implementation="offloaded_static", **GREEDY)
     assert created == ["offloaded_static"]
+
+
+# -- the order of copies -------------------------------------------------------------------------
+
+
+class DelayedStream:
+    """A stream of copies on the CPU. A copy runs when something waits for it, or at the end.
+
+    A copy is an error if its pages on the device were freed before it ran, because torch would
+    have given their memory to other tensors. `record_stream` keeps the pages, and a copy keeps
+    pages in host memory, as with CUDA.
+    """
+
+    def __init__(self) -> None:
+        self.copies: list[Callable[[], None]] = []
+        self.kept_tensors: list[torch.Tensor] = []
+        self.num_done = 0
+        self._has_waited = False  # for the current stream, since the previous event
+
+    def wait_stream(self, _stream: Any) -> None:
+        self._has_waited = True
+
+    def add_copy(self, target: Blocks, source: Blocks, pages: Any, host: Blocks) -> None:
+        assert self._has_waited, "the copy would not wait for earlier work"
+        references: list[list[Any]] = [
+            [
+                functools.partial(lambda x: x, x) if blocks is host else weakref.ref(x)
+                for x in tensors
+            ]
+            for blocks, tensors in ((target, target.tensors), (source, source.tensors))
+        ]
+
+        def run() -> None:
+            tensors = [[reference() for reference in x] for x in references]
+            assert None not in tensors[0] + tensors[1], "the pages were freed before their copy"
+            blocks = [Blocks(), Blocks()]
+            for each, memory in zip(blocks, tensors, strict=True):
+                each._set_blocks(memory)
+            _copy_from(*blocks, pages, blocking=True)
+
+        self.copies.append(run)
+
+    def record_event(self) -> Any:
+        self._has_waited = False
+        num_copies = len(self.copies)
+        return SimpleNamespace(device=None, synchronize=lambda: self.run_until(num_copies))
+
+    def run_until(self, num_copies: int) -> None:
+        while self.num_done < num_copies:
+            self.copies[self.num_done]()
+            self.num_done += 1
+
+
+_copy_from = Blocks.copy_from
+_start_copy = OffloadBlocks._start_copy
+
+
+@pytest.fixture
+def delayed_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedStream]:
+    """The stream of all copies. The current stream executes operations at once."""
+    stream = DelayedStream()
+    current = SimpleNamespace(wait_event=lambda event: event.synchronize())
+
+    def start_copy(layer: OffloadBlocks, source: Blocks, target: Blocks, pages: Any) -> None:
+        add_copy = functools.partial(stream.add_copy, host=layer.host_blocks)
+        with monkeypatch.context() as patch:
+            patch.setattr(Blocks, "copy_from", lambda *x, blocking: add_copy(*x))
+            _start_copy(layer, source, target, pages)
+
+    monkeypatch.setattr(OffloadBlocks, "_start_copy", start_copy)
+    monkeypatch.setattr(OffloadBudget, "find_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    keep = stream.kept_tensors.append
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: keep(tensor))
+    yield stream
+    gc.collect()
+    stream.run_until(len(stream.copies))
+
+
+@pytest.mark.usefixtures("delayed_stream")
+@pytest.mark.parametrize("offloading", OPTIONS, ids=str)
+@pytest.mark.parametrize("calls", ["greedy", "beams"])
+def test_late_copies_do_not_change_the_tokens(calls: str, offloading: dict[str, Any]) -> None:
+    """The next layer is fetched, and pages are returned, while a layer computes."""
+    model, inputs = build_variant("sliding_and_full", num_hidden_layers=NUM_LAYERS, **MIXED)
+    model.set_attn_implementation("fp8_paged")
+    keywords = {**GREEDY, **CALLS[calls]}
+    expected = model.generate(
+        **inputs, past_key_values=FP8PagedCache(model.config, page_size=PAGE_SIZE), **keywords
+    )
+    cache = FP8PagedCache(model.config, page_size=PAGE_SIZE, **offloading)
+    assert_same(model.generate(**inputs, past_key_values=cache, **keywords), expected)
+    assert min(count_copied_bytes(cache)) > 0
+
+
+@pytest.mark.usefixtures("delayed_stream")
+def test_late_copies_do_not_change_stored_pages() -> None:
+    """Crops, forks, long calls and assignments move pages while copies are pending."""
+    caches = make_caches("gemma3_text")
+    add_tokens(caches, 21)
+    add_tokens(caches, 40, 1)
+    forks = [cache.fork() for cache in caches]
+    add_tokens(forks, 3, 2)
+    add_tokens(caches, 1, 3)
+    call_method(caches, "crop", -2)
+    add_tokens(caches, 1, 4)
+    call_method(caches, "batch_select_indices", torch.tensor([1]))
+    add_tokens(caches, 9, 5, batch=1)
+    assert_holds(caches)
+    assert_holds(forks)
+
+
+def test_pages_on_the_device_are_written_after_their_copies(delayed_stream: DelayedStream) -> None:
+    blocks, pages = fetch_delayed()
+    blocks.put(pages, torch.full((2, 16), 5, dtype=torch.uint8))
+    delayed_stream.run_until(len(delayed_stream.copies))
+    assert (blocks.take(pages) == 5).all()
+
+
+def test_a_deleted_layer_keeps_its_memory_until_its_copies_end(
+    delayed_stream: DelayedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that deletes a layer may have a different current stream."""
+    blocks, _ = fetch_delayed()
+    other_stream = SimpleNamespace(wait_event=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: other_stream)
+    del blocks
+    delayed_stream.run_until(len(delayed_stream.copies))
+
+
+def test_an_interrupted_copy_is_waited_for(
+    delayed_stream: DelayedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        add_copy(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    add_copy = delayed_stream.add_copy
+    monkeypatch.setattr(delayed_stream, "add_copy", interrupt)
+    blocks = OffloadBlocks(OffloadBudget(PAGE_SIZE), 0)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_delayed(blocks)
+    blocks.free()
+    assert delayed_stream.num_done == len(delayed_stream.copies) > 0
+
+
+def fetch_delayed(blocks: OffloadBlocks | None = None) -> tuple[OffloadBlocks, Any]:
+    """Return two pages of a layer whose copy to the device is pending, and their numbers."""
+    if blocks is None:
+        blocks = OffloadBlocks(OffloadBudget(PAGE_SIZE), 0)
+    pages = np.arange(2)
+    blocks.allocate(16, 2, torch.device("cpu"))
+    blocks.put(pages, torch.full((2, 16), 3, dtype=torch.uint8))
+    blocks.evict()
+    blocks.fetch(pages)
+    return blocks, pages

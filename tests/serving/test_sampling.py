@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.serve_process import (
     NAN_CHARACTER,
@@ -58,6 +59,24 @@ def test_noise_depends_only_on_key_and_token():
     assert noise.isfinite().all()
     for row in range(7):
         assert torch.equal(sampling.make_gumbel_noise(keys[row : row + 1], 60)[0], noise[row, :60])
+
+
+def test_noise_reads_no_tensor_of_an_earlier_call():
+    """A CUDA graph may write to its memory, or a different stream may not have computed it."""
+    keys = make_noise_keys(2, seed=3)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            results.append(result)
+            return result
+
+    results = []
+    with Recorder():
+        expected = sampling.make_gumbel_noise(keys.clone(), 113).clone()
+    for tensor in results[:-1]:
+        tensor.fill_(1)
+    assert torch.equal(sampling.make_gumbel_noise(keys, 113), expected)
 
 
 @pytest.mark.parametrize(("position", "token"), [(296, 44251), (661, 30565), (1811, 419)])

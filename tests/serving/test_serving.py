@@ -1,11 +1,12 @@
 """Tests that continuous batching over FP8 pages gives the same tokens as generate()."""
 
 import copy
+import functools
 import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
-from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    ContinuousMixin,
+    input_outputs,
+)
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
@@ -22,7 +27,7 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.exact_states import exact_states
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import StoredLayer
-from hf_fp8kv.serving.engines import common
+from hf_fp8kv.serving.engines import common, order_streams
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, make_decode_work
 from tests.helpers.margins import compute_greedy_deficit
@@ -802,10 +807,11 @@ class TestRunningEngines:
         targets = [token for batch in work.batches for token in batch.target_tokens.tolist()]
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
-    def test_an_unused_row_has_a_valid_page_and_slot(self) -> None:
+    def test_an_unused_row_writes_to_no_page(self) -> None:
+        """Its page in the table may belong to a different request."""
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
         work = make_decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
-        assert work.table.tolist() == [[4], [7]]
+        assert work.table.tolist() == [[4], [-1]]
         assert work.slot_ends.tolist() == [1, 1]
 
     def test_schedules_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -836,3 +842,57 @@ class TestRunningEngines:
             assert cache.can_store_request_tokens(state, length)
         *_, num_tokens = cache.measure_memory(lengths)
         assert num_tokens == 5 + 20
+
+
+class DelayedStream:
+    """A stream on the CPU whose operations run when a different stream waits for it."""
+
+    device = None
+
+    def __init__(self) -> None:
+        self.operations: list[Callable[[], Any]] = []
+
+    def wait_stream(self, other: "DelayedStream") -> None:
+        while other.operations:
+            other.operations.pop(0)()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class TestStreams:
+    @pytest.mark.parametrize("max_blocks", [0, 8])
+    def test_late_fills_do_not_change_the_tokens(
+        self, llama: Any, max_blocks: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An engine fills its static tensors on the current stream, and reads them on another."""
+        expected = enable(llama, prompts())
+        current, compute = DelayedStream(), DelayedStream()
+        prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
+
+        def prepare_late(inputs: Any, *args: Any, **kwargs: Any) -> None:
+            prepare(inputs, *args, **kwargs)
+            inputs.compute_stream = compute
+            for tensor in (inputs._bulk_input_tensor, inputs.block_table):
+                current.operations.append(functools.partial(tensor.copy_, tensor.clone()))
+                tensor.zero_()
+
+        ios_class = input_outputs.ContinuousBatchingIOs
+        monkeypatch.setattr(ios_class, "prepare_batch_tensors", prepare_late)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+        manager = llama.init_continuous_batching(greedy(), batching())
+        manager.continuous_batching_config.max_blocks_per_request = max_blocks
+        with run_manager(manager):
+            assert request_answers(manager, prompts()) == expected
+
+    def test_uploads_wait_for_late_fills(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Asynchronous batching resets its tensors on the current stream, and then uploads."""
+        current, lengths, uploaded = DelayedStream(), torch.zeros(3), torch.ones(3)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
+        current.operations.append(lengths.zero_)
+        inputs: Any = SimpleNamespace(h2d_stream=DelayedStream(), compute_stream=None)
+        inputs.get_model_kwargs = lambda: lengths.copy_(uploaded)
+        order_streams(inputs)
+        assert torch.equal(inputs.get_model_kwargs(), uploaded)
+        current.wait_stream(current)
+        assert torch.equal(lengths, uploaded)

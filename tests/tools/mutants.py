@@ -333,6 +333,12 @@ MUTANTS = (
         "tests/prefix/test_folder.py tests/prefix/test_store.py",
     ),
     Mutant(
+        "offloading: writes do not wait for copies", "paging/offloading.py",
+        "            self.wait()\n            self.device_blocks.put(pages, rows)",
+        "            self.device_blocks.put(pages, rows)",
+        "tests/cache/test_offloading.py",
+    ),
+    Mutant(
         "offloading: pages come back stale", "paging/memory_blocks.py",
         "count = len(run)", "count = len(run) - 1",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
@@ -396,6 +402,11 @@ MUTANTS = (
         "tests/calibration/test_calibrate.py",
     ),
     # Serving.
+    Mutant(
+        "serving: a step does not wait for its inputs", "serving/fp8_manager.py",
+        "        order_streams(processor.inputs_and_outputs)\n", "",
+        "tests/serving/test_serving.py",
+    ),
     Mutant(
         "serving: padding overwrites results", "serving/step.py",
         "        if padding.any():", "        if False:", "tests/serving/test_serving.py",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 import transformers
 from transformers.generation.continuous_batching import cache, continuous_api
 
@@ -57,6 +58,25 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def order_streams(inputs: Any) -> None:
+    """Make an engine's streams wait in each step for the work of the thread that prepares it.
+
+    `inputs` are the engine's static tensors (ContinuousBatchingIOs). transformers fills them on the
+    thread's current stream, and copies to them or reads them on separate streams that do not wait
+    (5.18 to 5.24). A late fill would erase the lengths or the block table of a step.
+    """
+    get_model_kwargs = inputs.get_model_kwargs
+
+    def wait_and_get(*args: Any, **kwargs: Any) -> Any:
+        for name in ("h2d_stream", "compute_stream"):
+            stream = getattr(inputs, name, None)
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return get_model_kwargs(*args, **kwargs)
+
+    inputs.get_model_kwargs = wait_and_get
 
 
 def make_cache_class(serving_config: Any, identity: str = "", hash_key: bytes = PROCESS_KEY) -> Any:

@@ -64,8 +64,6 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             kind_pages = view_layers(allocator._copy_view, layouts[kind])
             pages.update(zip(allocator.layer_indices, kind_pages, strict=True))
         self.add_layers(pages)
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)  # a separate stream zeroes the pages
         self._exchange: BlockExchange | None = None
         prefix_store = self.serving_config.prefix_store
         if prefix_store is not None and self.use_prefix_sharing:

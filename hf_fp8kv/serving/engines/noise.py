@@ -4,7 +4,6 @@ The next token has the largest sum of logit and noise. With Gumbel noise, it is 
 softmax (Gumbel 1954). The noise is a function of a seed, the position and the token.
 """
 
-import functools
 import hashlib
 from typing import Any
 
@@ -79,17 +78,14 @@ def make_gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
     A uniform number is 23 bits of the mixed key and token (finalizer of MurmurHash3) plus a half,
     divided by 2**23. More bits would round the largest number to 1, whose noise is infinite.
+    No tensor is kept for the next call, which may use a different stream or be part of a graph.
     """
-    bits = keys[:, None] + _hash_tokens(vocab_size, keys.device)
+    tokens = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=keys.device)
+    # The factor is 2^32 divided by the golden ratio, as int32.
+    bits = keys[:, None] + _mix_bits(tokens * -1640531527)
     uniform = _mix_bits(bits).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float()
     uniform.add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
-
-
-@functools.lru_cache(maxsize=4)
-def _hash_tokens(vocab_size: int, device: torch.device) -> torch.Tensor:
-    tokens = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device)
-    return _mix_bits(tokens * -1640531527)  # 2^32 divided by the golden ratio, as int32
 
 
 def _mix_bits(x: torch.Tensor) -> torch.Tensor:
