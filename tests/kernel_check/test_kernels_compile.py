@@ -25,7 +25,7 @@ from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.ops.triton import codec, tuning
 from hf_fp8kv.ops.triton.target import Resources, Target
 from tests.tools.kernels import __main__ as command
-from tests.tools.kernels.assembly import Assembly, read_amd, read_nvidia
+from tests.tools.kernels.assembly import Assembly, predict_cycles, read_amd, read_nvidia
 from tests.tools.kernels.bad_kernels import CASES
 from tests.tools.kernels.rules import TARGETS, find_violations
 from tests.tools.kernels.variants import Variant, list_variants
@@ -269,8 +269,9 @@ def test_assembly_is_parsed():
     """NVIDIA's main loop is the shortest loop with products. A wait may leave copies in flight."""
     assembly = read_nvidia(SASS, "Function _attend:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
     assert assembly == Assembly(
-        registers=168, spills=1, doubles=1, loop_size=3, wide_bytes=16, byte_loads=0, conversions=0
-    )
+        registers=168, spills=1, doubles=1, loop_size=3, wide_bytes=16, byte_loads=0, conversions=0,
+        hmma=1, cycles=1.75,
+    )  # fmt: skip
     text = SASS[SASS.index(".L_x_0:") :]
     register_loads = text.replace("LDGSTS.E.BYPASS", "LDG.E")
     texts = text, text.replace("SB0, 0x2", "SB0, 0x0"), register_loads
@@ -279,6 +280,27 @@ def test_assembly_is_parsed():
         registers=215, spills=3, doubles=1, loop_size=6, wide_bytes=16, byte_loads=1, conversions=1,
         rounds_ahead=1.0,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "cycles"),
+    [
+        ("HGMMA.64x32x16.F32 R24, gdesc[UR8], R24, gsb0", (64 + 32) * 32 / 512),
+        ("HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR4].tnspB, R88", 8),
+        ("HMMA.16816.F32.BF16 R4, R8, R10, R4", 1),
+        ("LDSM.16.MT88.4 R96, [R120+0x14800]", 4),
+        ("STSM.16.M88.2 [R9], R4", 2),
+        ("LDS R4, [R3]", 1),
+        ("LDS.U8 R4, [R3]", 1),
+        ("STS.64 [R3], R4", 2),
+        ("LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64]", 4),
+        ("LDL.LU R4, [R1]", 1),
+        ("LDG.E.128 R4, desc[UR4][R2.64]", 0),
+    ],
+)
+def test_cycles_are_predicted_from_instructions(line, cycles):
+    """Only a product of a warp group overlaps, with its operands. Issuing adds a quarter."""
+    assert predict_cycles([line, "FADD R1, R2, R3"]) == 2 / 4 + cycles
 
 
 @pytest.mark.parametrize(("wait_count", "rounds_ahead"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 1.0)])

@@ -29,7 +29,8 @@ SUMMARY_VARIANTS = [
 ]
 # `check.make_row` explains the columns.
 COLUMNS = ("registers", "spills", "shared", "programs", "rows", "tile", "warps", "wide_bytes",
-           "conversions", "per_kib", "per_tile", "in_flight")  # fmt: skip
+           "conversions", "per_kib", "per_tile", "in_flight",
+           "hgmma", "hmma", "ldsm", "cycles")  # fmt: skip
 
 
 def read_rows(path: str) -> dict[tuple[str, ...], Any]:
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         table_rows = [make_cells(row, options.before) for row in rows]
         text_rows = [list(map(str, cells.values())) for cells in table_rows]
         table = build_table(dict.fromkeys(table_rows[0], "left"), text_rows)
-        Console(width=None if sys.stdout.isatty() else 200).print(table)
+        Console(width=None if sys.stdout.isatty() else 250).print(table)
     return int(any(row["violations"] for row in rows))
 
 

@@ -32,6 +32,10 @@ class Assembly:
         rounds_ahead: Number of rounds of the loop whose 16-byte loads are in flight during a
             product. A fraction is a share of the loads of one round.
         fused_products: Number of unrounded products with log2(e), fused with a sum. NVIDIA only.
+        hgmma, hmma, ldsm: Number of products of a warp group, of products of a warp, and of loads
+            of matrices from shared memory, in the loop. NVIDIA only.
+        cycles: Predicted cycles of an SM for one warp's share of the loop, see `predict_cycles`.
+            sm_90 only.
     """
 
     registers: int
@@ -44,6 +48,10 @@ class Assembly:
     loop_spills: int = 0
     rounds_ahead: float = 0.0
     fused_products: int = 0
+    hgmma: int = 0
+    hmma: int = 0
+    ldsm: int = 0
+    cycles: float = 0.0
 
 
 def read_assembly(asm: dict[str, Any]) -> Assembly:
@@ -91,7 +99,40 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop or lines),
         rounds_ahead=_count_rounds_ahead(loop),
         fused_products=_count(_SASS_FUSED, lines),
+        hgmma=_count(r"HGMMA\b", loop),
+        hmma=_count(r"HMMA\b", loop),
+        ldsm=_count(r"LDSM\b", loop),
+        cycles=predict_cycles(loop),
     )
+
+
+# A product of a warp group has 64 rows, N columns and 16 channels. Operands that a descriptor
+# names are read from shared memory, the first one as 64 rows.
+_SASS_GROUP_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\S* \w+, (gdesc)?")
+# Accesses to shared and local memory. Their last field is the number of bits of a lane, or the
+# number of 8 x 8 matrices of 16 bits.
+_SASS_SHARED = re.compile(r"(LDSM|STSM|LDGSTS|LDS|STS|LDL|STL)\b\S*?(?:\.(4|2|128|64|U8|S8))?\s")
+
+
+def predict_cycles(loop: Sequence[str]) -> float:
+    """Return the cycles of an SM of sm_90 for one warp's share of a loop.
+
+    The result is the sum of the cycles of issuing, of products and of accesses to shared memory,
+    because they do not overlap if a single program runs on an SM and its warps wait for each other.
+    A product of a warp group reads its operands while it multiplies. Latencies do not count. An SM
+    issues four instructions per cycle, multiplies 2,048 pairs, and accesses 128 bytes of shared
+    memory.
+    """
+    cycles = len(loop) / 4 + _count(r"HMMA\.16816\b", loop)
+    for line in loop:
+        if match := _SASS_GROUP_PRODUCT.match(line):
+            columns = int(match[1])
+            num_bytes = (columns + 64 * (match[2] is not None)) * 16 * 2
+            cycles += max(64 * columns * 16 / 2048, num_bytes / 128) / 4
+        elif match := _SASS_SHARED.match(line):
+            # Without a field, a lane accesses 32 bits.
+            cycles += {"4": 4, "128": 4, "2": 2, "64": 2}.get(match[2], 1)
+    return cycles
 
 
 def _count_rounds_ahead(loop: Sequence[str]) -> float:

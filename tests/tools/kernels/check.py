@@ -123,6 +123,7 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     * per_tile: Number of instructions of all warps in a round.
     * per_kib: Number of these instructions per KiB of keys and values.
     * programs: Number of programs that fit on one SM.
+    * cycles: Predicted cycles of a round on an SM of sm_90 that runs a single program.
     * in_flight: Bytes of keys and values that these programs load while they compute.
     """
     assembly = read_assembly(compiled.asm)
@@ -146,6 +147,7 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
         **asdict(assembly), "shared": shared, "programs": programs,
         "rows": call.config.rows if call else constants.get("ROWS", 0),
         "tile": tile, "per_kib": round(per_tile * 1024 / bytes_per_tile, 1) if tile else 0.0,
-        "per_tile": per_tile, "in_flight": round(assembly.rounds_ahead * bytes_per_tile) * programs,
+        "per_tile": per_tile, "cycles": round(assembly.cycles * warps),
+        "in_flight": round(assembly.rounds_ahead * bytes_per_tile) * programs,
         "violations": list(violations),
     }  # fmt: skip
