@@ -148,6 +148,14 @@ class Constants:
     precision: str
     config: LaunchConfig | None = None
 
+    @property
+    def num_sums(self) -> int:
+        """Number of parts of the channels of latents in the result of `attend_rows`, otherwise 1.
+
+        A rotation mixes all channels.
+        """
+        return 4 if self.latent and self.out.rotation_size == 1 else 1
+
 
 _make_unique_sizes = functools.cache(SideSizes)
 _make_unique_constants = functools.cache(Constants)
@@ -188,20 +196,23 @@ class AttentionArgs(NamedTuple):
         return {"CALL": _with_config(self.constants, config), **config.options()}
 
 
-def make_side_sizes(pages: Pages, name: str) -> SideSizes:
-    """Return the sizes of side "k" or "v". Equal sizes give the same object.
+def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
+    """Return the sizes of side "k" or "v", padded to at least `min_width`.
+
+    Equal sizes give the same object.
 
     Raises:
         ConfigError: Codes are packed and the head size is not a power of two.
     """
     stored, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
     dim = stored.head_dim
-    width = max(16, next_power_of_2(dim))
+    width = max(min_width, next_power_of_2(dim))
     stored_size = count_elements(dim, dtype)
-    if stored_size < dim and (width != dim or dim < MIN_PACKED_TILE):
+    min_dim = max(min_width, MIN_PACKED_TILE)
+    if stored_size < dim and (width != dim or dim < min_dim):
         raise ConfigError(
-            f"head size: expected a power of two of at least 32 for {stored.format} on a GPU, got "
-            f"{dim}. Choose an 8-bit format"
+            f"head size: expected a power of two of at least {min_dim} for {stored.format} on a "
+            f"GPU, got {dim}. Choose an 8-bit format"
         )
     rotation_size = find_rotation_block(dim) if stored.rotated else 1
     return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size, stored_size)
@@ -255,7 +266,8 @@ def prepare(
                 bounds = find_mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _prepare_broadcast(spec.bias)
-    k_sizes = make_side_sizes(pages, "k")
+    # A product needs 16 channels of each quarter of latents.
+    k_sizes = make_side_sizes(pages, "k", 64 if spec.latent else 16)
     v_sizes = make_side_sizes(pages, "v")
     value_sizes, value_codec = (k_sizes, k_codec) if spec.latent else (v_sizes, v_codec)
     width = max(k_sizes.width, v_sizes.width)

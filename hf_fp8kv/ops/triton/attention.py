@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .codec import decode_for_dot, keep_layout
+from .codec import AS_IS, decode_for_dot, join_quarters, keep_layout, split_quarters
 from .page_access import load_codes, load_page_offset, load_scales
-from .products import add_values, join_chunks, multiply_keys, split_chunks
+from .products import add_values, multiply_keys, multiply_latents
 from .rotation import mix_channels
 from .softmax import (
     COMPACT,
@@ -124,16 +124,15 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     """Compute the partial sums of attention of query rows over the positions of `span`.
 
     Returns:
-        acc, the sum of weights times codes of values, `[ROWS, out_width]`. m_i, the exponent of two
+        acc, the sum of weights times codes of values, `[ROWS, out_width]`, in `Constants.num_sums`
+        parts of the channels. m_i, the exponent of two
         that weights are relative to, `[ROWS]`. l_i, the sum of weights, `[ROWS]`. All are float32.
         With `config.swapped` the operands of products and the axes of acc are exchanged.
-        products.py explains `config.chunks`.
     """
     ROWS: tl.constexpr = CALL.config.rows
     TILE: tl.constexpr = CALL.config.tile
     MASKED_TILE: tl.constexpr = CALL.config.masked_tile
     SWAPPED: tl.constexpr = CALL.config.swapped
-    CHUNKS: tl.constexpr = CALL.config.chunks
     b = rows.b
     end = span.high
     if CALL.causal:
@@ -177,8 +176,9 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
 
     query = _load_rows(tensors, factors, rows, strides.query, CALL)
     WIDTH: tl.constexpr = CALL.out.width
-    if CHUNKS > 1:
-        acc = tl.zeros([CHUNKS, ROWS, WIDTH // CHUNKS], tl.float32)
+    if CALL.latent:
+        quarter = tl.zeros([ROWS, WIDTH // 4], tl.float32)
+        acc = (quarter, quarter, quarter, quarter)
     else:
         acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
@@ -236,8 +236,10 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
             CALL,
             MASKED=True,
         )
-    if CHUNKS > 1:
-        acc = join_chunks(acc)
+    if not CALL.latent:
+        acc = (acc,)
+    elif CALL.out.rotation_size > 1:
+        acc = (join_quarters(acc[0], acc[1], acc[2], acc[3], TRANSPOSED=False),)
     return acc, m_i, l_i
 
 
@@ -261,7 +263,6 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     # (Triton 3.5 only accepts numbers as arguments that are attributes of a record.)
     K_SIDE: tl.constexpr = CALL.k
     V_SIDE: tl.constexpr = CALL.v
-    CHUNKS: tl.constexpr = CALL.config.chunks
     ptrs = tensors.query + _row_offset(strides, rows)
     q, factor, center_logit = _load_query(
         ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, K_SIDE, CALL.centered, K_CODEC
@@ -279,11 +280,16 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
             False,
             V_CODEC,
         )
-        # Otherwise Triton would choose their layout for the sums of the rotation.
-        q = keep_layout(q, K_CODEC)
+        # Otherwise Triton would choose their layout for the sums of the rotation, or hold the
+        # operands in registers.
         rope_part = keep_layout(rope_part, V_CODEC)
-        if CHUNKS > 1:
-            q = split_chunks(q, CHUNKS)
+        q = split_quarters(q)
+        q = (
+            keep_layout(q[0], K_CODEC),
+            keep_layout(q[1], K_CODEC),
+            keep_layout(q[2], K_CODEC),
+            keep_layout(q[3], K_CODEC),
+        )
         return q, factor, rope_part, v_factor * LOG2E
     else:
         return q, factor, center_logit * LOG2E
@@ -345,48 +351,79 @@ def _attend_tile(
     """Add tile `j` to acc, m_i and l_i. MASKED means that part of it is hidden from some row."""
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
-    SWAPPED: tl.constexpr = CALL.config.swapped
+    ROWS: tl.constexpr = CALL.config.rows
     TILE: tl.constexpr = CALL.config.masked_tile if MASKED else CALL.config.tile
     position = j * TILE + tl.arange(0, TILE)
     k_codes, v_codes, word_ptrs = load_codes(
         tensors, j, position, page_offset, rows.h, view, CALL, TILE
     )
-    seen = None
-    # Other keys are masked after the product, because Triton 3.5 would spill with `visible` alive.
-    if MASKED and CALL.latent:
-        visible, seen = find_visible(position, rows, view, CALL)
-        k_codes = tl.where(tl.expand_dims(seen, 1), k_codes, tl.zeros_like(k_codes))
     k_scale, v_scale = None, None
     if CALL.k_dynamic or CALL.v_dynamic:
         k_scale, v_scale = load_scales(word_ptrs)
     if CALL.latent:
-        q, factor, q_rope, v_factor = query
-        latents = keep_layout(decode_for_dot(k_codes, K_CODEC), K_CODEC)
-        rope_part = keep_layout(decode_for_dot(v_codes, V_CODEC), V_CODEC)
-        if CALL.config.chunks > 1:
-            latents = split_chunks(latents, CALL.config.chunks)
-        logits = multiply_keys(q, latents, CALL)
-        rope_logits = multiply_keys(q_rope, tl.trans(rope_part), CALL)
-        if CALL.k_dynamic:
-            logits *= per_column(k_scale, SWAPPED)
-        if CALL.v_dynamic:
-            rope_logits *= per_column(v_scale, SWAPPED)
-        logits = logits * per_row(factor, SWAPPED) + rope_logits * per_row(v_factor, SWAPPED)
+        # Other keys are masked after the product, because Triton 3.5 would spill with `visible`
+        # alive.
+        visible, seen = None, None
+        if MASKED:
+            visible, seen = find_visible(position, rows, view, CALL)
+        k = (
+            _decode_latents(k_codes[0], seen, K_CODEC),
+            _decode_latents(k_codes[1], seen, K_CODEC),
+            _decode_latents(k_codes[2], seen, K_CODEC),
+            _decode_latents(k_codes[3], seen, K_CODEC),
+        )
+        rope_part = _decode_latents(v_codes, None, V_CODEC)
+        # Products that depend on each other are laid out together: all groups of four warps would
+        # compute the same logits. Only a block separates them, so its condition is always true.
+        if K_CODEC.constraint != "":  # not on AMD's GPUs, where Triton cannot compile the block
+            weights = tl.zeros([ROWS, TILE], K_CODEC.operand_dtype)
+            alpha = m_i
+            if j >= 0:
+                weights, alpha, m_i, l_i = _weigh_latents(
+                    m_i,
+                    l_i,
+                    query,
+                    k,
+                    rope_part,
+                    (k_scale, v_scale),
+                    (visible, seen),
+                    softcap,
+                    position,
+                    view,
+                    CALL,
+                )
+        else:
+            weights, alpha, m_i, l_i = _weigh_latents(
+                m_i,
+                l_i,
+                query,
+                k,
+                rope_part,
+                (k_scale, v_scale),
+                (visible, seen),
+                softcap,
+                position,
+                view,
+                CALL,
+            )
+        acc = (
+            add_values(acc[0], alpha, weights, k[0], CALL),
+            add_values(acc[1], alpha, weights, k[1], CALL),
+            add_values(acc[2], alpha, weights, k[2], CALL),
+            add_values(acc[3], alpha, weights, k[3], CALL),
+        )
     else:
+        SWAPPED: tl.constexpr = CALL.config.swapped
         q, factor, center_logit = query
         logits = multiply_keys(q, decode_for_dot(k_codes, K_CODEC), CALL)
         if CALL.k_dynamic:
             logits *= per_column(k_scale, SWAPPED)
         logits = logits * per_row(factor, SWAPPED) + per_row(center_logit, SWAPPED)
-    logits = apply_softcap_and_bias(logits, softcap, view, position, CALL)
-    if MASKED and not CALL.latent:
-        visible, seen = find_visible(position, rows, view, CALL)
-    if MASKED:
-        logits = tl.where(visible, logits, float("-inf"))
-    if CALL.latent:
-        weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, k_scale, seen, CALL.k_dynamic, SWAPPED)
-        acc = add_values(acc, alpha, weights.to(K_CODEC.operand_dtype), latents, CALL)
-    else:
+        logits = apply_softcap_and_bias(logits, softcap, view, position, CALL)
+        seen = None
+        if MASKED:
+            visible, seen = find_visible(position, rows, view, CALL)
+            logits = tl.where(visible, logits, float("-inf"))
         weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, v_scale, seen, CALL.v_dynamic, SWAPPED)
         if MASKED:
             v_codes = tl.where(tl.expand_dims(seen, 0), v_codes, tl.zeros_like(v_codes))
@@ -396,11 +433,46 @@ def _attend_tile(
 
 
 @triton.jit
-def write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, num_tokens, CALL: tl.constexpr):
-    """Finish rows and write them to the output, `[B, T, Hq, out_dim]`."""
+def _decode_latents(codes, seen, CODEC: tl.constexpr):
+    """Return codes as an operand of two products. Tokens that are not `seen` become zeros."""
+    if seen is not None:
+        codes = tl.where(tl.expand_dims(seen, 1), codes, tl.zeros_like(codes))
+    operand = decode_for_dot(codes, CODEC)
+    if CODEC.method != AS_IS or seen is not None:
+        operand = keep_layout(operand, CODEC)
+    return operand
+
+
+@triton.jit
+def _weigh_latents(
+    m_i, l_i, query, k, rope_part, scales, visibility, softcap, position, view, CALL: tl.constexpr
+):
+    """Return the weights of a tile of latents as an operand, and the other results of `weigh`.
+
+    `scales` are the scales of both sides, and `visibility` the results of `find_visible`, or Nones.
+    """
+    q, factor, q_rope, v_factor = query
+    k_scale, v_scale = scales
+    visible, seen = visibility
+    factors, rope_factors = factor[:, None], v_factor[:, None]
+    if CALL.k_dynamic:
+        factors *= k_scale[None, :]
+    if CALL.v_dynamic:
+        rope_factors *= v_scale[None, :]
+    logits = multiply_latents(q, k, factors, CALL)
+    logits += multiply_keys(q_rope, tl.trans(rope_part), CALL) * rope_factors
+    logits = apply_softcap_and_bias(logits, softcap, view, position, CALL)
+    if visible is not None:
+        logits = tl.where(visible, logits, float("-inf"))
+    weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, k_scale, seen, CALL.k_dynamic, False)
+    return weights.to(k[0].dtype), alpha, m_i, l_i
+
+
+@triton.jit
+def write_rows(out_ptr, acc, d, m_i, l_i, tensors, factors, rows, num_tokens, CALL: tl.constexpr):
+    """Finish channels `d` of rows and write them to the output, `[B, T, Hq, out_dim]`."""
     SWAPPED: tl.constexpr = CALL.config.swapped
     scale = tensors.k.static_scale if CALL.latent else tensors.v.static_scale
-    d = tl.arange(0, CALL.out.width)
     out = finish_rows(
         acc, m_i, l_i, tensors.sinks, scale, rows.h, rows.head, d, factors.out, CALL, SWAPPED
     )

@@ -69,15 +69,15 @@ def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_n
     `stored` is the dtype of values in "auto". With `fp32` the operands of the dot product are
     float32. With `keep_nan` the NaN of the format survives decoding.
     """
+    has_assembly = target.is_nvidia and not target.interpreted
+    constraint = "=r,0" if has_assembly and not fp32 else ""
     if name == AUTO:
-        return Codec(AS_IS.value, tl.float32 if fp32 else stored)
+        return Codec(AS_IS.value, tl.float32 if fp32 else stored, constraint=constraint)
     fmt = FORMATS[name]
     is_cast = target.converts(fmt)
     # The hardware converts to float16 on NVIDIA, and to bfloat16 on AMD.
     operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
     operand = tl.float32 if fp32 else operand
-    has_assembly = target.is_nvidia and not target.interpreted
-    constraint = "=r,0" if has_assembly and not fp32 else ""
     if is_cast:
         assert fmt.torch_dtype is not None
         return Codec(CAST.value, operand, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint)
@@ -141,7 +141,7 @@ _UNPACKING = {
 @functools.cache
 def make_decoded_codec(codec: Codec) -> Codec:
     """Return the codec of values that `decode_for_dot` has already converted."""
-    return Codec(AS_IS.value, codec.operand_dtype, codec.factor)
+    return Codec(AS_IS.value, codec.operand_dtype, codec.factor, constraint=codec.constraint)
 
 
 @triton.jit
@@ -192,13 +192,20 @@ def unpack(first, second, low, CODEC: tl.constexpr):
 @triton.jit
 def pack(codes):
     """Return the parts of `unpack` of codes `[N, W]`. Codes of four bits have no `low`."""
-    N: tl.constexpr = codes.shape[0]
-    W: tl.constexpr = codes.shape[1]
-    even, odd = tl.split(tl.permute(tl.reshape(codes, [N, 2, 2, W // 4]), [0, 1, 3, 2]))
-    a, c = tl.split(tl.permute(even, [0, 2, 1]))
-    b, d = tl.split(tl.permute(odd, [0, 2, 1]))
+    a, b, c, d = split_quarters(codes)
     low = ((a >> 2) & 3) | (b & 0x0C) | ((c & 0x0C) << 2) | ((d & 0x0C) << 4)
     return (c & 0xF0) | (a >> 4), (d & 0xF0) | (b >> 4), low
+
+
+@triton.jit
+def split_quarters(x):
+    """Return the quarters of vectors `[N, W]`."""
+    N: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.permute(tl.reshape(x, [N, 2, 2, W // 4]), [0, 1, 3, 2]))
+    a, c = tl.split(tl.permute(even, [0, 2, 1]))
+    b, d = tl.split(tl.permute(odd, [0, 2, 1]))
+    return a, b, c, d
 
 
 @triton.jit

@@ -268,15 +268,20 @@ def _attend(
     )
     span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
+    NUM_SUMS: tl.constexpr = CALL.num_sums
+    WIDTH: tl.constexpr = CALL.out.width // NUM_SUMS
     if schedule_ptr is None or slot < 0:
-        write_rows(out_ptr, acc, m_i, l_i, tensors, factors, rows, num_tokens, CALL)
+        for i in tl.static_range(NUM_SUMS):
+            d = i * WIDTH + tl.arange(0, WIDTH)
+            write_rows(out_ptr, acc[i], d, m_i, l_i, tensors, factors, rows, num_tokens, CALL)
     else:
-        d = tl.arange(0, CALL.out.width)
-        in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
         num_rows = CALL.group_size * num_tokens
         row_index = ((slot * CALL.num_heads + h) * num_rows + rows.row).to(tl.int64)
-        sum_ptrs = partial_ptr + per_row(row_index * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
-        tl.store(sum_ptrs, acc, mask=in_head)
+        row_ptrs = per_row(partial_ptr + row_index * CALL.out.dim, SWAPPED)
+        for i in tl.static_range(NUM_SUMS):
+            d = i * WIDTH + tl.arange(0, WIDTH)
+            in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
+            tl.store(row_ptrs + per_column(d, SWAPPED), acc[i], mask=in_head)
         stats_ptr = _point_to_stats(partial_ptr, tl.num_programs(1), num_tokens, CALL)
         tl.store(stats_ptr + row_index * 2, m_i, mask=rows.exists)
         tl.store(stats_ptr + row_index * 2 + 1, l_i, mask=rows.exists)

@@ -69,7 +69,7 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         view: See `View`.
 
     Returns:
-        K `[TILE, k_width]`, V `[v_width, TILE]`, and pointers to the tokens' dynamic scales,
+        K `[TILE, k_width]`, or four quarters of latents, V `[v_width, TILE]`, and pointers to the tokens' dynamic scales,
         `[TILE]`, if there are any. Packed codes become float16.
     """
     PAGE_SIZE: tl.constexpr = CALL.page_size
@@ -79,7 +79,8 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
     n = tl.arange(0, TILE)
     K_BITS: tl.constexpr = CALL.k_codec.bits
     V_BITS: tl.constexpr = CALL.v_codec.bits
-    d = tl.arange(0, CALL.k.width if K_BITS == 8 else DK // 4)
+    K_PARTS: tl.constexpr = 4 if CALL.latent or K_BITS < 8 else 1
+    d = tl.arange(0, CALL.k.width // K_PARTS)
     dv = tl.arange(0, CALL.v.width if V_BITS == 8 else DV // 4)
     K_SIZE: tl.constexpr = CALL.k.stored_size
     if PAGE_SIZE % TILE == 0:
@@ -107,8 +108,16 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         k_ptrs = (k_ptr + slots * K_SIZE)[:, None] + d[None, :]
         v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE_SIZE
     if K_BITS < 8:
-        a, b, c, e = load_quarters(k_ptrs, DK // 4, None, CALL.k_codec)
-        k_codes = join_quarters(a, b, c, e, TRANSPOSED=False)
+        k_codes = load_quarters(k_ptrs, DK // 4, None, CALL.k_codec)
+        if not CALL.latent:
+            k_codes = join_quarters(k_codes[0], k_codes[1], k_codes[2], k_codes[3], False)
+    elif CALL.latent:
+        k_codes = (
+            _load_quarter(k_ptrs, d, 0, CALL),
+            _load_quarter(k_ptrs, d, 1, CALL),
+            _load_quarter(k_ptrs, d, 2, CALL),
+            _load_quarter(k_ptrs, d, 3, CALL),
+        )
     elif CALL.k.width == DK:
         k_codes = tl.load(k_ptrs)
     else:
@@ -125,6 +134,16 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
         word_ptrs = point_to_head(words_ptr, page_offset, h, HEAD_SIZE) + slots
     return k_codes, v_codes, word_ptrs
+
+
+@triton.jit
+def _load_quarter(ptrs, d, INDEX: tl.constexpr, CALL: tl.constexpr):
+    """Load a quarter of latents. `d` are the channels of the first quarter, `ptrs` their codes."""
+    FIRST: tl.constexpr = INDEX * (CALL.k.width // 4)
+    if CALL.k.width == CALL.k.dim:
+        return tl.load(ptrs + FIRST)
+    else:
+        return tl.load(ptrs + FIRST, mask=(d < CALL.k.dim - FIRST)[None, :], other=0)
 
 
 @triton.jit

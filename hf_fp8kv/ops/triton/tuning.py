@@ -28,7 +28,6 @@ class LaunchConfig:
         rows: Query rows per program (query heads of one KV head times query tokens).
         masked_tile: Tokens read at a time if some are hidden from some row. Divides `tile`.
         swapped: Whether products are codes times rows, instead of rows times codes.
-        chunks: Number of chunks that the channels of latents are split into, see products.py.
     """
 
     tile: int
@@ -38,7 +37,6 @@ class LaunchConfig:
     rows: int = 16
     masked_tile: int = 16
     swapped: bool = False
-    chunks: int = 1
 
     def options(self) -> dict[str, int]:
         """Return Triton's options for a launch."""
@@ -103,9 +101,6 @@ class Family:
         latent: Parameters for latents.
         latent_many_rows: As `latent`, for more than FEW_LATENT_ROWS rows. None means no difference.
         masked_latent_warps: Warps for latents with a mask for each query or a bias.
-        rotated_latent_warps: Warps for latents with a rotated query, which is then split into
-            chunks. None means no special case.
-        splits_shifted_latents: Whether latents with `has_shifted_keys` are split into chunks.
     """
 
     resources: Mapping[int, Mapping[str, int]]
@@ -120,8 +115,6 @@ class Family:
     latent: LaunchConfig = LaunchConfig(32, 8, 2)
     latent_many_rows: LaunchConfig | None = None
     masked_latent_warps: int = 8
-    rotated_latent_warps: int | None = None
-    splits_shifted_latents: bool = False
 
 
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
@@ -171,12 +164,11 @@ _SM_90 = replace(
     widened_stages=1,
     limits_registers=False,
     latent=LaunchConfig(32, 4, 3),
-    latent_many_rows=LaunchConfig(32, 8, 2, rows=64, swapped=True),
+    latent_many_rows=LaunchConfig(64, 8, 2, rows=64),
 )
 _FAMILIES = {
     "sm_80": replace(
         _CUDA,
-        rotated_latent_warps=4,
         extend={**_CUDA.extend, 64: _CUDA.extend[128], 128: LaunchConfig(32, 8, 2, rows=64)},
     ),
     "sm_90": _SM_90,
@@ -211,7 +203,6 @@ _FAMILIES = {
         },
         latent=LaunchConfig(32, 4, 2),
         masked_latent_warps=4,
-        splits_shifted_latents=True,
     ),
 }
 # For float32 operands, which need many registers.
@@ -354,22 +345,18 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
 def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
     family = get_family(target)
     config = family.latent
-    in_chunks = family.splits_shifted_latents and workload.has_shifted_keys
     is_masked = workload.has_query_masks or workload.has_bias
     if workload.has_float32_operands or workload.width > 512:
         config = LaunchConfig(tile=16, warps=8, stages=1)
     elif family.latent_many_rows and workload.rows > FEW_LATENT_ROWS and not is_masked:
         config = family.latent_many_rows
-    else:
-        if is_masked:
-            config = replace(config, warps=family.masked_latent_warps)
-        if workload.is_rotated and family.rotated_latent_warps:
-            # With the sums of rotation, whole query rows would need too many registers.
-            config = replace(config, warps=family.rotated_latent_warps)
-            in_chunks = True
-    chunks = 4 if in_chunks and workload.width >= 64 else 1
-    config = _finish(replace(config, chunks=chunks), target, workload)
-    return replace(config, swapped=config.swapped and config.chunks == 1)
+        if workload.has_16_bit_side:
+            config = replace(config, tile=32)
+    elif is_masked:
+        config = replace(config, warps=family.masked_latent_warps)
+    elif workload.width < 512:
+        config = replace(config, warps=4)  # more warps would have fewer than 16 bytes of a quarter
+    return _finish(config, target, workload)
 
 
 def _finish(config: LaunchConfig, target: Target, workload: Workload) -> LaunchConfig:
