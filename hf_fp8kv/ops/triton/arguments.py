@@ -14,7 +14,7 @@ from ...formats.rotation import compute_rotation_factor, find_rotation_block
 from ..page_layout import count_elements
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import find_mask_bounds
-from .codec import SHIFTED, Codec, choose_codec, make_decoded_codec
+from .codec import Codec, choose_codec, make_decoded_codec
 from .softmax import COMPACT, COMPLETE, NO_MASK
 from .target import Target, get_target, next_power_of_2
 from .tuning import MIN_PACKED_TILE, LaunchConfig, Workload
@@ -148,14 +148,6 @@ class Constants:
     precision: str
     config: LaunchConfig | None = None
 
-    @property
-    def num_sums(self) -> int:
-        """Number of parts of the channels of latents in the result of `attend_rows`, otherwise 1.
-
-        A rotation mixes all channels.
-        """
-        return 4 if self.latent and self.out.rotation_size == 1 else 1
-
 
 _make_unique_sizes = functools.cache(SideSizes)
 _make_unique_constants = functools.cache(Constants)
@@ -208,11 +200,10 @@ def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
     dim = stored.head_dim
     width = max(min_width, next_power_of_2(dim))
     stored_size = count_elements(dim, dtype)
-    min_dim = max(min_width, MIN_PACKED_TILE)
-    if stored_size < dim and (width != dim or dim < min_dim):
+    if stored_size < dim and (width != dim or dim < MIN_PACKED_TILE):
         raise ConfigError(
-            f"head size: expected a power of two of at least {min_dim} for {stored.format} on a "
-            f"GPU, got {dim}. Choose an 8-bit format"
+            f"head size: expected a power of two of at least {max(min_width, MIN_PACKED_TILE)} for "
+            f"{stored.format} on a GPU, got {dim}. Choose an 8-bit format"
         )
     rotation_size = find_rotation_block(dim) if stored.rotated else 1
     return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size, stored_size)
@@ -289,9 +280,7 @@ def prepare(
         has_16_bit_side=any(dtype.itemsize > 1 for dtype in stored_dtypes),
         has_bias=bias is not None,
         has_query_masks=mask_kind == COMPLETE.value,
-        is_rotated=max(k_sizes.rotation_size, v_sizes.rotation_size) > 1,
         is_latent=spec.latent,
-        has_shifted_keys=k_codec.method == SHIFTED.value,
         is_packed=min(k_codec.bits, v_codec.bits) < 8,
     )
     tensors = AttentionTensors(

@@ -124,8 +124,8 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     """Compute the partial sums of attention of query rows over the positions of `span`.
 
     Returns:
-        acc, the sum of weights times codes of values, `[ROWS, out_width]`, in `Constants.num_sums`
-        parts of the channels. m_i, the exponent of two
+        acc, the sum of weights times codes of values, `[ROWS, out_width]`, as a tuple: of quarters
+        of latents, unless the output is rotated. m_i, the exponent of two
         that weights are relative to, `[ROWS]`. l_i, the sum of weights, `[ROWS]`. All are float32.
         With `config.swapped` the operands of products and the axes of acc are exchanged.
     """
@@ -375,32 +375,19 @@ def _attend_tile(
         rope_part = _decode_latents(v_codes, None, V_CODEC)
         # Products that depend on each other are laid out together: all groups of four warps would
         # compute the same logits. Only a block separates them, so its condition is always true.
-        if K_CODEC.constraint != "":  # not on AMD's GPUs, where Triton cannot compile the block
-            weights = tl.zeros([ROWS, TILE], K_CODEC.operand_dtype)
-            alpha = m_i
-            if j >= 0:
-                weights, alpha, m_i, l_i = _weigh_latents(
-                    m_i,
-                    l_i,
-                    query,
-                    k,
-                    rope_part,
-                    (k_scale, v_scale),
-                    (visible, seen),
-                    softcap,
-                    position,
-                    view,
-                    CALL,
-                )
-        else:
+        weights = tl.zeros([ROWS, TILE], K_CODEC.operand_dtype)
+        alpha = m_i
+        if j >= 0 if CALL.config.isolated else True:
             weights, alpha, m_i, l_i = _weigh_latents(
                 m_i,
                 l_i,
                 query,
                 k,
                 rope_part,
-                (k_scale, v_scale),
-                (visible, seen),
+                k_scale,
+                v_scale,
+                visible,
+                seen,
                 softcap,
                 position,
                 view,
@@ -437,23 +424,33 @@ def _decode_latents(codes, seen, CODEC: tl.constexpr):
     """Return codes as an operand of two products. Tokens that are not `seen` become zeros."""
     if seen is not None:
         codes = tl.where(tl.expand_dims(seen, 1), codes, tl.zeros_like(codes))
-    operand = decode_for_dot(codes, CODEC)
     if CODEC.method != AS_IS or seen is not None:
-        operand = keep_layout(operand, CODEC)
-    return operand
+        return keep_layout(decode_for_dot(codes, CODEC), CODEC)
+    else:
+        return codes.to(CODEC.operand_dtype)
 
 
 @triton.jit
 def _weigh_latents(
-    m_i, l_i, query, k, rope_part, scales, visibility, softcap, position, view, CALL: tl.constexpr
+    m_i,
+    l_i,
+    query,
+    k,
+    rope_part,
+    k_scale,
+    v_scale,
+    visible,
+    seen,
+    softcap,
+    position,
+    view,
+    CALL: tl.constexpr,
 ):
     """Return the weights of a tile of latents as an operand, and the other results of `weigh`.
 
-    `scales` are the scales of both sides, and `visibility` the results of `find_visible`, or Nones.
+    `visible` and `seen` are results of `find_visible`. None means that all tokens are visible.
     """
     q, factor, q_rope, v_factor = query
-    k_scale, v_scale = scales
-    visible, seen = visibility
     factors, rope_factors = factor[:, None], v_factor[:, None]
     if CALL.k_dynamic:
         factors *= k_scale[None, :]

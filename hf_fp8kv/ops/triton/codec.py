@@ -70,7 +70,8 @@ def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_n
     float32. With `keep_nan` the NaN of the format survives decoding.
     """
     has_assembly = target.is_nvidia and not target.interpreted
-    constraint = "=r,0" if has_assembly and not fp32 else ""
+    register = "r" if target.is_nvidia else "v"
+    constraint = "" if target.interpreted or fp32 else f"={register},0"
     if name == AUTO:
         return Codec(AS_IS.value, tl.float32 if fp32 else stored, constraint=constraint)
     fmt = FORMATS[name]

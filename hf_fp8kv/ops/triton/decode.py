@@ -160,7 +160,8 @@ def launch_attention(
         num_rows = count_schedule_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
         schedule = allocate((num_rows, 4), torch.int32, device)
         limits = num_tokens, args.window, args.start
-        fill_schedule(schedule, tensors.lengths, *limits, num_head_blocks, per_sm)
+        latent = constants.latent
+        fill_schedule(schedule, tensors.lengths, *limits, num_head_blocks, per_sm, latent)
     out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), query.dtype, device)
     if split and schedule is not None:
         max_parts = get_max_parts(schedule, batch)
@@ -268,20 +269,24 @@ def _attend(
     )
     span = Span(low, tl.minimum(high, length), start, window)
     acc, m_i, l_i = attend_rows(tensors, factors, rows, span, strides, CALL)
-    NUM_SUMS: tl.constexpr = CALL.num_sums
+    # `attend_rows` has quarters of latents, unless the output is rotated.
+    NUM_SUMS: tl.constexpr = 4 if CALL.latent and CALL.out.rotation_size == 1 else 1
     WIDTH: tl.constexpr = CALL.out.width // NUM_SUMS
+    d = tl.arange(0, WIDTH)
     if schedule_ptr is None or slot < 0:
         for i in tl.static_range(NUM_SUMS):
-            d = i * WIDTH + tl.arange(0, WIDTH)
-            write_rows(out_ptr, acc[i], d, m_i, l_i, tensors, factors, rows, num_tokens, CALL)
+            write_rows(
+                out_ptr, acc[i], i * WIDTH + d, m_i, l_i, tensors, factors, rows, num_tokens, CALL
+            )
     else:
         num_rows = CALL.group_size * num_tokens
         row_index = ((slot * CALL.num_heads + h) * num_rows + rows.row).to(tl.int64)
-        row_ptrs = per_row(partial_ptr + row_index * CALL.out.dim, SWAPPED)
+        sum_ptrs = per_row(partial_ptr + row_index * CALL.out.dim, SWAPPED) + per_column(d, SWAPPED)
         for i in tl.static_range(NUM_SUMS):
-            d = i * WIDTH + tl.arange(0, WIDTH)
-            in_head = per_row(rows.exists, SWAPPED) & per_column(d < CALL.out.dim, SWAPPED)
-            tl.store(row_ptrs + per_column(d, SWAPPED), acc[i], mask=in_head)
+            in_head = per_row(rows.exists, SWAPPED) & per_column(
+                d < CALL.out.dim - i * WIDTH, SWAPPED
+            )
+            tl.store(sum_ptrs + i * WIDTH, acc[i], mask=in_head)
         stats_ptr = _point_to_stats(partial_ptr, tl.num_programs(1), num_tokens, CALL)
         tl.store(stats_ptr + row_index * 2, m_i, mask=rows.exists)
         tl.store(stats_ptr + row_index * 2 + 1, l_i, mask=rows.exists)

@@ -64,8 +64,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
     """
     workload, stop = args.workload, args.stop
     is_large = num_blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
-    stages = get_family(args.target).widened_stages
-    if not is_large or args.start or args.window or stages is None:
+    if not is_large or args.start or args.window or not get_family(args.target).has_warp_groups:
         return None
     may_spill = workload.has_float32_operands or workload.is_latent or workload.has_query_masks
     if may_spill or pages.k.format == pages.v.format == AUTO:

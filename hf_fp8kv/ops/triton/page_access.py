@@ -29,6 +29,15 @@ def point_to_head(pointer, page_offset, h, HEAD_SIZE: tl.constexpr, NUM_EQUAL: t
 
 
 @triton.jit
+def load_padded(ptrs, mask, MASKED: tl.constexpr):
+    """Load codes, or zeros where `mask` is false if MASKED."""
+    if MASKED:
+        return tl.load(ptrs, mask=mask, other=0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
 def load_quarters(ptrs, part_size, mask, CODEC: tl.constexpr):
     """Return the quarters of vectors whose codes are packed, as `shift_codes` returns them.
 
@@ -38,16 +47,10 @@ def load_quarters(ptrs, part_size, mask, CODEC: tl.constexpr):
         mask: Which bytes are loaded, or None.
     """
     low = None
-    if mask is None:
-        first = tl.load(ptrs)
-        second = tl.load(ptrs + part_size)
-        if CODEC.bits == 6:
-            low = tl.load(ptrs + 2 * part_size)
-    else:
-        first = tl.load(ptrs, mask=mask, other=0)
-        second = tl.load(ptrs + part_size, mask=mask, other=0)
-        if CODEC.bits == 6:
-            low = tl.load(ptrs + 2 * part_size, mask=mask, other=0)
+    first = load_padded(ptrs, mask, mask is not None)
+    second = load_padded(ptrs + part_size, mask, mask is not None)
+    if CODEC.bits == 6:
+        low = load_padded(ptrs + 2 * part_size, mask, mask is not None)
     a, b, c, d = unpack(first, second, low, CODEC)
     return (
         shift_codes(a, CODEC),
@@ -69,8 +72,8 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         view: See `View`.
 
     Returns:
-        K `[TILE, k_width]`, or four quarters of latents, V `[v_width, TILE]`, and pointers to the tokens' dynamic scales,
-        `[TILE]`, if there are any. Packed codes become float16.
+        K `[TILE, k_width]`, or its four quarters for latents, V `[v_width, TILE]`, and pointers to
+        the tokens' dynamic scales, `[TILE]`, if there are any. Packed codes become float16.
     """
     PAGE_SIZE: tl.constexpr = CALL.page_size
     HEAD_SIZE: tl.constexpr = CALL.k.head_size
@@ -83,6 +86,7 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
     d = tl.arange(0, CALL.k.width // K_PARTS)
     dv = tl.arange(0, CALL.v.width if V_BITS == 8 else DV // 4)
     K_SIZE: tl.constexpr = CALL.k.stored_size
+    K_PADDED: tl.constexpr = CALL.k.width > DK
     if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so its addresses are one base plus constants.
         slot = (j % (PAGE_SIZE // TILE)) * TILE
@@ -112,38 +116,25 @@ def load_codes(tensors, j, position, page_offset, h, view, CALL: tl.constexpr, T
         if not CALL.latent:
             k_codes = join_quarters(k_codes[0], k_codes[1], k_codes[2], k_codes[3], False)
     elif CALL.latent:
+        QUARTER: tl.constexpr = CALL.k.width // 4
         k_codes = (
-            _load_quarter(k_ptrs, d, 0, CALL),
-            _load_quarter(k_ptrs, d, 1, CALL),
-            _load_quarter(k_ptrs, d, 2, CALL),
-            _load_quarter(k_ptrs, d, 3, CALL),
+            load_padded(k_ptrs, (d < DK)[None, :], K_PADDED),
+            load_padded(k_ptrs + QUARTER, (d < DK - QUARTER)[None, :], K_PADDED),
+            load_padded(k_ptrs + 2 * QUARTER, (d < DK - 2 * QUARTER)[None, :], K_PADDED),
+            load_padded(k_ptrs + 3 * QUARTER, (d < DK - 3 * QUARTER)[None, :], K_PADDED),
         )
-    elif CALL.k.width == DK:
-        k_codes = tl.load(k_ptrs)
     else:
-        k_codes = tl.load(k_ptrs, mask=(d < DK)[None, :], other=0)
+        k_codes = load_padded(k_ptrs, (d < DK)[None, :], K_PADDED)
     if V_BITS < 8:
         va, vb, vc, vd = load_quarters(v_ptrs, DV // 4 * PAGE_SIZE, None, CALL.v_codec)
         v_codes = join_quarters(va, vb, vc, vd, TRANSPOSED=True)
-    elif CALL.v.width == DV:
-        v_codes = tl.load(v_ptrs)
     else:
-        v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)
+        v_codes = load_padded(v_ptrs, (dv < DV)[:, None], CALL.v.width > DV)
     word_ptrs = n
     if tensors.token_scales is not None:
         words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
         word_ptrs = point_to_head(words_ptr, page_offset, h, HEAD_SIZE) + slots
     return k_codes, v_codes, word_ptrs
-
-
-@triton.jit
-def _load_quarter(ptrs, d, INDEX: tl.constexpr, CALL: tl.constexpr):
-    """Load a quarter of latents. `d` are the channels of the first quarter, `ptrs` their codes."""
-    FIRST: tl.constexpr = INDEX * (CALL.k.width // 4)
-    if CALL.k.width == CALL.k.dim:
-        return tl.load(ptrs + FIRST)
-    else:
-        return tl.load(ptrs + FIRST, mask=(d < CALL.k.dim - FIRST)[None, :], other=0)
 
 
 @triton.jit

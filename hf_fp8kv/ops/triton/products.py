@@ -20,10 +20,9 @@ from .softmax import per_row
 def multiply_keys(q, k, CALL: tl.constexpr):
     """Return the products of query rows and keys, `[ROWS, TILE]`, or `[TILE, ROWS]` if swapped."""
     if CALL.config.swapped:
-        logits = tl.dot(k, tl.trans(q), input_precision=CALL.precision)
+        return tl.dot(k, tl.trans(q), input_precision=CALL.precision)
     else:
-        logits = tl.dot(q, tl.trans(k), input_precision=CALL.precision)
-    return logits
+        return tl.dot(q, tl.trans(k), input_precision=CALL.precision)
 
 
 @triton.jit

@@ -87,6 +87,7 @@ def describe_layout(
     start: int,
     num_head_blocks: int,
     programs_per_sm: int = 0,
+    latent: bool = False,
 ) -> tuple[Any, ...] | None:
     if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
         return None
@@ -108,11 +109,12 @@ def fill_schedule(
     start: int,
     num_head_blocks: int,
     programs_per_sm: int = 0,
+    latent: bool = False,
 ) -> None:
     """Overwrite a schedule with `count_schedule_rows` rows, like `ops.fill_schedule`."""
     batch = lengths.shape[0]
     target = get_target(lengths.device)
-    config = choose_schedule_config(target)
+    config = choose_schedule_config(target, latent=latent)
     assert schedule.is_contiguous()
     max_parts = get_max_parts(schedule, batch)
     capacity = target.sm_count * (programs_per_sm or estimate_programs(target))
@@ -125,7 +127,7 @@ def fill_schedule(
     launch(
         _schedule, (batch,), schedule, lengths, batch, num_tokens, window, start, num_head_blocks,
         num_ranges, capacity, max_parts, config.split_cost, config.merge_cost,
-        PARTS_WIDTH=next_power_of_2(max_ranges), UNIT=config.unit,
+        config.max_growth, PARTS_WIDTH=next_power_of_2(max_ranges), UNIT=config.unit,
         BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
@@ -187,12 +189,13 @@ def _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT,
         "max_parts",
         "split_cost",
         "merge_cost",
+        "max_growth",
     ]
 )
 def _schedule(
     schedule_ptr, lengths_ptr, batch, num_tokens, window, start, num_head_blocks, num_ranges,
-    capacity, max_parts, split_cost, merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr,
-    BATCH_WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
+    capacity, max_parts, split_cost, merge_cost, max_growth, PARTS_WIDTH: tl.constexpr,
+    UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Write a schedule. Each sequence has a program, which computes all parts and writes its own.
 
@@ -203,7 +206,7 @@ def _schedule(
         num_tokens, window, start: As in `ops.fill_schedule`.
         num_ranges: Maximum number of ranges. 1 means that no sequence is split.
         capacity: Number of programs that the GPU runs at once.
-        split_cost, merge_cost, UNIT: As in `ScheduleConfig`.
+        split_cost, merge_cost, max_growth, UNIT: As in `ScheduleConfig`.
     """
     own_b = tl.program_id(0)
     b = tl.arange(0, BATCH_WIDTH)
@@ -226,9 +229,10 @@ def _schedule(
     min_tokens = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
     even_units = tl.cdiv(total, num_ranges)
     range_units = tl.maximum(even_units, (min_tokens / UNIT).to(tl.int32))
-    # Ranges are up to twice as long if the longest sequence would have more than FAST_MERGE_PARTS
-    # parts, because half of the programs suffice for the bandwidth.
-    range_units = tl.maximum(range_units, tl.minimum(even_units * 2, longest // FAST_MERGE_PARTS))
+    # Ranges are longer if the longest sequence would have more than FAST_MERGE_PARTS parts.
+    range_units = tl.maximum(
+        range_units, tl.minimum(even_units * max_growth, longest // FAST_MERGE_PARTS)
+    )
     split = _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT, split_cost)
     range_units = tl.where(split, range_units, total)
 

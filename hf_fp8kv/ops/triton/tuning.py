@@ -28,6 +28,8 @@ class LaunchConfig:
         rows: Query rows per program (query heads of one KV head times query tokens).
         masked_tile: Tokens read at a time if some are hidden from some row. Divides `tile`.
         swapped: Whether products are codes times rows, instead of rows times codes.
+        isolated: Whether logits of latents are computed in a block. Triton does not compile the
+            block for AMD's GPUs.
     """
 
     tile: int
@@ -37,6 +39,7 @@ class LaunchConfig:
     rows: int = 16
     masked_tile: int = 16
     swapped: bool = False
+    isolated: bool = True
 
     def options(self) -> dict[str, int]:
         """Return Triton's options for a launch."""
@@ -70,11 +73,14 @@ class ScheduleConfig:
             260 bytes.
         merge_cost: Cost of merging one part, in tokens: at least 33 ns, because its loads wait for
             each other. In 33 ns a program that runs alone reads 2.5 tokens.
+        max_growth: Factor by which ranges may grow to have fewer parts to merge, because not all
+            programs are needed for the bandwidth.
     """
 
     unit: int = 64
     split_cost: int = 80
     merge_cost: float = 4.0
+    max_growth: int = 2
 
 
 _Table: TypeAlias = Mapping[int, LaunchConfig]
@@ -94,13 +100,9 @@ class Family:
             `masked_tile` and `swapped` are set for each call.
         decode_rows_first: As `decode`, without swapped operands, by head size.
         extend: Parameters for extending, by head size.
-        max_16_bit_dim: Maximum head size for which 16-bit tiles have the `stages` of 8-bit tiles.
-        widened_stages: Additional stages for extending if codes were widened. None if products do
-            not read K and V from shared memory, so that codes are never widened.
-        limits_registers: Whether extending with a mask for each query has a limit of registers.
         latent: Parameters for latents.
-        latent_many_rows: As `latent`, for more than FEW_LATENT_ROWS rows. None means no difference.
-        masked_latent_warps: Warps for latents with a mask for each query or a bias.
+        has_warp_groups: Whether groups of four warps compute products, which then read K and V from
+            shared memory.
     """
 
     resources: Mapping[int, Mapping[str, int]]
@@ -108,13 +110,9 @@ class Family:
     large_resources: tuple[int, int]
     decode: Mapping[int, _Table]
     decode_rows_first: _Table
-    extend: _Table
-    max_16_bit_dim: int = 0
-    widened_stages: int | None = None
-    limits_registers: bool = False
+    extend: dict[int, LaunchConfig]
     latent: LaunchConfig = LaunchConfig(32, 8, 2)
-    latent_many_rows: LaunchConfig | None = None
-    masked_latent_warps: int = 8
+    has_warp_groups: bool = False
 
 
 # With swapped operands, a product has 8 rows instead of 16, and a warp needs half the instructions
@@ -149,39 +147,23 @@ _CUDA = Family(
         1024: LaunchConfig(16, 8, 2),
     },
     extend={
-        128: LaunchConfig(64, 8, 2, rows=64),
+        64: LaunchConfig(64, 8, 2, rows=64),
+        128: LaunchConfig(32, 8, 2, rows=64),
         256: LaunchConfig(32, 4, 2, rows=32),
         512: LaunchConfig(32, 8, 1, rows=32),
         1024: LaunchConfig(16, 8, 1),
     },
-    limits_registers=True,
-)
-# Two programs of four warps on one SM: the softmax of one overlaps with the products of the other.
-_SM_90 = replace(
-    _CUDA,
-    extend={**_CUDA.extend, 128: LaunchConfig(64, 4, 2, rows=64)},
-    max_16_bit_dim=256,
-    widened_stages=1,
-    limits_registers=False,
-    latent=LaunchConfig(32, 4, 3),
-    latent_many_rows=LaunchConfig(64, 8, 2, rows=64),
 )
 _FAMILIES = {
-    "sm_80": replace(
+    # Two programs of four warps on one SM: the softmax of one overlaps with the products of the
+    # other.
+    "sm_90": replace(
         _CUDA,
-        extend={**_CUDA.extend, 64: _CUDA.extend[128], 128: LaunchConfig(32, 8, 2, rows=64)},
+        extend=_CUDA.extend | dict.fromkeys((64, 128), LaunchConfig(64, 4, 2, rows=64)),
+        latent=LaunchConfig(32, 4, 3),
+        has_warp_groups=True,
     ),
-    "sm_90": _SM_90,
-    # Tensor memory holds the sums, which leaves room for twice as many rows.
-    "sm_10": replace(
-        _SM_90,
-        extend={**_SM_90.extend, 256: LaunchConfig(32, 8, 2, rows=64)},
-        max_16_bit_dim=128,
-        widened_stages=0,
-        latent=_CUDA.latent,
-        latent_many_rows=None,
-    ),
-    "sm_": _CUDA,
+    "sm_": _CUDA,  # none of these GPUs has run the kernels
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
     "gfx": Family(
         resources={16: {"registers": 256, "num_warps": 1, "shared": 16 << 10}},
@@ -201,8 +183,7 @@ _FAMILIES = {
             512: LaunchConfig(32, 8, 1, rows=32),
             1024: LaunchConfig(16, 8, 1),
         },
-        latent=LaunchConfig(32, 4, 2),
-        masked_latent_warps=4,
+        latent=LaunchConfig(32, 4, 1, isolated=False),
     ),
 }
 # For float32 operands, which need many registers.
@@ -214,9 +195,11 @@ _DECODE_FLOAT32 = {
 _EXTEND_FLOAT32 = {128: LaunchConfig(32, 4, 1), 1024: LaunchConfig(16, 8, 1)}
 
 
-def choose_schedule_config(target: Target) -> ScheduleConfig:
+def choose_schedule_config(target: Target, *, latent: bool = False) -> ScheduleConfig:
     """Return the parameters by which schedules split sequences."""
-    return _apply_parameters(ScheduleConfig(), target)
+    # Products limit programs that read latents: a token takes 80 ns, and all programs are needed.
+    config = ScheduleConfig(merge_cost=2.0, max_growth=1) if latent else ScheduleConfig()
+    return _apply_parameters(config, target)
 
 
 def get_family(target: Target) -> Family:
@@ -267,9 +250,7 @@ class Workload(NamedTuple):
         has_16_bit_side: Whether K or V is stored in 16 bits or more.
         has_bias: Whether there is a bias.
         has_query_masks: Whether there is a mask for each query, so that all tiles are masked.
-        is_rotated: Whether the query or the output is rotated.
         is_latent: Whether the call reads latents.
-        has_shifted_keys: Whether K's codes are decoded by shifting bits.
         is_widened: Whether codes were decoded to 16 bits before, so that tiles are operands.
         is_packed: Whether K or V has codes of fewer than 8 bits.
     """
@@ -280,9 +261,7 @@ class Workload(NamedTuple):
     has_16_bit_side: bool = False
     has_bias: bool = False
     has_query_masks: bool = False
-    is_rotated: bool = False
     is_latent: bool = False
-    has_shifted_keys: bool = False
     is_widened: bool = False
     is_packed: bool = False
 
@@ -332,12 +311,12 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     float32 = workload.has_float32_operands
     config = _look_up(_EXTEND_FLOAT32 if float32 else family.extend, workload.width)
     stages = config.stages
-    if workload.has_16_bit_side and not float32 and workload.width > family.max_16_bit_dim:
+    if workload.has_16_bit_side and not float32 and not family.has_warp_groups:
         stages = max(1, stages - 1)
-    if workload.is_widened:
-        stages += family.widened_stages or 0
+    stages += workload.is_widened
     config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
-    if family.limits_registers and workload.has_query_masks and not float32:
+    has_many_registers = not target.is_nvidia or family.has_warp_groups
+    if workload.has_query_masks and not float32 and not has_many_registers:
         config = replace(config, registers=_MANY_REGISTERS)
     return _finish(config, target, workload)
 
@@ -347,13 +326,12 @@ def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
     config = family.latent
     is_masked = workload.has_query_masks or workload.has_bias
     if workload.has_float32_operands or workload.width > 512:
-        config = LaunchConfig(tile=16, warps=8, stages=1)
-    elif family.latent_many_rows and workload.rows > FEW_LATENT_ROWS and not is_masked:
-        config = family.latent_many_rows
-        if workload.has_16_bit_side:
-            config = replace(config, tile=32)
-    elif is_masked:
-        config = replace(config, warps=family.masked_latent_warps)
+        config = replace(config, tile=16, warps=8, stages=1)
+    elif family.has_warp_groups and workload.rows > FEW_LATENT_ROWS and not is_masked:
+        # The tile has the same number of bytes for 8 and 16 bits.
+        config = LaunchConfig(32 if workload.has_16_bit_side else 64, warps=8, stages=2, rows=64)
+    elif is_masked and target.is_nvidia:
+        config = replace(config, warps=8)
     elif workload.width < 512:
         config = replace(config, warps=4)  # more warps would have fewer than 16 bytes of a quarter
     return _finish(config, target, workload)
