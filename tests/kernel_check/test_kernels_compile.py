@@ -148,12 +148,16 @@ def test_a_bad_kernel_violates_its_rules(compiled_rows, name, expected):
 
 def list_violations(
     assembly: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3",
-    extras: tuple[str, ...] = (),
+    extras: tuple[str, ...] = (), groups: int = 4,
 ):  # fmt: skip
     """Return the violations of a fast decode kernel with four warps and tiles of 64 tokens."""
-    gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, extras=extras, is_main=True)
+    gpu = Target.parse(target)
+    variant = Variant("decode", k=k, v=k, extras=extras, groups=groups, is_main=True)
     gpu = replace(gpu, parameters={"programs": 3 if gpu.is_nvidia else 1})
     return list(find_violations(gpu, variant, assembly, shared, warps=4, tile=64, converts=True))
+
+
+MANY_HEADS = {"extras": ("latent",), "groups": 128}
 
 
 # sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp on AMD GPUs
@@ -174,6 +178,11 @@ def list_violations(
         ({"doubles": 1}, {}, ["1 float64 instructions"]),
         ({"fused_products": 1}, {"extras": ("bias",)}, ["1 products with log2(e) fused with sums"]),
         ({"fused_products": 1}, {"extras": ("softcap",)}, []),
+        ({"hgmma": 52, "spills": 80, "loop_spills": 20}, MANY_HEADS, []),
+        ({"hgmma": 52, "loop_spills": 21}, MANY_HEADS, ["21 spills in the main loop"]),
+        ({"hmma": 72, "hgmma": 8}, MANY_HEADS, ["8 products of warp groups and 72 of warps"]),
+        ({}, MANY_HEADS, ["0 products of warp groups"]),
+        ({"hmma": 68}, {**MANY_HEADS, "groups": 16}, []),
         ({"conversions": 0}, {"target": "sm_80"}, []),
         ({}, {"target": "sm_86", "shared": 110_000}, ["bytes of shared memory", "programs fit"]),
         ({"conversions": 0}, {"k": "fp8_e3m4"}, []),

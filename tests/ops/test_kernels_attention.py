@@ -412,6 +412,19 @@ def test_a_schedule_for_different_lengths_gives_correct_results():
         check_kernel("decode", case, pages, query, expected, schedule=table, **fields)
 
 
+def test_latents_are_split_into_more_parts():
+    """Products limit a program with latents, so parts are shorter than for the bandwidth alone."""
+    lengths = torch.tensor([16384], dtype=torch.int32, device=DEVICE)
+    part_counts = []
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132)):
+        num_rows = schedule.count_schedule_rows(DEVICE, 1, 1, programs_per_sm=2)
+        for latent in (False, True):
+            table = torch.zeros((num_rows, 4), dtype=torch.int32, device=DEVICE)
+            schedule.fill_schedule(table, lengths, 1, 0, 0, 1, 2, latent)
+            part_counts.append(int(table[-1, 1]))
+    assert part_counts == [64, 128]
+
+
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
 LATENT = {"latent": True, "num_heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
 CHUNK = Case(
