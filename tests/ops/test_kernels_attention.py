@@ -296,7 +296,7 @@ def make_schedule_rows(lengths, *args, **kwargs):
     table = make_schedule_table(lengths, *args, **kwargs)
     max_parts = schedule.get_max_parts(table, len(lengths))
     used_rows = [row for row in table[:max_parts].tolist() if row[0] >= 0]
-    assert all(row[0] == -1 for row in table[len(used_rows) : max_parts].tolist())
+    assert (table[len(used_rows) : max_parts] == -1).all()
     return used_rows, table[max_parts:].tolist()
 
 

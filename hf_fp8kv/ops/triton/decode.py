@@ -253,12 +253,13 @@ def _attend(
     else:
         block = tl.program_id(2)
         part_ptr = schedule_ptr + tl.program_id(1) * 4
+        # All loads come before the branch, so that none of them waits for another.
         b = tl.load(part_ptr)
-        if b < 0:
-            return
         low = tl.load(part_ptr + 1)
         high = tl.minimum(tl.load(part_ptr + 2), stop)
         slot = tl.load(part_ptr + 3)
+        if b < 0:
+            return
     length = tl.load(tensors.lengths + b)
     rows = find_rows(b, h, block, num_tokens, length, CALL)
     strides = Strides(

@@ -9,8 +9,8 @@ sequence is a single part.
 
 A schedule is int32, `[max_parts + B, 4]`:
 
-    row i < max_parts    (sequence, first token, last token + 1, slot of its sums). Unused rows have
-                         the sequence -1. A sequence with a single part has the slot -1.
+    row i < max_parts    (sequence, first token, last token + 1, slot of its sums). Unused rows are
+                         -1. A sequence with a single part has the slot -1.
     row max_parts + b    (first slot of sequence b, number of its parts, 0, 0)
 
 The first part of a sequence begins at 0, and the last part has no end. A schedule that was made for
@@ -282,8 +282,8 @@ def _schedule(
     tl.store(sequence_ptr + 1, own_parts)
 
     if own_b == batch - 1:
-        unused = total_parts + i
-        tl.store(schedule_ptr + unused * 4, -1, mask=unused < max_parts)
+        unused = (total_parts + i)[:, None]
+        tl.store(schedule_ptr + unused * 4 + tl.arange(0, 4)[None, :], -1, mask=unused < max_parts)
 
 
 @triton.jit
