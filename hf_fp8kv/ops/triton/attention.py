@@ -237,10 +237,11 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
             MASKED=True,
         )
     if not CALL.latent:
-        acc = (acc,)
+        return (acc,), m_i, l_i
     elif CALL.out.rotation_size > 1:
-        acc = (join_quarters(acc[0], acc[1], acc[2], acc[3], TRANSPOSED=False),)
-    return acc, m_i, l_i
+        return (join_quarters(acc[0], acc[1], acc[2], acc[3], TRANSPOSED=False),), m_i, l_i
+    else:
+        return acc, m_i, l_i
 
 
 @triton.jit
