@@ -36,7 +36,7 @@ SCHEMES = {"light": "#222222", "dark": "#dddddd"}
 POSITION = 2048  # tokens before the predictions in the picture of the README
 # The bars of that picture: the name of a cache in the cards, and its label.
 OVERVIEW = {
-    "bf16": "16 bits (bfloat16)", "fp8": "8 bits, usual FP8 (E4M3)", "adaptive": "8 bits, hf_fp8kv"
+    "bf16": "16 bits (bfloat16)", "fp8": "8 bits, usual FP8 (E4M3)", "default": "8 bits, hf_fp8kv"
 }  # fmt: skip
 BAR_COLORS = ("#999999", "#e69f00", "#0072b2")
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
