@@ -31,12 +31,13 @@ SEARCHES: dict[str, list[Parameters]] = {
     # The cost in tokens. With the last value, no sequence is split.
     "split cost": _list_values("split_cost", 0, 160, 640, 10**6),
     "merge cost": _list_values("merge_cost", 0.0, 2.5, 10.0),
+    "growth": _list_values("max_growth", 1, 2, 4),
     "unit": _list_values("unit", 64, 128),
 }
 # Only kernels for latents have these parameters.
 LATENT_SEARCHES: dict[str, list[Parameters]] = {
     "rows": _list_values("rows", 16, 32, 64),
-    "chunks": _list_values("chunks", 1, 2, 4),
+    "isolated": _list_values("isolated", False, True),
     **SEARCHES,
 }
 CASES = [Case((1024 * n,) * batch) for batch, n in ((8, 32), (1, 1), (64, 32), (50, 32), (1, 32))]
