@@ -122,7 +122,7 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
 
 # torch's wrapper has the attributes of the model, so `generate()` is the model's own.
 @pytest.mark.filterwarnings("ignore")  # torch.compile's imports warn
-@pytest.mark.parametrize("is_called_first", [False, True])
+@pytest.mark.parametrize("is_called_first", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_compiled_model_is_enabled(is_called_first: bool) -> None:
     model, inputs = build("llama")
     compiled: Any = torch.compile(model, backend="eager")

@@ -92,6 +92,7 @@ def check_rows(rows: list[dict]) -> None:
 
 
 # `make oldest` runs this with an old Triton.
+@pytest.mark.full  # the kernels compile for 40 s
 @pytest.mark.parametrize("target", TARGET_VARIANTS)
 def test_kernels_of_a_step_obey_the_rules(compiled_rows, target):
     rows = compiled_rows["steps"][target]
@@ -101,6 +102,7 @@ def test_kernels_of_a_step_obey_the_rules(compiled_rows, target):
     assert {row["variant"] for row in rows} == set(TARGET_VARIANTS[target])
 
 
+@pytest.mark.full  # the kernels compile for 40 s
 def test_a_replayed_call_launches_the_same_kernels_as_triton(compiled_rows):
     """Each input of a call is changed, before or after the call is recorded."""
     (call_counts,) = compiled_rows["replays"]["calls"]
@@ -124,6 +126,7 @@ def check_messages(violations: list[str], expected: list[str]) -> None:
     assert all(part in text for text, part in zip(violations, expected, strict=True)), violations
 
 
+@pytest.mark.full  # the kernels compile for 40 s
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

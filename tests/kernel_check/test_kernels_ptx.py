@@ -12,6 +12,7 @@ from benchmarks.shared import make_environment
 pytest.importorskip("triton", reason="Triton compiles the kernels")
 
 
+@pytest.mark.full  # the kernels compile, and run instruction by instruction
 def test_kernels_run_from_their_ptx_and_faults_are_detected():
     """A separate process runs the PTX, because this process uses Triton's interpreter."""
     environment = {k: v for k, v in make_environment().items() if not k.startswith("PYTEST_")}
