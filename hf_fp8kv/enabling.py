@@ -25,7 +25,7 @@ from .attention.deterministic import install_deterministic, remove_deterministic
 from .attention.switching import get_attn_implementations, set_attn_implementations
 from .attention.training import install_rounding, prepare_rounding, remove_rounding
 from .cache.cache import NOT_KEPT, FP8PagedCache, MemoryFootprint
-from .calibration.plan_choice import freeze_plan, resolve_plan, unfreeze_plan
+from .calibration.plan_choice import check_bits, freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
 from .formats import ADAPTIVE, DEFAULT_DTYPE, list_counts, summarize_plan
 from .modeling.exact_states import warn_of_rounding
@@ -87,7 +87,9 @@ class Summary:
 
     def __str__(self) -> str:
         lines = ["no generate() with 8-bit pages yet"]
-        if (memory := self.footprint) is not None:
+        if (memory := self.footprint) is not None and not self.bf16_bytes:
+            lines = ["no tokens in the cache of the last generate()"]
+        elif memory is not None:
             size = memory.used_bytes + memory.other_bytes
             plans = " + ".join(list_counts(memory.layers_by_plan))
             lines = [
@@ -169,6 +171,7 @@ def enable(
         )
     if prefix_store is not None and not reuse_prefix:
         raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
+    check_bits(bits)
     given_keywords = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
     cache_keywords = resolve_plan(base, {**given_keywords, "bits": bits}, prefix_store=prefix_store)
     # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.

@@ -125,8 +125,8 @@ Plan = Annotated[
     ),
 ]
 Bits = Annotated[
-    float,
-    typer.Option(min=6.0, max=8.0, help="Maximum average bits of a value in the chosen plan."),
+    float | None,
+    typer.Option(min=6.0, max=8.0, help="Maximum average bits of a value in the plan. Default: 8."),
 ]
 StaticScales = Annotated[
     Any,

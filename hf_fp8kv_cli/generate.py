@@ -26,7 +26,7 @@ def generate(
     key_dtype: arguments.KeyDtype = None,
     value_dtype: arguments.ValueDtype = None,
     plan: arguments.Plan = None,
-    bits: arguments.Bits = 8.0,
+    bits: arguments.Bits = None,
     scales: arguments.StaticScales = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 48,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 64,
@@ -82,7 +82,7 @@ def _compare(
 
     if page_options.get("dtype") != arguments.ADAPTIVE:
         # Raises for invalid options before the model is loaded. Fewer bits need the model.
-        FP8PagedCache(**{**page_options, "bits": 8})
+        FP8PagedCache(**{**page_options, "bits": None})
     model_name = name or DEMO_NAME
     model, tokenizer = load_model(name, device)
     inputs, text = comparison.encode_prompt(

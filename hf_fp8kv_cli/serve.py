@@ -30,7 +30,7 @@ def serve(
     key_dtype: arguments.KeyDtype = None,
     value_dtype: arguments.ValueDtype = None,
     plan: arguments.Plan = None,
-    bits: arguments.Bits = 8.0,
+    bits: arguments.Bits = None,
     scales: arguments.StaticScales = None,
     backend: arguments.Backend = "auto",
     host: Annotated[

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -199,8 +200,11 @@ def test_fewer_bits_are_for_generate_and_engines() -> None:
     enable(model, bits=6)
     cache = generate(model, inputs)
     assert {side.format for layer in cache.plan.values() for side in layer} == {"int6"}
-    assert read_serving_digest(model, bits=6) == read_digest(cache) != read_serving_digest(model)
-    assert read_digest(FP8PagedCache(model, bits=6)) == read_digest(cache)
+    for bits in (6, None):  # without bits, the frozen plan
+        assert read_serving_digest(model, bits=bits) == read_digest(cache)
+        assert read_digest(FP8PagedCache(model, bits=bits)) == read_digest(cache)
+    assert read_serving_digest(model, bits=8) != read_digest(cache)
+    assert FP8PagedCache(model, plan="int8").plan != cache.plan
     for make in (enable, FP8PagedCache):
         with pytest.raises(ConfigError, match="plan: expected None with bits=6, got 'int8'"):
             make(model, bits=6, plan="int8")
@@ -363,15 +367,18 @@ def test_models_that_take_empty_positions_for_tokens_cannot_preallocate(name: st
 
 
 @pytest.mark.parametrize("name", ["gqa", "seq2seq/bart", "seq2seq/whisper"])
-def test_the_check_of_max_cache_len_leaves_no_trace(name: str, tmp_path: Path) -> None:
-    """It stores no pages, and changes neither random numbers nor the mode of the model."""
+def test_the_check_of_max_cache_len_leaves_no_trace(name: str, tmp_path: Path, caplog: Any) -> None:
+    """It stores no pages, warns of nothing, and keeps random numbers and the mode of the model."""
     model, _ = build_variant(name)
     model.train()
     if name == "gqa":
         store = PrefixStore(tmp_path)
         enable(model, dtype="fp8_e3m4", page_size=8, prefix_store=store)
     state = torch.get_rng_state()
-    enable(model, dtype="fp8_e3m4", max_cache_len=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enable(model, dtype="fp8_e3m4", max_cache_len=64)
+    assert "dense keys" not in caplog.text
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert not list(tmp_path.glob("*.safetensors"))
@@ -407,6 +414,9 @@ def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> Non
     assert f"pages of {result.footprint.used_bytes:,} bytes" in str(result)
     del output
     assert summary(model) == result
+    output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    output.past_key_values.reset()
+    assert str(summary(model)).startswith("no tokens in the cache of the last generate()")
     unused_copy = copy.deepcopy(model)
     assert summary(unused_copy).footprint is None
     model.generate(**inputs, **GREEDY, cache_implementation="static", disable_compile=True)

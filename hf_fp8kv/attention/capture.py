@@ -484,8 +484,10 @@ def find_obstacle(model: Any, cache: FP8PagedCache) -> str:
     step.prepare(lambda: inputs)
     for _ in range(2):
         step(**inputs)
+    reason = find_refusal(model) or step.reason
+    step.reason = ""  # so that nothing is logged
     step.end()
-    return find_refusal(model) or step.reason
+    return reason
 
 
 class _Thread(threading.local):

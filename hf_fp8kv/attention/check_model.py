@@ -16,6 +16,7 @@ from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import describe_rounding
 from ..modeling.model_support import (
+    CACHE,
     caches_latents,
     find_base_model,
     find_refusal,
@@ -293,14 +294,14 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
 
     def compute_logits(num_tokens: int | None) -> torch.Tensor:
         output = generate(
-            input_ids=ids, attention_mask=mask, past_key_values=make_cache(num_tokens),
+            input_ids=ids, attention_mask=mask, **{CACHE: make_cache(num_tokens)},
             max_new_tokens=3, do_sample=False, num_beams=1, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True, disable_compile=True,
         )  # fmt: skip
         return torch.stack(output.logits).float()
 
     reason = ""
-    with eval_mode(model), torch.compiler.set_stance("force_eager"):
+    with eval_mode(model), paged_attention(model), torch.compiler.set_stance("force_eager"):
         try:
             expected = compute_logits(None)
         except Exception as error:

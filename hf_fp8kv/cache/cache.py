@@ -109,7 +109,7 @@ class FP8PagedCache(DynamicCache):
             description such as "fp8_e2m5 rotated" or ("int8 rotated", "fp8_e2m5 rotated"). Only
             a `StoragePlan` can have "centered" K, because it contains the centers.
         bits: Maximum average bits of a value in the plan, from 6 to 8, as for `choose_plan`. Fewer
-            than 8 need the model.
+            than 8 need the model. None means the bits of `enable`, or 8.
         scales: Static scales: a `KVScales`, a file, a folder, or a repository of the Hub. If they
             have a plan, leave out the arguments above. A number is a constant scale in the unit of
             the stored format (`real = stored * scale`). None means dynamic scales, one per token
@@ -169,7 +169,7 @@ class FP8PagedCache(DynamicCache):
         key_dtype: str | torch.dtype | None = None,
         value_dtype: str | torch.dtype | None = None,
         plan: "Plan | str | os.PathLike[str] | tuple[str, str] | None" = None,
-        bits: float = 8,
+        bits: float | None = None,
         scales: "KVScales | str | os.PathLike[str] | float | None" = None,
         page_size: int = 64,
         max_cache_len: int | None = None,
@@ -197,7 +197,7 @@ class FP8PagedCache(DynamicCache):
             check_config(model_config)
         if model_config is not config:
             keywords = plans.resolve_plan(model, {**keywords, "bits": bits})
-        elif bits != 8:
+        elif bits not in (None, 8):
             raise ConfigError(
                 f"bits: expected 8 without a model, whose plan fewer bits need, got {bits!r}. Pass "
                 "the model instead of its config"

@@ -84,7 +84,7 @@ def find_paged_layers(model: PreTrainedModel) -> frozenset[int]:
     if model.main_input_name != "input_ids":
         raise ConfigError(
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
-            f"{model.main_input_name}. Use dynamic scales, which need no calibration"
+            f"{model.main_input_name}. Use dtype='fp8_e3m4', which needs no run of the model"
         )
     if num_ranks > 1:
         raise ConfigError(

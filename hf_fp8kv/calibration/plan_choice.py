@@ -7,8 +7,10 @@ docs/architecture.md has the reasons ("A plan is chosen once for a model").
 import functools
 import logging
 import math
+import numbers
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -80,6 +82,8 @@ _STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
 # Attributes of a model that hold a `_Choice`, and the plan that `freeze_plan` sets, by their bits.
 _CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
 _FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
+# A choice changes the attention of its model for a while, so threads choose one after the other.
+_choosing = threading.RLock()
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
 LayerStates = tuple[Tensor, Tensor, Queries | None]
@@ -136,7 +140,7 @@ def choose_plan(
     Raises:
         ConfigError: An argument, a text, or the model cannot be used, or `bits` are too few.
     """
-    _check_bits(bits)
+    check_bits(bits)
     if isinstance(max_extra_bytes, bool) or not 0 <= max_extra_bytes <= 1:
         raise ConfigError(
             f"max_extra_bytes: expected a share from 0 to 1, got {max_extra_bytes!r}. Leave it out "
@@ -174,9 +178,9 @@ def resolve_plan(
 
     Args:
         model: The model.
-        keywords: Keywords of `FP8PagedCache`, and `bits` of `choose_plan`. dtype="adaptive" is the
-            name of the default. With it, and with fewer than 8 bits, an error is raised if no plan
-            can be chosen.
+        keywords: Keywords of `FP8PagedCache`. dtype="adaptive" is the name of the default. With it,
+            and with fewer than 8 bits, an error is raised if no plan can be chosen. `bits` of None
+            means the bits of `freeze_plan`, or 8.
         prefix_store: Store of the cache. Its folder keeps the first plan for each model, so that
             later processes find pages.
 
@@ -186,14 +190,16 @@ def resolve_plan(
         Exception: Any error of the model, with dtype="adaptive" or fewer bits.
     """
     keywords = dict(keywords)
-    bits = keywords.pop("bits", MAX_BITS)
-    _check_bits(bits)
+    bits = keywords.pop("bits", None)
+    if bits is not None:
+        check_bits(bits)
     dtype = keywords.get("dtype")
     is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
     given = [x for x in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(x) is not None]
-    must_choose = is_adaptive or bits < MAX_BITS
+    has_fewer_bits = bits is not None and bits < MAX_BITS
+    must_choose = is_adaptive or has_fewer_bits
     if must_choose and given:
-        request = f"bits={bits}" if bits < MAX_BITS else f"dtype={ADAPTIVE!r}"
+        request = f"bits={bits}" if has_fewer_bits else f"dtype={ADAPTIVE!r}"
         raise ConfigError(
             f"{given[0]}: expected None with {request}, got {keywords[given[0]]!r}. Pass one of "
             "them"
@@ -202,9 +208,12 @@ def resolve_plan(
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
     is_split = getattr(keywords.get("tensor_parallel"), "size", 1) > 1
     frozen_plans: dict[float, Plan | None] = vars(model).get(_FROZEN_ATTRIBUTE, {})
+    if bits is None:
+        bits = next(iter(frozen_plans), MAX_BITS)
     plan = frozen_plans.get(bits)
     if plan is None and (must_choose or bits not in frozen_plans):
-        plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
+        with _choosing:
+            plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
         # Later processes take it. If the folder has a different plan, the model keeps this plan.
         share_plan(_find_shared_file(model, prefix_store, bits), plan, prefix_store)
@@ -220,8 +229,10 @@ def freeze_plan(model: PreTrainedModel, plan: Plan | None, bits: float = MAX_BIT
 
 
 def unfreeze_plan(model: PreTrainedModel) -> None:
-    """Undo `freeze_plan`, if it was called."""
+    """Undo `freeze_plan`, if it was called. A choice that failed can then be made again."""
     vars(model).pop(_FROZEN_ATTRIBUTE, None)
+    if choices := vars(model).get(_CHOICE_ATTRIBUTE):
+        vars(model)[_CHOICE_ATTRIBUTE] = {n: x for n, x in choices.items() if x.plan is not None}
 
 
 def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Passes | None:
@@ -245,10 +256,11 @@ def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Pa
     return Passes(min(num_positions, num_passes), 0)
 
 
-def _check_bits(bits: object) -> None:
+def check_bits(bits: object) -> None:
+    """Raise ConfigError unless `bits` are an average that `choose_plan` accepts."""
     if (
         isinstance(bits, bool)
-        or not isinstance(bits, int | float)
+        or not isinstance(bits, numbers.Real)
         or not MIN_BITS <= bits <= MAX_BITS
     ):
         raise ConfigError(

@@ -46,7 +46,7 @@ def enable(
     key_dtype: str | None = None,
     value_dtype: str | None = None,
     plan: Plan | str | os.PathLike[str] | tuple[str, str] | None = None,
-    bits: float = 8,
+    bits: float | None = None,
     backend: str = "auto",
     probe: bool = True,
     prefix_store: PrefixStore | None = None,
@@ -73,7 +73,7 @@ def enable(
         key_dtype: Overrides `dtype` for K.
         value_dtype: Overrides `dtype` for V.
         plan: As for `FP8PagedCache`.
-        bits: As for `hf_fp8kv.enable`.
+        bits: As for `FP8PagedCache`.
         backend: As for `FP8PagedCache`.
         probe: Whether to run the model on two short sequences, packed as in an engine and each
             alone, and compare the logits. Models that count positions themselves, or do not pass

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan
+from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable
 from hf_fp8kv.attention.switching import get_attn_implementations
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.plan_choice import (
@@ -371,6 +372,25 @@ def test_a_failed_choice_is_not_tried_again_until_the_model_changes(own_plan: An
     model.model.layers[1]._forward_hooks.clear()
     assert resolve_and_count(model, dtype="adaptive") == (own_plan.digest, NUM_PASSES)
     assert resolve_and_count(model) == (own_plan.digest, 0)
+
+
+def test_a_failed_choice_is_tried_again_after_disable(own_plan: Any, caplog: Any) -> None:
+    model = make_failing_model("memory")
+    enable(model)
+    assert sum("without a plan" in text for text in caplog.messages) == 1
+    disable(model)
+    model.model.layers[1]._forward_hooks.clear()
+    assert resolve_and_count(enable(model)) == (own_plan.digest, 0)
+
+
+def test_threads_choose_one_plan_and_restore_the_attention(own_plan: Any, caplog: Any) -> None:
+    model = make_model()
+    attention = get_attn_implementations(model)
+    with ThreadPoolExecutor(4) as pool:
+        caches = list(pool.map(lambda _: FP8PagedCache(model), range(8)))
+    assert {cache.options.scales.digest for cache in caches} == {own_plan.digest}
+    assert get_attn_implementations(model) == attention
+    assert not caplog.messages
 
 
 def test_an_interrupt_ends_the_choice() -> None:

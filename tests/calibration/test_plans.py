@@ -297,7 +297,8 @@ def test_a_model_that_loses_more_than_in_e4m3_is_reported(caplog: Any, monkeypat
 
 @pytest.mark.parametrize("bits", [5.99, 8.01, 4, True, "6", None, float("nan")])
 def test_invalid_bits_are_rejected(llama: Any, bits: Any) -> None:
-    for call in (choose_plan, enable, serving.enable):
+    # None is the default of `serving.enable`.
+    for call in (choose_plan, enable) + (() if bits is None else (serving.enable,)):
         with pytest.raises(ConfigError, match="bits: expected a number from 6 to 8, got"):
             call(llama, bits=bits)
 
