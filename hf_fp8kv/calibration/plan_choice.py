@@ -82,7 +82,7 @@ _STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
 # Attributes of a model that hold a `_Choice`, and the plan that `freeze_plan` sets, by their bits.
 _CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
 _FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
-# A choice changes the attention of its model for a while, so threads choose one after the other.
+# A choice changes the attention of its model for a while, so only one thread chooses at a time.
 _choosing = threading.RLock()
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
