@@ -261,7 +261,7 @@ def check_bits(bits: object) -> None:
     if (
         isinstance(bits, bool)
         or not isinstance(bits, numbers.Real)
-        or not MIN_BITS <= bits <= MAX_BITS
+        or not MIN_BITS <= float(bits) <= MAX_BITS
     ):
         raise ConfigError(
             f"bits: expected a number from 6 to 8, got {bits!r}. Leave it out for 8 bits"
