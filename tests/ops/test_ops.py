@@ -887,9 +887,13 @@ def draw_call(rng: random.Random) -> tuple[Case, Call]:
         mask=mask.removeprefix("padding"), from_zero=mask in ("padding", "bool"),
         dtype=choose((torch.float32, torch.bfloat16)),
     )  # fmt: skip
-    # Triton refuses packed codes of smaller heads.
+    # Triton refuses packed codes of smaller heads, and of latents below 64.
     sides = {"k_dim": case.key, "v_dim": case.value}
-    packed = {x: 32 for x, name in sides.items() if name != AUTO and FORMATS[name].bits < 8}
+    packed = {
+        side: 64 if case.latent and side == "k_dim" else 32
+        for side, name in sides.items()
+        if name != AUTO and FORMATS[name].bits < 8
+    }
     case = dataclasses.replace(case, **packed)
     pages, query, spec = prepare(case)
     shape = len(case.lengths), num_heads, num_tokens
