@@ -22,7 +22,6 @@ from hf_fp8kv.calibration.divergence import compute_logits, compute_scores
 from hf_fp8kv.card.caches import CONTENDERS, FLOOR, Contender, States
 from hf_fp8kv.card.long_texts import KINDS, read_texts
 from hf_fp8kv.card.predictions import prefill
-from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.utils.environment import describe_run
 
 from .shared import MODEL_OPTIONS, Options, Result, load_model_before, main
@@ -30,21 +29,11 @@ from .shared import MODEL_OPTIONS, Options, Result, load_model_before, main
 NUM_DRAFTED = 5  # tokens that the draft model proposes in a step
 EARLY_EXIT, ROUNDED = "early exit", "rounded weights"
 _GROUP_SIZE, _MAX_CODE = 32, 7  # values of a weight that share a scale, and largest 4-bit code
-_SIX_BITS = [name for name in ("int6",) if name in FORMATS]
-CACHES = (FLOOR, "default", "fp8_e3m4", "fp8", "fp8-1.0", *_SIX_BITS)
+CACHES = (FLOOR, "default", "fp8_e3m4", "fp8", "fp8-1.0", "6-bit")
 LONG_CACHES = (FLOOR, "default", "fp8")  # at the longest context
 REAL_CACHES = (FLOOR, "default", "fp8-1.0")
 _NUM_RESAMPLES = 2000
 Acceptance = dict[str, list[float]]  # probability at each scored position of a text, by draft
-
-
-def find_contender(name: str) -> Contender:
-    """Return a cache of the card, or the cache with a plan such as "int6 rotated"."""
-    if name in CONTENDERS:
-        return CONTENDERS[name]
-    from hf_fp8kv import FP8PagedCache
-
-    return Contender(name, lambda model: FP8PagedCache(model.config, dtype=name))
 
 
 def round_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -192,7 +181,7 @@ def measure(
     with paged_attention(model), paged_attention(draft):
         for length in lengths:
             is_longest = len(lengths) > 2 and length == max(lengths)
-            contenders = {x: find_contender(x) for x in (LONG_CACHES if is_longest else CACHES)}
+            contenders = {x: CONTENDERS[x] for x in (LONG_CACHES if is_longest else CACHES)}
             entries: list[Any] = []
             for kind in KINDS:
                 for ids in read_texts(tokenizer, kind, texts, length):
@@ -208,7 +197,7 @@ def measure(
         if real:
             ids = read_texts(tokenizer, next(iter(KINDS)), 1, lengths[0])[0].to(model.device)
             for cache in REAL_CACHES:
-                tokens = decode_with_drafts(model, draft, ids, find_contender(cache), real)
+                tokens = decode_with_drafts(model, draft, ids, CONTENDERS[cache], real)
                 row = {"context": lengths[0], "draft": f"{ROUNDED}, decoded", "cache": cache}
                 rows.append({**row, "tokens": tokens})
     if plot is not None:

@@ -52,8 +52,14 @@ class Projections:
     def absorb(self, query: Tensor, deterministic: bool = False) -> Tensor:
         """Project queries for keys `[B, H, T, N + P]` to queries for latents `[B, H, T, R + P]`."""
         dim = self.key.shape[1]
-        batch, num_heads, num_tokens, _ = query.shape
+        batch, num_heads, num_tokens, width = query.shape
         rows = query[..., :dim].transpose(0, 1).reshape(num_heads, batch * num_tokens, dim)
+        if self._writes_to_output(query, deterministic):
+            rank = self.key.shape[2]
+            latent_query = query.new_empty(num_heads, batch, num_tokens, rank + width - dim)
+            torch.bmm(rows, self.key, out=latent_query.flatten(1, 2)[..., :rank])
+            latent_query[..., rank:] = query[..., dim:].transpose(0, 1)
+            return latent_query.transpose(0, 1)
         apply = compute_in_blocks if deterministic else _compute_at_once
         absorbed = apply(lambda block: _matmul(block, self.key), rows, 1)
         absorbed = absorbed.reshape(num_heads, batch, num_tokens, -1).transpose(0, 1)
@@ -62,11 +68,21 @@ class Projections:
     def expand(self, attended: Tensor, deterministic: bool = False) -> Tensor:
         """Project sums of latents, `[B, T, H, R]`, to values, `[B, T, H, V]`."""
         batch, num_tokens, num_heads, _ = attended.shape
+        if self._writes_to_output(attended, deterministic):
+            values = attended.new_empty(batch, num_tokens, num_heads, self.value.shape[1])
+            rows = attended.flatten(0, 1).transpose(0, 1)
+            torch.bmm(rows, self.value.mT, out=values.flatten(0, 1).transpose(0, 1))
+            return values
         columns = attended.permute(2, 3, 0, 1).flatten(2)
         # A CPU is many times slower for a transposed 16-bit matrix.
         apply = compute_in_blocks if deterministic else _compute_at_once
         expanded = apply(lambda block: _matmul(self.value, block.contiguous()), columns, 2)
         return expanded.permute(2, 0, 1).reshape(batch, num_tokens, num_heads, -1)
+
+    def _writes_to_output(self, like: Tensor, deterministic: bool) -> bool:
+        """Return whether products are written to their places, which saves copies."""
+        is_plain = not deterministic and not torch.compiler.is_compiling()
+        return is_plain and like.dtype == self.key.dtype and not _splits_heads(like)
 
     def is_cheaper(self, num_queries: int, num_keys: int) -> bool:
         """Return whether the absorbed form needs fewer multiplications than the expanded form.
@@ -86,11 +102,18 @@ def _compute_at_once(compute: Callable[[Tensor], Tensor], rows: Tensor, _axis: i
     return compute(rows)
 
 
+def _splits_heads(like: Tensor) -> bool:
+    """Return whether a few heads are multiplied at a time.
+
+    On a CPU torch copies a 16-bit operand. The copy of a few heads fits in the CPU's cache.
+    """
+    return like.is_cpu and like.element_size() <= 2 and not torch.compiler.is_compiling()
+
+
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply the matrices of each head, `[H, m, k]` and `[H, k, n]`."""
-    if not a.is_cpu or a.element_size() > 2 or torch.compiler.is_compiling():
+    if not _splits_heads(a):
         return torch.bmm(a, b)
-    # In 16 bits torch copies an operand. The copy of a few heads fits in the cache of the CPU.
     operands = zip(a.split(_HEADS_PER_PRODUCT), b.split(_HEADS_PER_PRODUCT), strict=True)
     return torch.cat([torch.bmm(a_heads, b_heads) for a_heads, b_heads in operands])
 

@@ -48,7 +48,7 @@ def test_a_cache_costs_drafts_at_most_the_total_variation():
             parameter.mul_(3 if parameter.ndim > 1 else 1)  # predictions depend on attention
     draft = drafts.round_weights(model)
     names = (drafts.FLOOR, "default", "fp8-1.0")
-    contenders = {name: drafts.find_contender(name) for name in names}
+    contenders = {name: drafts.CONTENDERS[name] for name in names}
     texts = []
     with paged_attention(model), paged_attention(draft):
         for seed in range(2):

@@ -18,6 +18,7 @@ from hf_fp8kv.attention.capture import StepDescription
 from hf_fp8kv.attention.compact import make_compact
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
 from hf_fp8kv.cache.layer_store import LayerStore
+from hf_fp8kv.modeling.model_support import DETERMINISTIC
 from hf_fp8kv.ops.triton import decode, write
 from tests.helpers.assertions import assert_same
 from tests.ops.test_dispatch import NameRecorder, TensorSubclass
@@ -399,3 +400,60 @@ def test_prompts_prefer_cudnn_on_an_h100(
     with torch.enable_grad():
         run(512)
     assert not requested
+
+
+class _Stored(Decoder):
+    """A layer of 16 bits with a stored prompt."""
+
+    def __init__(self, num_tokens: int = 512, **options: Any) -> None:
+        options = {"prefill": "stored", "dtype": "fp8_e3m4", **options}
+        super().__init__("torch", **options)
+        shape = (BATCH, 2, num_tokens, 32)
+        self.query = torch.randn(BATCH, 4, num_tokens, 32).bfloat16()
+        states = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+        self.key, self.value = self.cache.update(*states, 0)
+
+    def attend(self, mask: Any = None, **keywords: Any) -> torch.Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
+        keywords = {"sliding_window": None, **keywords}
+        attended, _ = attend(self.modules[0], self.query, self.key, self.value, mask, **keywords)
+        return attended.float()
+
+
+def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense copy of the stored values is read instead of pages, where this is faster."""
+    dense_calls: list[torch.Size] = []
+    forward = fp8_paged.sdpa_attention_forward
+
+    def record(
+        module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        dense_calls.append(key.shape)
+        return forward(module, query, key, *args, **kwargs)
+
+    monkeypatch.setattr(fp8_paged, "sdpa_attention_forward", record)
+    stored = _Stored()
+    with torch.no_grad():
+        expected = stored.attend()
+        monkeypatch.setattr(fp8_paged, "_read_capability", lambda _: (9, 0))
+        assert not dense_calls
+        actual = stored.attend()
+        assert dense_calls == [(BATCH, 2, 512, 32)]
+        # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
+        assert (actual - expected).norm() <= 2**-8 * expected.norm()
+        dense_calls.clear()
+        stored.attend(softcap=5.0)
+        stored.attend(sliding_window=100)
+        stored.attend(is_causal=False)
+        stored.attend(s_aux=torch.zeros(4))
+        stored.attend(torch.ones(BATCH, 1, 512, 512, dtype=torch.bool).tril())
+        vars(stored.modules[0])[DETERMINISTIC] = True
+        stored.attend()
+        _Stored(511).attend()
+        _Stored(max_cache_len=600).attend()
+        chunk = _Stored()
+        chunk.key, chunk.value = chunk.cache.update(
+            *(torch.randn(BATCH, 2, 512, 32).bfloat16() for _ in range(2)), 0
+        )
+        chunk.attend()
+    assert not dense_calls

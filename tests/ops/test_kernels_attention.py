@@ -606,14 +606,14 @@ def test_the_length_of_a_chunk_is_not_a_constant():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("e4m3", lengths=(300, 129), num_tokens=90, page_size=64, num_q_heads=8, k_dim=64,
+        Case("e4m3", lengths=(300, 129), num_tokens=30, page_size=64, num_q_heads=8, k_dim=64,
              v_dim=64, dtype=torch.bfloat16),
-        Case("static", lengths=(300, 129), num_tokens=90, page_size=48, num_heads=1, k_dim=80,
+        Case("static", lengths=(300, 129), num_tokens=30, page_size=48, num_heads=1, k_dim=80,
              v_dim=40, dtype=torch.bfloat16, key="fp8_e3m4", value="int8", dynamic=False,
              padding=20),
-        Case("rotated K", lengths=(300, 129), num_tokens=90, page_size=16, num_heads=1,
+        Case("rotated K", lengths=(300, 129), num_tokens=30, page_size=16, num_heads=1,
              rotated=True, k_dim=32, v_dim=64, dtype=torch.float16, key="int8", value=AUTO),
-        Case("packed", lengths=(300, 129), num_tokens=90, page_size=24, num_heads=2, k_dim=64,
+        Case("packed", lengths=(300, 129), num_tokens=30, page_size=24, num_heads=2, k_dim=64,
              v_dim=32, dtype=torch.float16, key="int6", value="int4"),
     ],
     ids=lambda case: case.name,
@@ -634,6 +634,20 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
     with recording() as recorded:
         assert_same(run_kernel("extend", case, pages, query, **fields), result)
     assert list_kernels(recorded) == ["_attend"]
+
+
+@pytest.mark.parametrize("num_tokens, num_blocks", [(31, 2), (32, 1), (33, 2)])
+def test_programs_of_many_rows_share_codes(num_tokens, num_blocks, monkeypatch):
+    case = Case("rows", lengths=(70, 65), num_tokens=num_tokens, page_size=16, num_heads=1,
+                num_q_heads=4, dtype=torch.bfloat16)  # fmt: skip
+    pages, query, fields, expected = prepare_expected(case)
+    with recording() as recorded:
+        result = run_kernel("extend", case, pages, query, **fields)
+    (attend,) = recorded.launches
+    assert attend.grid == (2 * num_blocks,)
+    assert compute_errors(result, expected).max() <= 2 * compute_errors(
+        attend_with_torch(case, pages, query, fields), expected
+    ).max()  # fmt: skip
 
 
 def test_grids_of_a_million_tokens_are_valid():

@@ -315,6 +315,10 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
         stages = max(1, stages - 1)
     stages += workload.is_widened
     config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
+    shares_tiles = family.has_warp_groups and not float32 and not workload.is_widened
+    if shares_tiles and workload.width <= 128 <= workload.rows:
+        # Two groups of four warps share the decoded codes of a tile.
+        config = replace(config, rows=128, warps=8)
     has_many_registers = not target.is_nvidia or family.has_warp_groups
     if workload.has_query_masks and not float32 and not has_many_registers:
         config = replace(config, registers=_MANY_REGISTERS)
