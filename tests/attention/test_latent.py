@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, check_model, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from hf_fp8kv.attention.latent import Projections
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
 from hf_fp8kv.utils import warn_once
@@ -510,6 +512,42 @@ class AttentionStep:
         logits = self.scaling * self.query.double() @ key.mT
         is_visible = torch.ones(num_tokens, length, dtype=torch.bool).tril(length - num_tokens)
         return (logits.masked_fill(~is_visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+class _Copies(TorchDispatchMode):
+    """Records the shapes of tensors that are written by copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ in ("cat", "clone", "copy_", "_to_copy"):
+            self.shapes.append(result.shape)
+        return result
+
+
+def test_projections_only_copy_the_rope_part_of_queries() -> None:
+    """Products of the absorbed form are written to their places in the query and the output."""
+    weight = torch.randn(4 * 2 * HEAD_DIM, LATENT_DIM)
+    projections = Projections(weight, HEAD_DIM, HEAD_DIM)
+    query = torch.randn(3, 4, 2, HEAD_DIM + ROPE_DIM)
+    attended = torch.randn(3, 2, 4, LATENT_DIM)
+    with _Copies() as copies:
+        absorbed = projections.absorb(query)
+        values = projections.expand(attended)
+    # Both products need the rows of a head next to each other if there are several tokens.
+    assert copies.shapes == [(4, 3, 2, HEAD_DIM), (4, 3, 2, ROPE_DIM)]
+    with _Copies() as copies:
+        projections.absorb(query[:, :, :1])
+        projections.expand(attended[:, :1])
+    assert copies.shapes == [(4, 3, 1, ROPE_DIM)]
+    nope_part = torch.einsum("bhtn,hnr->bhtr", query[..., :HEAD_DIM], projections.key)
+    torch.testing.assert_close(absorbed, torch.cat([nope_part, query[..., HEAD_DIM:]], -1))
+    torch.testing.assert_close(values, torch.einsum("bthr,hvr->bthv", attended, projections.value))
 
 
 # All pairs of lengths around a page, a format and a backend.
