@@ -310,17 +310,15 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
         return _choose_latent_config(target, workload)
     float32 = workload.has_float32_operands
     config = _look_up(_EXTEND_FLOAT32 if float32 else family.extend, workload.width)
-    stages = config.stages
-    if workload.has_16_bit_side and not float32 and not family.has_warp_groups:
-        stages = max(1, stages - 1)
-    stages += workload.is_widened
+    lacks_registers = not float32 and not family.has_warp_groups
+    fewer_stages = lacks_registers and workload.has_16_bit_side
+    stages = max(1, config.stages + workload.is_widened - fewer_stages)
     config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
     shares_tiles = family.has_warp_groups and not float32 and not workload.is_widened
     if shares_tiles and workload.width <= 128 <= workload.rows:
         # Two groups of four warps share the decoded codes of a tile.
         config = replace(config, rows=128, warps=8)
-    has_many_registers = not target.is_nvidia or family.has_warp_groups
-    if workload.has_query_masks and not float32 and not has_many_registers:
+    if lacks_registers and target.is_nvidia and workload.has_query_masks:
         config = replace(config, registers=_MANY_REGISTERS)
     return _finish(config, target, workload)
 
