@@ -312,8 +312,11 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     config = _look_up(_EXTEND_FLOAT32 if float32 else family.extend, workload.width)
     lacks_registers = not float32 and not family.has_warp_groups
     fewer_stages = lacks_registers and workload.has_16_bit_side
-    stages = max(1, config.stages + workload.is_widened - fewer_stages)
-    config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
+    config = replace(
+        config,
+        stages=max(1, config.stages + workload.is_widened - fewer_stages),
+        masked_tile=max(16, config.tile // 2),
+    )
     shares_tiles = family.has_warp_groups and not float32 and not workload.is_widened
     if shares_tiles and workload.width <= 128 <= workload.rows:
         # Two groups of four warps share the decoded codes of a tile.
