@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.backends import cuda
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -19,6 +18,7 @@ from ..errors import ConfigError
 from ..modeling.forward_state import step
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..ops import AttentionSpec, api
+from ..ops.dense_prompts import attend_densely, is_faster_dense, list_sdpa_backends
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent, masks
@@ -58,8 +58,6 @@ _DETERMINISTIC_ERROR = (
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 # Arguments that attention over pages does not support.
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
-# Minimum number of tokens of a prompt for which cuDNN is preferred.
-_MIN_CUDNN_TOKENS = 512
 _SPECIAL = _DENSE_ARGUMENTS | {_ENGINE_ARGUMENT}
 
 
@@ -178,8 +176,6 @@ def fp8_paged_attention(
         if not needs_dense and is_same_layer and (key.side, value.side) == ("k", "v"):
             if query.requires_grad and module.training:
                 raise ConfigError(_TRAINING_ERROR)
-            if _is_faster_dense(query, key, value, spec):
-                return attend_dense(call)
             attended = attend_stored(query, key, spec)
             if can_repeat and not is_compiling:
                 _record(module, query, key, attention_mask, arguments, spec)
@@ -363,6 +359,9 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
+    if not key.start and is_faster_dense(query, key.stop, pages_of(key), spec):
+        query = without_grad(query)
+        return attend_densely(query, pages_of(key), key.lengths, spec, backend=key.backend)
     return ops.attend(
         without_grad(query),
         pages_of(key),
@@ -483,54 +482,12 @@ def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:
             dropout=dropout, sliding_window=spec.window or None, **kwargs,
         )  # fmt: skip
     is_causal_prompt = mask is None and spec.bias is None and spec.causal and not dropout
-    backends = _list_sdpa_backends(query, key) if is_causal_prompt else []
+    backends = list_sdpa_backends(query, key.shape[2]) if is_causal_prompt else []
     with sdpa_kernel(backends, set_priority=True) if backends else nullcontext():
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=spec.scaling,
             is_causal=spec.causal, position_bias=spec.bias, **kwargs,
         )  # fmt: skip
-
-
-def _is_faster_dense(query: Tensor, key: PagedKV, value: PagedKV, spec: AttentionSpec) -> bool:
-    """Return whether cuDNN reads dense copies of a stored prompt faster than kernels read pages.
-
-    On an H200, cuDNN takes 900 us for 8,192 tokens and 32 heads of 128, and the kernel 1,487 us.
-    """
-    is_plain = spec.causal and spec.mask is None and spec.bias is None and spec.sinks is None
-    if not is_plain or spec.softcap or spec.window or key.window or spec.deterministic:
-        return False
-    has_usual_heads = query.element_size() == 2 and query.shape[3] == value.shape[3] <= 128
-    return has_usual_heads and bool(_list_sdpa_backends(query, key))
-
-
-def _list_sdpa_backends(query: Tensor, key: Tensor) -> list[SDPBackend]:
-    """Return the order in which torch tries its backends for a causal prompt, or [] for its own.
-
-    torch tries FlashAttention-2 first. On an H100 or H200, cuDNN takes half of its time. On other
-    GPUs it is often slower, and with gradients it was not measured.
-    """
-    is_prompt = _MIN_CUDNN_TOKENS <= query.shape[2] == key.shape[2]
-    if torch.compiler.is_compiling() or not is_prompt:
-        return []
-    if torch.is_grad_enabled() or torch.are_deterministic_algorithms_enabled():
-        return []
-    enabled = {
-        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
-        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: cuda.math_sdp_enabled(),
-    }
-    if not enabled[SDPBackend.CUDNN_ATTENTION] or _read_capability(query.device) != (9, 0):
-        return []
-    return [backend for backend, is_enabled in enabled.items() if is_enabled]
-
-
-@functools.cache
-def _read_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, and None for any other device."""
-    if device.type != "cuda" or torch.version.hip:
-        return None
-    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

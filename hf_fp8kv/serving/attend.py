@@ -4,6 +4,7 @@ import torch
 
 from .. import ops
 from ..ops import AttentionSpec, Pages
+from ..ops.dense_prompts import attend_densely, is_faster_dense
 from .config import LayerStorage
 from .layout import EngineLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
@@ -96,19 +97,24 @@ class StoredLayer:
             queries = queries.unflatten(1, (batch_size, batch.num_queries)).transpose(0, 1)
         pages = self.pages._replace(table=batch.table)
         spec = spec._replace(causal=batch.causal)
-        num_heads = self._layout.num_heads
-        num_query_heads = queries.shape[1]
-        schedule = batch.get_schedule(self._backend, num_heads, num_query_heads, spec.window)
-        result = ops.attend(
-            queries,
-            pages,
-            batch.lengths,
-            0,
-            batch.max_length,
-            spec,
-            schedule=schedule,
-            backend=self._backend,
-        ).flatten(0, 1)  # [B * T, Hq, D]
+        has_padding = batch.result_rows is not None
+        if not has_padding and is_faster_dense(queries, batch.max_length, pages, spec):
+            result = attend_densely(queries, pages, batch.lengths, spec, backend=self._backend)
+        else:
+            num_heads = self._layout.num_heads
+            num_query_heads = queries.shape[1]
+            schedule = batch.get_schedule(self._backend, num_heads, num_query_heads, spec.window)
+            result = ops.attend(
+                queries,
+                pages,
+                batch.lengths,
+                0,
+                batch.max_length,
+                spec,
+                schedule=schedule,
+                backend=self._backend,
+            )
+        result = result.flatten(0, 1)  # [B * T, Hq, D]
         if batch.target_tokens is None:
             out[0, :batch_size] = result
             return

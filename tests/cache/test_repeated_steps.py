@@ -19,6 +19,7 @@ from hf_fp8kv.attention.compact import make_compact
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
 from hf_fp8kv.cache.layer_store import LayerStore
 from hf_fp8kv.modeling.model_support import DETERMINISTIC
+from hf_fp8kv.ops import dense_prompts
 from hf_fp8kv.ops.triton import decode, write
 from tests.helpers.assertions import assert_same
 from tests.ops.test_dispatch import NameRecorder, TensorSubclass
@@ -377,7 +378,7 @@ def test_prompts_prefer_cudnn_on_an_h100(
         return kernel(backends, set_priority=set_priority)
 
     monkeypatch.setattr(fp8_paged, "sdpa_kernel", record)
-    monkeypatch.setattr(fp8_paged, "_read_capability", lambda _: capability)
+    monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: capability)
     module, attend = AttentionLayer(2, 0).eval(), ALL_ATTENTION_FUNCTIONS["fp8_paged"]
 
     def run(num_tokens: int, mask: Any = None, **keywords: Any) -> None:
@@ -423,19 +424,17 @@ class _Stored(Decoder):
 def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense copy of the stored values is read instead of pages, where this is faster."""
     dense_calls: list[torch.Size] = []
-    forward = fp8_paged.sdpa_attention_forward
+    attend = dense_prompts.scaled_dot_product_attention
 
-    def record(
-        module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def record(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         dense_calls.append(key.shape)
-        return forward(module, query, key, *args, **kwargs)
+        return attend(query, key, *args, **kwargs)
 
-    monkeypatch.setattr(fp8_paged, "sdpa_attention_forward", record)
+    monkeypatch.setattr(dense_prompts, "scaled_dot_product_attention", record)
     stored = _Stored()
     with torch.no_grad():
         expected = stored.attend()
-        monkeypatch.setattr(fp8_paged, "_read_capability", lambda _: (9, 0))
+        monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: (9, 0))
         assert not dense_calls
         actual = stored.attend()
         assert dense_calls == [(BATCH, 2, 512, 32)]

@@ -636,7 +636,7 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
     assert list_kernels(recorded) == ["_attend"]
 
 
-@pytest.mark.parametrize("num_tokens, num_blocks", [(31, 2), (32, 1), (33, 2)])
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(31, 2), (32, 1), (33, 2)])
 def test_programs_of_many_rows_share_codes(num_tokens, num_blocks, monkeypatch):
     case = Case("rows", lengths=(70, 65), num_tokens=num_tokens, page_size=16, num_heads=1,
                 num_q_heads=4, dtype=torch.bfloat16)  # fmt: skip

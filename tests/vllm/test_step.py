@@ -11,7 +11,8 @@ import torch
 
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.codec import decode
-from hf_fp8kv.ops import AttentionSpec, StoredSide, reference
+from hf_fp8kv.ops import AttentionSpec, StoredSide, dense_prompts, reference
+from hf_fp8kv.serving import attend
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EngineLayout
@@ -55,10 +56,14 @@ class Layer:
         self.spec = AttentionSpec(HEAD_DIM**-0.5, True, window, softcap, sinks)
 
     def attend(self, query, key, value, work):
-        out = torch.full((1, *query.shape), torch.nan)
+        out = torch.full((1, *query.shape), torch.nan, dtype=query.dtype)
         inputs = (x.transpose(0, 1)[None] for x in (query, key, value))
         self.stored_layer.attend(*inputs, work, self.spec, out)
         return out[0]
+
+    def attend_in_bfloat16(self, *tensors_and_work):
+        *tensors, work = tensors_and_work
+        return self.attend(*(x.bfloat16() for x in tensors), work).float()
 
 
 def make_storage(dtype, *, centered):
@@ -271,3 +276,27 @@ def test_tokens_without_a_slot_are_not_stored():
     assert work.written_tokens.tolist() == [0]
     assert work.table.tolist() == [[3]]
     assert work.slot_ends.tolist() == [1]
+
+
+@torch.no_grad()
+def test_whole_prompts_are_read_densely_on_an_h100(monkeypatch):
+    """Prompts that are padded to the length of a longer prompt, or continue, are not."""
+    monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 18)
+    dense_calls = []
+    attend_densely = attend.attend_densely
+
+    def record(query, *args, **kwargs):
+        dense_calls.append(len(query))
+        return attend_densely(query, *args, **kwargs)
+
+    monkeypatch.setattr(attend, "attend_densely", record)
+    results = []
+    for capability in (None, (9, 0)):
+        monkeypatch.setattr(dense_prompts, "_read_capability", lambda _, x=capability: x)
+        layer, requests = Layer("dynamic", "torch"), Requests(seed=6)
+        for counts in ([20, 20, 0, 0, 0], [20, 20, 0, 21, 19]):
+            results.append(requests.run_step(counts, layer.attend_in_bfloat16)[2])
+    assert dense_calls == [2]
+    for expected, actual in zip(results[:2], results[2:], strict=True):
+        # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
+        assert (actual - expected).norm() <= 2**-8 * expected.norm()
