@@ -379,21 +379,19 @@ def _attend_tile(
         weights = tl.zeros([ROWS, TILE], K_CODEC.operand_dtype)
         alpha = m_i
         if j >= 0 if CALL.config.isolated else True:
-            weights, alpha, m_i, l_i = _weigh_latents(
-                m_i,
-                l_i,
-                query,
-                k,
-                rope_part,
-                k_scale,
-                v_scale,
-                visible,
-                seen,
-                softcap,
-                position,
-                view,
-                CALL,
-            )
+            q, factor, q_rope, v_factor = query
+            factors, rope_factors = factor[:, None], v_factor[:, None]
+            if CALL.k_dynamic:
+                factors *= k_scale[None, :]
+            if CALL.v_dynamic:
+                rope_factors *= v_scale[None, :]
+            logits = multiply_latents(q, k, factors, CALL)
+            logits += multiply_keys(q_rope, tl.trans(rope_part), CALL) * rope_factors
+            logits = apply_softcap_and_bias(logits, softcap, view, position, CALL)
+            if MASKED:
+                logits = tl.where(visible, logits, float("-inf"))
+            weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, k_scale, seen, CALL.k_dynamic, False)
+            weights = weights.to(K_CODEC.operand_dtype)
         acc = (
             add_values(acc[0], alpha, weights, k[0], CALL),
             add_values(acc[1], alpha, weights, k[1], CALL),
@@ -429,41 +427,6 @@ def _decode_latents(codes, seen, CODEC: tl.constexpr):
         return keep_layout(decode_for_dot(codes, CODEC), CODEC)
     else:
         return codes.to(CODEC.operand_dtype)
-
-
-@triton.jit
-def _weigh_latents(
-    m_i,
-    l_i,
-    query,
-    k,
-    rope_part,
-    k_scale,
-    v_scale,
-    visible,
-    seen,
-    softcap,
-    position,
-    view,
-    CALL: tl.constexpr,
-):
-    """Return the weights of a tile of latents as an operand, and the other results of `weigh`.
-
-    `visible` and `seen` are results of `find_visible`. None means that all tokens are visible.
-    """
-    q, factor, q_rope, v_factor = query
-    factors, rope_factors = factor[:, None], v_factor[:, None]
-    if CALL.k_dynamic:
-        factors *= k_scale[None, :]
-    if CALL.v_dynamic:
-        rope_factors *= v_scale[None, :]
-    logits = multiply_latents(q, k, factors, CALL)
-    logits += multiply_keys(q_rope, tl.trans(rope_part), CALL) * rope_factors
-    logits = apply_softcap_and_bias(logits, softcap, view, position, CALL)
-    if visible is not None:
-        logits = tl.where(visible, logits, float("-inf"))
-    weights, alpha, m_i, l_i = weigh(logits, m_i, l_i, k_scale, seen, CALL.k_dynamic, False)
-    return weights.to(k[0].dtype), alpha, m_i, l_i
 
 
 @triton.jit

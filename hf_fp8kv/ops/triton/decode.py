@@ -146,9 +146,8 @@ def launch_attention(
     """
     tensors = args.tensors
     constants = args.constants
-    query = args.tensors.query
-    batch, num_q_heads, num_tokens, _ = query.shape
-    out_sizes, device = constants.out, query.device
+    batch, num_q_heads, num_tokens, _ = tensors.query.shape
+    out_sizes, device = constants.out, tensors.query.device
     num_heads = constants.num_heads
     num_blocks = cdiv(args.workload.rows, config.rows)
     partial_sums = None
@@ -159,10 +158,17 @@ def launch_attention(
         per_sm = _estimate_call_programs(args, config)
         num_rows = count_schedule_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
         schedule = allocate((num_rows, 4), torch.int32, device)
-        limits = num_tokens, args.window, args.start
-        latent = constants.latent
-        fill_schedule(schedule, tensors.lengths, *limits, num_head_blocks, per_sm, latent)
-    out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), query.dtype, device)
+        fill_schedule(
+            schedule,
+            tensors.lengths,
+            num_tokens,
+            args.window,
+            args.start,
+            num_head_blocks,
+            per_sm,
+            constants.latent,
+        )
+    out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), tensors.query.dtype, device)
     if split and schedule is not None:
         max_parts = get_max_parts(schedule, batch)
         grid = (num_heads, max_parts, num_blocks)

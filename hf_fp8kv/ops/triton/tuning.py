@@ -317,13 +317,20 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
         stages=max(1, config.stages + workload.is_widened - fewer_stages),
         masked_tile=max(16, config.tile // 2),
     )
-    shares_tiles = family.has_warp_groups and not float32 and not workload.is_widened
-    if shares_tiles and workload.width <= 128 <= workload.rows:
-        # Two groups of four warps share the decoded codes of a tile.
-        config = replace(config, rows=128, warps=8)
+    if family.has_warp_groups and not float32:
+        config = _share_tiles(config, workload)
     if lacks_registers and target.is_nvidia and workload.has_query_masks:
         config = replace(config, registers=_MANY_REGISTERS)
     return _finish(config, target, workload)
+
+
+def _share_tiles(config: LaunchConfig, workload: Workload) -> LaunchConfig:
+    """Let two groups of four warps read the same tile, if they have enough registers."""
+    if workload.width <= 128 <= workload.rows and not workload.is_widened:
+        return replace(config, rows=128, warps=8)
+    if 128 < workload.width <= 256 and (workload.is_widened or workload.has_16_bit_side):
+        return replace(config, rows=64, warps=8)
+    return config
 
 
 def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
