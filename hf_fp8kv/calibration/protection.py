@@ -6,6 +6,7 @@ predictions of random tokens do, and the cost of K shows the layers that cause t
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice, product
@@ -155,11 +156,12 @@ def widen_layers(
     plan = replace(plan, layers={**plan.layers, **lossy})
     num_bytes = _count_bytes(cache, plan)
     if num_bytes > max_bytes:
+        min_bits = MIN_BITS + (num_bytes - bytes_before) / bytes_per_bit
         raise ConfigError(
-            f"bits: expected at least {MIN_BITS + (num_bytes - bytes_before) / bytes_per_bit:.2f} "
-            f"for this model, got {bits}, because in {len(lossy)} of {len(errors)} layers six bits "
-            f"have up to {max(x[2].max() for x in errors.values()):.0f} times the squared error of "
-            "E4M3. Leave it out for 8"
+            f"bits: expected at least {math.ceil(100 * min_bits) / 100} for this model, got "
+            f"{bits}, because in {len(lossy)} of {len(errors)} layers six bits have up to "
+            f"{max(x[2].max() for x in errors.values()):.0f} times the squared error of E4M3. "
+            "Leave it out for 8"
         )
     for index, side in sorted(gains, key=lambda key: -gains[key]):
         candidate = _protect(plan, index, side, getattr(wide_plan.layers[index].plan, side))
