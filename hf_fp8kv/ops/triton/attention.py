@@ -382,9 +382,9 @@ def _attend_tile(
             q, factor, q_rope, v_factor = query
             factors, rope_factors = factor[:, None], v_factor[:, None]
             if CALL.k_dynamic:
-                factors *= k_scale[None, :]
+                factors *= per_column(k_scale, False)
             if CALL.v_dynamic:
-                rope_factors *= v_scale[None, :]
+                rope_factors *= per_column(v_scale, False)
             logits = multiply_latents(q, k, factors, CALL)
             logits += multiply_keys(q_rope, tl.trans(rope_part), CALL) * rope_factors
             logits = apply_softcap_and_bias(logits, softcap, view, position, CALL)
