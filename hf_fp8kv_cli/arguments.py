@@ -185,9 +185,23 @@ def load_texts(name: str) -> Path | list[str]:
 
 
 def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the options of a cache that `generate` and `serve` share."""
-    names = ("key_dtype", "value_dtype", "plan", "bits", "scales", "backend")
-    return {"dtype": ctx.params["kv_cache_dtype"], **{name: ctx.params[name] for name in names}}
+    """Return the options of a cache that `generate` and `serve` share.
+
+    Raises:
+        ConfigError: The format of K or V is given together with --bits.
+    """
+    from hf_fp8kv.errors import ConfigError
+
+    names = ("kv_cache_dtype", "key_dtype", "value_dtype", "plan", "scales")
+    given = [name for name in names if ctx.params[name] not in (None, ADAPTIVE)]
+    bits = ctx.params["bits"]
+    if bits not in (None, 8) and given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')}: expected no value with --bits {bits:g}, which chooses "
+            f"a plan, got {ctx.params[given[0]]!r}. Pass one of them"
+        )
+    options = {name: ctx.params[name] for name in (*names[1:], "bits", "backend")}
+    return {"dtype": ctx.params["kv_cache_dtype"], **options}
 
 
 def collect_user_options(ctx: typer.Context) -> dict[str, Any]:

@@ -97,6 +97,14 @@ def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model_folder, tmp
     assert chosen_run["scales_title"] == "dynamic"
 
 
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_bits_choose_the_formats(run, command):
+    error = run.fails(command, "--bits", "6", "--value-dtype", "int8")
+    assert (
+        "--value-dtype: expected no value with --bits 6, which chooses a plan, got 'int8'" in error
+    )
+
+
 def test_sampling_is_reproducible_with_a_seed(generate):
     first, repeated, other = (
         generate("--temperature", "5", "--seed", seed)["runs"][0]["token_ids"] for seed in "112"
