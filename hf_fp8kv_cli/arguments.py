@@ -197,8 +197,8 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
     bits = ctx.params["bits"]
     if bits not in (None, 8) and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: expected no value with --bits {bits:g}, which chooses "
-            f"a plan, got {ctx.params[given[0]]!r}. Pass one of them"
+            f"--{given[0].replace('_', '-')}: expected no value with --bits {bits:g}, which "
+            f"chooses a plan, got {ctx.params[given[0]]!r}. Pass one of them"
         )
     options = {name: ctx.params[name] for name in (*names[1:], "bits", "backend")}
     return {"dtype": ctx.params["kv_cache_dtype"], **options}
