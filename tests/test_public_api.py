@@ -99,7 +99,11 @@ def test_importing_changes_no_existing_entry(import_changes):
 
 
 def test_importing_loads_no_other_package(import_changes):
-    assert {name.split(".")[0] for name in import_changes["modules"]} == {"hf_fp8kv"}
+    names = {name for name in import_changes["modules"] if name.split(".")[0] != "hf_fp8kv"}
+    # Otherwise the first `np.unique` imports it. A cache that is deleted during that import is
+    # measured, which would call `np.unique` again, and import it again, without end.
+    assert "numpy.ma" in names
+    assert all(name.startswith("numpy.ma") for name in names), names
     assert "hf_fp8kv.serving" not in import_changes["modules"]
     assert import_changes["lazy"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

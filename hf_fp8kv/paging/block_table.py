@@ -15,6 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
+
+# `np.unique` imports this module in its first call, and never ends if a deleted cache is measured
+# during that import.
+import numpy.ma
 import torch
 
 from ..ops.blocks import upload
