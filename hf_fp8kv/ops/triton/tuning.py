@@ -345,7 +345,8 @@ def _choose_latent_config(target: Target, workload: Workload) -> LaunchConfig:
     elif is_masked and target.is_nvidia:
         config = replace(config, warps=8)
     elif workload.width < 512:
-        config = replace(config, warps=4)  # more warps would have fewer than 16 bytes of a quarter
+        # More threads would have fewer than 16 bytes of a quarter. AMD's warps have 64 threads.
+        config = replace(config, warps=4 if target.is_nvidia else 2)
     return _finish(config, target, workload)
 
 
