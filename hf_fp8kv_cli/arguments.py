@@ -188,7 +188,7 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the options of a cache that `generate` and `serve` share.
 
     Raises:
-        ConfigError: The format of K or V is given together with --bits.
+        ConfigError: An option that chooses formats is given together with --bits.
     """
     from hf_fp8kv.errors import ConfigError
 

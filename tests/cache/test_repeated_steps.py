@@ -406,7 +406,7 @@ def test_prompts_prefer_cudnn_on_an_h100(
 class _Stored(Decoder):
     """A layer of 16 bits with a stored prompt."""
 
-    def __init__(self, num_tokens: int = 512, **options: Any) -> None:
+    def __init__(self, num_tokens: int = 40, **options: Any) -> None:
         options = {"prefill": "stored", "dtype": "fp8_e3m4", **options}
         super().__init__("torch", **options)
         shape = (BATCH, 2, num_tokens, 32)
@@ -418,7 +418,7 @@ class _Stored(Decoder):
         attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
         keywords = {"sliding_window": None, **keywords}
         attended, _ = attend(self.modules[0], self.query, self.key, self.value, mask, **keywords)
-        return attended.float()
+        return attended
 
 
 def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,28 +431,42 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
         return attend(query, key, *args, **kwargs)
 
     monkeypatch.setattr(dense_prompts, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 40)
     stored = _Stored()
     with torch.no_grad():
-        expected = stored.attend()
+        expected = stored.attend(scaling=0.5)
         monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: (9, 0))
         assert not dense_calls
-        actual = stored.attend()
-        assert dense_calls == [(BATCH, 2, 512, 32)]
+        actual = stored.attend(scaling=0.5)
+        with torch.autocast("cpu", torch.float16):
+            assert stored.attend().dtype == torch.bfloat16
+        assert dense_calls == [(BATCH, 2, 40, 32)] * 2
+        assert actual.is_contiguous()
         # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
-        assert (actual - expected).norm() <= 2**-8 * expected.norm()
+        assert (actual - expected).float().norm() <= 2**-8 * expected.float().norm()
         dense_calls.clear()
+        is_token = torch.ones(BATCH, 40, dtype=torch.bool)
+        is_token[0, :3] = False
+        stored.attend(make_compact(is_token, 0, 40, 0, 40))
+        stored.attend(torch.ones(BATCH, 1, 40, 40, dtype=torch.bool).tril())
+        stored.attend(position_bias=torch.zeros(1, 4, 40, 40))
         stored.attend(softcap=5.0)
-        stored.attend(sliding_window=100)
+        stored.attend(sliding_window=10)
         stored.attend(is_causal=False)
         stored.attend(s_aux=torch.zeros(4))
-        stored.attend(torch.ones(BATCH, 1, 512, 512, dtype=torch.bool).tril())
+        _Stored(39).attend()
+        _Stored(max_cache_len=50).attend()
+        chunk = _Stored()
+        states = (torch.randn(BATCH, 2, 40, 32).bfloat16() for _ in range(2))
+        chunk.key, chunk.value = chunk.cache.update(*states, 0)
+        chunk.attend()
+        for name, value in (("_MAX_HEAD_DIM", 16), ("_MAX_DENSE_BYTES", BATCH * 2 * 40 * 64)):
+            with monkeypatch.context() as context:
+                context.setattr(dense_prompts, name, value)
+                stored.attend()
+        stored.query = stored.query.float()
+        stored.attend()
+        stored.query = stored.query.bfloat16()
         vars(stored.modules[0])[DETERMINISTIC] = True
         stored.attend()
-        _Stored(511).attend()
-        _Stored(max_cache_len=600).attend()
-        chunk = _Stored()
-        chunk.key, chunk.value = chunk.cache.update(
-            *(torch.randn(BATCH, 2, 512, 32).bfloat16() for _ in range(2)), 0
-        )
-        chunk.attend()
     assert not dense_calls

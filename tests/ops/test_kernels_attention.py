@@ -603,6 +603,17 @@ def test_the_length_of_a_chunk_is_not_a_constant():
     assert counts == {"_attend, split": 1, "_combine": 1, "_attend": 1}
 
 
+def test_widened_chunks_that_fill_a_gpu_are_not_split():
+    """Blocks have 64 rows after codes are widened, and 128 rows before."""
+    pages = make_pages(Case("chunk", lengths=(8704,), page_size=64, num_heads=8))
+    lengths = torch.tensor([8704], dtype=torch.int32)
+    target = dataclasses.replace(get_target(DEVICE), sm_count=132)
+    with assuming(target), recording(dry_run=True) as recorded:
+        query = torch.zeros(1, 32, 512, 32, dtype=torch.bfloat16)
+        extend.attend(query, pages, lengths, 0, 8704, AttentionSpec(1.0, causal=True))
+    assert list_kernels(recorded) == ["_widen_codes", "_attend"]
+
+
 @pytest.mark.parametrize(
     "case",
     [

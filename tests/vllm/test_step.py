@@ -293,10 +293,11 @@ def test_whole_prompts_are_read_densely_on_an_h100(monkeypatch):
     results = []
     for capability in (None, (9, 0)):
         monkeypatch.setattr(dense_prompts, "_read_capability", lambda _, x=capability: x)
-        layer, requests = Layer("dynamic", "torch"), Requests(seed=6)
-        for counts in ([20, 20, 0, 0, 0], [20, 20, 0, 21, 19]):
-            results.append(requests.run_step(counts, layer.attend_in_bfloat16)[2])
+        for steps in ([[20, 20, 0, 0, 0], [20, 20, 0, 0, 0]], [[0, 0, 0, 21, 19]]):
+            layer, requests = Layer("dynamic", "torch"), Requests(seed=6)
+            for counts in steps:
+                results.append(requests.run_step(counts, layer.attend_in_bfloat16)[2])
     assert dense_calls == [2]
-    for expected, actual in zip(results[:2], results[2:], strict=True):
+    for expected, actual in zip(results[:3], results[3:], strict=True):
         # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
         assert (actual - expected).norm() <= 2**-8 * expected.norm()

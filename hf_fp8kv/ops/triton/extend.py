@@ -45,6 +45,7 @@ def attend(
     if wide_pages is not None:
         args = prepare(query, wide_pages, lengths, start, stop, spec)
         config = choose_extend_config(args.target, args.workload._replace(is_widened=True))
+        num_blocks = cdiv(args.workload.rows, config.rows)
     has_idle_sms = pages.num_heads * len(lengths) * num_blocks < args.target.sm_count
     may_split = has_idle_sms and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
     return launch_attention(args, config, split=may_split)
