@@ -22,7 +22,7 @@ from .codec import decode_for_dot
 from .decode import launch_attention
 from .page_access import load_page_offset, load_quarters, point_to_head
 from .target import cdiv, launch, next_power_of_2
-from .tuning import choose_extend_config, get_family
+from .tuning import LaunchConfig, choose_extend_config, get_family
 
 # Sequences of at most this number of tokens are not split.
 MAX_UNSPLIT_TOKENS = 256
@@ -40,18 +40,17 @@ def attend(
     """Compute attention as `backend.attend`, for any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     config = choose_extend_config(args.target, args.workload)
-    num_blocks = cdiv(args.workload.rows, config.rows)
-    wide_pages = None if spec.deterministic else _widen_pages(args, pages, num_blocks)
+    wide_pages = None if spec.deterministic else _widen_pages(args, pages, config)
     if wide_pages is not None:
         args = prepare(query, wide_pages, lengths, start, stop, spec)
         config = choose_extend_config(args.target, args.workload._replace(is_widened=True))
-        num_blocks = cdiv(args.workload.rows, config.rows)
+    num_blocks = cdiv(args.workload.rows, config.rows)
     has_idle_sms = pages.num_heads * len(lengths) * num_blocks < args.target.sm_count
     may_split = has_idle_sms and stop > MAX_UNSPLIT_TOKENS and not spec.deterministic
     return launch_attention(args, config, split=may_split)
 
 
-def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | None:
+def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pages | None:
     """Copy the pages of tokens before `args.stop`, with codes decoded to the 16-bit operand dtype.
 
     Returns:
@@ -64,8 +63,8 @@ def _widen_pages(args: AttentionArgs, pages: Pages, num_blocks: int) -> Pages | 
         * copies above `MAX_WIDENED_BYTES`
     """
     workload, stop = args.workload, args.stop
-    is_large = num_blocks >= MIN_WIDENED_BLOCKS and stop >= MIN_WIDENED_TOKENS
-    if not is_large or args.start or args.window or not get_family(args.target).has_warp_groups:
+    is_small = cdiv(workload.rows, config.rows) < MIN_WIDENED_BLOCKS or stop < MIN_WIDENED_TOKENS
+    if is_small or args.start or args.window or not get_family(args.target).has_warp_groups:
         return None
     may_spill = workload.has_float32_operands or workload.is_latent or workload.has_query_masks
     if may_spill or pages.k.format == pages.v.format == AUTO:
