@@ -160,15 +160,16 @@ def _widen_codes_of_head(
     """Decode SIZE codes. PACKED_SIZE of them were packed together."""
     CHUNK: tl.constexpr = 2048
     PART: tl.constexpr = PACKED_SIZE // 4
-    for first in tl.range(0, SIZE // 4 if CODEC.bits < 8 else 0, CHUNK, num_stages=1):
+    NUM_PARTS: tl.constexpr = 4 if CODEC.bits < 8 else 1
+    for first in tl.range(0, SIZE // NUM_PARTS, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
-        row, i = n // PART, n % PART
-        ptrs = codes_ptr + row * (PACKED_SIZE * CODEC.bits // 8) + i
-        parts = load_quarters(ptrs, PART, n < SIZE // 4, CODEC)
-        wide_ptrs = wide_ptr + row * PACKED_SIZE + i
-        for j in tl.static_range(4):
-            tl.store(wide_ptrs + j * PART, decode_for_dot(parts[j], CODEC), mask=n < SIZE // 4)
-    for first in tl.range(0, SIZE if CODEC.bits == 8 else 0, CHUNK, num_stages=1):
-        n = first + tl.arange(0, CHUNK)
-        codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
-        tl.store(wide_ptr + n, decode_for_dot(codes, CODEC), mask=n < SIZE)
+        if CODEC.bits < 8:
+            row, i = n // PART, n % PART
+            ptrs = codes_ptr + row * (PACKED_SIZE * CODEC.bits // 8) + i
+            parts = load_quarters(ptrs, PART, n < SIZE // 4, CODEC)
+            wide_ptrs = wide_ptr + row * PACKED_SIZE + i
+            for j in tl.static_range(4):
+                tl.store(wide_ptrs + j * PART, decode_for_dot(parts[j], CODEC), mask=n < SIZE // 4)
+        else:
+            codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
+            tl.store(wide_ptr + n, decode_for_dot(codes, CODEC), mask=n < SIZE)

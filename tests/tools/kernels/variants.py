@@ -113,6 +113,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     ]  # fmt: skip
     extend_calls = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *shifted_formats, auto, {"dims": (64, 64)},
+        {"v": AUTO}, {"k": AUTO, "v": "int8"},
         {"dims": (256, 256)}, all_features, {"dtype": torch.float32}, full_mask,
         {**full_mask, "dims": (256, 256)}, rotation, {**rotation, "dims": (256, 256)},
     ]  # fmt: skip
