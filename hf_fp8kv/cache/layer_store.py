@@ -31,12 +31,12 @@ class DecodeRecord:
     Attributes:
         layout: Result of `describe_tokens`.
         write: `ops.write` for tokens of this layout and the pages of the record. None until a
-            second step reads the same pages, because beams get other pages in each step.
+            second step reads the same pages, because beams and forks get other pages in each step.
         attention: The call of the attention function that read the handles, or None.
     """
 
-    layout: tuple[Any, ...]
-    write: Callable[..., None] | None
+    layout: tuple[Any, ...] = ()
+    write: Callable[..., None] | None = None
     attention: Any = None
 
 
@@ -206,13 +206,13 @@ class LayerStore:
         self, pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
     ) -> None:
         """Record a decode step of a growing layer, unless something observes or offloads it."""
-        is_growing = isinstance(self.length, HostLength)
-        if is_growing and not (isinstance(self.pool.memory, OffloadBlocks) or api.is_observed(key)):
-            layout = describe_tokens(key, value)
-            write = None
-            if pages.record is not None and pages.record.layout == layout:
-                write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
-            pages.record = DecodeRecord(layout, write)
+        if isinstance(self.length, DeviceLength):
+            return
+        if pages.record is None:
+            pages.record = DecodeRecord()
+        elif not (isinstance(self.pool.memory, OffloadBlocks) or api.is_observed(key)):
+            write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
+            pages.record = DecodeRecord(describe_tokens(key, value), write)
 
     def repeat(
         self, key: torch.Tensor, value: torch.Tensor

@@ -54,10 +54,20 @@ class ServingConfig:
         Raises:
             ConfigError, ScaleError: The plan or the scales lack a layer, or do not fit a layer.
         """
-        self.options.check_layers(range(num_layers), num_layers)
-        layers = []
-        for index in range(num_layers):
-            scales = self.options.layer_scales(index, num_heads, head_dim, head_dim)
-            tensors = (None if x is None else x.to(device) for x in scales)
-            layers.append(LayerStorage(self.options.layer_plan(index), *tensors))
-        return layers
+        options = self.options
+        options.check_layers(range(num_layers), num_layers)
+        sizes = num_heads, head_dim, device
+        return [make_layer_storage(options, index, *sizes) for index in range(num_layers)]
+
+
+def make_layer_storage(
+    options: CacheOptions, index: int, num_heads: int, head_dim: int, device: torch.device | str
+) -> LayerStorage:
+    """Return the storage of one layer, for the `num_heads` KV heads of this process.
+
+    Raises:
+        ConfigError, ScaleError: The plan or the scales lack the layer, or do not fit it.
+    """
+    scales = options.layer_scales(index, num_heads, head_dim, head_dim)
+    tensors = (None if x is None else x.to(device) for x in scales)
+    return LayerStorage(options.layer_plan(index), *tensors)

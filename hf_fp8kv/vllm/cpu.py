@@ -1,6 +1,6 @@
 """Attention on vLLM's CPU platform, by the plugin for its own dtypes and by vLLM for others."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -14,13 +14,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
-from .specs import Slot, set_slot
 
 
 class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's backend CPU_ATTN, extended by the plugin's dtypes."""
 
-    slot: ClassVar[Slot | None] = None  # of one layer. None means 8 bits for each value
     # vLLM calls `do_kv_cache_update` before `forward`, as for its own attention on CPUs.
     forward_includes_kv_cache_update: bool = False
 
@@ -29,11 +27,6 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
         """Return whether the plugin or vLLM's backend supports a dtype."""
         is_stock_dtype: bool = super().supports_kv_cache_dtype(kv_cache_dtype)
         return kv_cache_dtype in DTYPES or is_stock_dtype
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, with the slots of a layer."""
-        return set_slot(super().customize_spec(spec), cls.slot)
 
     @staticmethod
     def get_impl_cls() -> type["PagedCPUImpl"]:

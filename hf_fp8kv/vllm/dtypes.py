@@ -7,13 +7,9 @@ prefix "hf_fp8kv" distinguishes these formats from vLLM's own "fp8_e4m3".
 
 from dataclasses import dataclass
 
-import torch
-
 from ..errors import ConfigError
 from ..formats import FORMATS
 
-# Size of the two bfloat16 scales of a token and head, in bytes.
-SCALE_BYTES = 4
 _NAME_PREFIX = "hf_fp8kv"
 
 
@@ -31,19 +27,6 @@ class CacheDType:
     name: str
     format: str | None
     is_dynamic: bool
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The torch dtype that vLLM uses for the bytes.
-
-        vLLM's cache specs contain this dtype instead of the name, so it also shows whether slots
-        have scales.
-        """
-        return torch.int8 if self.is_dynamic else torch.uint8
-
-    def count_slot_bytes(self, k_dim: int, v_dim: int) -> int:
-        """Return the number of bytes of a token and KV head, for the head sizes of K and V."""
-        return k_dim + v_dim + (SCALE_BYTES if self.is_dynamic else 0)
 
 
 def _make_dtypes() -> dict[str, CacheDType]:

@@ -15,10 +15,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .dtypes import DTYPES
 from .layers import PagedBuilder, PagedImpl
-from .page_views import BLOCK_SIZES
-from .specs import Slot, set_slot
-
-BACKEND_NAME = "HF_FP8KV"
 
 
 class PagedGPUBuilder(PagedBuilder):
@@ -35,14 +31,13 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(DTYPES)
-    slot: ClassVar[Slot | None] = None  # of one layer. None means 8 bits for each value
     # `forward` also stores the keys and values of a step.
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
     def get_name() -> str:
         """Return the registered name."""
-        return BACKEND_NAME
+        return "HF_FP8KV"
 
     @staticmethod
     def get_impl_cls() -> type[PagedImpl]:
@@ -57,17 +52,12 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return the supported numbers of tokens per block."""
-        return list(BLOCK_SIZES)
+        return [16, 32, 64, 128, 256, 512, 1024]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the default number of tokens per block."""
         return 64  # kernels are tuned for this number
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec, with the slots of a layer."""
-        return set_slot(spec, cls.slot)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

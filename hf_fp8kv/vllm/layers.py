@@ -12,15 +12,15 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
+from ..cache.options import check_supported_page_size
 from ..errors import ConfigError
 from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
-from ..serving.step import LayerWork
+from ..serving.config import make_layer_storage
 from .connectors import refuse_connectors
-from .page_views import check_block_size, view_pages
-from .scheduler_step import DecodeStep, PlannedStep, is_decoding, plan_step
+from .scheduler_step import StepMetadata, is_decoding, make_masked_decode_work, plan_step
 from .specs import customize_backend
-from .storage import ModelStorage, read_storage
+from .storage import ModelStorage, read_storage, view_pages
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
@@ -71,22 +71,14 @@ def bind_layers(
     Raises:
         ScaleError, ConfigError: The scales or the plan belong to a different model.
     """
-    check_block_size(block_size)
+    check_supported_page_size(block_size, "--block-size", "Use --block-size 64")
     model_config = vllm_config.model_config
     # A layer that reads the pages of a different layer has the same storage.
     owners = {name: layer.kv_sharing_target_layer_name or name for name, layer in layers.items()}
     indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
     for name, layer in layers.items():
-        impl = layer.impl
-        _check_model(impl.model_storage, model_config, indices.values())
-        impl.bound_layer = BoundLayer(
-            impl.model_storage,
-            indices[name],
-            impl.num_kv_heads,
-            impl.head_size,
-            model_config.dtype,
-            torch.device(device),
-        )
+        _check_model(layer.impl.model_storage, model_config, indices.values())
+        layer.impl.bind(indices[name], model_config.dtype, torch.device(device))
 
 
 def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
@@ -95,55 +87,6 @@ def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()
     # Calibration of a model that reads images stores the type of the whole model.
     model_types = [x.model_type for x in configs if hasattr(x, "model_type")]
     storage.check_layers(indices, config.hf_text_config.num_hidden_layers, model_types)
-
-
-class BoundLayer:
-    """The storage of one layer, and its pages in vLLM's pool once they exist."""
-
-    def __init__(
-        self,
-        storage: ModelStorage,
-        index: int,
-        num_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if device.type != "cpu" and storage.backend not in ("auto", "triton"):
-            # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
-            raise ConfigError(
-                f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
-                f"{storage.backend!r}. Omit the backend"
-            )
-        self._storage = storage.make_layer_storage(index, num_heads, head_dim, device)
-        self._backend = choose_backend(storage.backend, device)
-        self._make_layout = partial(storage.make_layout, index, num_heads, head_dim, dtype=dtype)
-        self._view: tuple[torch.Tensor, StoredLayer] | None = None  # a pool's tensor, and the layer
-
-    def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
-        """Return the layer with its pages, which are views of this tensor of vLLM's pool."""
-        if self._view is None or self._view[0] is not kv_cache:
-            layout = self._make_layout(page_size=kv_cache.shape[2])
-            pages = view_pages(kv_cache, layout)
-            self._view = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
-        return self._view[1]
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        work: LayerWork,
-        spec: AttentionSpec,
-        out: torch.Tensor,
-    ) -> None:
-        """Store keys and values `[N, Hkv, D]`, and write the attention of queries `[N, Hq, D]`."""
-        key, value = (None if x is None else x.transpose(0, 1)[None] for x in (key, value))
-        layer = self.view_stored_layer(kv_cache)
-        queries = query.transpose(0, 1)[None]
-        output = out.view(1, *query.shape)
-        layer.attend(queries, key, value, work, spec, output)
 
 
 # vLLM's specs for pages in which each token has a slot.
@@ -191,7 +134,30 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         _check_model(self.model_storage, config.model_config)
         # vLLM's layers by name, which do not contain the layer of this object yet.
         self._layers = config.compilation_config.static_forward_context
-        self.bound_layer: BoundLayer | None = None
+        self._view: tuple[torch.Tensor, StoredLayer] | None = None  # a pool's tensor, and the layer
+
+    def bind(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Set the storage of layer `index` of a model of this dtype, on the device of the pool."""
+        storage = self.model_storage
+        options = storage.options
+        if device.type != "cpu" and options.backend not in ("auto", "triton"):
+            # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
+            raise ConfigError(
+                f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
+                f"{options.backend!r}. Omit the backend"
+            )
+        sizes = index, self.num_kv_heads, self.head_size
+        self._storage = make_layer_storage(options, *sizes, device)
+        self._backend = choose_backend(options.backend, device)
+        self._make_layout = partial(storage.make_layout, *sizes, dtype=dtype)
+
+    def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
+        """Return the layer with its pages, which are views of this tensor of vLLM's pool."""
+        if self._view is None or self._view[0] is not kv_cache:
+            layout = self._make_layout(page_size=kv_cache.shape[2])
+            pages = view_pages(kv_cache, layout)
+            self._view = kv_cache, StoredLayer(pages, self._storage, layout, self._backend)
+        return self._view[1]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Set the size of this layer's slots, which vLLM then reads from the layer's backend.
@@ -207,14 +173,11 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             and layer.attn_type == AttentionType.DECODER
             and layer.kv_sharing_target_layer_name is None
         ]
-        dims = {layer.head_size for layer, _ in layers}
         sizes = {size for _, size in layers}
-        if sizes == {storage.dtype.count_slot_bytes(dim, dim) for dim in dims}:
-            return
         has_windows = len({layer.sliding_window for layer, _ in layers}) > 1
         for layer, size in layers:
-            if layer.impl is self:
-                backend = layer.attn_backend
+            backend = layer.attn_backend
+            if layer.impl is self and not hasattr(backend, "slot"):  # else weights are loaded again
                 all_sizes = sizes if has_windows else {size}
                 layer.attn_backend = customize_backend(backend, size, frozenset(all_sizes))
 
@@ -238,9 +201,6 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             return output
         assert output_scale is None  # this class does not declare support for scaled outputs
         assert output_block_scale is None
-        assert self.bound_layer is not None
-        if self.shares_pages:
-            key = value = None
         spec = AttentionSpec(
             self.scale,
             True,
@@ -249,7 +209,15 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             self.sinks,
             deterministic=envs.VLLM_BATCH_INVARIANT,
         )
-        self.bound_layer.attend(query, key, value, kv_cache, attn_metadata.work, spec, output)
+        # A layer that shares the pages of a different layer stores nothing.
+        inputs = (
+            None if x is None or self.shares_pages else x.transpose(0, 1)[None]
+            for x in (key, value)
+        )
+        queries = query.transpose(0, 1)[None]
+        out = output.view(1, *query.shape)
+        layer = self.view_stored_layer(kv_cache)
+        layer.attend(queries, *inputs, attn_metadata.work, spec, out)
         return output
 
 
@@ -271,7 +239,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> DecodeStep | PlannedStep:
+    ) -> StepMetadata:
         """Return the operations of a step."""
         metadata = common_attn_metadata
         block_size = self.kv_cache_spec.block_size
@@ -283,6 +251,8 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         slots = metadata.slot_mapping
         starts = metadata.query_start_loc_cpu[: num_requests + 1].numpy()
         if self._supports_cuda_graphs and is_decoding(starts):
-            return DecodeStep(lengths, table, slots, block_size)
+            return StepMetadata(partial(make_masked_decode_work, lengths, table, slots, block_size))
+        # Planned now, because vLLM writes the next step to the same host memory.
         max_length = metadata.max_seq_len
-        return PlannedStep(plan_step(starts, lengths, table, slots, block_size, max_length))
+        work = plan_step(starts, lengths, table, slots, block_size, max_length)
+        return StepMetadata(lambda: work)

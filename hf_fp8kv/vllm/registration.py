@@ -5,11 +5,7 @@ from typing import Any
 
 import torch
 
-from .dtypes import DTYPES, CacheDType
-
-_CPU_BACKENDS_MODULE = "hf_fp8kv.vllm.select"
-_GPU_BACKEND_NAME = "HF_FP8KV"
-_GPU_BACKEND_PATH = "hf_fp8kv.vllm.gpu.PagedGPUBackend"
+from .dtypes import DTYPES
 
 
 def register_dtypes() -> None:
@@ -28,12 +24,12 @@ def _register_handlers(cache: Any) -> None:
     """Register the names of all dtypes with the hook of vLLM 0.33."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    for name, dtype in DTYPES.items():
+    for name in DTYPES:
         if cache.get_kv_cache_dtype_handler(name) is None:
-            cache.register_kv_cache_dtype(name)(_make_handler_class(dtype, KVQuantMode.NONE))
+            cache.register_kv_cache_dtype(name)(_make_handler_class(name, KVQuantMode.NONE))
 
 
-def _make_handler_class(dtype: CacheDType, mode: Any) -> type:
+def _make_handler_class(dtype_name: str, mode: Any) -> type:
     """Return a class with the interface of `KVCacheDTypeHandler`.
 
     `mode` must be NONE, because no kernel of vLLM reads these bytes. CUSTOM would be wrong, because
@@ -41,10 +37,10 @@ def _make_handler_class(dtype: CacheDType, mode: Any) -> type:
     """
 
     class Handler:
-        name = dtype.name
+        name = dtype_name
 
         def torch_dtype(self) -> torch.dtype:
-            return dtype.torch_dtype
+            return torch.uint8
 
         def quant_mode(self) -> Any:
             return mode
@@ -67,8 +63,7 @@ def _extend_literal() -> None:
     if missing_names:
         literal.__args__ += missing_names
         rebuild_dataclass(cache.CacheConfig, force=True)
-    for name, dtype in DTYPES.items():
-        STR_DTYPE_TO_TORCH_DTYPE[name] = dtype.torch_dtype
+    STR_DTYPE_TO_TORCH_DTYPE.update(dict.fromkeys(DTYPES, torch.uint8))
 
 
 def _register_attention() -> None:
@@ -80,9 +75,9 @@ def _register_attention() -> None:
 
     for name in ("CPU_ATTN", "CPU_MLA", "AMX_MLA"):
         if hasattr(AttentionBackendEnum, name):
-            register_backend(AttentionBackendEnum[name], f"{_CPU_BACKENDS_MODULE}.{name}")
-    if not hasattr(AttentionBackendEnum, _GPU_BACKEND_NAME):
-        register_backend(_GPU_BACKEND_NAME, _GPU_BACKEND_PATH)
+            register_backend(AttentionBackendEnum[name], f"hf_fp8kv.vllm.select.{name}")
+    if not hasattr(AttentionBackendEnum, "HF_FP8KV"):
+        register_backend("HF_FP8KV", "hf_fp8kv.vllm.gpu.PagedGPUBackend")
 
 
 @functools.cache  # a second call would rename twice

@@ -1,5 +1,6 @@
 """Convert a step of vLLM's scheduler to operations of `serving.step`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,32 +24,29 @@ class _Row:
 
 
 @dataclass
-class PlannedStep:
-    """A step whose operations are planned before the model runs. vLLM adds attributes to it."""
+class StepMetadata:
+    """The operations of a step, which vLLM passes to each layer. vLLM adds attributes to it."""
 
-    work: LayerWork
-
-
-@dataclass
-class DecodeStep:
-    """A step in which each request has one token, with arguments as in `plan_step`."""
-
-    lengths: torch.Tensor
-    table: torch.Tensor
-    slots: torch.Tensor
-    page_size: int
+    make_work: Callable[[], LayerWork]
 
     @cached_property
     def work(self) -> LayerWork:
-        """The operations for all layers of a group, computed by the first layer that reads them.
+        """The operations for all layers of a group, made by the first layer that reads them."""
+        return self.make_work()
 
-        A CUDA graph therefore captures this computation, and replays it with the current values of
-        vLLM's tensors. A row without a slot (padding, or a dummy run) stores nothing and attends to
-        nothing, because its block table may still belong to a different request.
-        """
-        lacks_slot = self.slots[: len(self.lengths)] < 0
-        table = self.table.masked_fill(lacks_slot[:, None], -1)
-        return make_decode_work(table, self.lengths.masked_fill(lacks_slot, 0), self.page_size)
+
+def make_masked_decode_work(
+    lengths: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, page_size: int
+) -> LayerWork:
+    """Return the operations of a step with one token per request, computed on the device.
+
+    The arguments are as in `plan_step`. A CUDA graph captures this computation, and replays it with
+    the current values of vLLM's tensors. A row without a slot (padding, or a dummy run) stores
+    nothing and attends to nothing, because its block table may still belong to a different request.
+    """
+    lacks_slot = slots[: len(lengths)] < 0
+    table = table.masked_fill(lacks_slot[:, None], -1)
+    return make_decode_work(table, lengths.masked_fill(lacks_slot, 0), page_size)
 
 
 def is_decoding(starts: _Ints) -> bool:

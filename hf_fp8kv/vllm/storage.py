@@ -1,9 +1,12 @@
-"""Read the storage of each layer from vLLM's options, and check the options before serving.
+"""Read the storage of each layer from vLLM's options, and view vLLM's blocks as its pages.
 
 Scales or a plan are options of vLLM's configuration. Unlike environment variables, it reaches every
 process on every machine:
 
     --additional-config '{"hf_fp8kv": {"plan": "path/or/hub-id"}}'
+
+vLLM clears, copies, offloads and sends blocks as contiguous bytes, and groups of layers share one
+pool. K, V and scales of a page must therefore be in the same block.
 """
 
 import functools
@@ -13,10 +16,12 @@ from typing import Any
 
 import torch
 
+from ..cache.options import CacheOptions
 from ..errors import ConfigError, ScaleError
 from ..modeling.tensor_parallel import TensorParallel
+from ..ops import Pages
 from ..scales.kv_scales import KVScales, resolve_scales
-from ..serving.config import LayerStorage, ServingConfig
+from ..serving.config import ServingConfig
 from ..serving.layout import EngineLayout
 from .dtypes import CacheDType, find_dtype
 
@@ -28,13 +33,8 @@ _DEFAULT_OPTIONS: dict[str, Any] = {"scales": None, "plan": None, "backend": "au
 class ModelStorage:
     """The storage of a model's layers in one tensor-parallel rank."""
 
-    config: ServingConfig
+    options: CacheOptions
     dtype: CacheDType
-
-    @property
-    def backend(self) -> str:
-        """The backend that the user chose."""
-        return self.config.options.backend
 
     def check_layers(
         self, indices: Iterable[int], num_layers: int, model_types: Sequence[str]
@@ -46,8 +46,8 @@ class ModelStorage:
             num_layers: Number of layers of the model.
             model_types: transformers' model types of the model and of its text part.
         """
-        scales = self.config.options.scales
-        self.config.options.check_layers(list(indices), num_layers)
+        scales = self.options.scales
+        self.options.check_layers(list(indices), num_layers)
         if not isinstance(scales, KVScales):
             return
         if extra_layers := [index for index in scales.layers if index >= num_layers]:
@@ -61,24 +61,11 @@ class ModelStorage:
                 f"{scales.model_type!r}. Use the scales of the served model"
             )
 
-    def make_layer_storage(
-        self, index: int, num_heads: int, head_dim: int, device: torch.device
-    ) -> LayerStorage:
-        """Return the storage of a layer, with the KV heads of this rank.
-
-        Raises:
-            ScaleError: The scales have different heads, head sizes or layers.
-        """
-        options = self.config.options
-        scales = options.layer_scales(index, num_heads, head_dim, head_dim)
-        tensors = (None if x is None else x.to(device) for x in scales)
-        return LayerStorage(options.layer_plan(index), *tensors)
-
     def make_layout(
         self, index: int, num_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
     ) -> EngineLayout:
         """Return the layout of a layer's pages. `dtype` is the dtype of the model."""
-        plan = self.config.options.layer_plan(index)
+        plan = self.options.layer_plan(index)
         return EngineLayout(num_heads, head_dim, page_size, plan, dtype, self.dtype.is_dynamic)
 
     def count_slot_bytes(self, index: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -140,14 +127,35 @@ def _load_storage(
             checkpoint, tp_rank=tp_rank, tp_size=tp_size, revision=revision
         )
     ranks = TensorParallel(tp_rank, tp_size)
-    config = ServingConfig.parse(
+    options = ServingConfig.parse(
         scales=loaded_scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
-    )
-    if config.options.has_dynamic_scales != dtype.is_dynamic:
+    ).options
+    if options.has_dynamic_scales != dtype.is_dynamic:
         matching_name = f"{name}_static" if dtype.is_dynamic else name.removesuffix("_static")
         expected = "a scale for each token and head" if dtype.is_dynamic else "static scales"
         raise ConfigError(
-            f"--kv-cache-dtype {name}: expected {expected}, got {config.options.scales!r}. Use "
+            f"--kv-cache-dtype {name}: expected {expected}, got {options.scales!r}. Use "
             f"{matching_name} for these scales"
         )
-    return ModelStorage(config, dtype)
+    return ModelStorage(options, dtype)
+
+
+def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:
+    """View one layer's part of vLLM's pool as pages.
+
+    `kv_cache` is vLLM's view of this part, `[P, Hkv, S, C]`. Its elements are bytes, and C is the
+    number of bytes of a token and head. Each block must be contiguous, and may end with unused
+    bytes.
+
+    Raises:
+        ConfigError: The blocks have gaps, or are smaller than pages.
+    """
+    block_bytes = kv_cache[:1].numel()
+    if layout.bytes_per_page > block_bytes or not kv_cache[:1].is_contiguous():
+        raise ConfigError(
+            f"expected blocks of at least {layout.bytes_per_page} bytes without gaps, got "
+            f"{block_bytes} bytes with the strides {kv_cache.stride()}. Unset VLLM_KV_CACHE_LAYOUT"
+        )
+    shape = (len(kv_cache), block_bytes)
+    strides = (kv_cache.stride(0), 1)
+    return layout.view_block(kv_cache.view(torch.uint8).as_strided(shape, strides))

@@ -460,12 +460,15 @@ MUTANTS = (
 )  # fmt: skip
 
 
-def apply_mutant(tree: Path, mutant: Mutant) -> None:
-    path = tree / "hf_fp8kv" / mutant.file
-    source = path.read_text()
+def read_mutated(tree: Path, mutant: Mutant) -> str:
+    source = (tree / "hf_fp8kv" / mutant.file).read_text()
     if (count := source.count(mutant.old)) != 1:
         raise SystemExit(f"{mutant.name}: `old` occurs {count} times in {mutant.file}, not once")
-    path.write_text(source.replace(mutant.old, mutant.new))
+    return source.replace(mutant.old, mutant.new)
+
+
+def apply_mutant(tree: Path, mutant: Mutant) -> None:
+    (tree / "hf_fp8kv" / mutant.file).write_text(read_mutated(tree, mutant))
     compile_kernels(tree, mutant)
 
 
@@ -544,8 +547,7 @@ def main() -> None:
             trees.put(shutil.copytree(ROOT, Path(folder) / str(index), ignore=NOT_COPIED))
         first_tree = trees.get()
         for mutant in selected:
-            apply_mutant(first_tree, mutant)
-            restore_file(first_tree, mutant)
+            read_mutated(first_tree, mutant)
             if options.list:
                 print(f"{mutant.name}  ({mutant.file})")
         if options.list:

@@ -10,6 +10,7 @@ import torch
 import hf_fp8kv.vllm
 from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
+from hf_fp8kv.serving.config import make_layer_storage
 from hf_fp8kv.vllm.dtypes import DTYPES, find_dtype
 from hf_fp8kv.vllm.storage import read_storage
 from tests.helpers.planned import planned_scales
@@ -23,8 +24,11 @@ def read_from_options(dtype, options=None, checkpoint="nowhere", tp_rank=0, tp_s
 
 class TestWithoutVLLM:
     def test_the_dtype_determines_the_bytes_of_a_token(self):
-        assert find_dtype("hf_fp8kv_e3m4").count_slot_bytes(64, 64) == 132
-        assert find_dtype("hf_fp8kv_e3m4_static").count_slot_bytes(64, 64) == 128
+        for dtype, scales, num_bytes in (
+            ("hf_fp8kv_e3m4", None, 132), ("hf_fp8kv_e3m4_static", 1.0, 128),
+        ):  # fmt: skip
+            storage = read_from_options(dtype, {"scales": scales})
+            assert storage.count_slot_bytes(0, 64, torch.bfloat16) == num_bytes
 
     def test_an_unknown_dtype_is_refused_with_the_known_names(self):
         with pytest.raises(ConfigError, match=r"expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
@@ -42,7 +46,7 @@ class TestWithoutVLLM:
         ],
     )
     def test_invalid_options_are_refused(self, options, message):
-        assert read_from_options("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
+        assert read_from_options("hf_fp8kv_static", {"scales": 1.0}).options.scales == 1.0
         error = ScaleError if options.get("scales") is True else ConfigError
         with pytest.raises(error, match=message):
             read_from_options("hf_fp8kv_static", options)
@@ -53,7 +57,7 @@ class TestWithoutVLLM:
         for engine, granularity, shape in (("a", "head", (2, 1)), ("b", "tensor", ())):
             make_scales(granularity).save_pretrained(tmp_path, overwrite=True)
             storage = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
-            assert storage.config.options.scales.layers[0].k.shape == shape
+            assert storage.options.scales.layers[0].k.shape == shape
 
     def test_scales_are_read_from_the_revision_of_the_checkpoint(self, monkeypatch, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
@@ -78,7 +82,7 @@ class TestWithoutVLLM:
         options = {"plan": str(tmp_path)}
         for tp_size, tp_rank in ((1, 0), (2, 1)):
             storage = read_from_options("hf_fp8kv", options, tp_rank=tp_rank, tp_size=tp_size)
-            layer = storage.make_layer_storage(0, 2 // tp_size, 32, torch.device("cpu"))
+            layer = make_layer_storage(storage.options, 0, 2 // tp_size, 32, "cpu")
             assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
             assert torch.equal(layer.center, plan.layers[0].k_center[tp_rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
@@ -114,7 +118,7 @@ class TestWithoutVLLM:
         options = {"scales": str(tmp_path)}
         for tp_size, tp_rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
             storage = read_from_options("hf_fp8kv_static", options, "nowhere", tp_rank, tp_size)
-            layer = storage.make_layer_storage(1, 1, 32, torch.device("cpu"))
+            layer = make_layer_storage(storage.options, 1, 1, 32, "cpu")
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
             assert torch.equal(layer.v_scale, scales.layers[1].v[head].expand(1, 32))
             assert torch.equal(layer.center, scales.layers[1].k_center[head][None])
@@ -163,11 +167,12 @@ class TestWithVLLM:
                     _ = select.CPU_ATTN
 
     def test_backends_without_cuda_graphs_are_refused_on_a_gpu(self):
-        from hf_fp8kv.vllm.layers import BoundLayer
+        from hf_fp8kv.vllm.layers import PagedImpl
 
-        storage = read_from_options("hf_fp8kv", {"backend": "cpu"})
+        impl = PagedImpl.__new__(PagedImpl)  # needs a configuration of vLLM
+        impl.model_storage = read_from_options("hf_fp8kv", {"backend": "cpu"})
         with pytest.raises(ConfigError, match="expected triton on a GPU, got 'cpu'"):
-            BoundLayer(storage, 0, 2, 32, torch.float32, torch.device("cuda"))
+            impl.bind(0, torch.float32, torch.device("cuda"))
 
     def test_registering_again_changes_nothing(self):
         from vllm.config import CacheConfig, cache
@@ -198,7 +203,7 @@ class TestWithVLLM:
 
     def test_a_block_size_must_be_a_power_of_two(self, load_model, serve):
         _, folder = load_model("llama")
-        with pytest.raises(ConfigError, match="power of two from 16"):
+        with pytest.raises(ConfigError, match="power of two from 8"):
             serve(folder, "hf_fp8kv", block_size=96)
 
     def test_attention_with_latents_is_refused(self):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ..helpers.planned import protected_plan_for
-from .conftest import generate, generate_expected, make_scales
+from .conftest import HEAD_DIM, generate, generate_expected, make_scales
 
 vllm = pytest.importorskip("vllm")
 
@@ -41,7 +41,11 @@ def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_p
     scales.save_pretrained(tmp_path)
     llm = serve(folder, "hf_fp8kv_static", tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    assert {layer.attn_backend for layer in layers.values()} == {PagedGPUBackend}
+    backends = {layer.attn_backend for layer in layers.values()}
+    assert {(x.__base__, x.slot) for x in backends} == {(PagedGPUBackend, (2 * HEAD_DIM, 1))}
+    for layer in layers.values():
+        layer.process_weights_after_loading(torch.float32)  # as if weights were loaded again
+    assert {layer.attn_backend for layer in layers.values()} == backends
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, scales=scales)
 
 
@@ -166,15 +170,16 @@ from vllm.config import cache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-from hf_fp8kv.vllm.specs import set_slot
+from hf_fp8kv.vllm.gpu import PagedGPUBackend
+from hf_fp8kv.vllm.specs import customize_backend
 name = "hf_fp8kv_e3m4"
 assert cache.KV_CACHE_DTYPES.count(name) == 1
 # vLLM must not treat the bytes as a quantized format of vLLM, such as OCTAVE.
 mode = get_kv_quant_mode(name)
 assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
 spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
-# A slot of a head has 128 bytes of K, 128 bytes of V, and 4 bytes of scales.
-assert set_slot(spec, None).page_size_bytes == 64 * 2 * (128 + 128 + 4)
+backend = customize_backend(PagedGPUBackend, 260, frozenset({260}))
+assert backend.customize_spec(spec).page_size_bytes == 64 * 2 * 260
 assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
 assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
 print("version", vllm.__version__)

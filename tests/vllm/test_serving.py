@@ -143,7 +143,7 @@ def test_the_number_of_blocks_matches_the_bytes_of_a_token(load_model, serve, tm
         plan = tmp_path
         protected_plan_for(model, "K").save_pretrained(plan)
     llm = serve(folder, dtype, scales, plan, kv_cache_memory_bytes=32 << 20)
-    slot_bytes = DTYPES[dtype].count_slot_bytes(dim, dim)
+    slot_bytes = 2 * dim + (4 if DTYPES[dtype].is_dynamic else 0)
     token_bytes = conftest.NUM_LAYERS * slot_bytes + (3 * dim if plan else 0)
     expected_blocks = (32 << 20) / (conftest.NUM_HEADS * 32 * token_bytes)
     num_blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
@@ -176,7 +176,7 @@ def test_the_pool_holds_the_bytes_of_the_cache(load_model, prompts, serve, tmp_p
         model(torch.tensor([prompt]), past_key_values=cache)
     for index, layer in enumerate(cache.layers):
         attention = layers[f"model.layers.{index}.self_attn.attn"]
-        pages = attention.impl.bound_layer.view_stored_layer(attention.kv_cache).pages
+        pages = attention.impl.view_stored_layer(attention.kv_cache).pages
         expected = pages_of(layer.keys)
         code_pairs = [(pages.k_codes, expected.k_codes), (pages.v_codes.mT, expected.v_codes.mT)]
         if scales is None:

@@ -17,8 +17,8 @@ from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import EngineLayout
 from hf_fp8kv.vllm.dtypes import DTYPES
-from hf_fp8kv.vllm.page_views import view_pages
-from hf_fp8kv.vllm.scheduler_step import DecodeStep, is_decoding, plan_step
+from hf_fp8kv.vllm.scheduler_step import is_decoding, make_masked_decode_work, plan_step
+from hf_fp8kv.vllm.storage import view_pages
 from tests.helpers.grids import pairwise
 
 NUM_HEADS = 2  # KV heads
@@ -27,18 +27,19 @@ HEAD_DIM = 32
 NUM_QUERY_HEADS = GROUP_SIZE * NUM_HEADS
 BLOCK_SIZE = 16  # tokens
 NUM_BLOCKS = 40
+SCALE_BYTES = 4  # of a token and head
 NUM_REQUESTS = 5
 DTYPE_NAMES = {"dynamic": "hf_fp8kv_e3m4", "static": "hf_fp8kv_e4m3_static"}
 
 
 def make_pool(dtype, *, gap=0):
     """Return memory full of NaN codes, and vLLM's view of it, with `gap` bytes between blocks."""
-    slot_bytes = dtype.count_slot_bytes(HEAD_DIM, HEAD_DIM)
+    slot_bytes = 2 * HEAD_DIM + (SCALE_BYTES if dtype.is_dynamic else 0)
     block_bytes = NUM_HEADS * BLOCK_SIZE * slot_bytes
     memory = torch.full((NUM_BLOCKS, block_bytes + gap), 0xFF, dtype=torch.uint8)
     shape = (NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, slot_bytes)
     strides = (memory.stride(0), BLOCK_SIZE * slot_bytes, slot_bytes, 1)
-    return memory, memory.view(dtype.torch_dtype).as_strided(shape, strides)
+    return memory, memory.as_strided(shape, strides)
 
 
 class Layer:
@@ -214,7 +215,7 @@ def test_a_deterministic_request_does_not_depend_on_the_steps(backend):
             lengths = torch.tensor(ends, dtype=torch.int32)
             work = plan_step(starts, lengths, table, slots, BLOCK_SIZE, max(ends))
             if all(n == 1 for n in step):
-                work = DecodeStep(lengths, table, slots, BLOCK_SIZE).work
+                work = make_masked_decode_work(lengths, table, slots, BLOCK_SIZE)
             outputs.append(layer.attend(*(x[rows] for x in tokens), work)[: step[0]])
         results.append(torch.cat(outputs))
     assert torch.equal(*results)
@@ -230,10 +231,9 @@ def test_a_replayed_step_uses_the_current_requests(kind):
     layer, requests = Layer(kind, "triton"), Requests(seed=8)
     memory = layer.memory
     requests.run_step((17, 16, 31, 5, 9), layer.attend)
-    buffers = DecodeStep(
-        torch.empty(3, dtype=torch.int32), torch.empty((3, 8), dtype=torch.int32),
-        torch.empty(3, dtype=torch.int64), BLOCK_SIZE,
-    )  # fmt: skip
+    lengths = torch.empty(3, dtype=torch.int32)
+    table = torch.empty((3, 8), dtype=torch.int32)
+    slots = torch.empty(3, dtype=torch.int64)
     for indices, row_without_slot in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
         old_memory = memory.clone()
         query, key, value = (
@@ -242,15 +242,15 @@ def test_a_replayed_step_uses_the_current_requests(kind):
         )
         for row, index in enumerate(indices):
             length = len(requests.keys[index])
-            buffers.lengths[row] = length + 1
-            buffers.table[row] = requests.table[index]
-            buffers.slots[row] = -1
+            lengths[row] = length + 1
+            table[row] = requests.table[index]
+            slots[row] = -1
             if row != row_without_slot:
-                buffers.slots[row] = requests.find_slots(index, length, length + 1)
+                slots[row] = requests.find_slots(index, length, length + 1)
                 requests.keys[index] = torch.cat([requests.keys[index], key[[row]]])
                 requests.values[index] = torch.cat([requests.values[index], value[[row]]])
-        replay = DecodeStep(buffers.lengths, buffers.table, buffers.slots, BLOCK_SIZE)
-        out = layer.attend(query, key, value, replay.work)
+        work = make_masked_decode_work(lengths, table, slots, BLOCK_SIZE)
+        out = layer.attend(query, key, value, work)
         for row, index in enumerate(indices):
             if row == row_without_slot:
                 blocks = requests.table[index].long()
