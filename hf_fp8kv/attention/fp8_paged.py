@@ -359,12 +359,13 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
-    if is_faster_dense(query, key.stop, pages_of(key), spec):
-        query = without_grad(query)
-        return attend_densely(query, pages_of(key), key.lengths, spec, backend=key.backend)
+    pages = pages_of(key)
+    query = without_grad(query)
+    if is_faster_dense(query, key.stop, pages, spec):
+        return attend_densely(query, pages, key.lengths, spec, backend=key.backend)
     return ops.attend(
-        without_grad(query),
-        pages_of(key),
+        query,
+        pages,
         key.lengths,
         key.start,
         key.stop,

@@ -44,11 +44,13 @@ GOOD_ASSEMBLY = Assembly(
 
 # Variants: each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
 # instruction (e4m3), by shifting bits (e3m4, e2m5), or without conversion (auto). Growing and
-# preallocated caches launch these kernels. A bias may be as large as float32 allows.
+# preallocated caches launch these kernels. A bias may be as large as float32 allows. If one side is
+# in 16 bits, only the other side of a long prompt is widened.
 STEP_VARIANTS = [
     "decode e4m3 D128", "decode auto D128", "decode e4m3 static D128", "decode e2m5 D128 rotated",
     "decode e4m3 D128 bias",
-    "extend e3m4 D128 T1024", "write e3m4 D128 T128", "gather e2m5 D128 v rotated",
+    "extend e3m4 D128 T1024", "extend e4m3 and auto D128 T1024", "extend auto and int8 D128 T1024",
+    "write e3m4 D128 T128", "gather e2m5 D128 v rotated",
 ]  # fmt: skip
 TARGET_VARIANTS = {"sm_90": STEP_VARIANTS, "gfx942": [STEP_VARIANTS[0], *STEP_VARIANTS[-3:]]}
 
