@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..errors import ConfigError
-from ..modeling.forward_state import step
+from ..modeling.forward_state import forward_pass
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..ops import AttentionSpec, api
 from ..ops.dense_prompts import attend_densely, is_faster_dense, list_sdpa_backends
@@ -136,8 +136,8 @@ def fp8_paged_attention(
             cache has no FP8 pages or does not support the model.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and step.check_module is not None:
-        (get_method, get_keys), step.check_module = step.check_module, None
+    if not is_compiling and forward_pass.check_module is not None:
+        (get_method, get_keys), forward_pass.check_module = forward_pass.check_module, None
         check_module = get_method()
         if check_module is not None and get_keys() is key:
             check_module(module)

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 
 from ..errors import ConfigError
-from ..modeling.forward_state import step
+from ..modeling.forward_state import forward_pass
 from ..ops.visibility import find_visible
 from ..utils.warn_once import warn_once
 from .compact import CompactMask, make_compact
@@ -65,16 +65,16 @@ def fp8_paged_mask(
         ConfigError: The number of rows of `attention_mask` is neither 1 nor B, or it does not cover
             all cached and new tokens.
     """
-    if step.is_engine_step:
+    if forward_pass.is_engine_step:
         return None
     if attention_mask is not None and attention_mask.shape[0] not in (1, batch_size):
         raise ConfigError(
             f"attention_mask: expected a row for each of {batch_size} sequences, got "
             f"{tuple(attention_mask.shape)}. Pass the mask of this batch"
         )
-    if step.request.sizes is None and not isinstance(q_offset, Tensor) and q_offset > 0:
+    if forward_pass.request.sizes is None and not isinstance(q_offset, Tensor) and q_offset > 0:
         warn_once(_STOCK_WARNING)
-    request = step.take_request(q_length, kv_length, kv_offset)
+    request = forward_pass.take_request(q_length, kv_length, kv_offset)
     first_query: Any = q_offset  # transformers declares an int, but may pass a tensor
     is_preallocated = request.is_preallocated
     config = kwargs.get("config")

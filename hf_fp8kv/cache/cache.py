@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from ..errors import ConfigError, FP8KVError, OutOfPagesError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.forward_state import step
+from ..modeling.forward_state import forward_pass
 from ..modeling.layer_specs import find_kv_sizes, read_config, release_states
 from ..modeling.model_support import (
     caches_latents,
@@ -393,7 +393,7 @@ class FP8PagedCache(DynamicCache):
             if not self._paged.unreserve():
                 raise
             columns, start = super().get_mask_sizes(query_length, layer_idx)
-        step.request = self._paged.make_mask_request(query_length, columns, start)
+        forward_pass.request = self._paged.make_mask_request(query_length, columns, start)
         return columns, start
 
     def host_length(self) -> int:

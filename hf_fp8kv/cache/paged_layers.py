@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from ..errors import ConfigError
 from ..modeling.exact_states import patch_kv_wrapper
-from ..modeling.forward_state import MaskRequest, step
+from ..modeling.forward_state import MaskRequest, forward_pass
 from ..modeling.layer_specs import (
     build_stock_layers,
     find_kv_sizes,
@@ -366,7 +366,7 @@ class PagedLayers:
             self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
         self._step_layers.append((index, num_tokens))
         if self.layers and index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
-            step.check_module = weakref.WeakMethod(self.check_module), weakref.ref(keys)
+            forward_pass.check_module = weakref.WeakMethod(self.check_module), weakref.ref(keys)
         if self.layers and index == self.layers[-1].index:
             for group in self.groups.values():
                 group.finish_step()

@@ -79,7 +79,7 @@ _MAX_CPU_PRODUCTS = 7e11
 _SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|index|indices)")
 # Arguments that define how a cache stores K and V.
 _STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
-# Attributes of a model that hold a `_Choice`, and the plan that `freeze_plan` sets, by their bits.
+# Attributes of a model that hold, by their bits, a `_PlanChoice`, and the plan of `freeze_plan`.
 _CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
 _FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
 # A choice changes the attention of its model for a while, so only one thread chooses at a time.
@@ -96,7 +96,7 @@ class Passes(NamedTuple):
     max_tries: int = MAX_TRIES  # maximum number of protected sides that are tried
 
 
-class _Choice(NamedTuple):
+class _PlanChoice(NamedTuple):
     """The plan of a model without arguments about storage, or None if none can be chosen."""
 
     key: str  # digest of everything that the choice depends on
@@ -281,8 +281,8 @@ def _find_plan(
     With `must_choose`, errors are raised, and passes are not limited. `is_split` is whether the
     caller splits the model over processes.
     """
-    choices: dict[float, _Choice] = vars(model).get(_CHOICE_ATTRIBUTE, {})
-    choice = choices.get(bits, _Choice("unknown", None))
+    choices: dict[float, _PlanChoice] = vars(model).get(_CHOICE_ATTRIBUTE, {})
+    choice = choices.get(bits, _PlanChoice("unknown", None))
     key, shared_path = "", None
     try:
         if store is not None:
@@ -304,7 +304,7 @@ def _find_plan(
             if plan is None:
                 plan = _choose(model, None, passes, _MAX_EXTRA_BYTES, bits)
                 write_plan(path, plan)
-            choice = _Choice(key, plan)
+            choice = _PlanChoice(key, plan)
     except Exception as error:
         if must_choose:
             raise
@@ -317,7 +317,7 @@ def _find_plan(
                 DEFAULT_DTYPE,
                 reason,
             )
-        choice = _Choice(key, None)
+        choice = _PlanChoice(key, None)
     vars(model)[_CHOICE_ATTRIBUTE] = {**choices, bits: choice}
     if store is None or choice.plan is None:
         return choice.plan

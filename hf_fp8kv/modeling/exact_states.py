@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..utils.warn_once import warn_once
-from .forward_state import step
+from .forward_state import forward_pass
 
 ROUNDING_NOTE = (
     "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "
@@ -43,7 +43,7 @@ def patch_kv_wrapper() -> None:
     @functools.wraps(round_and_store, assigned=())  # keeps `__module__` of this module
     def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         cache = None if self.past_key_values is None else self.past_key_values()
-        if not (step.is_exact or getattr(cache, "takes_exact_states", False)):
+        if not (forward_pass.is_exact or getattr(cache, "takes_exact_states", False)):
             return round_and_store(self, key_states, value_states, *args, **kwargs)
         warn_once(ROUNDING_NOTE)
         self.past_key_values = None
@@ -63,13 +63,13 @@ def exact_states(*, is_engine_step: bool = False) -> Iterator[None]:
     would cover all tokens of the row.
     """
     patch_kv_wrapper()
-    old_flags = step.is_exact, step.is_engine_step
-    step.is_exact = True
-    step.is_engine_step = is_engine_step or step.is_engine_step
+    old_flags = forward_pass.is_exact, forward_pass.is_engine_step
+    forward_pass.is_exact = True
+    forward_pass.is_engine_step = is_engine_step or forward_pass.is_engine_step
     try:
         yield
     finally:
-        step.is_exact, step.is_engine_step = old_flags
+        forward_pass.is_exact, forward_pass.is_engine_step = old_flags
 
 
 def describe_rounding(model: torch.nn.Module) -> str:

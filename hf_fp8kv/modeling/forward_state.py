@@ -29,8 +29,8 @@ class MaskRequest(NamedTuple):
     is_stored: bool = False
 
 
-class _Step(threading.local):
-    """State of the forward pass in this thread.
+class _ForwardPass(threading.local):
+    """The forward pass that runs in this thread.
 
     Attributes:
         is_exact: Whether K and V stay unrounded with any cache.
@@ -52,4 +52,4 @@ class _Step(threading.local):
         return request if request.sizes == sizes else self.request
 
 
-step = _Step()
+forward_pass = _ForwardPass()

@@ -25,7 +25,7 @@ from .formats.base import reduce_scales, to_json
 from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_constant, check_ranks, scalar
 from .load import read_checkpoint, read_file
 from .model_card import CARD_FILE, make_card
-from .request import Request
+from .read_options import ReadOptions
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: The file is invalid.
         """
-        return wrap_scales(read_file(Path(path), Request(tp_rank, tp_size, strict)))
+        return wrap_scales(read_file(Path(path), ReadOptions(tp_rank, tp_size, strict)))
 
     @classmethod
     def from_pretrained(
@@ -120,8 +120,8 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: The scales are missing or invalid.
         """
-        request = Request(tp_rank, tp_size, strict)
-        return wrap_scales(read_checkpoint(os.fspath(repo_or_dir), request, **hub_options))
+        read_options = ReadOptions(tp_rank, tp_size, strict)
+        return wrap_scales(read_checkpoint(os.fspath(repo_or_dir), read_options, **hub_options))
 
     def save_pretrained(
         self,

@@ -30,14 +30,14 @@ from .checkpoint.read_tensors import read_tensors
 from .checkpoint.tensor_names import match_tensors
 from .formats.separate_files import METADATA_KEY, parse_json, read_kv_scales
 from .layer_scales import ScaleData
-from .request import Request
+from .read_options import ReadOptions
 
 logger = logging.getLogger(__name__)
 
 _RANK_FILE_PATTERN = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
 
-def read_file(path: Path, request: Request) -> ScaleData:
+def read_file(path: Path, read_options: ReadOptions) -> ScaleData:
     """Return the scales of one file in any format. Raise ScaleError if it has none."""
     if not os.path.isfile(path):
         advice = "Use from_pretrained" if os.path.isdir(path) else "Check the path"
@@ -50,7 +50,7 @@ def read_file(path: Path, request: Request) -> ScaleData:
     if path.suffix == ".json":
         content = read_json(path)
         if "weight_map" not in content:
-            return parse_json(path, content, request, {})
+            return parse_json(path, content, read_options, {})
         tensor_files = read_weight_map(path)
     else:
         tensor_names, metadata = read_header(path)
@@ -64,29 +64,31 @@ def read_file(path: Path, request: Request) -> ScaleData:
         tensor_files = dict.fromkeys(tensor_names, path.name)
     # The config next to a checkpoint's file or index defines the scales.
     checkpoint = replace(read_configs(LocalFolder(path.parent)), tensor_files=tensor_files)
-    return read_tensors(checkpoint, request)
+    return read_tensors(checkpoint, read_options)
 
 
-def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOptions]) -> ScaleData:
+def read_checkpoint(
+    name: str, read_options: ReadOptions, **hub_options: Unpack[HubOptions]
+) -> ScaleData:
     """Return the scales of a local folder or repository. Raise ScaleError if it has none."""
     hub = HubFolder(name, **hub_options)
     if name and os.path.isdir(name):
-        return read_folder(LocalFolder(Path(name) / (hub.subfolder or "")), request)
+        return read_folder(LocalFolder(Path(name) / (hub.subfolder or "")), read_options)
     suffixes = (".json", ".safetensors", *PICKLE_SUFFIXES)
     if name and (os.path.isfile(name) or Path(name).suffix.lower() in suffixes):
-        return read_file(Path(name), request)
+        return read_file(Path(name), read_options)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?", name):
         raise ScaleError(
             f"{name!r}: expected a folder, a file or a repository id, found none. Check the path"
         )
-    return read_folder(hub, request)
+    return read_folder(hub, read_options)
 
 
-def read_folder(folder: Folder, request: Request) -> ScaleData:
+def read_folder(folder: Folder, read_options: ReadOptions) -> ScaleData:
     """Return the scales of a folder, from `KV_FILE`, else from tensors, else from `JSON_FILE`."""
     for prefix in (f"{KV_FOLDER}/", ""):
         if (path := folder.find_file(prefix + KV_FILE)) is not None:
-            return read_file(path, request)
+            return read_file(path, read_options)
     checkpoint = read_configs(folder)
     tensor_files = find_indexed_tensors(folder)
     shards = [] if tensor_files else folder.list_files(".safetensors")
@@ -98,7 +100,7 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
             break
         rank_files[len(rank_files)] = name
     if rank_files:
-        return _read_ranks(checkpoint, rank_files, request)
+        return _read_ranks(checkpoint, rank_files, read_options)
     tensor_files = tensor_files or find_shard_tensors(folder)
     if checkpoint.declaration.kind == "static" and TGI_ENTRY in checkpoint.config:
         # The index of a copy for TGI does not have the scales, even with quantized weights.
@@ -106,23 +108,25 @@ def read_folder(folder: Folder, request: Request) -> ScaleData:
     checkpoint = replace(checkpoint, tensor_files=tensor_files)
     scale_tensors, _ = match_tensors(tensor_files, checkpoint.declaration)
     if scale_tensors:
-        if request.strict and folder.find_file("config.json") is None:
+        if read_options.strict and folder.find_file("config.json") is None:
             raise ScaleError(
                 f"{folder.origin}: expected a config.json next to the checkpoint, found none. It "
                 "declares the format of the scales. Add it, or pass strict=False (--lenient)"
             )
     elif (path := folder.find_file(JSON_FILE)) is not None:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
-        return parse_json(path, read_json(path), request, checkpoint.config)
+        return parse_json(path, read_json(path), read_options, checkpoint.config)
     if not checkpoint.config and isinstance(folder, HubFolder) and folder.offline_reason:
         raise ScaleError(
             f"{folder.repo!r}: expected a folder, or a repository with files here, got no such "
             f"folder, and {folder.offline_reason}. Check the path, or connect to the Hub"
         )
-    return read_tensors(checkpoint, request)
+    return read_tensors(checkpoint, read_options)
 
 
-def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
+def _read_ranks(
+    checkpoint: Checkpoint, files: Mapping[int, str], read_options: ReadOptions
+) -> ScaleData:
     """Return the scales of the requested rank, or the largest scales over all ranks."""
     num_ranks = len(files)
     if sorted(files) != list(range(num_ranks)):
@@ -144,6 +148,6 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
     def read_rank(rank: int) -> ScaleData:
         names = checkpoint.folder.list_tensors(files[rank]) or ()
         tensor_files = dict.fromkeys(names, files[rank])
-        return read_tensors(replace(checkpoint, tensor_files=tensor_files), request)
+        return read_tensors(replace(checkpoint, tensor_files=tensor_files), read_options)
 
-    return request.merge_ranks(checkpoint.origin, num_ranks, read_rank)
+    return read_options.merge_ranks(checkpoint.origin, num_ranks, read_rank)

@@ -40,7 +40,7 @@ from .formats.base import TensorFormat, make_index
 from .formats.separate_files import HfFp8kv
 from .layer_scales import ScaleData
 from .load import read_folder
-from .request import Request
+from .read_options import ReadOptions
 
 Weights = Literal["copy", "link"]
 # Possible paths of the files of the format "hf_fp8kv".
@@ -280,7 +280,7 @@ def _verify_files(
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_bytes(content)
         try:
-            read_scales = read_folder(LocalFolder(folder, target), Request(0, tp_size))
+            read_scales = read_folder(LocalFolder(folder, target), ReadOptions(0, tp_size))
         except ScaleError as error:
             raise ScaleError(str(error).replace(temporary, str(target))) from error
     if read_scales.digest != scales.digest:

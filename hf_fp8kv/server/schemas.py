@@ -260,7 +260,7 @@ class Function(_OpenModel):
     arguments: Annotated[Any, BeforeValidator(_parse_json)] = None
 
 
-class _Call(_OpenModel):
+class _ToolCall(_OpenModel):
     function: Function
 
 
@@ -288,7 +288,7 @@ class Message(_OpenModel):
     """A message of a chat. Only the fields in `template_message` are used."""
 
     role: Annotated[str, Field(min_length=1)]
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ToolCall] | None = None
     content: Annotated[
         str | list[_TextPart] | None, BeforeValidator(_check_parts), Field(validate_default=True)
     ] = None
@@ -368,7 +368,7 @@ class JSONSchema(_StrictModel):
     strict: Any = None
 
 
-class Format(_StrictModel):
+class ResponseFormat(_StrictModel):
     """The format of an answer: text, a JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -383,7 +383,9 @@ class Format(_StrictModel):
 
 
 class _TextOptions(_StrictModel):
-    format: Annotated[Format | None, BeforeValidator(partial(_nest_in, name="json_schema"))] = None
+    format: Annotated[
+        ResponseFormat | None, BeforeValidator(partial(_nest_in, name="json_schema"))
+    ] = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -509,7 +511,7 @@ class ChatBody(ToolBody):
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
     stop: _Stops = []
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     logprobs: bool | Literal[0] = False
     top_logprobs: _TopCount = 0
 

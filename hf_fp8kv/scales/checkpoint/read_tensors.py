@@ -15,7 +15,7 @@ from ...formats.rotation import find_rotation_block
 from ...utils.files import PICKLE_SUFFIXES, convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData, scalar
-from ..request import Request
+from ..read_options import ReadOptions
 from .checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from .configs import find_cached_layers, find_head_counts, find_text_config
 from .tensor_names import (
@@ -33,7 +33,7 @@ from .tensor_names import (
 logger = logging.getLogger(__name__)
 
 
-def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
+def read_tensors(checkpoint: Checkpoint, read_options: ReadOptions) -> ScaleData:
     """Return the scales among the tensors of a checkpoint. Raise ScaleError if there are none."""
     origin = checkpoint.origin
     config = checkpoint.config
@@ -67,7 +67,7 @@ def read_tensors(checkpoint: Checkpoint, request: Request) -> ScaleData:
         logger.warning("%s: ignored tensors that look like scales: %s", origin, ignored_names)
     model_type = entry if isinstance(entry := config.get("model_type"), str) else None
     layers = _add_unquantized(checkpoint, layers)
-    layers = request.select_layers(layers, config, origin)
+    layers = read_options.select_layers(layers, config, origin)
     layers = _add_rotation(checkpoint, layers, scale_tensors)
     return ScaleData(layers, scale_tensors[0].format, model_type, origin)
 

@@ -18,7 +18,7 @@ from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
 from ..measured_report import Protection
-from ..request import Request
+from ..read_options import ReadOptions
 from .base import ScaleFormat, to_json
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class VllmJson(ScaleFormat):
         return [] if scales.model_type or isinstance(config.get("model_type"), str) else [fact]
 
 
-def parse_json(path: Path, data: Config, request: Request, config: Config) -> ScaleData:
+def parse_json(path: Path, data: Config, read_options: ReadOptions, config: Config) -> ScaleData:
     """Return the scales of a `kv_cache_scales.json`. `config` is the config.json next to it."""
     entry = data.get("kv_cache")
     if not isinstance(entry, dict):
@@ -150,7 +150,7 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
             f"{format_value(entry.get('dtype'))}. Scales of other formats cannot be used"
         )
     model_type = data.get("model_type")
-    if not isinstance(model_type, str | None) or ("model_type" not in data and request.strict):
+    if not isinstance(model_type, str | None) or ("model_type" not in data and read_options.strict):
         raise ScaleError(
             f"{path}: model_type: expected a string or null, got {format_value(model_type)}. "
             "Add it, or pass strict=False (--lenient)"
@@ -158,7 +158,7 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
     config_type = config.get("model_type")
     if model_type is not None and config_type not in (None, model_type):
         message = f"{path}: expected scales of a {config_type!r} model, got {model_type!r}"
-        if request.strict:
+        if read_options.strict:
             raise ScaleError(
                 f"{message}. Use this model's scales, or pass strict=False (--lenient)"
             )
@@ -174,9 +174,9 @@ def parse_json(path: Path, data: Config, request: Request, config: Config) -> Sc
         }
         return ScaleData(layers, VllmJson.name, model_type, str(path))
 
-    merged_scales = request.merge_ranks(path, len(ranks), read_rank)
+    merged_scales = read_options.merge_ranks(path, len(ranks), read_rank)
     # Readers of the format refuse a file with more or fewer layers.
-    layers = request.select_layers(merged_scales.layers, config, str(path), exact=True)
+    layers = read_options.select_layers(merged_scales.layers, config, str(path), exact=True)
     return replace(merged_scales, layers=layers)
 
 

@@ -1,4 +1,4 @@
-"""A request to read scales: it selects the scales of a rank, and checks the layers."""
+"""Options for reading scales: they select the scales of a rank, and check the layers."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request to read scales, with the arguments of `KVScales.from_file`."""
+class ReadOptions:
+    """How to read scales, with the arguments of `KVScales.from_file`."""
 
     tp_rank: int = 0
     tp_size: int = 1
