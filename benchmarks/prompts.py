@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, StoragePlan, choose_plan
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.bench.reporting import build_table
 from hf_fp8kv.card.caches import Contender, choose_contenders, count_token_bytes
 from hf_fp8kv.card.drift import compute_student_quantile
 from hf_fp8kv.card.long_texts import KINDS, read_texts
@@ -30,6 +29,7 @@ from hf_fp8kv.formats import summarize_plan
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.utils.digests import digest_of, digest_weights
 from hf_fp8kv.utils.environment import describe_run
+from hf_fp8kv.utils.terminal import build_table
 
 from .outliers import planted_outliers
 from .shared import MODEL_OPTIONS, Options, Result, load_model_before, main

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fp8kv.bench.reporting import build_table
 from hf_fp8kv.errors import FP8KVError
+from hf_fp8kv.utils.terminal import build_table
 from hf_fp8kv_cli.bench import show_result
 from hf_fp8kv_cli.shared import DEMO_NAME, load_model, show_progress
 

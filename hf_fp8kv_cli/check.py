@@ -14,9 +14,8 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
     """
     from hf_fp8kv import FP8PagedCache, check_model, ops
     from hf_fp8kv.bench import capacity
-    from hf_fp8kv.bench.reporting import build_table
     from hf_fp8kv.utils.environment import describe_hardware, list_versions
-    from hf_fp8kv.utils.terminal import format_size
+    from hf_fp8kv.utils.terminal import build_table, format_size
 
     device = choose_device(device)
     package_versions = list_versions()

@@ -15,12 +15,12 @@ from rich.text import Text
 from transformers import BatchEncoding, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fp8kv.bench.reporting import build_table, count_bytes
+from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.modeling.model_support import CACHE, with_cache
 from hf_fp8kv.scales.kv_scales import warn_if_stale
-from hf_fp8kv.utils.terminal import format_size
+from hf_fp8kv.utils.terminal import build_table, format_size
 from hf_fp8kv.utils.text import suggest
 
 _DEFAULT_PROMPT_TOKENS = 1200

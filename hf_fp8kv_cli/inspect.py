@@ -90,8 +90,7 @@ def _is_saved_cache(path: str) -> bool:
 
 def _show_cache(path: str, as_json: bool) -> None:
     from hf_fp8kv import FP8PagedCache
-    from hf_fp8kv.bench.reporting import build_table
-    from hf_fp8kv.utils.terminal import format_size
+    from hf_fp8kv.utils.terminal import build_table, format_size
 
     cache = FP8PagedCache.load(path)
     footprint = cache.memory_footprint()

@@ -8,10 +8,10 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from hf_fp8kv.bench.reporting import build_table, format_number
 from hf_fp8kv.formats import FORMATS, count_plans, summarize_plan
 from hf_fp8kv.scales import KVScales, ScalesReport
 from hf_fp8kv.scales.measured_report import SideStatistics
+from hf_fp8kv.utils.terminal import build_table, format_number
 from hf_fp8kv.utils.text import format_list
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max

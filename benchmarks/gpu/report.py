@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hf_fp8kv.bench.reporting import build_table, format_number
+from hf_fp8kv.utils.terminal import build_table, format_number
 
 from .goals import Row
 

@@ -14,9 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..utils.environment import describe_run
+from ..utils.terminal import build_table
 from . import capacity
 from .contenders import E4M3, INT6, PAGED, Attention, Heads, Setup, store_and_attend
-from .reporting import build_rows_table, build_table, make_row
+from .reporting import build_rows_table, make_row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from ..bench.reporting import build_table
+from ..utils.terminal import build_table
 from .caches import FLOOR
 from .drift import WINDOW_TOKENS, format_change
 from .long_texts import KINDS

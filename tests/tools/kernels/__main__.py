@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hf_fp8kv.bench.reporting import build_table
+from hf_fp8kv.utils.terminal import build_table
 
 from .check import Row, check_targets
 from .rules import TARGETS
