@@ -42,7 +42,10 @@ def generate(
         bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.")
     ] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 selects greedy decoding.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Random seed for a temperature above 0.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=-(2**63), max=2**63 - 1, help="Random seed for a temperature above 0."),
+    ] = 0,
     device: arguments.Device = "auto",
     memory: Annotated[
         Any, typer.Option(help="Memory to fill with tokens: 8GiB, 500MB, ...", **arguments.SIZE)
@@ -59,8 +62,13 @@ def generate(
         "top_p": None,
         "top_k": None,
     }
-    text = sys.stdin.read().strip() if prompt == "-" else prompt
-    _compare(text, model, device, page_options, sampling, attn, chat, seed, memory, as_json)
+    if prompt == "-":
+        from hf_fp8kv.errors import ConfigError
+        from hf_fp8kv.utils.files import convert_read_errors
+
+        with convert_read_errors("stdin", "text in UTF-8", ConfigError):
+            prompt = sys.stdin.read().strip()
+    _compare(prompt, model, device, page_options, sampling, attn, chat, seed, memory, as_json)
 
 
 def demo(device: arguments.Device = "auto", as_json: arguments.Json = False) -> None:

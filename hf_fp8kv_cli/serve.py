@@ -156,10 +156,12 @@ def serve(
 
     from hf_fp8kv import PrefixStore, demo_model_path, serving
     from hf_fp8kv.cache.plans import parse_plan
+    from hf_fp8kv.errors import ConfigError
     from hf_fp8kv.server.app import Application
     from hf_fp8kv.server.model import ServedModel
     from hf_fp8kv.server.run import load_model, run
     from hf_fp8kv.server.server_config import ServerConfig, listen
+    from hf_fp8kv.utils.files import convert_read_errors
 
     page_options = arguments.collect_page_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
@@ -188,7 +190,10 @@ def serve(
     }
     # Check these options before the model is loaded.
     batching = make_batching_config(**{n: x for n, x in batching_options.items() if x is not None})
-    template_text = None if chat_template is None else chat_template.read_text("utf-8")
+    template_text = None
+    if chat_template is not None:
+        with convert_read_errors(chat_template, "a template in UTF-8", ConfigError):
+            template_text = chat_template.read_text("utf-8")
     thinking = {} if reasoning == "auto" else {"enable_thinking": reasoning == "on"}
     set_verbosity(log_levels[log_level])
     name = model or str(demo_model_path())

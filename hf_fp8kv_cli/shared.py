@@ -21,7 +21,7 @@ def choose_device(text: str) -> str:
 
     device = text if text != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         if device.startswith("cuda") and not torch.cuda.is_available():

@@ -469,9 +469,9 @@ class FP8PagedCache(DynamicCache):
         """Repeat each sequence `repeats` times in a row, without copying pages.
 
         Raises:
-            ConfigError: `repeats` is below 1.
+            ConfigError: `repeats` is not a whole number above 0.
         """
-        if repeats < 1:
+        if type(repeats) is not int or repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
         sequences = torch.arange(self._count_sequences(), device="cpu")
         self._select_sequences(sequences.repeat_interleave(repeats))
@@ -487,7 +487,13 @@ class FP8PagedCache(DynamicCache):
         """
         sequences = torch.as_tensor(indices, device="cpu")
         if batch := self._count_sequences():
-            sequences = torch.arange(batch, device="cpu")[sequences]
+            try:
+                sequences = torch.arange(batch, device="cpu")[sequences]
+            except IndexError as error:
+                raise ConfigError(
+                    f"indices: expected indices of {batch} sequences, or a mask of this length, "
+                    f"got {sequences.tolist()} ({error})"
+                ) from None
         self._select_sequences(sequences)
 
     def _select_sequences(self, sequences: torch.Tensor) -> None:
@@ -603,8 +609,10 @@ class FP8PagedCache(DynamicCache):
         """Atomically write the pages in use to a safetensors file, and return its path.
 
         Raises:
-            ConfigError: A layer of transformers has a state other than keys and values.
+            ConfigError: A layer of transformers has a state other than keys and values, or an error
+                has interrupted the last step.
         """
+        self._paged.check_complete()
         return serialization.save(self._paged, self.stock_layers, self._get_history(), path)
 
     @classmethod

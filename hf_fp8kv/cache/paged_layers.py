@@ -67,9 +67,14 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.is_open_ended = config is None
+        text_config = config and config.get_text_config(decoder=True)
+        self._has_cross_layers = hasattr(text_config, "cross_attention_layers")
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
+        # Index of the last layer in the previous step, or -1 if it says nothing about this step.
+        self._last_index = -1
+        self._has_mask_request = self._is_model_step = False
         # The attention module of the first layer, which `check_module` compares.
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._has_static_layers = False  # whether transformers' static layers share the masks
@@ -194,7 +199,7 @@ class PagedLayers:
         If no layer has tokens, the fork gets new pages.
         """
         self.unreserve()
-        self._check_complete()
+        self.check_complete()
         lengths = self.read_lengths()
         has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
@@ -217,6 +222,8 @@ class PagedLayers:
         copy = PagedLayers(self.options, self.config, budget)
         copy.is_open_ended = self.is_open_ended
         copy._module = self._module
+        copy._step_layers = [*self._step_layers]
+        copy._is_model_step = self._is_model_step
         for group in groups.values():
             copy.add_group(group)
         for window, group in self.groups.items():
@@ -256,7 +263,9 @@ class PagedLayers:
 
         Raise OutOfPagesError if the step exceeds `max_cache_len`, which static layers do not check.
         """
-        self._check_complete()
+        for group in self.groups.values():
+            group.check_complete()
+        self._has_mask_request = True
         if self._has_static_layers and self.stores:
             self.stores[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
         options = self.options
@@ -328,7 +337,7 @@ class PagedLayers:
     def check_crop(self, num_tokens: int) -> None:
         """Raise ConfigError if `crop` would need tokens that have left a window."""
         self.unreserve()
-        self._check_complete()
+        self.check_complete()
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
         if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
             for store, length in zip(self.stores, self.read_lengths(), strict=True):
@@ -362,15 +371,32 @@ class PagedLayers:
         After the last layer, free the pages that were kept in case a layer raises an error.
         """
         if not self._step_layers or index <= self._step_layers[-1][0]:
-            self._step_layers.clear()
-            self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
+            self._begin_step()
         self._step_layers.append((index, num_tokens))
+        if -1 < self._last_index < index:
+            self.mark_incomplete()
+            self.check_complete()
         if self.layers and index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
             forward_pass.check_module = weakref.WeakMethod(self.check_module), weakref.ref(keys)
         if self.layers and index == self.layers[-1].index:
             for group in self.groups.values():
                 group.finish_step()
         return self._uses_flex
+
+    def _begin_step(self) -> None:
+        """Prepare for the layers of a new step.
+
+        If a model runs two steps, the second step reaches a later layer than the first only if an
+        error interrupted the first step. Without masks, layers may be updated in any order. Layers
+        with cross-attention only store images.
+        """
+        was_model_step = self._is_model_step and not self._has_cross_layers
+        self._is_model_step = self._has_mask_request
+        self._has_mask_request = False
+        is_comparable = was_model_step and self._is_model_step and self._step_layers
+        self._last_index = self._step_layers[-1][0] if is_comparable else -1
+        self._step_layers.clear()
+        self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
 
     def check_module(self, module: torch.nn.Module) -> None:
         """Raise ConfigError if the weights of the first attention module differ from before.
@@ -419,7 +445,10 @@ class PagedLayers:
         for group in self.groups.values():
             group.is_incomplete = True
 
-    def _check_complete(self) -> None:
+    def check_complete(self) -> None:
+        """Raise ConfigError if an error has interrupted a change or the last step."""
+        if self._step_layers and self._step_layers[-1][0] < self._last_index:
+            self.mark_incomplete()
         for group in self.groups.values():
             group.check_complete()
 
@@ -430,6 +459,9 @@ class PagedLayers:
         for group in self.groups.values():
             group.is_incomplete = False
             group.table.allocator.recount()
+        self._step_layers.clear()
+        self._is_model_step = False
+        self._last_index = -1
         for layer in self.layers:
             layer.assigned.clear()
         if not self.fixed_groups:
@@ -469,15 +501,16 @@ class PagedLayers:
             ConfigError: An index is out of range. Nothing was changed.
             OutOfPagesError: A preallocated cache would exceed its budget. Nothing was changed.
         """
-        self._check_complete()
+        self.check_complete()
         self.unreserve()
         batch = self.batch
         if not batch:
             return
+        is_index = not (sequences.is_floating_point() or sequences.is_complex())
         rows = sequences.cpu().numpy().astype(np.int64)
-        if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= batch:
+        if not is_index or rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= batch:
             raise ConfigError(
-                f"expected indices of sequences from 0 to {batch - 1}, got {rows.tolist()}"
+                f"expected indices of sequences from 0 to {batch - 1}, got {sequences.tolist()}"
             )
         lengths = (self.fixed_groups and self.read_lengths()) or [0]
         if self.fixed_groups:

@@ -23,7 +23,7 @@ from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import wrap_scales
 from ..scales.layer_scales import ScaleData, check_constant
 from ..utils.digests import digest_of
-from ..utils.files import CACHE_FORMAT, write_all
+from ..utils.files import CACHE_FORMAT, parse_index, write_all
 from .indexers import INDEXER_TENSORS, get_tensors
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -300,8 +300,8 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Metadata:
             tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
     elif class_name != "DummyLayer":
         raise ConfigError(
-            f"save: expected only attention layers, got a {class_name}, whose state has no file "
-            "format. Use torch.save, which pickles it"
+            f"save: expected layers of this package, or dense ones that grow, got a {class_name}, "
+            "whose state has no file format. Use torch.save, which pickles it"
         )
     return metadata
 
@@ -396,7 +396,7 @@ def _unpack_options(metadata: Metadata, tensors: Tensors) -> CacheOptions:
     _check_same("options", CacheOptions.__dataclass_fields__.keys(), metadata.keys())
     plan, scales = metadata["plan"], metadata["scales"]
     plan_by_layer = plan if isinstance(plan, dict) else {}
-    plans = {int(i): LayerPlan.parse(*sides) for i, sides in plan_by_layer.items()}
+    plans = {parse_index(i): LayerPlan.parse(*sides) for i, sides in plan_by_layer.items()}
     if isinstance(scales, dict):
         layers = {}
         for i in scales["layers"]:

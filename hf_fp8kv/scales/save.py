@@ -111,6 +111,7 @@ def open_base(
         old_files = list_files(target)
         check_target(target, old_files, new_files, overwrite=overwrite)
         if not isinstance(format, TensorFormat):
+            check_readable(LocalFolder(target), new_files)
             return None
         # A folder without weights has scales, or is empty.
         overwrite = True
@@ -137,12 +138,9 @@ def open_base(
         )
     if not has_model and _MINIMAL_ENTRIES.issuperset(config):
         config = {}  # written with scales only
-    tensor_files = find_indexed_tensors(folder) or find_shard_tensors(folder)
-    # The index of a copy for TGI does not list the scales.
-    tensor_files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
+    tensor_files, old_scales = _find_scale_tensors(folder)
     if has_model and isinstance(format, TensorFormat) and not tensor_files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
-    old_scales = [name for name in tensor_files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
     for file in sorted(set(tensor_files.values())):
         names = {name for name, owner in tensor_files.items() if owner == file}
         # An interrupted call may have removed a part of the scales.
@@ -167,6 +165,26 @@ def open_base(
         config = remove_declaration(str(source), config, base.modelopt_config, format.name)
     kept_files = {name: file for name, file in tensor_files.items() if name not in old_scales}
     return replace(base, config=config, tensor_files=kept_files, removed_tensors={*old_scales})
+
+
+def _find_scale_tensors(folder: LocalFolder) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each tensor of a folder by name, and the names of scales among them."""
+    tensor_files = find_indexed_tensors(folder) or find_shard_tensors(folder)
+    # The index of a copy for TGI does not list the scales.
+    tensor_files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
+    names = [name for name in tensor_files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
+    return tensor_files, names
+
+
+def check_readable(folder: LocalFolder, files: Collection[str]) -> None:
+    """Raise ScaleError if a folder has scales among its tensors, which are read before `files`."""
+    _, old_scales = _find_scale_tensors(folder) if KV_FILE not in files else ({}, [])
+    if old_scales:
+        raise ScaleError(
+            f"{folder.origin}: expected a place without scales among its tensors, which are read "
+            f"before {format_list(sorted(files))}, got {format_list(old_scales)}. Choose a "
+            "different place, or checkpoint= (--checkpoint) and overwrite=True for a copy"
+        )
 
 
 def write_files(

@@ -96,6 +96,8 @@ def _read_structured_outputs(body: AnyBody) -> _Grammar | None:
     if outputs.regex is not None:
         return f"{field}.regex", str(llguidance.LLMatcher.grammar_from_regex(outputs.regex))
     strings = (json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
+    # JSON does not escape this control character, but Lark's strings need it.
+    strings = (string.replace("\x7f", "\\u007f") for string in strings)
     lark_grammar = f"start: {' | '.join(strings)}"
     _check_limits(f"{field}.choice", lark_grammar)
     return f"{field}.choice", lark_grammar

@@ -41,6 +41,14 @@ def convert_read_errors(
         ) from error
 
 
+def parse_index(text: str) -> int:
+    """Return the index of a layer. Raise ValueError for a second spelling, such as "00"."""
+    index = int(text)
+    if str(index) != text:
+        raise ValueError(f"expected {index} as the number of a layer, got {text!r}")
+    return index
+
+
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
     """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
     opener = lambda path, flags: os.open(path, flags | SAFE_OPEN_FLAGS)  # noqa: E731

@@ -259,9 +259,7 @@ def read_list(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def choose_rows(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x.clone()
-    y[y > 1e9] = 0.0
-    return y
+    return x + x[x > 1e9].sum()
 
 
 def find_rows(mlp: Any, x: torch.Tensor) -> torch.Tensor:

@@ -235,3 +235,35 @@ def test_a_failed_allocation_or_file_leaves_a_usable_cache(
         if make_cache is Chat.load_store:
             chat.prefix_store.flush()
             check_store(chat, place)
+
+
+@pytest.mark.parametrize("num_stored", [0, 20])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=["growing", "preallocated"])
+def test_a_call_that_ended_between_two_layers_is_noticed(options, num_stored, tmp_path):
+    """Layer 0 has stored its tokens, layer 1 has not. Transformers' caches continue silently."""
+    model, _ = build_variant("llama")
+    model.set_attn_implementation("fp8_paged")
+    ids = torch.arange(60)[None] + 4
+    cache = FP8PagedCache(model.config, dtype="model", prefill="stored", **options)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        if num_stored:
+            model(ids[:, :num_stored], past_key_values=cache)
+        hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, num_stored:40], past_key_values=cache)
+        hook.remove()
+        uses = [lambda: model(ids[:, 40:], past_key_values=cache)]
+        if num_stored:  # before that, layers without tokens may be layers that store none
+            uses += [lambda: cache.crop(-5), cache.fork, lambda: cache.save(tmp_path / "cache")]
+            uses += [lambda: cache.batch_select_indices(torch.tensor([0]))]
+        for use in uses[::-1]:
+            with pytest.raises(ConfigError, match="interrupted a change"):
+                use()
+        cache.reset()
+        logits = model(ids, past_key_values=cache).logits
+        new_cache = FP8PagedCache(model.config, dtype="model", prefill="stored", **options)
+        assert torch.equal(logits, model(ids, past_key_values=new_cache).logits)

@@ -66,7 +66,10 @@ def test_latent_attention_with_a_wrong_output_raises_an_error(monkeypatch):
 
 
 def test_a_decode_step_needs_few_calls():
-    """Calls are counted, because times depend on the load. Limits are per layer, of 32 layers."""
+    """Calls are counted, because times depend on the load. Limits are per layer, of 32 layers.
+
+    From Triton 3.9 on, each of two launches reads a setting from the environment by two calls.
+    """
     program = """
 import json, sys, torch, triton
 from collections import Counter
@@ -91,9 +94,11 @@ print(json.dumps(results))
     process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
     assert process.returncode == 0, process.stderr
     plain, padded = json.loads(process.stdout)
-    assert plain[0] <= 60, plain
+    knobs = pytest.importorskip("triton").knobs
+    limit = 64 if hasattr(knobs.compilation, "fpsan_homomorphic_casts") else 60
+    assert plain[0] <= limit, plain
     assert plain[1] <= 45, plain
-    assert padded[0] <= 60, padded
+    assert padded[0] <= limit, padded
     assert padded[1] <= 50, padded
 
 

@@ -527,8 +527,14 @@ def test_invalid_crops_and_sequences_are_refused() -> None:
             getattr(cache.layers[0], call)(torch.tensor([0]))
     with pytest.raises(ConfigError, match="sequences"):
         cache.reorder_cache(torch.tensor([0, 5]))
-    with pytest.raises(ConfigError, match="repeats"):
-        cache.batch_repeat_interleave(0)
+    for indices in (torch.tensor([5]), torch.tensor([-3]), torch.tensor([True] * 3)):
+        with pytest.raises(ConfigError, match="indices"):
+            cache.batch_select_indices(indices)
+    with pytest.raises(ConfigError, match="indices"):
+        cache.reorder_cache(torch.tensor([0.9]))
+    for repeats in (0, 1.5, True):
+        with pytest.raises(ConfigError, match="repeats"):
+            cache.batch_repeat_interleave(repeats)
     assert_same(read_checked_keys(cache), k)
 
 

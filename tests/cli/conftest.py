@@ -26,9 +26,9 @@ class Command:
         """Run a command with `--json` that must succeed. Return its parsed output."""
         return json.loads(self(*arguments, "--json", **kwargs)[0])
 
-    def fails(self, *arguments: object, code: int = 1) -> str:
+    def fails(self, *arguments: object, code: int = 1, stdin: str = "") -> str:
         """Run a command that must exit with `code`, without output on stdout. Return its stderr."""
-        exit_code, out, err = self.run_command(*map(str, arguments))
+        exit_code, out, err = self.run_command(*map(str, arguments), stdin=stdin)
         assert (exit_code, out) == (code, ""), err
         assert "Traceback" not in err
         return err

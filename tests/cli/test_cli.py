@@ -147,6 +147,7 @@ CONVERT = "convert SCALES "
         (2, "generate --memory much", "--memory"),
         (2, "generate --temperature -1", "--temperature"),
         (2, "generate --no-such-option", "--no-such-option"),
+        (2, f"generate --seed {2**70}", "--seed"),
         (2, INSPECT + "--model x", "--texts"),
         (2, INSPECT + "--texts x --dtype int3", "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
         (2, INSPECT + "--plot /no/such/folder/x.png", "expected a file in an existing folder"),
@@ -171,6 +172,9 @@ CONVERT = "convert SCALES "
         (1, GENERATE + "--page-size 48", "page_size"),
         (1, GENERATE + "--device no_such_device", "no_such_device"),
         (1, "check --device cuda:99", "'cuda:99', which is not available"),
+        (1, GENERATE + "--device meta", "'meta', which is not available"),
+        (1, "generate --model MODEL -", "stdin: expected text in UTF-8"),
+        (1, "serve MODEL --chat-template LATIN1", "expected a template in UTF-8"),
         (1, "check --model EMPTY_FOLDER", "no config.json in it"),
         (1, GENERATE + "--attn fp8paged", "fp8_paged, got 'fp8paged'. Did you mean 'fp8_paged'?"),
         (2, "generate --kv-cache-dtype fp8_e3m5", "got 'fp8_e3m5'. Did you mean 'fp8_e3m4'?"),
@@ -183,10 +187,11 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
 ):
     out = tmp_path / "out"
     words = {"SCALES": str(saved_scales), "OUT": str(out), "MODEL": model_folder}
-    words |= {"EMPTY_FOLDER": str(tmp_path / "empty"), "EMPTY": ""}
+    words |= {"EMPTY_FOLDER": str(tmp_path / "empty"), "EMPTY": "", "LATIN1": str(tmp_path / "a")}
     (tmp_path / "empty").mkdir()
+    (tmp_path / "a").write_bytes(b"\xe9")
     arguments = [re.sub("|".join(words), lambda m: words[m[0]], x) for x in command.split()]
-    err = run.fails(*arguments, code=code)
+    err = run.fails(*arguments, code=code, stdin="\udce9")  # not UTF-8
     if code == 1:
         output, error, err = err.partition("hf-fp8kv: error: ")
         assert error

@@ -41,7 +41,8 @@ def make_runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        content = io.BytesIO(stdin.encode("utf-8", "surrogateescape"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content, "utf-8"))
         with pytest.raises(SystemExit) as exit_info:
             cli.main()
         out, err = capsys.readouterr()

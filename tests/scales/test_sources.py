@@ -685,6 +685,16 @@ BAD_NATIVE_FILES: dict[str, tuple[Corrupt, str]] = {
         write_native(PAIR | {"model.norm": torch.ones(())}),
         "as save_pretrained writes",
     ),
+    "other-path": (
+        write_native(PAIR | {"vision_tower.0.k_scale": torch.ones(())}),
+        "such as layers.0.k_scale, got 'vision_tower.0.k_scale'",
+    ),
+    "second-spelling": (
+        write_native(PAIR | {"layers.00.k_scale": torch.ones(())}),
+        "expected 0 as the number of a layer, got '00'",
+    ),
+    "plan-twice": (write_native(PAIR, plan={"0": ["int8"] * 2, "00": ["int6"] * 2}), "got '00'"),
+    "model-type": (write_native(PAIR, model_type=["llama"]), r"model_type, got \['llama'\]"),
     "other-unit": (write_native(PAIR, dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
         lambda folder: save_file(PAIR, folder / NATIVE_FILE, metadata={"hf_fp8kv": "{"}),

@@ -354,6 +354,13 @@ def test_a_bad_grammar_is_rejected_with_its_field(server, payload, field):
     assert len(error["message"]) < 500
 
 
+def test_a_choice_with_a_control_character_is_a_valid_grammar(server):
+    """The tokens of this model only have printable characters."""
+    fields = CHAT_FIELDS | constrain(choice=["a\x7fb"])
+    _, text, _ = server.ask(CHAT, raw=json.dumps(fields).encode())
+    assert "none of the model's tokens can follow" in text
+
+
 def test_grammars_are_rejected_if_steps_are_planned_ahead(folder):
     def find_reason(**changes: object) -> str | None:
         settings = {"use_async_batching": False, "model_runner": SimpleNamespace(pad_inputs=False)}

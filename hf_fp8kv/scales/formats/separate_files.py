@@ -12,7 +12,7 @@ from safetensors.torch import save as to_safetensors
 
 from ...errors import ScaleError
 from ...formats import LayerPlan
-from ...utils.files import convert_read_errors, parse_metadata
+from ...utils.files import convert_read_errors, parse_index, parse_metadata
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
@@ -70,11 +70,17 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
                 f"{path}: expected {_COMMON_METADATA}, got {metadata.get('version')!r} and "
                 f"{metadata.get('dtype')!r}. Update hf_fp8kv"
             )
-        plans = {int(i): LayerPlan.parse(*kv) for i, kv in metadata.get("plan", {}).items()}
+        model_type = metadata["model_type"]
+        if not isinstance(model_type, str | None):
+            raise TypeError(f"expected a string or null as model_type, got {model_type!r}")
+        entries = metadata.get("plan", {})
+        plans = {parse_index(i): LayerPlan.parse(*kv) for i, kv in entries.items()}
         tensors_by_layer: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
         for name, tensor in tensors.items():
-            _, index, suffix = name.split(".")
-            tensors_by_layer.setdefault(int(index), {})[suffix] = tensor
+            prefix, index, suffix = name.split(".")
+            if prefix != "layers":
+                raise ValueError(f"expected names such as layers.0.k_scale, got {name!r}")
+            tensors_by_layer.setdefault(parse_index(index), {})[suffix] = tensor
         layers = {
             index: LayerScales(
                 named.pop("k_scale", None),
@@ -94,7 +100,7 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
         return ScaleData(
             layers,
             HfFp8kv.name,
-            metadata["model_type"],
+            model_type,
             path,
             weights_digest=weights_digest,
             protection=protection,
