@@ -19,9 +19,9 @@ from ..utils.digests import digest_decoder
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
 from . import save
-from .checkpoint.checkpoint import HubOptions, translate_hub_errors
+from .checkpoint.checkpoint import HubFolder, HubOptions, translate_hub_errors
 from .checkpoint.configs import find_text_config
-from .formats.base import reduce_scales, to_json
+from .formats.base import TensorFormat, reduce_scales, to_json
 from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_constant, check_ranks, scalar
 from .load import read_checkpoint, read_file
 from .model_card import CARD_FILE, make_card
@@ -225,6 +225,8 @@ class KVScales(ScaleData):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             old_files = api.list_repo_files(repo_id, revision=revision)
             save.check_target(repo_id, old_files, files, overwrite=overwrite)
+            if not isinstance(writer, TensorFormat):
+                save.check_readable(HubFolder(repo_id, revision, token), files)
             weights = save.find_weights(old_files)
             old_scales = {*files} & {*old_files} - {"config.json"}
             has_model = weights or ("config.json" in old_files and not old_scales)

@@ -28,6 +28,7 @@ from .checkpoint.checkpoint import (
     SCALES_SHARD,
     SINGLE_FILE,
     Checkpoint,
+    Folder,
     LocalFolder,
     find_indexed_tensors,
     find_shard_tensors,
@@ -167,7 +168,7 @@ def open_base(
     return replace(base, config=config, tensor_files=kept_files, removed_tensors={*old_scales})
 
 
-def _find_scale_tensors(folder: LocalFolder) -> tuple[dict[str, str], list[str]]:
+def _find_scale_tensors(folder: Folder) -> tuple[dict[str, str], list[str]]:
     """Return the file of each tensor of a folder by name, and the names of scales among them."""
     tensor_files = find_indexed_tensors(folder) or find_shard_tensors(folder)
     # The index of a copy for TGI does not list the scales.
@@ -176,7 +177,7 @@ def _find_scale_tensors(folder: LocalFolder) -> tuple[dict[str, str], list[str]]
     return tensor_files, names
 
 
-def check_readable(folder: LocalFolder, files: Collection[str]) -> None:
+def check_readable(folder: Folder, files: Collection[str]) -> None:
     """Raise ScaleError if a folder has scales among its tensors, which are read before `files`."""
     _, old_scales = _find_scale_tensors(folder) if KV_FILE not in files else ({}, [])
     if old_scales:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
+from hf_fp8kv.scales.checkpoint.checkpoint import LocalFolder
 from tests.helpers import server_rules
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import corrupt_config, list_sides, list_values, scale_error
@@ -523,8 +524,7 @@ def test_scales_next_to_added_weights_move_to_a_subfolder(model_folder, folder):
 
 
 @pytest.mark.parametrize("old", ["tgi", "compressed-tensors"])
-def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, old):
-    """The scales are in a folder of scales only, or among the weights."""
+def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, old, hub, monkeypatch):
     folder = tmp_path / "scales"
     random_scales("tensor").save_pretrained(folder, format=old)
     content = read_content(folder)
@@ -534,6 +534,11 @@ def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, old):
                 folder, format="vllm-json", overwrite=overwrite
             )
     assert read_content(folder) == content
+    fake = hub(*content)
+    monkeypatch.setattr(kv_scales, "HubFolder", lambda *_: LocalFolder(folder))
+    with scale_error("without scales among its tensors"):
+        KVScales.uniform(2, k=8.0).push_to_hub("org/model", format="vllm-json")
+    assert not fake.uploaded
 
 
 # Each replaced format once, and each way to declare a cache.
