@@ -44,8 +44,8 @@ GOOD_ASSEMBLY = Assembly(
 
 # Variants: each operation on GPUs of both vendors, and on sm_90 each way to convert codes: by an
 # instruction (e4m3), by shifting bits (e3m4, e2m5), or without conversion (auto). Growing and
-# preallocated caches launch these kernels. A bias may be as large as float32 allows. If one side is
-# in 16 bits, only the other side of a long prompt is widened.
+# preallocated caches launch these kernels. A bias may be as large as float32 allows. If one
+# side of a long prompt is in 16 bits, the codes of the opposite side are widened.
 STEP_VARIANTS = [
     "decode e4m3 D128", "decode auto D128", "decode e4m3 static D128", "decode e2m5 D128 rotated",
     "decode e4m3 D128 bias",
