@@ -1260,6 +1260,7 @@ void multiply_values(
     finite = finite && lines.are_finite(c.v);
     const char* page = c.table.page_to_prefetch(part.page, block.sequence, next + i * page_size);
     const char* next_codes = c.k.find_codes(page, block.head);
+    if (c.k.scales_offset) prefetch(c.k.find_scales(page, block.head, 0), 4 * page_size);
     s.segments[i] = {
         lines.first, lines.stride, part.count, part.tile_offset, next_codes,
         page_size * c.k.vector_size() / c.v.dim};
