@@ -25,6 +25,7 @@ from ..modeling.layer_specs import (
     release_states,
     reuses_kv,
 )
+from ..modeling.model_support import ATTENTION
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
@@ -67,8 +68,7 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.is_open_ended = config is None
-        text_config = config and config.get_text_config(decoder=True)
-        self._has_cross_layers = hasattr(text_config, "cross_attention_layers")
+        self._has_cross_layers = hasattr(config, "cross_attention_layers")
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ class PagedLayers:
         # The attention module of the first layer, which `check_module` compares.
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._has_static_layers = False  # whether transformers' static layers share the masks
-        self._uses_flex = False  # whether attention in the current step is flex attention
+        self._attention: str | None = None  # the model's attention in the current step
         # The lengths of growing layers while they are preallocated (see `reserve`).
         self._growing_lengths: list[HostLength] = []
         self.num_changes = 0
@@ -376,12 +376,12 @@ class PagedLayers:
         if -1 < self._last_index < index:
             self.mark_incomplete()
             self.check_complete()
-        if self.layers and index == self.layers[0].index and self.layers[0]._uses_fp8_paged():
+        if self.layers and index == self.layers[0].index and self._attention == ATTENTION:
             forward_pass.check_module = weakref.WeakMethod(self.check_module), weakref.ref(keys)
         if self.layers and index == self.layers[-1].index:
             for group in self.groups.values():
                 group.finish_step()
-        return self._uses_flex
+        return self._attention == "flex_attention"
 
     def _begin_step(self) -> None:
         """Prepare for the layers of a new step.
@@ -396,7 +396,8 @@ class PagedLayers:
         is_comparable = was_model_step and self._is_model_step and self._step_layers
         self._last_index = self._step_layers[-1][0] if is_comparable else -1
         self._step_layers.clear()
-        self._uses_flex = self.uses_flex_attention()  # once per step, because it takes 2 us
+        # Read it once per step, because a read takes 2 us.
+        self._attention = getattr(self.config, "_attn_implementation", None)
 
     def check_module(self, module: torch.nn.Module) -> None:
         """Raise ConfigError if the weights of the first attention module differ from before.
