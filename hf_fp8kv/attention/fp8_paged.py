@@ -136,11 +136,12 @@ def fp8_paged_attention(
             cache has no FP8 pages or does not support the model.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and forward_pass.check_module is not None:
-        (get_method, get_keys), forward_pass.check_module = forward_pass.check_module, None
-        check_module = get_method()
-        if check_module is not None and get_keys() is key:
-            check_module(module)
+    paged_layers = None  # if their first layer has just stored its tokens
+    if not is_compiling and forward_pass.first_layer is not None:
+        get_layers, get_keys = forward_pass.first_layer
+        forward_pass.first_layer = None
+        if get_keys() is key and (paged_layers := get_layers()) is not None:
+            paged_layers.check_module(module)
     can_repeat = position_bias is None and s_aux is None and _SPECIAL.isdisjoint(kwargs)
     # A tensor could change in place.
     scaling = None if scaling is None else float(scaling)
@@ -159,6 +160,20 @@ def fp8_paged_attention(
         False, vars(module).get(DETERMINISTIC, False),
     )  # fmt: skip
     call = Call(module, query, key, value, spec, dropout, kwargs)
+    if paged_layers is None:
+        return _attend(call, arguments, can_repeat)
+    try:
+        return _attend(call, arguments, can_repeat)
+    except BaseException:
+        paged_layers.undo_first_layer()
+        raise
+
+
+def _attend(
+    call: Call, arguments: tuple[Any, ...], can_repeat: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention, and record a decode step with `arguments` if it `can_repeat`."""
+    module, query, key, value, spec, dropout, kwargs = call
     engine = getattr(key, ENGINE_ATTRIBUTE, kwargs.get(_ENGINE_ARGUMENT))
     if engine is not None:
         return _attend_in_engine(call, engine), None
@@ -177,8 +192,8 @@ def fp8_paged_attention(
             if query.requires_grad and module.training:
                 raise ConfigError(_TRAINING_ERROR)
             attended = attend_stored(query, key, spec)
-            if can_repeat and not is_compiling:
-                _record(module, query, key, attention_mask, arguments, spec)
+            if can_repeat and not torch.compiler.is_compiling():
+                _record(module, query, key, call.spec.mask, arguments, spec)
             return attended, None
         warn_once(_DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:

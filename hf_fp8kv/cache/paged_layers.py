@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -72,11 +72,12 @@ class PagedLayers:
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
-        # Index of the last layer in the previous step, or -1 if it says nothing about this step.
-        self._last_index = -1
+        # The same of the previous step, or nothing if it says nothing about this step.
+        self._last_layers: list[tuple[int, int]] = []
         self._has_mask_request = self._is_model_step = False
         # The attention module of the first layer, which `check_module` compares.
         self._module: weakref.ref[torch.nn.Module] | None = None
+        self._has_stock_layers = False  # whether some layers are transformers'
         self._has_static_layers = False  # whether transformers' static layers share the masks
         self._attention: str | None = None  # the model's attention in the current step
         # The lengths of growing layers while they are preallocated (see `reserve`).
@@ -239,6 +240,7 @@ class PagedLayers:
 
         Static layers use masks of the same width in every call, and all layers share masks.
         """
+        self._has_stock_layers = len(layers) > len(self.layers)
         self._has_static_layers = any(isinstance(layer, StaticLayer) for layer in layers)
         if self._has_static_layers:
             for layer in self.layers:
@@ -373,11 +375,10 @@ class PagedLayers:
         if not self._step_layers or index <= self._step_layers[-1][0]:
             self._begin_step()
         self._step_layers.append((index, num_tokens))
-        if -1 < self._last_index < index:
-            self.mark_incomplete()
-            self.check_complete()
+        if self._last_layers and self._last_layers[-1][0] < index:
+            self._refuse_interrupted([*self._last_layers, *self._step_layers], [])
         if self.layers and index == self.layers[0].index and self._attention == ATTENTION:
-            forward_pass.check_module = weakref.WeakMethod(self.check_module), weakref.ref(keys)
+            forward_pass.first_layer = weakref.ref(self), weakref.ref(keys)
         if self.layers and index == self.layers[-1].index:
             for group in self.groups.values():
                 group.finish_step()
@@ -394,8 +395,8 @@ class PagedLayers:
         self._is_model_step = self._has_mask_request
         self._has_mask_request = False
         is_comparable = was_model_step and self._is_model_step and self._step_layers
-        self._last_index = self._step_layers[-1][0] if is_comparable else -1
-        self._step_layers.clear()
+        self._last_layers = self._step_layers if is_comparable else []
+        self._step_layers = []
         # Read it once per step, because a read takes 2 us.
         self._attention = getattr(self.config, "_attn_implementation", None)
 
@@ -425,6 +426,12 @@ class PagedLayers:
         """Return whether the model's attention is flex attention."""
         return getattr(self.config, "_attn_implementation", None) == "flex_attention"
 
+    def undo_first_layer(self) -> None:
+        """Undo a step whose first paged layer has stored its tokens, if possible."""
+        if self._step_layers and not self._has_stock_layers:
+            index, num_tokens = self._step_layers[-1]
+            self.undo_step(index + 1, num_tokens)
+
     def undo_step(self, index: int, num_tokens: int) -> None:
         """Remove the tokens of layers before `index` in a failed step, if the cache is growing."""
         if self.options.is_preallocated:
@@ -433,13 +440,48 @@ class PagedLayers:
         step_layers = self._step_layers
         self._step_layers = []
         is_current = step_layers and step_layers[-1][0] < index  # not of the previous step
-        for store in self.stores:
-            if is_current and (store.encoding.index, num_tokens) in step_layers:
-                store.group.lengths[store.length.member] -= num_tokens
+        self._remove([x for x in step_layers if is_current and x[1] == num_tokens])
+
+    def _remove(self, step_layers: list[tuple[int, int]]) -> None:
+        """Remove the last tokens of growing layers: (index, number of tokens) of each layer."""
+        for index, num_tokens in step_layers:
+            for store in self.stores:
+                if store.encoding.index == index:
+                    store.group.lengths[store.length.member] -= num_tokens
         for group in self.groups.values():
             group.table.allocator.recount()
             group.drop_unused_pages()
         self._free_empty_pools()
+
+    def _refuse_interrupted(
+        self, step_layers: list[tuple[int, int]], last_layers: list[tuple[int, int]]
+    ) -> NoReturn:
+        """Raise ConfigError, and remove the tokens of interrupted steps first, if possible.
+
+        `last_layers` are the layers of the last step that remains, if it is known.
+        """
+        self.unreserve()
+        num_removed = Counter[int]()
+        for index, num_tokens in step_layers:
+            num_removed[index] += num_tokens
+        self._step_layers = last_layers
+        self._last_layers = []
+        can_remove = not self.fixed_groups and not self._has_stock_layers
+        for store in self.stores if can_remove else []:
+            length = store.length.count_stored() - num_removed[store.encoding.index]
+            first_stored = store.group.table.first_page * store.group.page_size
+            if length and store.group.find_first_kept(length) < first_stored:
+                can_remove = False
+        if not can_remove:
+            self.mark_incomplete()
+        for group in self.groups.values():
+            group.check_complete()
+        self._remove(step_layers)
+        raise ConfigError(
+            "An error (such as Ctrl-C) interrupted the last call between two layers. The tokens of "
+            f"that call were removed, and the cache has {max(self.read_lengths())} tokens. Call "
+            "the model again with all tokens that follow"
+        )
 
     def mark_incomplete(self) -> None:
         """Refuse new tokens until the next reset."""
@@ -448,8 +490,9 @@ class PagedLayers:
 
     def check_complete(self) -> None:
         """Raise ConfigError if an error has interrupted a change or the last step."""
-        if self._step_layers and self._step_layers[-1][0] < self._last_index:
-            self.mark_incomplete()
+        last_layers = self._last_layers
+        if self._step_layers and last_layers and last_layers[-1][0] > self._step_layers[-1][0]:
+            self._refuse_interrupted(self._step_layers, last_layers)
         for group in self.groups.values():
             group.check_complete()
 
@@ -462,7 +505,7 @@ class PagedLayers:
             group.table.allocator.recount()
         self._step_layers.clear()
         self._is_model_step = False
-        self._last_index = -1
+        self._last_layers = []
         for layer in self.layers:
             layer.assigned.clear()
         if not self.fixed_groups:

@@ -8,9 +8,8 @@ The cache sets a `MaskRequest` when transformers reads the sizes of a mask. The 
 """
 
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakMethod
+from weakref import ReferenceType
 
 
 class MaskRequest(NamedTuple):
@@ -36,14 +35,14 @@ class _ForwardPass(threading.local):
         is_exact: Whether K and V stay unrounded with any cache.
         is_engine_step: Whether a continuous-batching engine runs this step. It needs no masks.
         request: The last cache's request for a mask, until the mask is made.
-        check_module: Weak references to a method of the cache whose first layer has just stored its
-            tokens, and to the keys that it returned. The method gets the module that uses the keys.
+        first_layer: Weak references to the `PagedLayers` whose first layer has just stored its
+            tokens, and to the keys that it returned.
     """
 
     is_exact: bool = False
     is_engine_step: bool = False
     request: MaskRequest = MaskRequest()
-    check_module: tuple[WeakMethod[Callable[[Any], None]], ReferenceType[Any]] | None = None
+    first_layer: tuple[ReferenceType[Any], ReferenceType[Any]] | None = None
 
     def take_request(self, *sizes: int) -> MaskRequest:
         """Return and clear the request for a mask of these sizes, or return an empty request."""
