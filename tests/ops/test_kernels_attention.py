@@ -403,6 +403,15 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
             assert_same(repeated_result, actual)
 
 
+def test_more_parts_than_fit_in_one_load_are_merged():
+    case = Case("35 parts", lengths=(2200,), page_size=64)
+    pages, query, fields, expected = prepare_expected(case)
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132)):
+        _, ((_, num_parts, *_),) = make_schedule_rows(case.lengths, case.num_heads)
+        assert num_parts > 4096 // 128  # LOAD_SIZE, MAX_CHANNELS
+        check_kernel("decode", case, pages, query, expected, **fields)
+
+
 def test_a_schedule_for_different_lengths_gives_correct_results():
     """After a crop, for example, a schedule may be for more or fewer tokens, or for a window."""
     case = Case("stale", lengths=(900, 60), page_size=64)

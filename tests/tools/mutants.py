@@ -11,6 +11,7 @@ mutants survive the fast tier.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "__pycache__")
 # Maximum number of mutants that survive the fast tier.
 MAX_SURVIVORS = 3
-# Exit codes of pytest if all tests pass, and if some tests fail.
-PASSED, FAILED = 0, 1
+# Exit codes of pytest if all tests pass, if some tests fail, and if the run stops early.
+PASSED, FAILED, INTERRUPTED = 0, 1, 2
 PYTEST_SECONDS = 1800.0  # time limit of a run of pytest
 PARALLEL_OPTIONS = ["-n", "2", "--dist", "worksteal"]
 
@@ -290,7 +291,7 @@ MUTANTS = (
     Mutant(
         "window: a long call reads zeros before it", "cache/layer_store.py",
         "block[:, :num_old] = rows.unflatten(0, (batch, num_old))", "pass",
-        "tests/cache/test_windows.py",
+        "tests/prefix/test_reuse.py",
     ),
     # The cache.
     Mutant(
@@ -494,7 +495,10 @@ def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None, "timeout"
-    return process.returncode, "\n".join(process.stdout.splitlines()[-5:])
+    last_lines = "\n".join(process.stdout.splitlines()[-5:])
+    # Processes of pytest-xdist that stop after a failed test count as interrupted.
+    is_failed = process.returncode == INTERRUPTED and re.search(r"^\d+ failed", last_lines, re.M)
+    return FAILED if is_failed else process.returncode, last_lines
 
 
 def find_failing_tier(tree: Path, mutant: Mutant) -> str:
