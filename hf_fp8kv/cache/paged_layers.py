@@ -376,7 +376,7 @@ class PagedLayers:
             self._begin_step()
         self._step_layers.append((index, num_tokens))
         if self._last_layers and self._last_layers[-1][0] < index:
-            self._refuse_interrupted([*self._last_layers, *self._step_layers], [])
+            self._refuse_interrupted([])
         if self.layers and index == self.layers[0].index and self._attention == ATTENTION:
             forward_pass.first_layer = weakref.ref(self), weakref.ref(keys)
         if self.layers and index == self.layers[-1].index:
@@ -437,50 +437,49 @@ class PagedLayers:
         if self.options.is_preallocated:
             return
         self.unreserve()
-        step_layers = self._step_layers
-        self._step_layers = []
-        is_current = step_layers and step_layers[-1][0] < index  # not of the previous step
-        self._remove([x for x in step_layers if is_current and x[1] == num_tokens])
-
-    def _remove(self, step_layers: list[tuple[int, int]]) -> None:
-        """Remove the last tokens of growing layers: (index, number of tokens) of each layer."""
-        for index, num_tokens in step_layers:
+        if self._step_layers and self._step_layers[-1][0] < index:  # not of the previous step
+            num_removed = dict(x for x in self._step_layers if x[1] == num_tokens)
             for store in self.stores:
-                if store.encoding.index == index:
-                    store.group.lengths[store.length.member] -= num_tokens
+                store.group.lengths[store.length.member] -= num_removed.get(store.encoding.index, 0)
+            self._step_layers = self._last_layers
+            self._last_layers = []
+        self._free_unused_pages()
+
+    def _free_unused_pages(self) -> None:
         for group in self.groups.values():
             group.table.allocator.recount()
             group.drop_unused_pages()
         self._free_empty_pools()
 
-    def _refuse_interrupted(
-        self, step_layers: list[tuple[int, int]], last_layers: list[tuple[int, int]]
-    ) -> NoReturn:
+    def _refuse_interrupted(self, last_layers: list[tuple[int, int]]) -> NoReturn:
         """Raise ConfigError, and remove the tokens of interrupted steps first, if possible.
 
-        `last_layers` are the layers of the last step that remains, if it is known.
+        `last_layers` are the layers of the last step that remains, if it is known. All layers keep
+        the tokens of the layer with the fewest tokens before the current step.
         """
         self.unreserve()
-        num_removed = Counter[int]()
-        for index, num_tokens in step_layers:
-            num_removed[index] += num_tokens
+        num_removed = dict(self._step_layers)
         self._step_layers = last_layers
         self._last_layers = []
-        can_remove = not self.fixed_groups and not self._has_stock_layers
-        for store in self.stores if can_remove else []:
-            length = store.length.count_stored() - num_removed[store.encoding.index]
-            first_stored = store.group.table.first_page * store.group.page_size
-            if length and store.group.find_first_kept(length) < first_stored:
-                can_remove = False
-        if not can_remove:
+        if self.fixed_groups or self._has_stock_layers:
             self.mark_incomplete()
         for group in self.groups.values():
             group.check_complete()
-        self._remove(step_layers)
+        length = min(
+            store.length.count_stored() - num_removed.get(store.encoding.index, 0)
+            for store in self.stores
+        )
+        for group in self.groups.values():
+            if length and group.find_first_kept(length) < group.table.first_page * group.page_size:
+                self.mark_incomplete()
+            group.check_complete()
+        for store in self.stores:
+            store.group.lengths[store.length.member] = length
+        self._free_unused_pages()
         raise ConfigError(
             "An error (such as Ctrl-C) interrupted the last call between two layers. The tokens of "
-            f"that call were removed, and the cache has {max(self.read_lengths())} tokens. Call "
-            "the model again with all tokens that follow"
+            f"that call were removed, and the cache has {length} tokens. Call the model again with "
+            "all tokens that follow"
         )
 
     def mark_incomplete(self) -> None:
@@ -492,7 +491,7 @@ class PagedLayers:
         """Raise ConfigError if an error has interrupted a change or the last step."""
         last_layers = self._last_layers
         if self._step_layers and last_layers and last_layers[-1][0] > self._step_layers[-1][0]:
-            self._refuse_interrupted(self._step_layers, last_layers)
+            self._refuse_interrupted(last_layers)
         for group in self.groups.values():
             group.check_complete()
 

@@ -264,12 +264,17 @@ def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
             uses += [lambda: cache.batch_select_indices(torch.tensor([0]))]
         for use in uses[::-1]:
             hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                model(next_ids, past_key_values=cache)
+            for _ in range(2 if use is uses[0] else 1):
+                with pytest.raises(KeyboardInterrupt):
+                    model(next_ids, past_key_values=cache)
             hook.remove()
+            if use is uses[0]:  # errors between the interruption and the use hide nothing
+                with pytest.raises(ConfigError, match="which the cache holds"):
+                    model(next_ids.repeat(2, 1), past_key_values=cache)
             with pytest.raises(ConfigError, match=r"interrupted (a change|the last call)"):
                 use()
-            if options:
+            # The call after the interruptions has moved the window on.
+            if options or (use is uses[0] and num_stored and name == "sliding_and_full"):
                 cache.reset()
                 if num_stored:
                     model(ids[:, :num_stored], past_key_values=cache)
