@@ -394,7 +394,7 @@ class PagedLayers:
         was_model_step = self._is_model_step and not self._has_cross_layers
         self._is_model_step = self._has_mask_request
         self._has_mask_request = False
-        is_comparable = was_model_step and self._is_model_step and self._step_layers
+        is_comparable = was_model_step and self._is_model_step and self.stores
         self._last_layers = self._step_layers if is_comparable else []
         self._step_layers = []
         # Read it once per step, because a read takes 2 us.
