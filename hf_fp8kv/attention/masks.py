@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 
 from ..errors import ConfigError
-from ..modeling.forward_state import forward_pass
+from ..modeling.forward_state import MaskRequest, forward_pass
 from ..ops.visibility import find_visible
 from ..utils.warn_once import warn_once
 from .compact import CompactMask, make_compact
@@ -75,45 +75,75 @@ def fp8_paged_mask(
     if forward_pass.request.sizes is None and not isinstance(q_offset, Tensor) and q_offset > 0:
         warn_once(_STOCK_WARNING)
     request = forward_pass.take_request(q_length, kv_length, kv_offset)
-    first_query: Any = q_offset  # transformers declares an int, but may pass a tensor
-    is_preallocated = request.is_preallocated
     config = kwargs.get("config")
     # Without a cache, positions may be packed, so the pattern is not plain.
     is_chunked = getattr(config, "attention_chunk_size", None) is not None
-    is_plain = is_preallocated and not is_chunked and not kwargs.get("use_vmap", False)
+    is_plain = request.is_preallocated and not is_chunked and not kwargs.get("use_vmap", False)
     window = find_window(mask_function, is_plain=is_plain, local_size=kwargs.get("local_size"))
-    # A compact mask requires that the queries are the last stored tokens.
-    queries_are_last = is_preallocated or (
-        not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    )
-    # New keys, unlike stored keys, do not carry the window of their layer. If the window hides
-    # tokens, new keys need a complete mask, which is made here once for all layers.
-    has_new_keys = q_length > 1 and q_length == kv_length and not request.is_stored
-    hides_new_keys = has_new_keys and window is not None and 0 < window < kv_length
-    model_adds_mask = adds_mask(config)
-    if model_adds_mask or not queries_are_last or window is None or hides_new_keys:
+    sizes = (q_length, kv_length, q_offset, kv_offset)
+    make_mask: Callable[..., Tensor | None] | None = None
+    if adds_mask(config):
+        make_mask = eager_mask
+    elif window is None or _needs_complete(window, request, *sizes):
+        make_mask = sdpa_mask
+    if make_mask is not None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        make_mask = eager_mask if model_adds_mask else sdpa_mask
         return make_mask(
             batch_size,
             q_length,
             kv_length,
-            first_query,
+            q_offset,
             kv_offset,
             mask_function,
             attention_mask,
             **kwargs,
         )
+    assert window is not None
     # Some models do not pass their window to the attention function, and new keys have no window.
     may_be_none = not needs_mask(config) and not 0 < window < kv_length
-    if attention_mask is None and may_be_none:
-        return None
     if attention_mask is None:
+        if may_be_none:
+            return None
         shape = (batch_size, kv_offset + kv_length)
         device = kwargs.get("device", "cpu")
         attention_mask = torch.ones(shape, dtype=torch.bool, device=device)
+    is_token = _select_columns(attention_mask, kv_offset, kv_length, is_growing=request.is_growing)
+    if may_be_none and _reads_values(is_token, q_length, request) and is_token.all():
+        return None
+    length = q_offset + q_length if request.is_preallocated else kv_length
+    return make_compact(is_token, kv_offset, length, window, q_length)
+
+
+def _needs_complete(
+    window: int,
+    request: MaskRequest,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+) -> bool:
+    """Return whether a compact mask cannot express what the queries see."""
+    # A compact mask requires that the queries are the last stored tokens.
+    if not request.is_preallocated and (
+        isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length
+    ):
+        return True
+    # New keys, unlike stored keys, do not carry the window of their layer. If the window hides
+    # tokens, new keys need a complete mask, which is made here once for all layers.
+    has_new_keys = q_length > 1 and q_length == kv_length and not request.is_stored
+    return has_new_keys and 0 < window < kv_length
+
+
+def _select_columns(
+    attention_mask: Tensor, kv_offset: int, kv_length: int, *, is_growing: bool
+) -> Tensor:
+    """Return which keys are tokens, `[B, N]`, bool.
+
+    Raises:
+        ConfigError: The mask has fewer columns than a growing cache has tokens.
+    """
     num_missing = kv_offset + kv_length - attention_mask.shape[-1]
-    if num_missing > 0 and request.is_growing:
+    if num_missing > 0 and is_growing:
         raise ConfigError(
             f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
             f"got {attention_mask.shape[-1]} columns. Pass the mask of the whole sequence, or a "
@@ -121,18 +151,18 @@ def fp8_paged_mask(
         )
     if num_missing > 0:  # hide tokens that the mask does not cover, as transformers' sdpa does
         attention_mask = torch.nn.functional.pad(attention_mask, (0, num_missing))
-    is_token = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    # Reading the values synchronizes with a GPU, so it is only done in the prefill. A preallocated
-    # cache has the same type of mask in each step, because code may be compiled for that type.
-    reads_values = (
-        (is_token.is_cpu or q_length > 1)
-        and not is_preallocated
-        and not torch.compiler.is_compiling()
-    )
-    if may_be_none and reads_values and is_token.all():
-        return None
-    length = first_query + q_length if is_preallocated else kv_length
-    return make_compact(is_token, kv_offset, length, window, q_length)
+    return attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+
+
+def _reads_values(is_token: Tensor, q_length: int, request: MaskRequest) -> bool:
+    """Return whether the mask's values decide on its type.
+
+    Reading them synchronizes with a GPU, so it is only done in the prefill. A preallocated cache
+    has the same type of mask in each step, because code may be compiled for that type.
+    """
+    if request.is_preallocated or torch.compiler.is_compiling():
+        return False
+    return is_token.is_cpu or q_length > 1
 
 
 def make_complete(

@@ -96,29 +96,23 @@ class CacheOptions:
                 f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model. Pass the "
                 "model instead of its config: FP8PagedCache(model)"
             )
-        new_plan = parse_plan(plan)
-        arguments = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        given_plan = parse_plan(plan)
+        formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        new_plan: LayerPlan | Mapping[int, LayerPlan]
         if isinstance(scales, KVScales) and scales.plan is not None:
-            _refuse_arguments(arguments | {"plan": plan}, f"the scales ({scales.origin}) define")
+            _refuse_arguments(formats | {"plan": plan}, f"the scales ({scales.origin}) define")
             new_plan = scales.plan
-        elif new_plan is not None:
-            if isinstance(new_plan, StoragePlan) or isinstance(scales, KVScales):
-                arguments["scales"] = scales
-            _refuse_arguments(arguments, "the plan defines")
-            if isinstance(new_plan, StoragePlan):
-                scales = new_plan
-                new_plan = new_plan.plan
-                assert new_plan is not None
+        elif isinstance(given_plan, StoragePlan):
+            _refuse_arguments(formats | {"scales": scales}, "the plan defines")
+            assert given_plan.plan is not None
+            new_plan = given_plan.plan
+            scales = given_plan  # it holds the centers
+        elif given_plan is not None:
+            calibrated = scales if isinstance(scales, KVScales) else None
+            _refuse_arguments(formats | {"scales": calibrated}, "the plan defines")
+            new_plan = given_plan
         else:
-            common_format = None if dtype is None else parse_dtype(dtype)
-            default = common_format or (DEFAULT_DTYPE if scales is None else STATIC_DTYPE)
-            k = default if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
-            v = AUTO if is_latent else default
-            v = v if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
-            # Rotation compensates for a narrow range. Static scales are for unrotated values.
-            rotated_formats = NARROW_FORMATS if scales is None else ()
-            k_plan, v_plan = (SidePlan(name, name in rotated_formats) for name in (k, v))
-            new_plan = LayerPlan(k_plan, v_plan)
+            new_plan = _make_layer_plan(formats, has_scales=scales is not None, is_latent=is_latent)
         options = cls(plan=new_plan, scales=scales, **fields)
         options.check()
         return options
@@ -275,6 +269,19 @@ class CacheOptions:
         k = None if plan.k.format == AUTO else scale.repeat(heads, k_dim)
         v = None if plan.v.format == AUTO or not v_dim else scale.repeat(heads, v_dim)
         return k, v, None
+
+
+def _make_layer_plan(
+    formats: Mapping[str, object], *, has_scales: bool, is_latent: bool
+) -> LayerPlan:
+    """Return the plan of the arguments `dtype`, `key_dtype` and `value_dtype`, or the default."""
+    given = {name: parse_dtype(x, name) for name, x in formats.items() if x is not None}
+    default = given.get("dtype", STATIC_DTYPE if has_scales else DEFAULT_DTYPE)
+    k = given.get("key_dtype", default)
+    v = given.get("value_dtype", AUTO if is_latent else default)
+    # Rotation compensates for a narrow range. Static scales are for unrotated values.
+    rotated_formats = () if has_scales else NARROW_FORMATS
+    return LayerPlan(*(SidePlan(name, name in rotated_formats) for name in (k, v)))
 
 
 def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
