@@ -14,22 +14,14 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from .attention import capture as capturing
 from .attention import latent
-from .attention.check_model import (
-    ModelReport,
-    check_model,
-    find_stock_layers,
-    probe_deterministic,
-    probe_preallocated,
-)
-from .attention.deterministic import install_deterministic, remove_deterministic
+from .attention.check_model import ModelReport, check_model, find_stock_layers, probe_preallocated
 from .attention.switching import get_attn_implementations, set_attn_implementations
-from .attention.training import install_rounding, prepare_rounding, remove_rounding
 from .cache.cache import NOT_KEPT, FP8PagedCache, MemoryFootprint
 from .calibration.plan_choice import check_bits, freeze_plan, resolve_plan, unfreeze_plan
 from .errors import ConfigError
 from .formats import ADAPTIVE, DEFAULT_DTYPE, list_counts, summarize_plan
 from .modeling.exact_states import warn_of_rounding
-from .modeling.methods import ModelMethod, remove_methods
+from .modeling.methods import ModelAttribute, ModelMethod, remove_methods
 from .modeling.model_support import (
     ATTENTION,
     CACHE,
@@ -44,13 +36,16 @@ from .prefix.generate import get_candidate_generator, prefill, prepare_inputs, p
 from .prefix.media import keep_encoder_inputs
 from .prefix.store import PrefixStore
 from .prefix.stored_pages import check_store
+from .reproducible.modules import install_deterministic, probe_deterministic, remove_deterministic
+from .reproducible.training import install_rounding, prepare_rounding, remove_rounding
 from .scales.kv_scales import StoragePlan, warn_if_stale
 from .utils.digests import digest_weights
 from .utils.text import suggest
 
 logger = logging.getLogger(__name__)
 
-_SAVED_ATTENTION = "_hf_fp8kv_saved_attention"
+# The attention implementations that `disable` sets again.
+_SAVED_ATTENTION = ModelAttribute[dict[str, Any]]("_hf_fp8kv_saved_attention")
 _PREPARE_METHOD = "_prepare_cache_for_generation"
 _ENGINE_METHOD = "init_continuous_batching"
 # Value of generate()'s `cache_implementation` for a growing cache in host memory.
@@ -159,19 +154,8 @@ def enable(
         BackendError: `backend` cannot run here.
     """
     base = find_generating_model(find_base_model(model, "generate", _PREPARE_METHOD))
-    if unknown := [name for name in cache_keywords if name not in _CACHE_KEYWORDS]:
-        raise ConfigError(
-            f"enable: expected the keywords of FP8PagedCache ({', '.join(_CACHE_KEYWORDS)}), got "
-            f"{', '.join(unknown)}. Correct or leave it out.{suggest(unknown[0], _KEYWORDS)}"
-        )
-    if reason := find_refusal(type(base)):
-        raise ConfigError(
-            f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
-            "the model without enable()"
-        )
-    if prefix_store is not None and not reuse_prefix:
-        raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
-    check_bits(bits)
+    _check_arguments(base, cache_keywords, reuse_prefix=reuse_prefix, prefix_store=prefix_store)
+    check_bits(bits)  # None has a meaning for `resolve_plan` only
     given_keywords = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
     cache_keywords = resolve_plan(base, {**given_keywords, "bits": bits}, prefix_store=prefix_store)
     # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.
@@ -196,7 +180,7 @@ def enable(
         # These results are cached, so the first `generate()` does not wait for them.
         digest_weights(base)
         load_backend(choose_backend(cache.options.backend, base.device))
-    if _SAVED_ATTENTION in vars(base):
+    if _SAVED_ATTENTION.is_set(base):
         disable(base)
     if is_default:
         freeze_plan(base, cache_keywords["plan"], bits)
@@ -204,10 +188,55 @@ def enable(
     if base._can_set_attn_implementation():
         base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
-    vars(base)[_SAVED_ATTENTION] = old_attention
+    _SAVED_ATTENTION.set(base, old_attention)
+    methods = _choose_methods(base, cache_keywords, prefix_store, reuse_prefix, capture=capture)
+    for name, (function, *arguments) in methods.items():
+        ModelMethod(base, name, function, *arguments).install()
+    install_rounding(roundings)
+    if deterministic:
+        install_deterministic(base, __name__)
+    sizes = cache.count_bytes()
+    text = "" if sizes is None else f", {sizes[1]:,.0f} bytes per token, {sizes[0]:,.0f} in bf16"
+    logger.info(
+        "generate() of %s stores %s%s", type(base).__name__, summarize_plan(cache.plan), text
+    )
+    return model
+
+
+def _check_arguments(
+    base: PreTrainedModel,
+    cache_keywords: dict[str, Any],
+    *,
+    reuse_prefix: bool,
+    prefix_store: PrefixStore | None,
+) -> None:
+    """Raise ConfigError for arguments of `enable` that no model accepts, or for the model."""
+    if unknown := [name for name in cache_keywords if name not in _CACHE_KEYWORDS]:
+        raise ConfigError(
+            f"enable: expected the keywords of FP8PagedCache ({', '.join(_CACHE_KEYWORDS)}), got "
+            f"{', '.join(unknown)}. Correct or leave it out.{suggest(unknown[0], _KEYWORDS)}"
+        )
+    if reason := find_refusal(type(base)):
+        raise ConfigError(
+            f"expected a model that can use this cache, got {type(base).__name__}: {reason}. Use "
+            "the model without enable()"
+        )
+    if prefix_store is not None and not reuse_prefix:
+        raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
+
+
+def _choose_methods(
+    base: PreTrainedModel,
+    keywords: dict[str, Any],
+    prefix_store: PrefixStore | None,
+    reuse_prefix: bool,
+    *,
+    capture: bool,
+) -> dict[str, tuple[Any, ...]]:
+    """Return the methods that `enable` replaces: by name, a function and its arguments."""
     num_layers = getattr(base.config, "num_hidden_layers", None)
     methods: dict[str, tuple[Any, ...]] = {
-        _PREPARE_METHOD: (_prepare_cache, cache_keywords, num_layers),
+        _PREPARE_METHOD: (_prepare_cache, keywords, num_layers),
         "_get_candidate_generator": (get_candidate_generator, reuse_prefix),
         "_prefill": (prefill, reuse_prefix, prefix_store),
         "prepare_inputs_for_generation": (prepare_inputs,),
@@ -223,17 +252,7 @@ def enable(
         methods[prepare_method] = (capturing.prepare_inputs, *methods[prepare_method])
     if _ENGINE_METHOD not in vars(base):  # else hf_fp8kv.serving.enable was called
         methods[_ENGINE_METHOD] = (_refuse_engine,)
-    for name, (function, *arguments) in methods.items():
-        ModelMethod(base, name, function, *arguments).install()
-    install_rounding(roundings)
-    if deterministic:
-        install_deterministic(base, __name__)
-    sizes = cache.count_bytes()
-    text = "" if sizes is None else f", {sizes[1]:,.0f} bytes per token, {sizes[0]:,.0f} in bf16"
-    logger.info(
-        "generate() of %s stores %s%s", type(base).__name__, summarize_plan(cache.plan), text
-    )
-    return model
+    return methods
 
 
 def disable(model: _Model) -> _Model:
@@ -243,7 +262,7 @@ def disable(model: _Model) -> _Model:
         ConfigError: The argument is not a model of transformers.
     """
     base = find_generating_model(find_base_model(model, "generate"))
-    old_attention = vars(base).pop(_SAVED_ATTENTION, None)
+    old_attention = _SAVED_ATTENTION.remove(base)
     if old_attention is not None:
         unfreeze_plan(base)
         _last_uses.pop(base, None)
@@ -296,7 +315,7 @@ def summary(model: Any) -> Summary:
         ConfigError: The model is not enabled.
     """
     base = find_generating_model(find_base_model(model, "generate"))
-    if _SAVED_ATTENTION not in vars(base):
+    if not _SAVED_ATTENTION.is_set(base):
         raise ConfigError(
             f"model: expected an enabled model, got {type(base).__name__}. Call enable(model) first"
         )

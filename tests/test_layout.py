@@ -23,7 +23,7 @@ FLOORS = (
     ("paging",),
     ("cache",),
     ("attention", "prefix"),
-    ("calibration",),
+    ("calibration", "reproducible"),
     ("enabling", "serving"),
     ("server",),
     ("__init__", "vllm"),
@@ -35,10 +35,10 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". An issue may raise a budget if it says so.
 BUDGETS = {
-    "attention": 1669, "bench": 387, "cache": 2068, "calibration": 1342, "card": 1021, "cli": 964,
-    "enabling": 254, "errors": 24, "formats": 217, "__init__": 31, "modeling": 440, "ops": 3036,
-    "paging": 1117, "prefix": 1062, "scales": 1742, "server": 2562, "serving": 1138, "utils": 410,
-    "vllm": 558,
+    "__init__": 31, "attention": 1345, "bench": 388, "cache": 2074, "calibration": 1343,
+    "card": 1021, "cli": 964, "enabling": 261, "errors": 24, "formats": 217, "modeling": 460,
+    "ops": 3036, "paging": 1117, "prefix": 1062, "reproducible": 354, "scales": 1742,
+    "server": 2562, "serving": 1141, "utils": 410, "vllm": 558,
 }  # fmt: skip
 
 

@@ -371,7 +371,7 @@ class CapturedStep:
 
     def _restore(self, backup: FP8PagedCache) -> None:
         """Restore the cache and the attributes of all modules."""
-        vars(self.cache).update(vars(backup))
+        self.cache.take_contents(backup)
         for attributes, old_attributes in self._attributes:
             for name in attributes.keys() - old_attributes.keys():
                 del attributes[name]

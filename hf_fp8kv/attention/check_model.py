@@ -2,8 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
 from ..cache.layer import FP8PagedLayer
-from ..cache.options import CacheOptions
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, FP8KVError
 from ..modeling.exact_states import describe_rounding
@@ -23,15 +22,7 @@ from ..modeling.model_support import (
     find_replacement,
     with_cache,
 )
-from . import latent
 from .capture import PRECISE_ERRORS, find_obstacle
-from .deterministic import (
-    FunctionWatch,
-    check_deterministic,
-    check_page_size,
-    install_deterministic,
-    remove_deterministic,
-)
 from .latent import find_projections, reads_stored_latents, temporary_installs
 from .switching import eval_mode, paged_attention, watched_attention
 
@@ -100,8 +91,7 @@ class ModelReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""
-        layers = [vars(layer) for layer in self.layers]
-        return {**vars(self), "path": self.path, "counts": self.counts, "layers": layers}
+        return {**asdict(self), "path": self.path, "counts": self.counts}
 
     def __str__(self) -> str:
         if self.refused:
@@ -214,63 +204,6 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, st
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None, ""
     return probed_paths, obstacle
-
-
-def probe_deterministic(
-    model: PreTrainedModel, options: CacheOptions, stock_layers: Sequence[int] = ()
-) -> None:
-    """Raise ConfigError if a model with these options is not deterministic.
-
-    The model is run on 64 tokens at once, in chunks and in a batch. The results must be identical,
-    and close to the result of the unchanged model. `stock_layers` are indices of unpaged layers.
-    """
-    options.check_stored("deterministic")
-    check_page_size(options.page_size)
-    check_deterministic(model, stock_layers)
-    num_tokens = 64
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(3 * num_tokens, device=model.device) * 37 + 11
-    ids = ids.view(3, num_tokens) % vocab_size
-
-    def compute_logits(num_sequences: int, chunk_sizes: list[int]) -> torch.Tensor:
-        cache = FP8PagedCache(model.config, prefill="stored")
-        chunks = ids[:num_sequences].split(chunk_sizes, 1)
-        return torch.cat([model(chunk, **with_cache(model, cache)).logits[0] for chunk in chunks])
-
-    training_modules = [module for module in model.modules() if module.training]
-    name = type(model).__name__
-    reason = ""
-    try:
-        with torch.no_grad(), paged_attention(model.eval()), latent.temporary_installs(model):
-            latent.install_all(model)
-            stock_logits = compute_logits(1, [num_tokens])
-            install_deterministic(model, __name__)
-            with FunctionWatch(num_tokens) as watch:
-                logits = compute_logits(1, [num_tokens])
-            difference = logits - stock_logits
-            other_calls = ((1, [7] * 9 + [1]), (3, [1, 63]))
-            if watch.found_name:
-                reason = f"calls {watch.found_name} on all tokens at once, outside modules"
-            elif not all(torch.equal(logits, compute_logits(*call)) for call in other_calls):
-                reason = "has different logits in a larger batch or in chunks"
-            elif difference.float().norm() > _LOGITS_TOLERANCE * stock_logits.float().norm():
-                reason = "has different results if modules compute tokens in blocks"
-    except FP8KVError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"deterministic: expected a model that can be run on {num_tokens} tokens, got {name}: "
-            f"{type(error).__name__}: {error}. Leave deterministic out"
-        ) from error
-    finally:
-        remove_deterministic(model, __name__)
-        for module in training_modules:
-            module.training = True
-    if reason:
-        raise ConfigError(
-            "deterministic: expected a model whose results do not depend on batch and chunks, got "
-            f"{name}, which {reason}. Leave deterministic out"
-        )
 
 
 def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None], Any]) -> None:

@@ -16,6 +16,7 @@ from .. import ops
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..errors import ConfigError
 from ..modeling.forward_state import forward_pass
+from ..modeling.methods import ModelAttribute
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..ops import AttentionSpec, api
 from ..ops.dense_prompts import attend_densely, is_faster_dense, list_sdpa_backends
@@ -25,8 +26,8 @@ from . import latent, masks
 from .compact import CompactMask
 from .deterministic import check_padding, check_page_size
 
-# Attribute of an attention module that rounds K and V: its `StoredRounding` (training.py).
-ROUNDING = "_hf_fp8kv_rounding"
+# The `StoredRounding` of an attention module that rounds K and V (reproducible/training.py).
+ROUNDING = ModelAttribute[Any]("_hf_fp8kv_rounding")
 # An argument that only an engine passes. Before transformers 5.24 it is the engine's cache.
 _ENGINE_ARGUMENT = "write_index" if CACHE == "cache" else "cache"
 Tensor = torch.Tensor
@@ -157,7 +158,7 @@ def fp8_paged_attention(
     spec = AttentionSpec(
         float(query.shape[-1] ** -0.5) if scaling is None else scaling, bool(causal),
         sliding_window, softcap, s_aux, attention_mask, position_bias, None,
-        False, vars(module).get(DETERMINISTIC, False),
+        False, DETERMINISTIC.name in vars(module),
     )  # fmt: skip
     call = Call(module, query, key, value, spec, dropout, kwargs)
     if paged_layers is None:
@@ -196,7 +197,7 @@ def _attend(
                 _record(module, query, key, call.spec.mask, arguments, spec)
             return attended, None
         warn_once(_DENSE_WARNING.format(type(module).__name__))
-    elif (rounding := getattr(module, ROUNDING, None)) is not None:
+    elif (rounding := ROUNDING.get(module)) is not None:
         rounded: tuple[Tensor, Tensor | None] = rounding.attend(call)
         return rounded
     return attend_dense(call)
@@ -237,7 +238,7 @@ def _describe(
         None if schedule is None else schedule.shape,
         getattr(module, "is_causal", True),
         getattr(module, "training", False),
-        vars(module).get(DETERMINISTIC),
+        DETERMINISTIC.name in vars(module),
         None if mask is None else (mask.shape[:3], mask.device, mask.window),
     )
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..cache.paged_tensor import PagedKV
 from ..modeling.identity import ADAPTER_FIELDS
-from ..modeling.methods import ModelMethod
+from ..modeling.methods import ModelAttribute, ModelMethod
 from ..modeling.model_support import ATTENTION, EXPAND
 from .deterministic import compute_in_blocks
 
-# Attribute of an attention module: whether it passes stored latents to "fp8_paged" unexpanded.
-_READS_STORED_ATTRIBUTE = "_hf_fp8kv_latent"
-# Attribute of an attention module: the `_CachedWeight` of its projection.
-_WEIGHT_ATTRIBUTE = "_hf_fp8kv_absorbed"
+# Whether an attention module passes stored latents to "fp8_paged" unexpanded.
+_READS_STORED = ModelAttribute[bool]("_hf_fp8kv_latent")
+# The weight of the projection of an attention module.
+_WEIGHT = ModelAttribute["_CachedWeight"]("_hf_fp8kv_absorbed")
 # Attributes of a module that determine the sizes of W_K and W_V.
 _SIZE_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PROJECTION_NAME = "kv_b_proj"
@@ -126,7 +126,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     """
     if not hasattr(type(module), EXPAND) or torch.compiler.is_compiling():
         return
-    if _READS_STORED_ATTRIBUTE in vars(module) or EXPAND in vars(module):
+    if _READS_STORED.is_set(module) or EXPAND in vars(module):
         return
     projection = getattr(module, _PROJECTION_NAME, None)
     weight = _find_plain_weight(projection)
@@ -138,7 +138,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
         return
     can_absorb = _expands_by_formulas(module, like)
     if can_absorb is not None:
-        vars(module)[_READS_STORED_ATTRIBUTE] = can_absorb
+        _READS_STORED.set(module, can_absorb)
     if can_absorb:
         ModelMethod(module, EXPAND, _pass_stored_latents).install()
 
@@ -152,7 +152,7 @@ def install_all(model: torch.nn.Module) -> None:
 @contextmanager
 def temporary_installs(model: torch.nn.Module) -> Iterator[None]:
     """Undo every `install` within the `with` block when the block ends."""
-    prepared = {module for module in model.modules() if _READS_STORED_ATTRIBUTE in vars(module)}
+    prepared = {module for module in model.modules() if _READS_STORED.is_set(module)}
     try:
         yield
     finally:
@@ -162,14 +162,14 @@ def temporary_installs(model: torch.nn.Module) -> Iterator[None]:
 def remove_all(model: torch.nn.Module, excluded: Collection[torch.nn.Module] = ()) -> None:
     """Undo `install` for all modules of a model, except `excluded`."""
     for module in model.modules():
-        if module not in excluded and vars(module).pop(_READS_STORED_ATTRIBUTE, False):
-            for name in (EXPAND, _WEIGHT_ATTRIBUTE):
-                vars(module).pop(name, None)
+        if module not in excluded and _READS_STORED.remove(module):
+            vars(module).pop(EXPAND, None)
+            _WEIGHT.remove(module)
 
 
 def reads_stored_latents(module: Any) -> bool:
     """Return whether a module passes stored latents and RoPE parts unexpanded."""
-    return bool(vars(module).get(_READS_STORED_ATTRIBUTE))
+    return bool(_READS_STORED.get(module))
 
 
 def _pass_stored_latents(
@@ -228,7 +228,7 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
     Returns:
         The weight, or None if the projection does more than multiply, or changes between calls.
     """
-    cached: _CachedWeight | None = vars(module).get(_WEIGHT_ATTRIBUTE)
+    cached = _WEIGHT.get(module)
     rank = module.kv_lora_rank
     if torch.compiler.is_compiling():
         if cached is None or cached.weight is None:
@@ -253,7 +253,8 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
                 weight = projection(torch.eye(rank, device="cpu").to(like)).T.contiguous()
                 if not all(map(_is_close, projection(inputs), inputs @ weight.T)):
                     weight = None
-        cached = vars(module)[_WEIGHT_ATTRIBUTE] = _CachedWeight(state, sources, weight)
+        cached = _CachedWeight(state, sources, weight)
+        _WEIGHT.set(module, cached)
     return cached.weight
 
 

@@ -61,16 +61,17 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     Within the block, K and V are not rounded, and deterministic attention is off.
     """
     training_modules = [module for module in model.modules() if module.training]
-    removed_attributes = {
-        module: {x: vars(module).pop(x) for x in (ROUNDING, DETERMINISTIC) if x in vars(module)}
-        for module in model.modules()
-    }
+    roundings = {module: ROUNDING.remove(module) for module in model.modules()}
+    deterministic_modules = [x for x in model.modules() if DETERMINISTIC.remove(x)]
     try:
         model.eval()
         yield
     finally:
-        for module, attributes in removed_attributes.items():
-            vars(module).update(attributes)
+        for module, rounding in roundings.items():
+            if rounding is not None:
+                ROUNDING.set(module, rounding)
+        for module in deterministic_modules:
+            DETERMINISTIC.set(module, True)
         for module in training_modules:
             module.training = True
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -131,7 +132,7 @@ def measure_processes(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
     rows = []
     growth_mib = {}
     for name in ("DynamicCache", E4M3, INT6):
-        task = json.dumps({"name": name, "num_tokens": num_tokens, "setup": vars(setup)})
+        task = json.dumps({"name": name, "num_tokens": num_tokens, "setup": asdict(setup)})
         script = f"import sys; from {__name__} import _report_growth; _report_growth(sys.argv[1])"
         process = subprocess.run(
             [sys.executable, "-c", script, task],

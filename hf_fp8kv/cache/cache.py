@@ -578,7 +578,11 @@ class FP8PagedCache(DynamicCache):
 
     def adopt(self, paged: PagedLayers) -> None:
         """Replace the layers of this empty cache by growing layers with its options and config."""
-        vars(self).update(vars(self._from_layers(paged)))  # in one call, after the layers exist
+        self.take_contents(self._from_layers(paged))
+
+    def take_contents(self, other: "FP8PagedCache") -> None:
+        """Refer to the contents of another cache of this config. Both share them afterwards."""
+        vars(self).update(vars(other))  # in one call, which interruptions do not split
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = fork = self.fork()

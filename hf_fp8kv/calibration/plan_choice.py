@@ -31,6 +31,7 @@ from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Laye
 from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.identity import sample_model
+from ..modeling.methods import ModelAttribute
 from ..modeling.model_support import (
     accepts_argument,
     caches_latents,
@@ -79,9 +80,9 @@ _MAX_CPU_PRODUCTS = 7e11
 _SPECIAL_ID_FIELD = re.compile(r"(?:token|[be]o[sia]|pad|unk|mask)_(?:ids?|idx|index|indices)")
 # Arguments that define how a cache stores K and V.
 _STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
-# Attributes of a model that hold, by their bits, a `_PlanChoice`, and the plan of `freeze_plan`.
-_CHOICE_ATTRIBUTE = "_hf_fp8kv_plan_choice"
-_FROZEN_ATTRIBUTE = "_hf_fp8kv_frozen_plan"
+# The choices for a model, and the plan of `freeze_plan`, by their bits.
+_CHOICES = ModelAttribute[dict[float, "_PlanChoice"]]("_hf_fp8kv_plan_choice")
+_FROZEN_PLAN = ModelAttribute[dict[float, "Plan | None"]]("_hf_fp8kv_frozen_plan")
 # A choice changes the attention of its model for a while, so only one thread chooses at a time.
 _choosing = threading.RLock()
 
@@ -207,7 +208,7 @@ def resolve_plan(
     if given:
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
     is_split = getattr(keywords.get("tensor_parallel"), "size", 1) > 1
-    frozen_plans: dict[float, Plan | None] = vars(model).get(_FROZEN_ATTRIBUTE, {})
+    frozen_plans: dict[float, Plan | None] = _FROZEN_PLAN.get(model) or {}
     if bits is None:
         bits = next(iter(frozen_plans), MAX_BITS)
     plan = frozen_plans.get(bits)
@@ -225,14 +226,14 @@ def freeze_plan(model: PreTrainedModel, plan: Plan | None, bits: float = MAX_BIT
 
     The plan stays even after weights change. None means fp8_e3m4 without a plan.
     """
-    vars(model)[_FROZEN_ATTRIBUTE] = {bits: plan}
+    _FROZEN_PLAN.set(model, {bits: plan})
 
 
 def unfreeze_plan(model: PreTrainedModel) -> None:
     """Undo `freeze_plan`, if it was called. A choice that failed can then be made again."""
-    vars(model).pop(_FROZEN_ATTRIBUTE, None)
-    if choices := vars(model).get(_CHOICE_ATTRIBUTE):
-        vars(model)[_CHOICE_ATTRIBUTE] = {n: x for n, x in choices.items() if x.plan is not None}
+    _FROZEN_PLAN.remove(model)
+    if choices := _CHOICES.get(model):
+        _CHOICES.set(model, {n: x for n, x in choices.items() if x.plan is not None})
 
 
 def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Passes | None:
@@ -281,7 +282,7 @@ def _find_plan(
     With `must_choose`, errors are raised, and passes are not limited. `is_split` is whether the
     caller splits the model over processes.
     """
-    choices: dict[float, _PlanChoice] = vars(model).get(_CHOICE_ATTRIBUTE, {})
+    choices = _CHOICES.get(model) or {}
     choice = choices.get(bits, _PlanChoice("unknown", None))
     key, shared_path = "", None
     try:
@@ -318,7 +319,7 @@ def _find_plan(
                 reason,
             )
         choice = _PlanChoice(key, None)
-    vars(model)[_CHOICE_ATTRIBUTE] = {**choices, bits: choice}
+    _CHOICES.set(model, {**choices, bits: choice})
     if store is None or choice.plan is None:
         return choice.plan
     return share_plan(shared_path, choice.plan, store)

@@ -67,7 +67,7 @@ def describe_model(model: Any) -> dict[str, object]:
     uses_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return {
         "class": type(model).__qualname__,
-        "deterministic": DETERMINISTIC in vars(model),
+        "deterministic": DETERMINISTIC.is_set(model),
         "attention": str(model.config._attn_implementation),
         "transformers": transformers.__version__,
         "device": device,
@@ -119,7 +119,7 @@ def _check_hooks(model: Any) -> None:
     hooks = [*registry._global_forward_pre_hooks.values(), *registry._global_forward_hooks.values()]
     for name, module in model.named_modules():
         attributes = vars(module)
-        accelerate_hook = vars(module).get("_hf_hook")
+        accelerate_hook = attributes.get("_hf_hook")
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
         refused = [x for x in hooks if x is not None and not _is_defined_in(x, _ACCEPTED_PACKAGES)]

@@ -1,10 +1,44 @@
-"""Replace methods of a single model, without changing its class."""
+"""Attributes and methods of a single model, which do not change its class."""
 
 import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+_Value = TypeVar("_Value")
+
+
+class ModelAttribute(Generic[_Value]):
+    """An attribute that the package sets on models or modules.
+
+    A copy of a model has a copy of the value. torch does not register the value, so it may be a
+    tensor or hold a module.
+
+    Attributes:
+        name: Name of the attribute.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_set(self, model: Any) -> bool:
+        """Return whether the model itself has the attribute. Wrappers and classes do not count."""
+        return self.name in getattr(model, "__dict__", ())
+
+    def get(self, model: Any) -> _Value | None:
+        """Return the value, or None if the attribute is not set."""
+        value: _Value | None = vars(model).get(self.name)
+        return value
+
+    def set(self, model: Any, value: _Value) -> None:
+        """Set the attribute of this model only."""
+        vars(model)[self.name] = value
+
+    def remove(self, model: Any) -> _Value | None:
+        """Remove the attribute, and return its value. None means that it was not set."""
+        value: _Value | None = vars(model).pop(self.name, None)
+        return value
 
 
 class ModelMethod:

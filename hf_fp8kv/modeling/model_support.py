@@ -13,13 +13,14 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from ..errors import ConfigError
 from ..utils.warn_once import warn_once
+from .methods import ModelAttribute
 
 # Name of the attention function that reads stored pages.
 ATTENTION = "fp8_paged"
 # Method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
-# Attribute that `enable` sets on a deterministic model and on its modules.
-DETERMINISTIC = "_hf_fp8kv_deterministic"
+# Set on a deterministic model and on its modules.
+DETERMINISTIC = ModelAttribute[bool]("_hf_fp8kv_deterministic")
 # Attribute of new keys that holds the cache of a continuous-batching engine.
 ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.

@@ -289,7 +289,7 @@ def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
     shapes, strides, dtypes, devices and pages of a call must equal `args`.
     """
     operation = getattr(load_backend(backend), name)
-    bound: Callable[..., Any] = vars(operation).get("bind", lambda *_: operation)(*args)
+    bound: Callable[..., Any] = getattr(operation, "bind", lambda *_: operation)(*args)
     return bound
 
 

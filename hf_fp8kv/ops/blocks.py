@@ -121,7 +121,7 @@ def group_by_block(
 
 def list_blocks(pages: Pages) -> tuple[Tensor, ...]:
     """Return all blocks of the pages."""
-    blocks: tuple[Tensor, ...] = vars(pages.offsets).get("blocks", (pages.block,))
+    blocks: tuple[Tensor, ...] = getattr(pages.offsets, "blocks", (pages.block,))
     return blocks
 
 

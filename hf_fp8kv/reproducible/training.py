@@ -12,6 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import ops
+from ..attention.check_model import find_stock_layers
+from ..attention.compact import CompactMask
+from ..attention.deterministic import check_padding
+from ..attention.fp8_paged import (
+    ROUNDING,
+    Call,
+    attend_dense,
+    attend_stored,
+    drop_mask,
+    requires_dense,
+)
+from ..attention.latent import reads_stored_latents
+from ..attention.switching import eval_mode, watched_attention
 from ..cache.cache import FP8PagedCache
 from ..cache.encoding import Encoding
 from ..cache.options import CacheOptions
@@ -21,12 +34,6 @@ from ..formats import AUTO
 from ..modeling.exact_states import ROUNDING_NOTE, describe_rounding
 from ..modeling.model_support import with_cache
 from ..utils.tensors import without_grad
-from .check_model import find_stock_layers
-from .compact import CompactMask
-from .deterministic import check_padding
-from .fp8_paged import ROUNDING, Call, attend_dense, attend_stored, drop_mask, requires_dense
-from .latent import reads_stored_latents
-from .switching import eval_mode, watched_attention
 
 
 class StoredRounding:
@@ -223,13 +230,13 @@ def _probe_roundings(
 def install_rounding(roundings: Mapping[torch.nn.Module, StoredRounding]) -> None:
     """Make attention modules round K and V (see `enable`)."""
     for module, rounding in roundings.items():
-        vars(module)[ROUNDING] = rounding
+        ROUNDING.set(module, rounding)
 
 
 def remove_rounding(model: torch.nn.Module) -> None:
     """Remove the rounding from all modules of a model."""
     for module in model.modules():
-        vars(module).pop(ROUNDING, None)
+        ROUNDING.remove(module)
 
 
 def straight_through(states: Tensor, rounded: Tensor) -> Tensor:

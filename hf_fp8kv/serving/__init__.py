@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from ..attention.check_model import probe_deterministic
-from ..attention.deterministic import install_deterministic, remove_deterministic
 from ..cache.plans import Plan
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError
@@ -24,6 +22,7 @@ from ..modeling.tensor_parallel import tensor_parallel
 from ..ops import choose_backend, load_backend
 from ..prefix.store import PrefixStore
 from ..prefix.stored_pages import check_store
+from ..reproducible.modules import install_deterministic, probe_deterministic, remove_deterministic
 from ..scales.kv_scales import KVScales, warn_if_stale
 from ..utils.text import suggest
 from .config import ServingConfig

@@ -16,6 +16,7 @@ from ..attention.switching import get_attn_implementations, set_attn_implementat
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
+from ..modeling.methods import ModelAttribute
 from ..modeling.model_support import ATTENTION, DETERMINISTIC, unwrap_model
 from ..ops import choose_backend
 from ..prefix.engine_blocks import synchronize
@@ -34,8 +35,9 @@ from .engines.common import EngineCache
 from .engines.noise import NoiseLogitsWarper
 from .probe import read_layer_windows
 
-_METHOD_NAME = "init_continuous_batching"
-_CACHED_MANAGER_NAME = "_cached_continuous_batching_manager"
+_FACTORY = ModelAttribute["ManagerFactory"]("init_continuous_batching")
+# The manager that transformers keeps for later calls.
+_CACHED_MANAGER = ModelAttribute[Any]("_cached_continuous_batching_manager")
 # Blocks of the longest request without workload hints: 8,192 tokens in pages of 256. Longer
 # requests run without a graph.
 _DEFAULT_MAX_BLOCKS = 32
@@ -78,16 +80,16 @@ class ManagerFactory:
     @classmethod
     def install(cls, model: Any, config: ServingConfig) -> None:
         """Make a model's managers store FP8 pages. Keep its cached stock manager for `remove`."""
-        vars(model)[_METHOD_NAME] = cls(model, config, vars(model).pop(_CACHED_MANAGER_NAME, None))
+        _FACTORY.set(model, cls(model, config, _CACHED_MANAGER.remove(model)))
 
     def remove(self, model: Any) -> None:
         """Undo `install`."""
-        del vars(model)[_METHOD_NAME]
+        _FACTORY.remove(model)
         self._hook.remove()
-        if vars(model).get(_CACHED_MANAGER_NAME) in self.managers:
+        if _CACHED_MANAGER.get(model) in self.managers:
             model.destroy_cached_continuous_batching_manager()
-        if self.stock_manager is not None and _CACHED_MANAGER_NAME not in vars(model):
-            vars(model)[_CACHED_MANAGER_NAME] = self.stock_manager
+        if self.stock_manager is not None and not _CACHED_MANAGER.is_set(model):
+            _CACHED_MANAGER.set(model, self.stock_manager)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ManagerFactory":
         model, hook = self._model(), deepcopy(self._hook, memo)
@@ -99,7 +101,8 @@ class ManagerFactory:
 
 def find_factory(model: Any) -> ManagerFactory | None:
     """Return the factory that `enable` set on a model, or None if the model is not enabled."""
-    factory = getattr(unwrap_model(model), "__dict__", {}).get(_METHOD_NAME)
+    base = unwrap_model(model)
+    factory = _FACTORY.get(base) if _FACTORY.is_set(base) else None
     return factory if isinstance(factory, ManagerFactory) else None
 
 
@@ -127,7 +130,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def __init__(self, *, model: Any, **kwargs: Any) -> None:
         self.batch_processor: Any
-        self._factory: ManagerFactory = vars(model)[_METHOD_NAME]
+        factory = find_factory(model)
+        assert factory is not None
+        self._factory = factory
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
         self.max_request_tokens = 0  # that the pages hold for one request, 0 before they exist
@@ -140,7 +145,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             self._check_compilation()
             self._choose_graphs(kwargs["continuous_batching_config"], kwargs["workload_hints"])
             self._noise_warper: NoiseLogitsWarper | None = None
-            if DETERMINISTIC in vars(model) and self.generation_config.do_sample:
+            if DETERMINISTIC.is_set(model) and self.generation_config.do_sample:
                 self._noise_warper = NoiseLogitsWarper(self.logit_processor)
         self._factory.managers[self] = None
 

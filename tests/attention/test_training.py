@@ -18,9 +18,9 @@ from hf_fp8kv import (
     serving,
 )
 from hf_fp8kv.attention.switching import eval_mode
-from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE
+from hf_fp8kv.reproducible.training import StoredRounding
 from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import build_variant
 
@@ -278,7 +278,7 @@ def test_unsupported_training_options_are_refused(case: str) -> None:
 def test_a_model_that_rounds_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """compressed-tensors rounds K and V in calls without a cache, before this package would."""
     model, _ = build_variant("gqa")
-    monkeypatch.setattr("hf_fp8kv.attention.training.describe_rounding", lambda _: ROUNDING_NOTE)
+    monkeypatch.setattr("hf_fp8kv.reproducible.training.describe_rounding", lambda _: ROUNDING_NOTE)
     with pytest.raises(ConfigError, match="already rounds K and V in calls without a cache"):
         enable(model, training="stored")
 

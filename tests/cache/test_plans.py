@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, SidePlan, StoragePlan, disable, enable, serving
-from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import compute_dynamic_scale, round_to_format, search_scale
 from hf_fp8kv.formats.rotation import rotate
+from hf_fp8kv.reproducible.training import StoredRounding
 from hf_fp8kv.scales import KVScales, LayerScales
 from tests.helpers.assertions import assert_same
 from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales

@@ -467,6 +467,6 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
         stored.query = stored.query.float()
         stored.attend()
         stored.query = stored.query.bfloat16()
-        vars(stored.modules[0])[DETERMINISTIC] = True
+        DETERMINISTIC.set(stored.modules[0], True)
         stored.attend()
     assert not dense_calls
