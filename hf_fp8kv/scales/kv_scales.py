@@ -34,6 +34,10 @@ _STALE_WARNING = (
     "(hf_fp8kv.calibrate), or use dynamic scales (scales=None). scales.made_for(model) checks the "
     "weights"
 )
+_OTHER_MODEL_WARNING = (
+    "the scales or the plan (%s) were made for %s, which %s is not. Use the scales or the plan of "
+    "this model"
+)
 _STATIC_EFFECT = "Values that exceed the old range saturate"
 _DYNAMIC_EFFECT = "Nothing saturates, but the plan and centers may no longer fit"
 
@@ -397,7 +401,24 @@ def resolve_scales(
 
 
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
-    """Warn once if the digest of the scales differs from the digest of the model's weights."""
-    if isinstance(scales, KVScales) and scales.made_for(model) is False:
+    """Warn once if scales were made for different weights or, without a digest, another model."""
+    if not isinstance(scales, KVScales):
+        return
+    name = type(model).__name__
+    is_made_for_model = scales.made_for(model)
+    if is_made_for_model is False:
         effect = _DYNAMIC_EFFECT if scales.is_dynamic else _STATIC_EFFECT
-        warn_once(_STALE_WARNING % (scales.origin, type(model).__name__, effect))
+        warn_once(_STALE_WARNING % (scales.origin, name, effect))
+    elif is_made_for_model is None and (other := _find_other_model(scales, model.config)):
+        warn_once(_OTHER_MODEL_WARNING % (scales.origin, other, name))
+
+
+def _find_other_model(scales: KVScales, config: Any) -> str:
+    """Describe a model that the scales were made for, or return "" if it may be this one."""
+    decoder = config.get_text_config(decoder=True)
+    if scales.model_type not in (None, config.model_type, decoder.model_type):
+        return f"a model of type {scales.model_type!r}"
+    num_layers = max(scales.layers, default=-1) + 1
+    if num_layers > getattr(decoder, "num_hidden_layers", num_layers):
+        return f"a model with {num_layers} layers"
+    return ""

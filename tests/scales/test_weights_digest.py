@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,21 @@ def test_scales_without_a_digest_do_not_warn(
     for scales in (path, 0.01, None):
         enable(make_model(), scales=scales)
     assert not read_warnings()
+
+
+@pytest.mark.parametrize("apply", [enable, serving.enable])
+def test_scales_of_another_model_are_noticed_without_a_digest(
+    apply: Any, model_scales: KVScales, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer too many, or another type, whose scales have the right shapes."""
+    caplog.set_level(logging.WARNING, "hf_fp8kv")
+    scales = replace(model_scales, weights_digest=None, origin=f"same {apply}")
+    apply(make_model(), scales=scales)
+    assert not caplog.messages
+    layers = scales.layers | {len(scales.layers): scales.layers[0]}
+    apply(make_model(), scales=replace(scales, layers=layers))
+    apply(make_model(), scales=replace(scales, model_type="opt"))
+    assert [text.partition("made for ")[2].partition(",")[0] for text in caplog.messages] == [
+        f"a model with {len(layers)} layers",
+        "a model of type 'opt'",
+    ]
