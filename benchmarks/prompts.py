@@ -27,7 +27,7 @@ from hf_fp8kv.card.predictions import EXACT, STORED, prefill, score_text
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import summarize_plan
 from hf_fp8kv.scales import KVScales
-from hf_fp8kv.utils.digests import digest_of, digest_weights
+from hf_fp8kv.utils.digests import compute_digest, digest_weights
 from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv.utils.terminal import build_table
 
@@ -212,12 +212,12 @@ def make_storage(model: PreTrainedModel, name: str) -> Storage:
     else:
         contender = Contender(name, lambda model: FP8PagedCache(model.config, plan=plan))
     cache = contender.make(model)
-    description, digest = contender.title, digest_of(name)
+    description, digest = contender.title, compute_digest(name)
     if isinstance(cache, FP8PagedCache):
         scales: Any = cache.options.scales
         if isinstance(scales, KVScales):
             scales = {n: (layer.k, layer.v, layer.k_center) for n, layer in scales.layers.items()}
-        description, digest = summarize_plan(cache.plan), digest_of(cache.plan, scales)
+        description, digest = summarize_plan(cache.plan), compute_digest(cache.plan, scales)
     states = prefill(model, torch.arange(_PROBE_TOKENS, device=model.device)[None]).states
     num_bytes, baseline_bytes = (
         count_token_bytes(x, model, states, _BYTES_TOKENS) for x in (contender, baseline)
@@ -230,7 +230,11 @@ def measure_passage(
     results: Results, about: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Add the missing rows of a passage, each as soon as it is measured."""
-    key = {"weights": about["weights"], "text": digest_of(ids.tolist()), "scored": SCORED_TOKENS}
+    key = {
+        "weights": about["weights"],
+        "text": compute_digest(ids.tolist()),
+        "scored": SCORED_TOKENS,
+    }
     missing = {
         storage.digest: storage.contender
         for storage in storages.values()
@@ -261,7 +265,7 @@ def summarize(
     passages: Mapping[str, torch.Tensor],
 ) -> list[Result]:  # fmt: skip
     """Return a row for each cache. See `format_table` for its columns."""
-    texts = [digest_of(ids.tolist()) for ids in passages.values()]
+    texts = [compute_digest(ids.tolist()) for ids in passages.values()]
 
     def read_kl(cache: str, prompt: str) -> list[float] | None:
         """Return the divergence of each passage, or None if the cache refuses the prompt."""

@@ -1,4 +1,4 @@
-"""`hf-fp8kv card`, which measures the losses of a model with an 8-bit cache."""
+"""`hf-fp8kv card`, which measures the quality, memory and speed of a model with each cache."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ def card(
         typer.Option(
             file_okay=False,
             writable=True,
-            help="Folder of the card. Default: card-NAME. An interrupted card resumes.",
+            help="Folder of the card. Default: card-NAME. An interrupted run continues from it.",
         ),
     ] = None,
     quick: Annotated[
@@ -46,7 +46,7 @@ def card(
     """Measure a model with each cache: KL, drift, lost answers, bytes and speed."""
     from hf_fp8kv.card.measure import SIZES, measure_card
     from hf_fp8kv.card.rendering import draw_badge, draw_plot, format_markdown, format_table
-    from hf_fp8kv.utils.files import write_all
+    from hf_fp8kv.utils.files import write_atomically
 
     if quick and long:
         raise typer.BadParameter("expected --quick or --long, got both")
@@ -75,7 +75,7 @@ def card(
         files[folder / "drift.png"] = draw_plot(result)
     else:
         print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
-    write_all({**files, parts_path: None})
+    write_atomically({**files, parts_path: None})
     if as_json:
         print(json.dumps(result))
     else:

@@ -42,7 +42,7 @@ def inspect(
     from hf_fp8kv import KVScales, calibration
 
     from .scales_plot import plot_scales
-    from .scales_table import describe_layers, describe_scales, list_remarks, make_tables
+    from .scales_table import describe_layers, describe_scales, list_remarks, render_scales
 
     options = arguments.collect_user_options(ctx)
     if texts is None and (model is not None or options):
@@ -76,7 +76,7 @@ def inspect(
             print(json.dumps(output))
         else:
             console = make_console(piped_width=160)
-            console.print(*make_tables(kv_scales, report, console.width), sep="\n")
+            console.print(*render_scales(kv_scales, report, console.width), sep="\n")
 
 
 def _is_saved_cache(path: str) -> bool:

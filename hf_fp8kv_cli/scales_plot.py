@@ -13,9 +13,9 @@ import numpy as np
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, ScalesReport
 from hf_fp8kv.scales.measured_report import DYNAMIC
-from hf_fp8kv.utils.files import write_all
+from hf_fp8kv.utils.files import write_atomically
 
-from .scales_table import describe_texts
+from .scales_table import describe_measurement
 
 _E4M3_MAX = FORMATS["fp8_e4m3"].max
 # A plot is 1600 pixels wide.
@@ -37,7 +37,7 @@ def plot_scales(scales: KVScales, report: ScalesReport | None, path: str | Path)
     magnitude that E4M3 represents with the scales (448 × scale), and a note on missing errors.
     """
     figure = make_figure(scales, report)
-    write_all({Path(path): lambda file: figure.savefig(file, dpi=_DPI, format="png")})
+    write_atomically({Path(path): lambda file: figure.savefig(file, dpi=_DPI, format="png")})
 
 
 def make_figure(scales: KVScales, report: ScalesReport | None) -> Any:
@@ -79,7 +79,9 @@ def _make_title(scales: KVScales, report: ScalesReport | None) -> str:
     if report is None:
         model = scales.model_type or "model type unknown"
         return f"{model}, {_shorten(scales.origin)}\nnot measured: {_E4M3_MAX:g} × scale is shown"
-    return f"{_shorten(report.model)}\nscales per {report.granularity}, {describe_texts(report)}"
+    return (
+        f"{_shorten(report.model)}\nscales per {report.granularity}, {describe_measurement(report)}"
+    )
 
 
 def _shorten(name: str, max_length: int = 80) -> str:

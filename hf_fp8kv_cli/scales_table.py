@@ -73,8 +73,8 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
     last_layer = max(scales.layers)
     if missing_layers := sorted(set(range(last_layer + 1)) - set(scales.layers)):
         yield (
-            f"no scales for {_name_layers(missing_layers)}, of 0 to {last_layer}: correct for "
-            "layers without their own KV cache. Exclude all other layers with skip_layers"
+            f"no scales for {_name_layers(missing_layers)} of 0 to {last_layer}. This is right "
+            "if they do not have a KV cache. Otherwise, exclude them with skip_layers"
         )
     if scales.is_dynamic:
         return
@@ -104,7 +104,9 @@ def _name_layers(indices: Sequence[object]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {format_list(indices)}"
 
 
-def make_tables(scales: KVScales, report: ScalesReport | None, width: int) -> list[RenderableType]:
+def render_scales(
+    scales: KVScales, report: ScalesReport | None, width: int
+) -> list[RenderableType]:
     """Return the headings, tables and remarks of `hf-fp8kv inspect`, from top to bottom.
 
     Without a report, only the scales are shown. The sources of the scales are omitted if the table
@@ -117,8 +119,7 @@ def make_tables(scales: KVScales, report: ScalesReport | None, width: int) -> li
     widths = {name: 3 + max(map(len, [name, *cells])) for name, cells in columns.items()}
     if 1 + sum(widths.values()) > width:
         columns.pop("source", None)
-    # "layer" and "stored"
-    fixed_columns = [*columns][:2]
+    fixed_columns = [*columns][:2]  # the layer, and how it is stored
     other_columns = [*columns][2:]
     tables = [[*fixed_columns]]
     for name in other_columns:
@@ -154,11 +155,11 @@ def _list_headings(scales: KVScales, report: ScalesReport | None) -> Iterator[st
     if scales.weights_digest is not None:
         yield f"for weights with the digest {scales.weights_digest}"
     if report is not None:
-        yield f"{report.model}: {describe_texts(report)}; {report.date[:10]}"
+        yield f"{report.model}: {describe_measurement(report)}; {report.date[:10]}"
 
 
-def describe_texts(report: ScalesReport) -> str:
-    """Describe the text on which scales were measured."""
+def describe_measurement(report: ScalesReport) -> str:
+    """Return the format and the number of tokens with which the scales were measured."""
     return f"measured as {report.dtype} on {report.tokens} tokens"
 
 

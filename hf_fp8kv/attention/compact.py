@@ -20,7 +20,7 @@ class CompactMask(LazyTensor):
     """A causal mask that looks like `[B, 1, T, N]`, bool. The queries are the last stored tokens.
 
     Attributes:
-        token_mask: Whether each column is not padding, `[B, 1, 1, N]`, uint8.
+        token_mask: Whether each column holds a token, not padding, `[B, 1, 1, N]`, uint8.
         bounds: First visible position, and last hidden position plus one, `[B, 2]`, int32. Columns
             without a token yet count as visible.
         lengths: Number of columns with tokens, `[B]`, int32.

@@ -1,4 +1,4 @@
-"""Deterministic attention: its requirements, and products of blocks of rows.
+"""Requirements of deterministic attention, and row operations in blocks of a fixed size.
 
 Matrix libraries use different code, with a different order of sums, for different numbers of rows.
 `reproducible/modules.py` makes a whole model deterministic.
@@ -18,7 +18,10 @@ BLOCK_ROWS = 16
 
 
 def check_page_size(page_size: int) -> None:
-    """Raise ConfigError for pages smaller than an AVX-512 vector, which reorder sums."""
+    """Raise ConfigError if a page is smaller than an AVX-512 vector.
+
+    Smaller pages change the order of sums.
+    """
     if page_size < MIN_PAGE_SIZE:
         raise ConfigError(
             f"deterministic: expected pages of {MIN_PAGE_SIZE} tokens or more, got page_size="

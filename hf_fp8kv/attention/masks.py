@@ -76,15 +76,17 @@ def fp8_paged_mask(
         warn_once(_STOCK_WARNING)
     request = forward_pass.take_request(q_length, kv_length, kv_offset)
     config = kwargs.get("config")
-    # Without a cache, positions may be packed, so the pattern is not plain.
+    # Only in a preallocated cache are positions known not to be packed.
     is_chunked = getattr(config, "attention_chunk_size", None) is not None
-    is_plain = request.is_preallocated and not is_chunked and not kwargs.get("use_vmap", False)
-    window = find_window(mask_function, is_plain=is_plain, local_size=kwargs.get("local_size"))
+    is_unpacked = request.is_preallocated and not is_chunked and not kwargs.get("use_vmap", False)
+    window = find_window(
+        mask_function, is_unpacked=is_unpacked, local_size=kwargs.get("local_size")
+    )
     sizes = (q_length, kv_length, q_offset, kv_offset)
     make_mask: Callable[..., Tensor | None] | None = None
     if adds_mask(config):
         make_mask = eager_mask
-    elif window is None or _needs_complete(window, request, *sizes):
+    elif window is None or _needs_complete_mask(window, request, *sizes):
         make_mask = sdpa_mask
     if make_mask is not None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -99,7 +101,8 @@ def fp8_paged_mask(
             **kwargs,
         )
     assert window is not None
-    # Some models do not pass their window to the attention function, and new keys have no window.
+    # If a window hides tokens, a mask is needed, because some models do not pass their window to
+    # the attention function, and new keys do not carry it.
     may_be_none = not needs_mask(config) and not 0 < window < kv_length
     if attention_mask is None:
         if may_be_none:
@@ -114,7 +117,7 @@ def fp8_paged_mask(
     return make_compact(is_token, kv_offset, length, window, q_length)
 
 
-def _needs_complete(
+def _needs_complete_mask(
     window: int,
     request: MaskRequest,
     q_length: int,
@@ -155,7 +158,7 @@ def _select_columns(
 
 
 def _reads_values(is_token: Tensor, q_length: int, request: MaskRequest) -> bool:
-    """Return whether the mask's values decide on its type.
+    """Return whether the mask's values determine its type.
 
     Reading them synchronizes with a GPU, so it is only done in the prefill. A preallocated cache
     has the same type of mask in each step, because code may be compiled for that type.
@@ -238,7 +241,7 @@ def make_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def find_window(
-    function: Callable[..., Any], *, is_plain: bool = False, local_size: int | None = None
+    function: Callable[..., Any], *, is_unpacked: bool = False, local_size: int | None = None
 ) -> int | None:
     """Return the window of a causal pattern, 0 without a window, or None for any other pattern.
 
@@ -247,13 +250,15 @@ def find_window(
     window.
 
     torch.compile cannot read closures. In compiled code, the window is transformers' `local_size`
-    if the pattern `is_plain`: positions are not packed, the config has no chunks, and the caller
+    if the pattern `is_unpacked`: positions are not packed, the config has no chunks, and the caller
     passed no function (which needs vmap). Patterns with blocks use a different function.
     """
     if function is causal_mask_function:
         return 0
     if torch.compiler.is_compiling():
-        return local_size if is_plain and getattr(function, "__name__", "") == "and_mask" else None
+        return (
+            local_size if is_unpacked and getattr(function, "__name__", "") == "and_mask" else None
+        )
     functions: list[Any] = [function]
     windows = list[int]()
     is_causal = False

@@ -35,7 +35,7 @@ def measure_memory(
     measures_growth: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure bytes per token, the growth of processes, and capacities, and return them for JSON.
+    """Measure the bytes per token, the growth of processes, and the capacity.
 
     Args:
         setup: Shape of the layer, backend and device. None means Llama-3.1-8B on a CPU.
@@ -162,7 +162,7 @@ def measure_processes(setup: Setup, num_tokens: int) -> list[dict[str, Any]]:
 def make_environment() -> dict[str, str]:
     """Return the environment of a process whose memory is measured.
 
-    Without this threshold, glibc keeps freed blocks of up to 32 MiB in the process.
+    By default, glibc keeps freed blocks of up to 32 MiB in the process.
     """
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 

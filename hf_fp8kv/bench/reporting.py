@@ -35,7 +35,7 @@ def make_row(
     Args:
         measure: Name of the measured quantity.
         cache: Name of the measured cache.
-        values: A value of each turn, or a single value.
+        values: One value per turn, or a single value.
         unit: Unit of the values.
         context: Number of tokens in the cache.
         baseline: Name of the cache that ratios are relative to.

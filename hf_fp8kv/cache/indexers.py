@@ -16,7 +16,7 @@ INDEXED_CLASSES = (DynamicIndexedLayer, StaticIndexedLayer)
 INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")
 
 
-class Indexer(StaticIndexedLayer):
+class IndexerLayer(StaticIndexedLayer):
     """A layer of transformers that stores the keys of an indexer, without K and V.
 
     Unlike the base class, it can grow, move to a device, crop, and select sequences in place.
@@ -116,7 +116,7 @@ class Indexer(StaticIndexedLayer):
             self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
 
 
-def get_tensors(indexer: Indexer) -> dict[str, Tensor]:
+def get_tensors(indexer: IndexerLayer) -> dict[str, Tensor]:
     """Return the keys `[B, N, D]` and positions `[dims, B, N]` that exist, by attribute name."""
     tensors = {name: getattr(indexer, name) for name in INDEXER_TENSORS}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -13,10 +13,10 @@ from ..ops import Pages, api
 from ..ops.blocks import locate_pages
 from ..paging.layer_group import Positions
 from ..paging.lengths import AnyPositions, DeviceLength, HostLength
-from ..paging.offloading import OffloadBlocks
+from ..paging.offloading import OffloadedLayer
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
-from .indexers import Indexer, get_tensors
+from .indexers import IndexerLayer, get_tensors
 from .paged_tensor import PagedKV, make_handles
 
 
@@ -66,7 +66,7 @@ class LayerStore:
         length: HostLength | DeviceLength,
         pool: PagePool,
         num_query_heads: int = 0,
-        indexer: Indexer | None = None,
+        indexer: IndexerLayer | None = None,
     ) -> None:
         self.encoding = encoding
         self.length = length
@@ -146,7 +146,7 @@ class LayerStore:
         if not is_compiling:
             self.pool.memory.grow(self.group.capacity)
             self.fetch_pages()
-            if isinstance(positions, Positions) and isinstance(self.pool.memory, OffloadBlocks):
+            if isinstance(positions, Positions) and isinstance(self.pool.memory, OffloadedLayer):
                 self.pool.memory.mark_written(positions.find_written_pages())
         return positions
 
@@ -210,7 +210,7 @@ class LayerStore:
             return
         if pages.record is None:
             pages.record = DecodeRecord()
-        elif not (isinstance(self.pool.memory, OffloadBlocks) or api.is_observed(key)):
+        elif not (isinstance(self.pool.memory, OffloadedLayer) or api.is_observed(key)):
             write = ops.bind("write", self.encoding.backend, pages, key, value, lengths, None)
             pages.record = DecodeRecord(describe_tokens(key, value), write)
 
@@ -285,10 +285,10 @@ class LayerStore:
     def fetch_pages(self) -> None:
         """Move pages to the layer's device. With offloading, also fetch the next layer's pages."""
         memory = self.pool.memory
-        if isinstance(memory, OffloadBlocks):
+        if isinstance(memory, OffloadedLayer):
             next_store = self.next_store() or self
             next_memory = next_store.pool.memory
-            assert isinstance(next_memory, OffloadBlocks)
+            assert isinstance(next_memory, OffloadedLayer)
             pages = self.group.find_visible_pages(self.length.member)
             next_pages = next_store.group.find_visible_pages(next_store.length.member)
             memory.budget.fetch_layers(memory, pages, next_memory, next_pages)
@@ -308,11 +308,11 @@ class LayerStore:
         A cache from a file is on a single device, but the model's layers may be on several devices.
         """
         self.pool.device = device
-        if isinstance(self.pool.memory, OffloadBlocks):
+        if isinstance(self.pool.memory, OffloadedLayer):
             self.pool.memory.device = device
         # These tensors are later written in inference mode and outside it.
         with torch.inference_mode(False), torch.no_grad():
-            self.encoding.prepare(*self.pool.make_empty_tokens(1))
+            self.encoding.prepare(*self.pool.make_empty_kv(1))
             self.move_memory(device)
             self.update_table()
 
@@ -340,7 +340,7 @@ class LayerStore:
         if self.indexer is not None:
             self.indexer.set_tensors(indexer_tensors)
         if self.pool.is_allocated:
-            self.encoding.prepare(*self.pool.make_empty_tokens(self.group.table.batch))
+            self.encoding.prepare(*self.pool.make_empty_kv(self.group.table.batch))
             self._is_prepared = True
 
     def copy_from(self, source: "LayerStore") -> None:
@@ -356,7 +356,7 @@ class LayerStore:
             self.indexer.set_tensors(get_tensors(source.indexer))
         if not source.is_initialized:
             return
-        self.allocate(*pool.make_empty_tokens(table.batch))
+        self.allocate(*pool.make_empty_kv(table.batch))
         # A ring only holds the last pages.
         group, stop = length.group, table.num_columns
         first = max(table.first_page, stop - (group.ring_size or stop))

@@ -20,7 +20,7 @@ from ..formats import (
     parse_dtype,
 )
 from ..modeling.tensor_parallel import TensorParallel
-from ..paging.offloading import OffloadBlocks, OffloadBudget
+from ..paging.offloading import OffloadBudget, OffloadedLayer
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
@@ -230,7 +230,7 @@ class CacheOptions:
 
         `budget` is the budget of the cache, or None for scratch pages, which are never offloaded.
         """
-        memory = OffloadBlocks(budget, index) if isinstance(budget, OffloadBudget) else None
+        memory = OffloadedLayer(budget, index) if isinstance(budget, OffloadBudget) else None
         return PagePool(self.page_size, plan, self.has_dynamic_scales, memory)
 
     def expand_scales(

@@ -35,7 +35,7 @@ from ..paging.page_pool import PagePool
 from ..scales import KVScales
 from ..utils.digests import sample_weights
 from .encoding import Encoding
-from .indexers import INDEXED_CLASSES, Indexer
+from .indexers import INDEXED_CLASSES, IndexerLayer
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
@@ -118,7 +118,7 @@ class PagedLayers:
             if isinstance(group, FixedPages)
             else HostLength(group, member)
         )
-        indexer = Indexer(length.max_tokens) if has_indexer else None  # type: ignore[arg-type]
+        indexer = IndexerLayer(length.max_tokens) if has_indexer else None  # type: ignore[arg-type]
         store = LayerStore(encoding, length, pool, num_query_heads, indexer)
         layer_class = FP8PagedIndexedLayer if has_indexer else FP8PagedLayer
         layer = layer_class(self.options, store, self.config)
@@ -172,7 +172,7 @@ class PagedLayers:
                 has_indexer = isinstance(layer, INDEXED_CLASSES)
                 layers[index] = self.add_layer(index, window, has_indexer=has_indexer)
             elif shares_kv and max_tokens is not None:
-                layers[index] = Indexer(max_tokens)
+                layers[index] = IndexerLayer(max_tokens)
             elif type(layer) is StaticSlidingWindowLayer and max_tokens is not None:
                 # All layers with a window share a mask, in the width of the paged layers.
                 layers[index] = StaticLayer(max_tokens)

@@ -17,13 +17,13 @@ from ..formats import LayerPlan
 from ..modeling.tensor_parallel import TensorParallel
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
-from ..paging.page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
+from ..paging.page_allocator import NO_PAGE, IntArray, PageAllocator, PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.kv_scales import wrap_scales
-from ..scales.layer_scales import ScaleData, check_constant
-from ..utils.digests import digest_of
-from ..utils.files import CACHE_FORMAT, parse_index, write_all
+from ..scales.layer_scales import ScaleData, parse_constant
+from ..utils.digests import compute_digest
+from ..utils.files import CACHE_FORMAT, parse_index, write_atomically
 from .indexers import INDEXER_TENSORS, get_tensors
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -234,7 +234,7 @@ def _pop_indexer(layer: Metadata, tensors: Tensors, batch_size: int, length: int
     return indexer_tensors
 
 
-def _make_table(budget: PageBudget, rows: Ints, num_pages: int, first_page: int) -> BlockTable:
+def _make_table(budget: PageBudget, rows: IntArray, num_pages: int, first_page: int) -> BlockTable:
     """Return a table with a new allocator that holds exactly the pages of `rows`, `[B, n]`.
 
     These are logical pages `first_page` to `first_page + n - 1`, with the numbers 0 to
@@ -284,8 +284,8 @@ def save(
     tensors |= {f"tokens.{name}": x.clone() for name, x in fields.items() if x is not None}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(metadata)}
-    header["digest"] = digest_of(header, contiguous)
-    write_all({target: lambda part: save_file(contiguous, part, metadata=header)})
+    header["digest"] = compute_digest(header, contiguous)
+    write_atomically({target: lambda part: save_file(contiguous, part, metadata=header)})
     return target
 
 
@@ -335,7 +335,7 @@ def load(
                 "Compute the cache again with this version of the package"
             )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    _check_same("digest", header.pop("digest"), digest_of(header, tensors))
+    _check_same("digest", header.pop("digest"), compute_digest(header, tensors))
     metadata = json.loads(header["meta"])
     for name in tensors:
         if device is not None and name.startswith(("layers.", "stock.")):
@@ -405,7 +405,7 @@ def _unpack_options(metadata: Metadata, tensors: Tensors) -> CacheOptions:
             layers[i] = LayerScales(k, v, center, plan=plans.get(i))
         scales = wrap_scales(ScaleData(layers, scales["format"]))
     elif scales is not None:
-        scales = check_constant(scales, "constant")
+        scales = parse_constant(scales, "constant")
     ranks = TensorParallel(*metadata["tensor_parallel"])
     plan = parse_plan(plans or LayerPlan.parse(*plan))
     options = CacheOptions(**metadata | {"plan": plan, "scales": scales, "tensor_parallel": ranks})

@@ -43,7 +43,7 @@ from ..modeling.model_support import (
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
-from ..utils.digests import digest_decoder, digest_of
+from ..utils.digests import compute_digest, digest_decoder
 from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, nan_error
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
 from .protection import MAX_BITS, MAX_KL, MAX_TRIES, MIN_BITS, protect_layers, widen_layers
@@ -58,12 +58,12 @@ _CHOOSER_VERSION = 1
 _MAX_WINDOW_TOKENS = 128  # maximum number of tokens of a window
 _MAX_WINDOWS = 8  # maximum number of windows of texts that are read
 _FIRST_POSITIONS = (0, 1024, 4096, 16384)  # first positions of a window, if the model has them
-# Maximum ratio of a format's cost to the fallback's cost in each head. Costs are computed with the
-# smallest scales. A cache searches for the scales of K with the least error, which reduce the cost
-# of E3M4 by a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
-# If the ratio of K is above a third in a head, costs are computed again with the scales of a cache.
+# Maximum ratio of a format's cost to the fallback's cost in each head, with the smallest scales.
 _MAX_COST_RATIO = 1 / 2
-_CERTAIN_COST_RATIO = 1 / 3
+# If the ratio of K is larger in a head, costs are computed again with the scales of a cache.
+_RECHECK_COST_RATIO = 1 / 3
+# Maximum ratio of K with these scales, which a cache searches for. They reduce the cost of E3M4 by
+# a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
 _MAX_SEARCHED_COST_RATIO = 3 / 4
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 # Formats of K and V of six bits per value.
@@ -84,7 +84,7 @@ _STORAGE_ARGUMENTS = ("dtype", "key_dtype", "value_dtype", "plan", "scales")
 _CHOICES = ModelAttribute[dict[float, "_PlanChoice"]]("_hf_fp8kv_plan_choice")
 _FROZEN_PLAN = ModelAttribute[dict[float, "Plan | None"]]("_hf_fp8kv_frozen_plan")
 # A choice changes the attention of its model for a while, so only one thread chooses at a time.
-_choosing = threading.RLock()
+_choice_lock = threading.RLock()
 
 # K and V of a layer, `[N, Hkv, D]`, in one window at one position, and a sample of its queries.
 LayerStates = tuple[Tensor, Tensor, Queries | None]
@@ -213,7 +213,7 @@ def resolve_plan(
         bits = next(iter(frozen_plans), MAX_BITS)
     plan = frozen_plans.get(bits)
     if plan is None and (must_choose or bits not in frozen_plans):
-        with _choosing:
+        with _choice_lock:
             plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
         # Later processes take it. If the folder has a different plan, the model keeps this plan.
@@ -236,7 +236,7 @@ def unfreeze_plan(model: PreTrainedModel) -> None:
         _CHOICES.set(model, {n: x for n, x in choices.items() if x.plan is not None})
 
 
-def count_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Passes | None:
+def choose_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Passes | None:
     """Return the passes in which a CPU may choose a plan, or None if even the fewest are too many.
 
     A pass computes `num_parameters` parameters times `num_tokens` tokens. Each position is a pass.
@@ -290,11 +290,11 @@ def _find_plan(
             shared_path = _find_shared_file(model, store, bits)
             if (plan := read_plan(shared_path)) is not None:
                 return plan
-        passes = Passes() if must_choose else _limit_passes(model)
+        passes = Passes() if must_choose else _choose_cpu_passes(model)
         is_split = not must_choose and (is_split or _is_split(model))
         facts = (_compute_key(model, bits), find_input_device(model).type, is_split)
-        key = digest_of(facts, passes)
-        known_keys = (key, digest_of(facts, Passes()))  # a plan of dtype="adaptive" is kept
+        key = compute_digest(facts, passes)
+        known_keys = (key, compute_digest(facts, Passes()))  # a plan of dtype="adaptive" is kept
         if choice.key not in known_keys or (must_choose and choice.plan is None):
             if is_split:
                 raise ConfigError("the model is split over processes")
@@ -328,7 +328,7 @@ def _find_plan(
 def _compute_key(model: PreTrainedModel, bits: float) -> str:
     """Return a digest of the model, and of everything else that its plan depends on."""
     facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES, float(bits))
-    return digest_of(sample_model(model), facts)
+    return compute_digest(sample_model(model), facts)
 
 
 def _find_shared_file(model: PreTrainedModel, store: PrefixStore, bits: float) -> Path | None:
@@ -336,12 +336,12 @@ def _find_shared_file(model: PreTrainedModel, store: PrefixStore, bits: float) -
     return find_plan_file(store.path, _compute_key(model, bits), model)
 
 
-def _limit_passes(model: PreTrainedModel) -> Passes | None:
+def _choose_cpu_passes(model: PreTrainedModel) -> Passes | None:
     """Return the passes of a default plan. Only parameters on the CPU or on a disk are counted."""
     num_parameters = sum(x.numel() for x in model.parameters() if x.device.type in ("cpu", "meta"))
     num_tokens = len(_draw_window(model))
     num_positions = len(_list_first_positions(model, num_tokens))
-    return count_passes(num_parameters, num_tokens, num_positions)
+    return choose_passes(num_parameters, num_tokens, num_positions)
 
 
 def _is_split(model: PreTrainedModel) -> bool:
@@ -536,8 +536,8 @@ def _choose_layer_plan(
     k_costs = total_costs[:num_k_plans]
     v_costs = total_costs[num_k_plans:]
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
-    if _pick_candidate([k_costs[0], k_costs[k_index]], _CERTAIN_COST_RATIO) == 0 < k_index:
-        pairs = [LayerPlan(k_plans[index], _FALLBACK) for index in (0, k_index)]
+    if _pick_candidate([k_costs[0], k_costs[k_index]], _RECHECK_COST_RATIO) == 0 < k_index:
+        pairs = [LayerPlan(k_plans[i], _FALLBACK) for i in (0, k_index)]
         k_states = [(k, k, queries) for k, _, queries in all_states]  # V of latents may be empty
         searched_costs = _measure_costs(k_states, center, pairs)[:, 0].tolist()
         k_index *= _pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
@@ -562,9 +562,9 @@ def _choose_narrow_plan(
         for k, v in _NARROW_FORMATS
     ]
     *costs, e4m3_cost = _measure_costs(all_states, center, [*plans, _E4M3])[:, 1:].clamp(1e-30)
-    index = min(range(len(plans)), key=lambda index: costs[index][:2].sum())
-    k_cost, v_cost, square = costs[index]
-    return plans[index], torch.stack([
+    best = min(range(len(plans)), key=lambda i: costs[i][:2].sum())
+    k_cost, v_cost, square = costs[best]
+    return plans[best], torch.stack([
         k_cost / square, v_cost / square, (k_cost + v_cost) / e4m3_cost[:2].sum(0),
     ])  # fmt: skip
 
@@ -577,7 +577,7 @@ def _describe_losses(
     errors: Mapping[int, Tensor],
     bits: float,
 ) -> StoragePlan:
-    """Return the plan with its largest expected error and its KL, or warn of a large KL.
+    """Return the plan with its KL and its largest expected error. Log a warning if the KL is large.
 
     Sides with other formats than in `narrow_plan` are expected to have no error.
     """
@@ -606,15 +606,15 @@ def _describe_losses(
 
 
 def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
-    """Return the index of the candidate of least cost, or 0 if no candidate is good.
+    """Return the index of the candidate of least cost among the good ones, or 0 if none is good.
 
-    `costs` is `[candidates][parts]`. A part is a head. In each part the
-    cost of a good candidate is at most `max_ratio` times the cost of the first candidate.
+    `costs` is `[candidates][heads]`. A candidate is good if its cost in every head is at most
+    `max_ratio` times the cost of the first candidate.
     """
     good_indices = [
         index
-        for index, parts in enumerate(costs)
-        if all(cost <= max_ratio * fallback for cost, fallback in zip(parts, costs[0], strict=True))
+        for index, heads in enumerate(costs)
+        if all(cost <= max_ratio * fallback for cost, fallback in zip(heads, costs[0], strict=True))
     ]
     return min(good_indices, key=lambda index: sum(costs[index]), default=0)
 

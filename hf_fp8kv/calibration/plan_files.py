@@ -17,7 +17,7 @@ from ..scales.checkpoint.checkpoint import KV_FILE
 from ..scales.formats.separate_files import METADATA_KEY, HfFp8kv, parse_kv_scales
 from ..scales.kv_scales import StoragePlan, wrap_scales
 from ..utils.digests import can_sample
-from ..utils.files import parse_metadata, read_regular_file, write_all
+from ..utils.files import parse_metadata, read_regular_file, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def write_plan(path: Path | None, plan: StoragePlan) -> None:
         return
     contents = HfFp8kv().make_files(plan)[KV_FILE]
     try:
-        write_all({path: _digest(path, contents) + contents})
+        write_atomically({path: _digest(path, contents) + contents})
     except OSError as error:
         logger.debug("the plan is not written to %s: %s", path, error)
 

@@ -25,7 +25,7 @@ from ..calibration.divergence import Scores, compute_logits
 from ..errors import ConfigError
 from ..utils.digests import digest_weights
 from ..utils.environment import describe_run
-from ..utils.files import write_all
+from ..utils.files import write_atomically
 from ..utils.text import format_list
 from .answers import run_task
 from .caches import FLOOR, UNQUANTIZED, Contender, States, choose_contenders, count_token_bytes
@@ -122,7 +122,7 @@ class Parts:
         parts = self._content["parts"]
         if name not in parts:
             parts[name] = json.loads(json.dumps(compute()))
-            write_all({self._path: json.dumps(self._content).encode()})
+            write_atomically({self._path: json.dumps(self._content).encode()})
         return parts[name]
 
 

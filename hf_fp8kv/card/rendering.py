@@ -50,7 +50,7 @@ def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
 
 
 def _list_stored_positions(card: Mapping[str, Any]) -> list[int]:
-    """Return the positions before which predictions after stored prompts are scored."""
+    """Return the positions at which the card has scores after stored prompts, in order."""
     caches = card["caches"].values()
     return sorted({row["position"] for cache in caches for row in select_rows(cache, STORED)})
 
@@ -105,8 +105,9 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"KL (1e-3) and top-1 compare the last {settings['scored']} predictions before each "
         f"position, in each of {len(KINDS) * settings['texts']} texts, with the predictions of the "
-        f"unquantized cache.{stored} Total variation bounds the share of draft tokens that the "
-        "cache rejects in addition. Drift is the change of KL per 1,000 tokens along "
+        f"unquantized cache.{stored} Total variation is an upper bound on the "
+        "share of draft tokens that are rejected because of the cache. Drift is the change of KL "
+        "per 1,000 tokens along "
         f"{settings['answers']} answers of {settings['drift']:,} tokens (at least 1,024){floor}, "
         "with a 95% interval. A drift of the detectable size would be found with 80% probability."
     )

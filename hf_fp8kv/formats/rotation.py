@@ -11,7 +11,7 @@ therefore computes the same bits and stores the same bytes.
 import torch
 
 
-def find_rotation_block(dim: int) -> int:
+def compute_rotation_block(dim: int) -> int:
     """Return the largest power of two that divides a head size. 96 is rotated as 3 x 32."""
     return dim & -dim
 
@@ -22,9 +22,9 @@ def compute_rotation_factor(block: int) -> float:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotate `x`, `[..., D]`, in float32, in blocks of `find_rotation_block(D)` channels."""
+    """Rotate `x`, `[..., D]`, in float32, in blocks of `compute_rotation_block(D)` channels."""
     shape = x.shape
-    block = find_rotation_block(x.shape[-1])
+    block = compute_rotation_block(x.shape[-1])
     x = x.float()
     for level in range(block.bit_length() - 1):
         a, b = x.reshape(*shape[:-1], -1, 2, 1 << level).unbind(-2)

@@ -8,7 +8,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
-from ..utils.digests import digest_of, digest_weights, sample_weights
+from ..utils.digests import compute_digest, digest_weights, sample_weights
 from .model_support import DETERMINISTIC, find_varying_rope
 
 # Packages whose hooks and replaced methods are accepted: the digest covers all their effects.
@@ -48,7 +48,7 @@ def identify_model(model: Any) -> str:
             hidden states or tokens.
     """
     _check_hooks(model)
-    return digest_of(describe_model(model), digest_weights(model))
+    return compute_digest(describe_model(model), digest_weights(model))
 
 
 def sample_model(model: Any) -> str:
@@ -58,7 +58,7 @@ def sample_model(model: Any) -> str:
     RoPE are ignored if the model itself changes them.
     """
     ignored_suffixes = ("inv_freq",) if find_varying_rope(model.config) else ()
-    return digest_of(_describe_adapters(model), sample_weights(model, ignored_suffixes))
+    return compute_digest(_describe_adapters(model), sample_weights(model, ignored_suffixes))
 
 
 def describe_model(model: Any) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Pages in blocks of memory. A page is identified by its distance from the first block.
+"""Pages in blocks of memory. A page is identified by its offset from the first block.
 
 A block is `[n, bytes]`, uint8: consecutive pages in the layout of `page_layout`. A block never
 moves or grows. Kernels add a page's offset to the first block's address. Other code indexes the
@@ -16,7 +16,7 @@ from ..formats import SidePlan
 from .page_layout import make_page_layout, pack_codes
 from .pages import Pages, StoredSide
 
-Ints = np.ndarray[Any, np.dtype[np.integer]]
+IntArray = np.ndarray[Any, np.dtype[np.integer]]
 
 
 def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
@@ -38,7 +38,7 @@ def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
     return offsets
 
 
-def upload(integers: Ints, device: torch.device) -> Tensor:
+def upload(integers: IntArray, device: torch.device) -> Tensor:
     """Copy integers to `device` without waiting for work that runs there.
 
     On the CPU the result shares memory with `integers`, which must not change afterwards.
@@ -53,7 +53,7 @@ def upload(integers: Ints, device: torch.device) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
+def take_pages(blocks: Sequence[Tensor], numbers: IntArray | Tensor) -> Tensor:
     """Return copies of pages, `[n, bytes]`. `numbers` is an array if there are several blocks."""
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
@@ -64,7 +64,7 @@ def take_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor) -> Tensor:
     return rows
 
 
-def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) -> None:
+def put_pages(blocks: Sequence[Tensor], numbers: IntArray | Tensor, rows: Tensor) -> None:
     """Write `rows`, `[n, bytes]`, to pages. `numbers` is an array if there are several blocks."""
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
@@ -74,11 +74,13 @@ def put_pages(blocks: Sequence[Tensor], numbers: Ints | Tensor, rows: Tensor) ->
         block[row_indices] = rows[indices]
 
 
-def _as_index(numbers: Ints | Tensor, device: torch.device) -> Tensor:
+def _as_index(numbers: IntArray | Tensor, device: torch.device) -> Tensor:
     return numbers if isinstance(numbers, Tensor) else upload(numbers.astype(np.int64), device)
 
 
-def _find_rows(blocks: Sequence[Tensor], numbers: Ints) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _find_rows(
+    blocks: Sequence[Tensor], numbers: IntArray
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield each block with pages, and the indices of its pages in `numbers` and in the block."""
     ends = np.cumsum([len(block) for block in blocks])
     block_numbers = np.searchsorted(ends, numbers, side="right")

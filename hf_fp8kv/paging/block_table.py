@@ -22,9 +22,9 @@ import numpy.ma
 import torch
 
 from ..ops.blocks import upload
-from .page_allocator import NO_PAGE, Ints, PageAllocator
+from .page_allocator import NO_PAGE, IntArray, PageAllocator
 
-Copies = tuple[Ints, Ints]
+Copies = tuple[IntArray, IntArray]
 """`(sources, targets)`: pages to copy before the table lists the targets."""
 _VERSIONS = itertools.count()
 
@@ -48,9 +48,9 @@ class BlockTable:
         self.page_size = allocator.page_size
         self.first_page = 0
         # Results of `pages_of` by range of columns, and copies of the rows by device.
-        self._page_cache: dict[tuple[int, int], Ints] = {}
+        self._page_cache: dict[tuple[int, int], IntArray] = {}
         self._device_copies: dict[torch.device, torch.Tensor] = {}
-        self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
+        self.rows: IntArray = np.full((0, 0), NO_PAGE, np.int32)
         self._mark_changed()
         allocator.tables.add(self)
 
@@ -75,11 +75,11 @@ class BlockTable:
         """Number of logical pages per sequence, including those before `first_page`."""
         return int(self.rows.shape[1])
 
-    def used_rows(self) -> Ints:
+    def used_rows(self) -> IntArray:
         """Return a view of the columns in use, `[B, num_columns - first_page]`."""
         return self.rows[:, self.first_page :]
 
-    def pages_of(self, start: int, stop: int) -> Ints:
+    def pages_of(self, start: int, stop: int) -> IntArray:
         """Return the pages in use for tokens `start` to `stop - 1`, ascending, without duplicates.
 
         The result is cached until the rows change.
@@ -89,7 +89,7 @@ class BlockTable:
             self._page_cache[span] = np.unique(self.rows[:, span[0] : span[1]])
         return self._page_cache[span]
 
-    def copy_to_device(self, device: torch.device, columns: Ints | None = None) -> torch.Tensor:
+    def copy_to_device(self, device: torch.device, columns: IntArray | None = None) -> torch.Tensor:
         """Return a copy of the rows on `device`, `[B, n]`, int32, cached until the rows change.
 
         `columns` selects columns, and must be the same in every call. None means all.
@@ -170,7 +170,7 @@ class BlockTable:
         pages, counts = np.unique(self.rows[:, self.first_page : stop], return_counts=True)
         return int((self.allocator.reference_counts[pages] == counts).sum())
 
-    def compact(self) -> Ints | None:
+    def compact(self) -> IntArray | None:
         """Renumber the pages from 0, and return the old number of each page.
 
         If another table also holds pages, return None and change nothing.
@@ -196,7 +196,7 @@ class BlockTable:
             freed_columns[:] = NO_PAGE
             self.allocator.free(freed_pages)
 
-    def replace_rows(self, rows: Ints, first_page: int) -> None:
+    def replace_rows(self, rows: IntArray, first_page: int) -> None:
         """Replace the rows. Columns of the new rows from `first_page` on are in use.
 
         Pages that this table or a fork already lists are shared, not copied.

@@ -5,7 +5,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..ops.blocks import Ints
+from ..ops.blocks import IntArray
 from .block_table import BlockTable
 from .layer_group import LayerGroup
 from .page_allocator import NO_PAGE, PageBudget
@@ -132,7 +132,7 @@ class FixedPages(LayerGroup):
             num_slots = self.pages_per_sequence * self.page_size
             table.reserve(start, num_slots, table.batch, self.copy_pages)
 
-    def count_new_pages(self, rows: Ints | slice, length: int) -> int:
+    def count_new_pages(self, rows: IntArray | slice, length: int) -> int:
         """Return the number of pages that are added if `rows` are selected and then unshared."""
         num_kept = 0 if self.ring_size else length // self.page_size  # columns that stay shared
         shared = self.table.rows[rows, :num_kept]

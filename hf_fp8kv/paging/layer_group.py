@@ -15,7 +15,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..ops.visibility import find_first_visible
 from .block_table import BlockTable, Copies
-from .page_allocator import Ints, PageAllocator, PageBudget
+from .page_allocator import IntArray, PageAllocator, PageBudget
 from .page_pool import PagePool
 
 
@@ -30,9 +30,9 @@ class LongWrite(NamedTuple):
     """
 
     first_page: int | torch.Tensor
-    old_pages: Ints | torch.Tensor
+    old_pages: IntArray | torch.Tensor
     first_kept_page: int | torch.Tensor
-    kept_pages: Ints | torch.Tensor
+    kept_pages: IntArray | torch.Tensor
 
 
 class Positions:
@@ -80,7 +80,7 @@ class Positions:
         old_pages = rows[:, first_page : -(-self.start // page_size)]
         return LongWrite(first_page, old_pages, kept, rows[:, kept:])
 
-    def find_written_pages(self) -> Ints:
+    def find_written_pages(self) -> IntArray:
         """Return the pages that the call writes, ascending, without duplicates."""
         first_kept = (self.first_kept_page or 0) * self._table.page_size
         return self._table.pages_of(max(self.start, first_kept), self.stop)
@@ -275,7 +275,7 @@ class LayerGroup:
             self.positions = None
             self.shrink(eager=True)
 
-    def find_visible_pages(self, member: int) -> Ints:
+    def find_visible_pages(self, member: int) -> IntArray:
         """Return the pages of `member` that the next call reads, ascending, without duplicates."""
         length = self.lengths[member]
         return self.table.pages_of(self.find_first_kept(length), length)

@@ -8,7 +8,7 @@ import torch
 
 from ..formats import LayerPlan
 from ..ops import Pages
-from ..ops.blocks import Ints, locate_pages, put_pages, take_pages
+from ..ops.blocks import IntArray, locate_pages, put_pages, take_pages
 
 # Maximum size of a block in bytes, unless a page is larger. A pool allocates this much at a time.
 BLOCK_BYTES = 16 << 20
@@ -104,22 +104,22 @@ class Blocks:
             old_blocks = [block for block in self.tensors if len(block)]
             self._set_blocks([*old_blocks, *self._allocate(num_added, self.tensors[0].device)])
 
-    def take(self, pages: Ints | torch.Tensor) -> torch.Tensor:
+    def take(self, pages: IntArray | torch.Tensor) -> torch.Tensor:
         """Return copies of pages, `[n, bytes]`. `pages` may be a tensor if there is one block."""
         return take_pages(self.tensors, pages)
 
-    def put(self, pages: Ints | torch.Tensor, rows: torch.Tensor) -> None:
+    def put(self, pages: IntArray | torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows that `take` returned to `pages`."""
         put_pages(self.tensors, pages, rows)
 
     def copy(
-        self, sources: Ints, targets: Ints, target_blocks: list[torch.Tensor] | None = None
+        self, sources: IntArray, targets: IntArray, target_blocks: list[torch.Tensor] | None = None
     ) -> None:
         """Copy pages to `target_blocks`, or to pages of this object that are not sources."""
         for pages in self._split_pages(len(sources)):
             put_pages(target_blocks or self.tensors, targets[pages], self.take(sources[pages]))
 
-    def copy_from(self, source: "Blocks", pages: Ints, *, blocking: bool) -> None:
+    def copy_from(self, source: "Blocks", pages: IntArray, *, blocking: bool) -> None:
         """Copy the pages with the numbers `pages`, ascending, from `source`.
 
         `source` may be on a different device. With `blocking`, the copies are complete on return.
@@ -137,7 +137,7 @@ class Blocks:
             rows = source_block[source_start : source_start + count]
             target_block[target_start : target_start + count].copy_(rows, non_blocking=not blocking)
 
-    def keep_pages(self, pages: Ints) -> None:
+    def keep_pages(self, pages: IntArray) -> None:
         """Keep only `pages`, ascending, and renumber them from 0.
 
         Pages that do not exist become zero. Old blocks are replaced only after the new blocks are

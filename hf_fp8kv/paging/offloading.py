@@ -1,4 +1,4 @@
-"""Offloading: pages of layers that are not computing are in host memory.
+"""Keep the pages of layers in host memory, and copy them to the device when a layer runs.
 
 Host memory has a copy of each page. A layer's pages are fetched to the device for its call, and the
 next layer's pages are fetched while this layer computes. Only pages that a call has written are
@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import torch
 
-from ..ops.blocks import Ints
+from ..ops.blocks import IntArray
 from .memory_blocks import Blocks
 from .page_allocator import PageBudget
 
@@ -32,7 +32,7 @@ class OffloadBudget(PageBudget):
     ) -> None:
         super().__init__(page_size, max_pages)
         self.max_device_pages = max_device_pages
-        self.layers: weakref.WeakSet[OffloadBlocks] = weakref.WeakSet()
+        self.layers: weakref.WeakSet[OffloadedLayer] = weakref.WeakSet()
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def find_stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -44,7 +44,11 @@ class OffloadBudget(PageBudget):
         )
 
     def fetch_layers(
-        self, layer: "OffloadBlocks", pages: Ints, next_layer: "OffloadBlocks", next_pages: Ints
+        self,
+        layer: "OffloadedLayer",
+        pages: IntArray,
+        next_layer: "OffloadedLayer",
+        next_pages: IntArray,
     ) -> None:
         """Fetch `pages` of a layer to the device, and start to fetch pages of the next layer.
 
@@ -63,10 +67,10 @@ class OffloadBudget(PageBudget):
             self._evict_until_fit(layer, next_layer)
             next_layer.fetch(next_pages)
 
-    def _find_resident(self) -> "set[OffloadBlocks]":
+    def _find_resident(self) -> "set[OffloadedLayer]":
         return {layer for layer in self.layers if layer.device_blocks.is_allocated}
 
-    def _evict_until_fit(self, current: "OffloadBlocks", incoming: "OffloadBlocks") -> None:
+    def _evict_until_fit(self, current: "OffloadedLayer", incoming: "OffloadedLayer") -> None:
         """Evict other layers until the pages of `incoming` fit."""
         num_layers = max(layer.index for layer in self.layers) + 1
         evictable = self._find_resident() - {current, incoming}
@@ -74,14 +78,14 @@ class OffloadBudget(PageBudget):
         while by_next_use and not self._can_hold(self._find_resident() | {incoming}):
             by_next_use.pop().evict()
 
-    def _can_hold(self, layers: "set[OffloadBlocks]") -> bool:
+    def _can_hold(self, layers: "set[OffloadedLayer]") -> bool:
         if self.max_device_pages is None:
             return len(layers) <= 2
         num_layers = len({layer.index for layer in self.layers})
         return sum(map(len, layers)) <= self.max_device_pages * num_layers
 
 
-class OffloadBlocks:
+class OffloadedLayer:
     """The pages of one layer in host memory, and copies of some of them on the device.
 
     In a pool, this class replaces `Blocks`, whose interface it has.
@@ -151,12 +155,12 @@ class OffloadBlocks:
 
     # -- copies between the device and the host ----------------------------------------------
 
-    def find_missing(self, pages: Ints) -> Ints:
+    def find_missing(self, pages: IntArray) -> IntArray:
         """Return the pages among `pages` that are only in host memory."""
-        missing: Ints = pages[self._on_host[pages] & ~self._on_device[pages]]
+        missing: IntArray = pages[self._on_host[pages] & ~self._on_device[pages]]
         return missing
 
-    def fetch(self, pages: Ints) -> None:
+    def fetch(self, pages: IntArray) -> None:
         """Start to copy missing pages among `pages`, ascending, from the host to the device."""
         if not self.device_blocks.is_allocated:
             self.device_blocks.allocate(self.page_bytes, len(self), self.device)
@@ -186,7 +190,7 @@ class OffloadBlocks:
             self._on_device[:] = False
             self.device_blocks.free()
 
-    def mark_written(self, pages: Ints) -> None:
+    def mark_written(self, pages: IntArray) -> None:
         """Record that `pages` are written on the device, so the copies on the host are outdated."""
         self._on_device[pages] = True
         self._on_host[pages] = False
@@ -196,7 +200,7 @@ class OffloadBlocks:
         if self._copy_event is not None:
             torch.cuda.current_stream(self._copy_event.device).wait_event(self._copy_event)
 
-    def _start_copy(self, source: Blocks, target: Blocks, pages: Ints) -> None:
+    def _start_copy(self, source: Blocks, target: Blocks, pages: IntArray) -> None:
         device = self.device_blocks.tensors[0].device
         stream = self.budget.find_stream(device)
         if stream is None:
@@ -223,11 +227,11 @@ class OffloadBlocks:
 
     # -- the interface of `Blocks` -----------------------------------------------------------
 
-    def take(self, pages: Ints | torch.Tensor) -> torch.Tensor:
+    def take(self, pages: IntArray | torch.Tensor) -> torch.Tensor:
         """Return copies of pages in host memory, `[n, bytes]`."""
         return self._sync_host_blocks().take(pages)
 
-    def put(self, pages: Ints | torch.Tensor, rows: torch.Tensor) -> None:
+    def put(self, pages: IntArray | torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows to pages on the device if the layer has pages there, otherwise on the host."""
         assert not isinstance(pages, torch.Tensor)
         if self.device_blocks.is_allocated:
@@ -238,7 +242,7 @@ class OffloadBlocks:
             self._sync_host_blocks().put(pages, rows.to(_HOST))
             self._on_host[pages] = True
 
-    def copy(self, sources: Ints, targets: Ints) -> None:
+    def copy(self, sources: IntArray, targets: IntArray) -> None:
         """Copy pages. No page may be both a source and a target."""
         if self.device_blocks.is_allocated:
             self.fetch(np.unique(sources))
@@ -249,7 +253,7 @@ class OffloadBlocks:
             self._sync_host_blocks().copy(sources, targets)
             self._on_host[targets] = self._on_host[sources]
 
-    def keep_pages(self, pages: Ints) -> None:
+    def keep_pages(self, pages: IntArray) -> None:
         """Keep only `pages`, ascending, and renumber them from 0, like `Blocks.keep_pages`."""
         self.evict()
         self._sync_host_blocks().keep_pages(pages)

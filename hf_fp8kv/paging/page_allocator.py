@@ -18,7 +18,7 @@ GROWTH_DIVISOR = 32
 # Pages are renumbered and memory is freed when at most one page in `SHRINK_DIVISOR` is held.
 SHRINK_DIVISOR = 4
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class PageBudget:
@@ -60,9 +60,9 @@ class PageAllocator:
         self.budget = budget
         self.page_size = budget.page_size
         budget.allocators.add(self)
-        self.reference_counts: Ints = np.zeros(0, np.int32)
+        self.reference_counts: IntArray = np.zeros(0, np.int32)
         self._free: list[int] = []
-        self._orphans: list[Ints] = []
+        self._orphans: list[IntArray] = []
         self.tables: weakref.WeakSet[Any] = weakref.WeakSet()  # all block tables with these pages
         # Whether only the requested pages are created, because the table will soon stop growing.
         self.allocates_exactly = False
@@ -92,7 +92,7 @@ class PageAllocator:
         is_low = 0 < self.num_held * SHRINK_DIVISOR <= self.capacity
         return is_low and self.num_free * self.page_size > GROWTH_TOKENS
 
-    def allocate(self, num_pages: int) -> Ints:
+    def allocate(self, num_pages: int) -> IntArray:
         """Return `num_pages` page numbers, each with one reference. The caller checks the budget.
 
         New pages are created in steps if needed.
@@ -109,7 +109,7 @@ class PageAllocator:
         self.reference_counts[numbers] = 1
         return numbers
 
-    def renumber(self, pages: Ints) -> None:
+    def renumber(self, pages: IntArray) -> None:
         """Renumber `pages`, which must be all pages in use, from 0. Free pages are removed."""
         assert len(pages) == self.num_held, f"{self.num_held} pages are held, {len(pages)} are kept"
         self._free = []
@@ -121,11 +121,11 @@ class PageAllocator:
         # Lowest numbers are allocated first, so that pages of a sequence stay close together.
         self._free[:0] = range(first + num_pages - 1, first - 1, -1)
 
-    def share(self, pages: Ints) -> None:
+    def share(self, pages: IntArray) -> None:
         """Add a reference to the page of each entry of `pages`, except NO_PAGE."""
         np.add.at(self.reference_counts, pages[pages != NO_PAGE], 1)
 
-    def free(self, pages: Ints) -> None:
+    def free(self, pages: IntArray) -> None:
         """Remove a reference to the page of each entry. Pages without references become free."""
         numbers = pages[pages != NO_PAGE]
         np.subtract.at(self.reference_counts, numbers, 1)
@@ -141,7 +141,7 @@ class PageAllocator:
             np.add.at(counts, pages[pages != NO_PAGE], 1)
         self.reference_counts, self._free = counts, np.flatnonzero(counts == 0)[::-1].tolist()
 
-    def abandon(self, pages: Ints) -> None:
+    def abandon(self, pages: IntArray) -> None:
         """Let `free_orphans` free the pages of a table that was garbage-collected.
 
         The garbage collector may run while a different table changes reference counts.

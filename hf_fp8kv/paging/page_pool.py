@@ -5,7 +5,7 @@ import torch
 from ..formats import LayerPlan
 from ..ops.page_layout import PageLayout, make_page_layout
 from .memory_blocks import Blocks
-from .offloading import OffloadBlocks
+from .offloading import OffloadedLayer
 
 
 class PagePool:
@@ -15,8 +15,8 @@ class PagePool:
     the pool, and may read the same bytes under different plans.
 
     Attributes:
-        has_scales: Whether pages have dynamic scales, which 8-bit values need unless scales are
-            static. This and the next attributes, up to `device`, are set by `allocate`.
+        has_scales: Whether pages store a scale for each token and head. Static scales, and sides in
+            the model's dtype, need none. `allocate` sets this and the attributes up to `device`.
         k_dtype, v_dtype: Dtypes of K and V in the model.
         stored_k_dtype, stored_v_dtype: Dtypes of K and V in pages (`SidePlan.find_dtype`).
         layout: Layout of a page.
@@ -32,13 +32,13 @@ class PagePool:
         page_size: int,
         plan: LayerPlan,
         has_dynamic_scales: bool,
-        memory: OffloadBlocks | None = None,
+        memory: OffloadedLayer | None = None,
     ) -> None:
         self.page_size = page_size
         self._has_dynamic_scales = has_dynamic_scales
         self._plan = plan
         self.blocks = Blocks() if memory is None else memory.device_blocks
-        self.memory: Blocks | OffloadBlocks = self.blocks if memory is None else memory
+        self.memory: Blocks | OffloadedLayer = self.blocks if memory is None else memory
 
     @property
     def is_allocated(self) -> bool:
@@ -74,7 +74,7 @@ class PagePool:
         )
         self.memory.allocate(self.layout.size, num_pages, self.device, single_block=single_block)
 
-    def make_empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_empty_kv(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return empty keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as for `allocate`."""
         size = (batch, self.num_heads, 0)
         key = torch.empty(*size, self.k_dim, dtype=self.k_dtype, device=self.device)
@@ -88,5 +88,5 @@ class PagePool:
         parts_by_block = [self.layout.split(block) for block in blocks.tensors]
         scales = sum(parts["token_scales"].nbytes for parts in parts_by_block if self.has_scales)
         pages = len(blocks) * size - scales
-        host = len(memory.host_blocks) * size if isinstance(memory, OffloadBlocks) else 0
+        host = len(memory.host_blocks) * size if isinstance(memory, OffloadedLayer) else 0
         return {"pages": pages, "scales": scales, "tables": blocks.offsets.nbytes, "host": host}

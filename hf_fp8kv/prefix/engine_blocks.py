@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..utils.digests import digest_of
+from ..utils.digests import compute_digest
 from .file import Page, chain_keys
 from .store import PrefixStore
 
@@ -21,8 +21,8 @@ class BlockHasher:
     """Computes the hashes of an engine's full blocks, instead of transformers' 64-bit hash.
 
     A hash ends with the tokens of the block, so blocks with equal hashes have equal tokens. Before
-    them is a keyed hash of the salt and all earlier tokens, 128 bits of BLAKE2b. Equal hashes
-    cannot be searched for without the key.
+    them is a keyed hash of the salt and all earlier tokens, 128 bits of BLAKE2b. A search
+    for equal hashes needs the key.
 
     Attributes:
         salt: Salt of the request whose blocks are hashed next. Requests with different salts share
@@ -36,7 +36,7 @@ class BlockHasher:
     def __call__(self, previous_hash: bytes | None, tokens: list[int]) -> bytes:
         """Return the hash of a block, after the block with `previous_hash`, if any."""
         if previous_hash is None:
-            previous_hash = digest_of(self.salt).encode()
+            previous_hash = compute_digest(self.salt).encode()
         prefix = hashlib.blake2b(previous_hash, digest_size=16, key=self._key)
         return prefix.digest() + array("i", tokens).tobytes()
 
@@ -105,8 +105,8 @@ class BlockExchange:
             for block in reversed(blocks):
                 if allocator.ledger.release(block):  # it has no hash, because loading failed
                     self._pool.free_blocks(self._group_index, [block])
-        is_new_miss = missing_blocks and not num_cached and request_id not in self._missed_requests
-        if is_new_miss and not blocks:
+        is_first_look = missing_blocks and request_id not in self._missed_requests
+        if is_first_look and not num_cached and not blocks:
             self._missed_requests.add(request_id)
             self._store.count(misses=1)
         if blocks:
@@ -116,7 +116,7 @@ class BlockExchange:
         """Return the store's keys of the full blocks of `tokens`. See `chain_keys`."""
         salt, identity = self._hasher.salt, self._identity
         if salt:
-            identity += f".{digest_of(salt)}"
+            identity += f".{compute_digest(salt)}"
         return chain_keys(identity, tokens, self._block_size, previous_key)
 
     def _check_page(self, page: Page) -> None:
@@ -134,7 +134,7 @@ class BlockExchange:
         return int(block)
 
     def save(self, request_id: str, tokens: list[int], *, is_last: bool = False) -> None:
-        """Write the blocks of a request that were filled since the previous call to the store.
+        """Write to the store the blocks of a request that were filled since the previous call.
 
         `is_last` means that the engine frees the blocks after this call. All blocks are then marked
         as used, and blocks that the store has evicted are written again.

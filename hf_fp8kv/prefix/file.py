@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors import torch as safetensors
 
-from ..utils.digests import digest_of
+from ..utils.digests import compute_digest
 from ..utils.files import parse_metadata
 
 # Name and version of the file format. The version changes with the meaning of the bytes.
@@ -51,7 +51,7 @@ def pack(key: str, page: Page) -> bytes:
     """Return the contents of a page's file."""
     rows = {str(layer): row for layer, row in enumerate(page.rows)}
     header = {"format": _FORMAT, "key": key, "metadata": json.dumps(page.metadata)}
-    header["digest"] = digest_of(header, rows)
+    header["digest"] = compute_digest(header, rows)
     return safetensors.save(rows, metadata=header)
 
 
@@ -59,7 +59,7 @@ def unpack(key: str, contents: bytes) -> Page:
     """Return the page in the contents of a file. Invalid contents may raise any type of error."""
     rows = safetensors.load(contents)
     header = parse_metadata(contents)
-    if header.pop("digest") != digest_of(header, rows):
+    if header.pop("digest") != compute_digest(header, rows):
         raise ValueError("its bytes have changed since they were written")
     if header["format"] != _FORMAT or header["key"] != key:
         raise ValueError("its format is different, or its name belongs to a different page")

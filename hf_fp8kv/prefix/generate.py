@@ -141,11 +141,11 @@ def _prepare(
     identity = _identify(method.model, method.arguments[1], cache)
     # Tokens without an identity also count, after a call with dropout or unhashable weights.
     is_outdated = identity != cache.identity and (cache.identity or cache.tokens is not None)
-    batch = replace(batch, features=media.features)
+    batch = replace(batch, features=media.image_digests)
     if needs_empty_cache or is_outdated or is_other_model or not media.is_comparable:
         _require_media(cache, media, 0)
         cache.reset()
-    elif media.features is None and cache.tokens is not None:
+    elif media.image_digests is None and cache.tokens is not None:
         batch = _continue_media(cache.tokens, batch)
     if not media.is_comparable:
         return UNKNOWN
@@ -164,7 +164,7 @@ def _require_media(cache: FP8PagedCache, media: PromptMedia, num_kept: int) -> N
     """Raise ConfigError if a prompt needs images that are neither passed nor kept in the cache."""
     batch = cache.tokens
     has_images = batch is UNKNOWN or (batch is not None and batch.features is not None)
-    is_used = has_images and media.features is None and bool(cache.get_seq_length())
+    is_used = has_images and media.image_digests is None and bool(cache.get_seq_length())
     if is_used and bool(media.placeholders[:, num_kept:].any()):
         raise ConfigError(
             f"expected the images of the prompt, because the cache can keep only {num_kept} of its "
@@ -336,7 +336,7 @@ def get_candidate_generator(method: ModelMethod, *args: Any, **kwargs: Any) -> A
             cache.tokens = cache.tokens and UNKNOWN
         else:
             media = PromptMedia(method.model.config, ids, model_kwargs, generation_config)
-            batch = replace(batch, features=media.features)
+            batch = replace(batch, features=media.image_digests)
             _record_model(method.model, cache, generation_config, can_empty=True)
             _require_media(cache, media, 0)
             cache.reset()

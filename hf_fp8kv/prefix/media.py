@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from ..modeling.methods import ModelMethod
 from ..modeling.model_support import CACHE
-from ..utils.digests import digest_of
+from ..utils.digests import compute_digest
 
 # Arguments of a model that do not change the keys and values of its tokens.
 _NEUTRAL_ARGUMENTS = (
@@ -40,7 +40,7 @@ def keep_encoder_inputs(
     model_input_name: Any,
     config: Any,
 ) -> dict[str, Any]:
-    """Prepare the encoder's arguments: a model's method that replaces images by features.
+    """Prepare the encoder's arguments, but keep the images, which the model replaces by features.
 
     The last bits of an image's features depend on the number of images in a call. So the images
     are kept for the prefill, which compares them.
@@ -67,8 +67,8 @@ class PromptMedia:
         generation_config: The generation config of the call.
 
     Attributes:
-        features: Digests of the image of each token, `[B, N]`, int64, 0 for text. None means that
-            the prompt is only text.
+        image_digests: Digest of the image of each token, `[B, N]`, int64, 0 for text. None means
+            that the prompt is only text.
         placeholders: Whether a token is a placeholder, `[B, N]`.
         is_comparable: Whether keys and values depend only on earlier tokens and their images.
     """
@@ -82,7 +82,7 @@ class PromptMedia:
     ) -> None:
         self._arguments = arguments
         self.placeholders = _find_placeholders(model_config, ids, _MODALITIES)
-        self.features: Tensor | None = None
+        self.image_digests: Tensor | None = None
         token_types = [x for name in _TOKEN_TYPES if (x := arguments.get(name)) is not None]
         self.is_comparable = not any(
             model_config.model_type in _BIDIRECTIONAL_PROMPTS
@@ -106,7 +106,7 @@ class PromptMedia:
         inputs = {name: x for name, x in inputs.items() if not _is_empty(x)}
         self._starts: list[int] = []  # first column of each image
         if inputs and self.placeholders.any():
-            self.features = self._mark_images(ids, inputs)
+            self.image_digests = self._digest_images(ids, inputs)
         elif inputs:
             self.is_comparable = False
         # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
@@ -115,7 +115,7 @@ class PromptMedia:
         if "inputs_embeds" in inputs or (inputs and divides_images):
             self.is_comparable = False
 
-    def _mark_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _digest_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Find the tokens of each image, and return their digests, `[B, N]`."""
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim}
         others = {name: x for name, x in inputs.items() if name not in tensors}
@@ -127,8 +127,8 @@ class PromptMedia:
             start = int(columns.min())
             stop = int(columns.max()) + 1
             self._starts.append(start)
-            values = {name: _pack_values(x[index]) for name, x in parts_by_name.items()}
-            digest = digest_of(others, values)
+            values = {name: _hash_values(x[index]) for name, x in parts_by_name.items()}
+            digest = compute_digest(others, values)
             # The digest is longer than one number, so neighboring tokens have its parts in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
             indices = torch.arange(stop - start) % len(words)
@@ -158,7 +158,7 @@ class PromptMedia:
             divides_inputs = all(_divide(x, sizes) is not None for x in tensors)
             # Inputs that the model receives are divided by `drop`.
             divides_passed = all(
-                isinstance(x, Tensor) and x.ndim and _find_length(x, sizes)
+                isinstance(x, Tensor) and x.ndim and _list_lengths(x, sizes)
                 for x in self._passed.values()
             )
             if sum(sizes) == num_placeholders and divides_inputs and divides_passed:
@@ -167,7 +167,7 @@ class PromptMedia:
 
     def has_images_after(self, num_tokens: int) -> bool:
         """Return whether an image begins after the first `num_tokens` tokens of each row."""
-        return self.features is not None and bool(self.features[:, num_tokens:].any())
+        return self.image_digests is not None and bool(self.image_digests[:, num_tokens:].any())
 
     def drop(self, num_tokens: int) -> None:
         """Remove the images in the first `num_tokens` tokens of each row from the arguments.
@@ -179,7 +179,7 @@ class PromptMedia:
             return
         for name, x in self._passed.items():
             if kept:
-                parts = x.split(_find_length(x, self._sizes))
+                parts = x.split(_list_lengths(x, self._sizes))
                 self._arguments[name] = torch.cat([parts[i] for i in kept])
             else:
                 del self._arguments[name]
@@ -218,7 +218,7 @@ def _is_empty(argument: Any) -> bool:
     return argument is None or argument is False
 
 
-def _find_length(x: Tensor, sizes: list[int]) -> list[int]:
+def _list_lengths(x: Tensor, sizes: list[int]) -> list[int]:
     """Return the length of each image along the first axis of `x`, or [] if it is not known."""
     if len(x) == len(sizes):
         return [1] * len(sizes)
@@ -230,7 +230,7 @@ def _divide(x: Tensor, sizes: list[int]) -> list[Tensor] | None:
     """Return the part of `x` for each image, or None if it is not known."""
     if len(sizes) == 1:
         return [x]
-    if lengths := _find_length(x, sizes):
+    if lengths := _list_lengths(x, sizes):
         return [*x.split(lengths)]
     if x.ndim < 4:
         return None
@@ -240,7 +240,7 @@ def _divide(x: Tensor, sizes: list[int]) -> list[Tensor] | None:
     return [*images.split(1)] if len(images) == len(sizes) else None
 
 
-def _pack_values(x: Tensor) -> str:
+def _hash_values(x: Tensor) -> str:
     """Return the dtype and a hash of a tensor without zeros at the end, which may be padding."""
     flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{x.dtype} {hashlib.sha256(flat.numpy().tobytes().rstrip(bytes(1))).hexdigest()}"

@@ -17,7 +17,7 @@ from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
 from ..modeling.model_support import find_varying_rope
 from ..scales import KVScales
-from ..utils.digests import digest_of
+from ..utils.digests import compute_digest
 from .file import Page, chain_keys
 from .store import PrefixStore
 
@@ -51,7 +51,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
 def digest_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
     """Return a digest of the storage format. `layers` yields index, window and plan of a layer."""
     scales = options.scales
-    return digest_of(
+    return compute_digest(
         options.page_size,
         options.backend,
         options.has_dynamic_scales,

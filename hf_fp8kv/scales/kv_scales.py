@@ -22,7 +22,7 @@ from . import save
 from .checkpoint.checkpoint import HubFolder, HubOptions, translate_hub_errors
 from .checkpoint.configs import find_text_config
 from .formats.base import TensorFormat, reduce_scales, to_json
-from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_constant, check_ranks, scalar
+from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_ranks, parse_constant, scalar
 from .load import read_checkpoint, read_file
 from .model_card import CARD_FILE, make_card
 from .read_options import ReadOptions
@@ -72,7 +72,7 @@ class KVScales(ScaleData):
         """Return the same constants for every layer. Raise ScaleError for an invalid constant."""
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
-        k, v = check_constant(k, "k"), check_constant(v, "v")
+        k, v = parse_constant(k, "k"), parse_constant(v, "v")
         layer = LayerScales(scalar(k), scalar(v), source="uniform")
         return cls(dict.fromkeys(range(num_layers), layer), origin="uniform")
 
@@ -391,7 +391,7 @@ def resolve_scales(
     if scales is None or isinstance(scales, KVScales):
         return scales
     if isinstance(scales, int | float):
-        return check_constant(scales, "scales")
+        return parse_constant(scales, "scales")
     if not isinstance(scales, str | os.PathLike):
         raise ScaleError(
             "scales: expected None, a number, KVScales, a path or a repository id, got "

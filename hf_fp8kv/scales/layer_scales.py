@@ -1,9 +1,9 @@
 """LayerScales, the static scales of one layer's K and V, and ScaleData, the scales of a model.
 
-All scales have one direction and one unit: `real = stored * scale`, where stored values are E4M3FN
-(up to 448). Scales of other formats are converted when they are read, and when they are used.
-Scales may include a storage plan of the layer. With a plan, static scales may be missing. The cache
-then computes a scale for each token and head.
+All scales follow one convention and have one unit: `real = stored * scale`, where stored values are
+E4M3FN (up to 448). Scales of other formats are converted when they are read, and when they are
+used. Scales may include a storage plan of the layer. With a plan, static scales may be missing. The
+cache then computes a scale for each token and head.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ScaleError
 from ..formats import MIN_SCALE, LayerPlan, summarize_plan
-from ..utils.digests import digest_of
+from ..utils.digests import compute_digest
 from ..utils.text import format_list, format_value
 from .measured_report import Protection
 
@@ -40,7 +40,7 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def check_constant(value: object, label: str) -> float:
+def parse_constant(value: object, label: str) -> float:
     """Return a number as a float. Raise ScaleError unless it is a valid scale."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compare before converting, because an integer may be too large for a float.
@@ -218,4 +218,6 @@ class ScaleData:
     @property
     def digest(self) -> str:
         """SHA-256 of the shape and the bytes of every tensor and of plans, in hexadecimal."""
-        return digest_of({i: (x.k, x.v, x.k_center, str(x.plan)) for i, x in self.layers.items()})
+        return compute_digest(
+            {i: (x.k, x.v, x.k_center, str(x.plan)) for i, x in self.layers.items()}
+        )

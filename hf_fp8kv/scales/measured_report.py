@@ -48,7 +48,7 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class Protection:
-    """The effect of storing a prompt before it is read, and the layers that are protected from it.
+    """The sides that keep 16 bits, and the loss with and without them after a stored prompt.
 
     Losses are mean KL divergences from the unquantized cache, in nats, on random tokens.
     """

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import ScaleError
-from ..utils.files import WEIGHT_SUFFIXES, read_header, read_weight_map, write_all
+from ..utils.files import WEIGHT_SUFFIXES, read_header, read_weight_map, write_atomically
 from ..utils.text import format_list, format_value
 from .checkpoint.checkpoint import (
     FIRST_FILE,
@@ -206,7 +206,7 @@ def write_files(
     contents = dict(sorted(contents.items(), key=lambda x: (x[0] == "config.json", x[1] is None)))
     try:
         if source == target:
-            write_all({target / name: content for name, content in contents.items()})
+            write_atomically({target / name: content for name, content in contents.items()})
         else:
             _write_copy(source, target, weights, contents)
     except (OSError, SafetensorError) as error:
@@ -277,7 +277,9 @@ def _write_copy(
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         staging.mkdir(parents=True)
-        write_all({staging / name: content for name, content in {**copies, **contents}.items()})
+        write_atomically(
+            {staging / name: content for name, content in {**copies, **contents}.items()}
+        )
         if target.exists():
             target.rmdir()
         staging.rename(target)

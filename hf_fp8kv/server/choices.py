@@ -66,7 +66,7 @@ class ChoiceMaker:
     def make_choices(self, body: AnyBody, guide: Guide | None) -> list[Choice]:
         """Return the choices of a request, `n` for each prompt. They do not run yet.
 
-        This may take seconds, because it tokenizes prompts, and parsers decode prompts.
+        This may take seconds, because prompts are tokenized here, and decoded again by parsers.
 
         Raises:
             APIError: The request exceeds the limits of this engine or model.
@@ -182,7 +182,10 @@ class ChoiceMaker:
 
 
 class RunningRequest:
-    """A request from the end of its body to its response. Its task creates it."""
+    """A request whose body has been read and whose response is not finished.
+
+    Construct it in the task that `fail` may cancel.
+    """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics

@@ -36,8 +36,8 @@ STOP_TIMEOUT_SECONDS = 30.0
 # Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
 # minutes while a prompt is computed. Short steps read the weights more often, which costs little.
 _MAX_CPU_STEP_TOKENS = 256
-# Memory for pages on a CPU if the configuration has no limit, which is more if a request of
-# `_MIN_CPU_TOKENS` needs more, but at most transformers' share of the memory.
+# Memory for pages on a CPU if the configuration sets no limit. A model whose request of
+# `_MIN_CPU_TOKENS` tokens needs more gets more. `_MAX_CPU_SHARE` of the memory is the maximum.
 _CPU_MEMORY_BYTES = 4 * 2**30
 _MAX_CPU_SHARE = 0.6
 _MIN_CPU_TOKENS = 8192
@@ -45,7 +45,7 @@ _MIN_CPU_TOKENS = 8192
 PROGRESS_SECONDS = 5.0
 # Number of tokens of a prompt that are scored between two steps of the engine. Each token has a
 # logit for every token of the vocabulary.
-_SCORED_TOKENS = 256
+_SCORING_CHUNK_TOKENS = 256
 
 
 class Engine:
@@ -68,7 +68,7 @@ class Engine:
         self.model, self._metrics = model, metrics
         text_config = model.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size)
-        self._scoring = asyncio.Lock()  # one prompt is scored at a time
+        self._scoring_lock = asyncio.Lock()  # one prompt is scored at a time
         self.num_prompt_tokens = self.num_new_tokens = 0  # since the start
         # Why the host cannot change or read the logits of a request. None means that it can.
         self.fixed_steps_reason: str | None = None
@@ -160,7 +160,7 @@ class Engine:
         return read_usage(self.model) if self.is_alive() else None
 
     def describe_pages(self) -> dict[str, Any]:
-        """Return the tokens that fit into the pages, and into their bytes in bf16, and formats."""
+        """Return the tokens that fit in the pages, or in as many bytes in bf16, and the formats."""
         usage = self.read_usage()
         if usage is None:
             return {"tokens": 0, "bf16_tokens": 0, "formats": []}
@@ -170,7 +170,7 @@ class Engine:
         return {"tokens": num_tokens, "bf16_tokens": bf16_tokens, "formats": formats}
 
     def count_active(self) -> int:
-        """Return the number of requests that hold pages. Just canceled requests are included."""
+        """Return the number of requests that hold pages. Requests that were just canceled count."""
         processor = None if self._manager is None else self._manager.batch_processor
         return 0 if processor is None else len(processor.scheduler.active_requests)
 
@@ -239,11 +239,11 @@ class Engine:
             APIError: The engine does not run, or a logit is not a number.
         """
         entries = [TokenLogprob(prompt[0], None, ())]
-        async with self._scoring:
+        async with self._scoring_lock:
             self._require_alive()
             cache = self._manager.make_cache()
-            for start in range(0, len(prompt) - 1, _SCORED_TOKENS):
-                tokens = prompt[start : start + _SCORED_TOKENS + 1]
+            for start in range(0, len(prompt) - 1, _SCORING_CHUNK_TOKENS):
+                tokens = prompt[start : start + _SCORING_CHUNK_TOKENS + 1]
                 entries += await asyncio.to_thread(self._score_tokens, cache, tokens, num_top)
         return entries
 
@@ -309,11 +309,11 @@ class Engine:
                 continue
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
             try:
-                check_token(sequence, token, self.vocab_size)
+                accept_token(sequence, token, self.vocab_size)
                 sampler.record(row, token)
                 sequence.answer.append(token)
                 self._metrics.record_token(sequence, state.lifespan[0])
-                if not _is_complete(sequence, self.vocab_size):
+                if not _must_end(sequence, self.vocab_size):
                     unfinished.append(request)
                     unfinished_tokens.append(token)
                     continue
@@ -329,8 +329,8 @@ class Engine:
         return unfinished, unfinished_tokens
 
 
-def _is_complete(sequence: Sequence, vocab_size: int) -> bool:
-    """Return whether the text is complete, and the model has no token that ends the answer."""
+def _must_end(sequence: Sequence, vocab_size: int) -> bool:
+    """Return whether the engine must end the answer: it is complete, and no token could end it."""
     return (
         sequence.guide is not None
         and sequence.guide.is_complete
@@ -338,7 +338,7 @@ def _is_complete(sequence: Sequence, vocab_size: int) -> bool:
     )
 
 
-def check_token(sequence: Sequence, token: int, vocab_size: int) -> None:
+def accept_token(sequence: Sequence, token: int, vocab_size: int) -> None:
     """Advance a request's grammar by a token. Raise APIError if the request fails at the token."""
     guide, rules = sequence.guide, sequence.rules
     if token < vocab_size:

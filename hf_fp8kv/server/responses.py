@@ -94,16 +94,16 @@ class ResponseWriter:
 
     def _add_text(self, item_type: str, part: AnswerPart) -> None:
         if self._open_type != item_type:
-            self._open_item(item_type)
+            self._begin_text_item(item_type)
         text = part.reasoning or part.text
         self._items[-1]["content"][0]["text"] += text
         self._add_text_event("delta", delta=text)
 
-    def _open_item(self, item_type: str) -> None:
-        """Begin an item to which text is added."""
-        self._close_item()
+    def _begin_text_item(self, item_type: str) -> None:
+        """Add an item with text, to which further text is added."""
+        self._finish_text_item()
         id_prefix, fields, content = _TEXT_ITEMS[item_type]
-        self._begin_item(id_prefix, type=item_type, status="in_progress", content=[], **fields)
+        self._add_item(id_prefix, type=item_type, status="in_progress", content=[], **fields)
         self._items[-1]["content"], self._open_type = [dict(content)], item_type
         if item_type == "message":
             self._add_item_event("content_part.added", content_index=0, part=content)
@@ -115,8 +115,8 @@ class ResponseWriter:
         (content,) = self._items[-1]["content"]
         self._add_item_event(f"{content['type']}.{event_name}", content_index=0, **fields)
 
-    def _close_item(self) -> None:
-        """Finish the open item, if there is one."""
+    def _finish_text_item(self) -> None:
+        """Complete the item to which text is added, if there is one."""
         if self._open_type is None:
             return
         (content,) = self._items[-1]["content"]
@@ -124,33 +124,33 @@ class ResponseWriter:
         if self._open_type == "message":
             self._add_item_event("content_part.done", content_index=0, part=content)
         self._open_type = None
-        self._end_item()
+        self._complete_item()
 
-    def _begin_item(self, id_prefix: str, **fields: Any) -> None:
+    def _add_item(self, id_prefix: str, **fields: Any) -> None:
         item = {"id": f"{id_prefix}_{self._id}_{len(self._items)}", **fields}
         self._add_event("response.output_item.added", output_index=len(self._items), item=item)
         self._items.append(item)
 
-    def _end_item(self) -> None:
+    def _complete_item(self) -> None:
         item = self._items[-1]
         index = len(self._items) - 1
         item["status"] = "completed"
         self._add_event("response.output_item.done", output_index=index, item=item)
 
     def _add_call(self, name: str, arguments: str) -> None:
-        self._close_item()
+        self._finish_text_item()
         call = {"name": name, "arguments": arguments}
         call_id = f"call_{self._id}_{len(self._items)}"
-        self._begin_item("call", call_id=call_id, type="function_call", status="completed", **call)
+        self._add_item("call", call_id=call_id, type="function_call", status="completed", **call)
         self._add_item_event("function_call_arguments.done", **call)
-        self._end_item()
+        self._complete_item()
 
     def _finish_response(self) -> dict[str, Any]:
         """Finish and return the response. A response without calls has at least one message."""
-        self._close_item()
+        self._finish_text_item()
         if not self._items or all(item["type"] == "reasoning" for item in self._items):
-            self._open_item("message")
-            self._close_item()
+            self._begin_text_item("message")
+            self._finish_text_item()
         counts = count_usage([self._choice])
         usage = {
             "input_tokens": counts["prompt_tokens"],

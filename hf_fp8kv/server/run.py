@@ -63,7 +63,7 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
         engine = app.engine
         server = _Server(app, lambda: on_ready(_format_url(sock)))
-        stack.callback(lambda: app.stop(server.count_seconds_left()))
+        stack.callback(lambda: app.stop(server.compute_stop_timeout()))
         server.run(sockets=[sock])  # stops `app` at its end
         assert engine is not None
         failure = engine.failure or server.failure
@@ -182,8 +182,8 @@ class _Server(uvicorn.Server):
             self._app.fail_requests()
         return is_overdue or not unfinished
 
-    def count_seconds_left(self) -> float:
-        """Return for how many seconds the process may wait for a step, so that it ends in time."""
+    def compute_stop_timeout(self) -> float:
+        """Return the maximum time in seconds to wait for the engine's running step."""
         seconds_left = self._deadline + _SEND_SECONDS + 1 - time.monotonic()
         return min(max(seconds_left, 1.0), STOP_TIMEOUT_SECONDS)
 

@@ -70,7 +70,7 @@ class StoredLayer:
         return out
 
     def _store_tokens(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
-        """Store each token as a separate sequence, whose only page has the tokens before it."""
+        """Store each token as the last token of a separate sequence of one page."""
         num_written = len(work.slot_ends)
         if not num_written:
             return

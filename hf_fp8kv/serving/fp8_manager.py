@@ -110,7 +110,7 @@ def require_enabled(model: Any) -> None:
     """Raise ConfigError unless `enable` was called on the model."""
     if find_factory(model) is None:
         raise ConfigError(
-            "model: expected a model that hf_fp8kv.serving.enable() was called on, got a different "
+            "model: expected a model that hf_fp8kv.serving.enable() was called on, got another "
             f"{type(model).__name__}. Call enable() first"
         )
 
@@ -135,7 +135,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         self._factory = factory
         # Called with each new batch processor, before its first step.
         self.on_processor: Callable[[Any], None] = lambda _: None
-        self.max_request_tokens = 0  # that the pages hold for one request, 0 before they exist
+        self.max_request_tokens = 0  # maximum of one request. 0 until the pages are allocated
         with use_engine_attention(model):
             super().__init__(model=model, **kwargs)
             # Every rank of a tensor-parallel group hashes blocks with the key of the first rank.
@@ -315,7 +315,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
 
 def find_managers(model: Any) -> list[Any]:
-    """Return the running managers of a model: transformers' own managers, and of FP8 pages."""
+    """Return the running managers of a model, both transformers' managers and `FP8Manager`s."""
     targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
     owners = [getattr(target, "__self__", None) for target in targets]
     return [owner for owner in owners if isinstance(owner, StockManager) and owner.model is model]

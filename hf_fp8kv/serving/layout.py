@@ -32,14 +32,14 @@ class EngineLayout:
     def bytes_per_page(self) -> int:
         """Size of a page in bytes, including its dynamic scales."""
         sizes = self.num_heads, self.page_size, self.head_dim, self.head_dim
-        return make_page_layout(*sizes, *self._dtypes, self._has_scales).size
+        return make_page_layout(*sizes, *self._dtypes, self._has_token_scales).size
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         return self.plan.k.find_dtype(self.dtype), self.plan.v.find_dtype(self.dtype)
 
     @property
-    def _has_scales(self) -> bool:
+    def _has_token_scales(self) -> bool:
         return self.is_dynamic and not all(side.is_auto for side in self.plan)
 
     def check_shapes(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -57,25 +57,25 @@ class EngineLayout:
     def view_memory(self, memory: torch.Tensor) -> Pages:
         """Return the pages in contiguous `memory`, `[bytes]`, uint8, without a block table."""
         size = self.bytes_per_page
-        return self.view_block(memory[: len(memory) // size * size].view(-1, size))
+        return self.view_pages(memory[: len(memory) // size * size].view(-1, size))
 
-    def view_block(self, block: torch.Tensor) -> Pages:
-        """Return the pages of a block `[n, bytes]`, without a block table.
+    def view_pages(self, page_rows: torch.Tensor) -> Pages:
+        """Return the pages in the rows of `page_rows`, `[n, bytes]`, without a block table.
 
         Raises:
             ConfigError: Pages do not begin at multiples of 16 bytes, as the kernels' loads require.
         """
-        address, page_stride = block.data_ptr(), block.stride(0)
+        address, page_stride = page_rows.data_ptr(), page_rows.stride(0)
         if address % 16 or page_stride % 16:
             raise ConfigError(
                 f"expected pages that begin at multiples of 16 bytes, got a page at {address} and "
                 f"the next page {page_stride} bytes after it"
             )
-        table = torch.empty((0, 0), dtype=torch.int32, device=block.device)
+        table = torch.empty((0, 0), dtype=torch.int32, device=page_rows.device)
         k, v = (StoredSide(None, None, x.format, self.head_dim, x.rotated) for x in self.plan)
         return Pages(
-            k, v, block, table, locate_pages([block]), self.num_heads, self.page_size,
-            *self._dtypes, self._has_scales,
+            k, v, page_rows, table, locate_pages([page_rows]), self.num_heads, self.page_size,
+            *self._dtypes, self._has_token_scales,
         )  # fmt: skip
 
 
@@ -106,14 +106,14 @@ def view_layers(blocks: torch.Tensor, layouts: Sequence[EngineLayout]) -> list[P
     """
     sizes = [layout.bytes_per_page for layout in layouts]
     layer_blocks = blocks[:, : sum(sizes)].split(sizes, dim=1)
-    return [layout.view_block(block) for layout, block in zip(layouts, layer_blocks, strict=True)]
+    return [layout.view_pages(block) for layout, block in zip(layouts, layer_blocks, strict=True)]
 
 
 def plan_block_sizes(layouts: Mapping[str, Sequence[EngineLayout]]) -> dict[str, int]:
     """Return the size of a block in bytes, for each kind of layers with these layouts.
 
     The size of an engine's sector is the least common multiple of these sizes. It would be huge for
-    arbitrary sizes, so blocks may end with unused bytes. The engine never uses two sectors, and
+    arbitrary sizes, so blocks may end with unused bytes. Two sectors always stay empty, and
     each kind leaves half a sector free on average. The cost of large sectors is therefore compared
     with the unused bytes, for memory of about 2,000 blocks.
     """

@@ -22,7 +22,7 @@ _model_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _known_digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
-def digest_of(*facts: object) -> str:
+def compute_digest(*facts: object) -> str:
     """Return the SHA-256 of JSON values and tensors: 64 hexadecimal digits."""
     text = json.dumps(facts, sort_keys=True, default=_describe_value)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -71,7 +71,7 @@ def can_sample(model: torch.nn.Module) -> bool:
 
 
 def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = ()) -> str:
-    """Return a digest of 8 values of each parameter and buffer, of their names and dtypes.
+    """Return a digest of the names, shapes and dtypes of all tensors, and of 8 values of each.
 
     If some weights cannot be read (offloaded, split or packed), each model has a different digest.
     """
@@ -79,7 +79,7 @@ def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = (
     tensors = {name: x for name, x in weights if not name.endswith(ignored_suffixes)}
     names = [(name, x.shape, str(x.dtype)) for name, x in tensors.items()]
     model_id = "" if can_sample(model) else _model_ids.setdefault(model, uuid.uuid4().hex)
-    return digest_of(names, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
+    return compute_digest(names, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
 
 
 def sample_checkpoint(path: str) -> dict[str, str]:
@@ -91,7 +91,7 @@ def sample_checkpoint(path: str) -> dict[str, str]:
     paths = root.iterdir() if root.is_dir() else [root]
     files = [x for x in paths if x.is_file() and x.stat().st_size]
     samples = {x.name: _sample_file(x) for x in files if x.suffix in WEIGHT_SUFFIXES}
-    configs = {x.name: digest_of(x.read_text()) for x in files if x.name == "config.json"}
+    configs = {x.name: compute_digest(x.read_text()) for x in files if x.name == "config.json"}
     return samples and samples | configs
 
 
@@ -109,7 +109,7 @@ def _sample_file(path: Path) -> str:
         spans = [(data_start + start, data_start + stop) for start, stop in offsets]
     # An odd step reads low and high bytes of values.
     samples = [contents[start : stop : (stop - start) // 64 | 1] for start, stop in spans]
-    return digest_of(len(contents), header, [sample.tobytes().hex() for sample in samples])
+    return compute_digest(len(contents), header, [sample.tobytes().hex() for sample in samples])
 
 
 def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
@@ -141,7 +141,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
             "device, or as a part. Leave prefix_store out if weights are offloaded or split"
         )
     zero_names = _find_zero_adapters(tensors)
-    digest = digest_of(
+    digest = compute_digest(
         [
             (name.replace(".base_layer.", "."), x.shape, *_compute_checksums(x, dtype))
             for name, x in tensors.items()

@@ -29,7 +29,10 @@ SAFE_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOC
 def convert_read_errors(
     path: object, expected: str, error_class: type[FP8KVError] = ScaleError
 ) -> Iterator[None]:
-    """Convert each error that reading a file raises to `error_class`, except OutOfPagesError."""
+    """Convert errors of reading a file to `error_class`, except OutOfPagesError.
+
+    A ScaleError is not converted to another ScaleError.
+    """
     try:
         yield
     except Exception as error:
@@ -107,7 +110,7 @@ def parse_metadata(contents: bytes) -> dict[str, str]:
     return metadata
 
 
-def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:
+def write_atomically(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:
     """Write all files completely. If a file cannot be written, leave all files unchanged.
 
     The content of a file is bytes, or a function that writes to a path. None deletes the file.
@@ -146,7 +149,7 @@ def write_all(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> 
 
 
 def check_model_name(name: str) -> None:
-    """Raise ConfigError if the name of a model can only be a folder, which is missing or empty."""
+    """Raise ConfigError for a path without a folder, or for a folder without a config file."""
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if is_path and not os.path.isdir(name):
         raise ConfigError(

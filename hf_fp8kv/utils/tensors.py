@@ -1,4 +1,4 @@
-"""A fast way to detach tensors."""
+"""Detach tensors without needless work."""
 
 import torch
 

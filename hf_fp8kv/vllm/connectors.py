@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..utils.digests import digest_of, sample_checkpoint
+from ..utils.digests import compute_digest, sample_checkpoint
 from .dtypes import DTYPES
 from .storage import read_storage
 
@@ -56,7 +56,7 @@ def rename_model(config: Any, kv_cache_config: Any) -> Any:
     """
     if config.cache_config.cache_dtype not in DTYPES:
         return config
-    fingerprint = digest_of(
+    fingerprint = compute_digest(
         identify_bytes(config),
         [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
         # vLLM's files have the blocks of all layers of the first rank, then of the second rank.
@@ -88,8 +88,8 @@ def identify_bytes(config: Any) -> str:
             num_ranks, model.revision, config.instance_id,
         ).options  # fmt: skip
         scales = getattr(options.scales, "digest", options.scales)
-        storages.add(digest_of(scales, str(options.plan)))
-    return digest_of(
+        storages.add(compute_digest(scales, str(options.plan)))
+    return compute_digest(
         config.cache_config.cache_dtype,
         config.cache_config.kv_cache_dtype_skip_layers,
         config.load_config.load_format,

@@ -1,9 +1,10 @@
 """Select the attention class on a CPU: vLLM's class, or the plugin's class for its dtypes.
 
-vLLM's enum of backends refers to attributes of this module, which are read when a model is created.
-With other dtypes, vLLM uses nothing else of this plugin. With the plugin's dtypes, CPU_ATTN is the
-plugin's class, and attention over latents (MLA) raises an error. Otherwise vLLM would read the
-stored bytes as its own, because it does not check whether MLA supports a dtype.
+vLLM's enum of backends names attributes of this module, and vLLM reads them when it creates a
+model. If the cache's dtype is not one of the plugin's, they are vLLM's own classes, and vLLM uses
+nothing else of the plugin. Otherwise, CPU_ATTN is the plugin's class, and attention over latents
+(MLA) raises an error. vLLM would read the stored bytes as its own, because it does not check
+whether MLA supports a dtype.
 """
 
 from typing import Any

@@ -158,4 +158,4 @@ def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:
         )
     shape = (len(kv_cache), block_bytes)
     strides = (kv_cache.stride(0), 1)
-    return layout.view_block(kv_cache.view(torch.uint8).as_strided(shape, strides))
+    return layout.view_pages(kv_cache.view(torch.uint8).as_strided(shape, strides))

@@ -23,7 +23,7 @@ from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.ops.page_layout import make_page_layout, unpack_codes
-from hf_fp8kv.utils.digests import digest_of
+from hf_fp8kv.utils.digests import compute_digest
 from tests.data.caches.make import CASES, append_tokens, continue_cache, make_cache, make_config
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
@@ -87,7 +87,7 @@ def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header
     """Write a file with a valid digest, as an attacker could, unless `header` contains a digest."""
     tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
     fields = {"format": "hf_fp8kv.cache", "version": "6", "meta": json.dumps(meta)}
-    save_file(tensors, path, metadata=fields | {"digest": digest_of(fields, tensors)} | header)
+    save_file(tensors, path, metadata=fields | {"digest": compute_digest(fields, tensors)} | header)
     return path
 
 

@@ -20,7 +20,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
 from hf_fp8kv.paging.memory_blocks import Blocks
-from hf_fp8kv.paging.offloading import OffloadBlocks, OffloadBudget
+from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedLayer
 from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
@@ -440,7 +440,7 @@ class DelayedStream:
 
 
 _copy_from = Blocks.copy_from
-_start_copy = OffloadBlocks._start_copy
+_start_copy = OffloadedLayer._start_copy
 
 
 @pytest.fixture
@@ -449,13 +449,13 @@ def delayed_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedStream]:
     stream = DelayedStream()
     current = SimpleNamespace(wait_event=lambda event: event.synchronize())
 
-    def start_copy(layer: OffloadBlocks, source: Blocks, target: Blocks, pages: Any) -> None:
+    def start_copy(layer: OffloadedLayer, source: Blocks, target: Blocks, pages: Any) -> None:
         add_copy = functools.partial(stream.add_copy, host=layer.host_blocks)
         with monkeypatch.context() as patch:
             patch.setattr(Blocks, "copy_from", lambda *x, blocking: add_copy(*x))
             _start_copy(layer, source, target, pages)
 
-    monkeypatch.setattr(OffloadBlocks, "_start_copy", start_copy)
+    monkeypatch.setattr(OffloadedLayer, "_start_copy", start_copy)
     monkeypatch.setattr(OffloadBudget, "find_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
@@ -526,17 +526,17 @@ def test_an_interrupted_copy_is_waited_for(
 
     add_copy = delayed_stream.add_copy
     monkeypatch.setattr(delayed_stream, "add_copy", interrupt)
-    blocks = OffloadBlocks(OffloadBudget(PAGE_SIZE), 0)
+    blocks = OffloadedLayer(OffloadBudget(PAGE_SIZE), 0)
     with pytest.raises(KeyboardInterrupt):
         fetch_delayed(blocks)
     blocks.free()
     assert delayed_stream.num_done == len(delayed_stream.copies) > 0
 
 
-def fetch_delayed(blocks: OffloadBlocks | None = None) -> tuple[OffloadBlocks, Any]:
+def fetch_delayed(blocks: OffloadedLayer | None = None) -> tuple[OffloadedLayer, Any]:
     """Return two pages of a layer whose copy to the device is pending, and their numbers."""
     if blocks is None:
-        blocks = OffloadBlocks(OffloadBudget(PAGE_SIZE), 0)
+        blocks = OffloadedLayer(OffloadBudget(PAGE_SIZE), 0)
     pages = np.arange(2)
     blocks.allocate(16, 2, torch.device("cpu"))
     blocks.put(pages, torch.full((2, 16), 3, dtype=torch.uint8))

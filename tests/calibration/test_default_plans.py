@@ -22,7 +22,7 @@ from hf_fp8kv.attention.switching import get_attn_implementations
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.plan_choice import (
     Passes,
-    count_passes,
+    choose_passes,
     freeze_plan,
     resolve_plan,
     unfreeze_plan,
@@ -496,7 +496,7 @@ def test_a_model_split_over_processes_is_plain(own_plan: Any, caplog: Any, tmp_p
 def test_passes_are_limited_by_counts(
     num_parameters: float, num_positions: int, expected: Passes | None
 ) -> None:
-    assert count_passes(int(num_parameters), 128, num_positions) == expected
+    assert choose_passes(int(num_parameters), 128, num_positions) == expected
 
 
 def test_large_models_get_fewer_passes_on_a_cpu(monkeypatch: Any, caplog: Any) -> None:

@@ -20,7 +20,7 @@ from hf_fp8kv.scales.measured_report import (
     SideStatistics,
 )  # fmt: skip
 from hf_fp8kv_cli.scales_plot import make_figure
-from hf_fp8kv_cli.scales_table import list_remarks, make_tables
+from hf_fp8kv_cli.scales_table import list_remarks, render_scales
 
 ERRORS = [prefix + name for prefix in ("", DYNAMIC) for name in FORMATS]
 
@@ -67,7 +67,7 @@ def make_scales(report: ScalesReport, centered: tuple[int, ...] = ()) -> KVScale
 
 def render(scales: KVScales, report: ScalesReport | None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    for part in make_tables(scales, report, width):
+    for part in render_scales(scales, report, width):
         console.print(part)
     return console.export_text()
 
@@ -152,7 +152,7 @@ HEAD_LAYER = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
         ),
         (make_per_tensor([1.0, 2.0, 2.0, 20.0, 3.0]), None),
         (KVScales({**make_per_tensor([1.0] * 3).layers, 1: HEAD_LAYER}), "K of layer 1:"),
-        (KVScales(dict.fromkeys((1, 2, 5), LAYER)), "no scales for layers 0, 3, 4, of 0 to 5"),
+        (KVScales(dict.fromkeys((1, 2, 5), LAYER)), "no scales for layers 0, 3, 4 of 0 to 5"),
         (KVScales(dict.fromkeys((0, 1), LAYER)), None),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_fp8kv.formats.rotation import find_rotation_block, rotate
+from hf_fp8kv.formats.rotation import compute_rotation_block, rotate
 
 
 def make_hadamard(size: int) -> torch.Tensor:
@@ -18,7 +18,7 @@ def make_hadamard(size: int) -> torch.Tensor:
     ("dim", "block"), [(1, 1), (2, 2), (24, 8), (64, 64), (80, 16), (96, 32), (192, 64), (256, 256)]
 )
 def test_rotation_multiplies_blocks_by_a_hadamard_matrix(dim, block):
-    assert find_rotation_block(dim) == block
+    assert compute_rotation_block(dim) == block
     x = torch.randn(3, 5, dim)
     expected = x.double().unflatten(-1, (-1, block)) @ make_hadamard(block)
     # Each of the log2(block) sums is rounded once, relative to the norm of the vector.

@@ -384,12 +384,12 @@ def make_guide(folder):
 def test_a_matching_text_is_complete_if_the_model_has_no_end_token(make_guide):
     for end_tokens, is_complete in (((), True), ((5,), False), ((10**6,), True)):
         sequence = Sequence([1], 9, frozenset(end_tokens), guide=make_guide("a"))
-        engine.check_token(sequence, ord("a") - 32, 95)
+        engine.accept_token(sequence, ord("a") - 32, 95)
         assert engine._is_complete(sequence, 95) is is_complete
     sequence = Sequence([1], 9, frozenset({5}), guide=make_guide("aa"))
-    engine.check_token(sequence, 5, 95)  # the grammar ignores an end token
+    engine.accept_token(sequence, 5, 95)  # the grammar ignores an end token
     with pytest.raises(APIError, match="doesn't satisfy the grammar") as error:
-        engine.check_token(sequence, ord("b") - 32, 95)
+        engine.accept_token(sequence, ord("b") - 32, 95)
     assert error.value.status == 400
 
 

@@ -320,7 +320,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefix store: the digest is not checked", "prefix/file.py",
-        'if header.pop("digest") != digest_of(header, rows):',
+        'if header.pop("digest") != compute_digest(header, rows):',
         'if not header.pop("digest"):',
         "tests/prefix/test_store.py tests/prefix/test_folder.py",
     ),

@@ -16,7 +16,7 @@ from ..pages import AttentionSpec, Pages
 from ..reference import raise_overrun
 from ..torch import backend as torch_backend
 from . import build, prompts, records
-from .records import CODES, KINDS, pack_rows
+from .records import CODES, KINDS, make_rows_contiguous
 
 # Minimum number of stored values per thread. With fewer values a thread does not pay.
 MIN_THREAD_VALUES = 1 << 16
@@ -68,11 +68,11 @@ def _get_first_pid() -> int:
     return os.getpid()
 
 
-def _pack_tensors(pages: Pages) -> Pages:
+def _make_contiguous(pages: Pages) -> Pages:
     """Return the same pages, with contiguous scales, center and block table."""
     k = pages.k
     v = pages.v
-    table = pack_rows(pages.table)
+    table = make_rows_contiguous(pages.table)
     tensors = k.static_scale, k.center, v.static_scale
     if table is pages.table and all(x is None or x.is_contiguous() for x in tensors):
         return pages
@@ -94,7 +94,7 @@ def write(
     if not KINDS.keys() >= {pages.k_dtype, pages.v_dtype}:
         torch_backend.write(pages, key, value, lengths)
         return
-    pages, lengths = _pack_tensors(pages), pack_rows(lengths)
+    pages, lengths = _make_contiguous(pages), make_rows_contiguous(lengths)
     k, v = pages.k, pages.v
     key = _convert_input(key, pages.k_dtype)
     value = _convert_input(value, pages.v_dtype)
@@ -117,7 +117,7 @@ def _convert_input(x: Tensor, stored_dtype: torch.dtype = torch.uint8) -> Tensor
         x = x.to(stored_dtype)
     elif KINDS.get(x.dtype, CODES) == CODES:
         x = x.float()
-    return pack_rows(x)
+    return make_rows_contiguous(x)
 
 
 def gather(
@@ -134,7 +134,7 @@ def gather(
 
     `head_range` selects KV heads.
     """
-    pages, lengths = _pack_tensors(pages), pack_rows(lengths)
+    pages, lengths = _make_contiguous(pages), make_rows_contiguous(lengths)
     is_k = side == "k"
     stored_side, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
     if not KINDS.keys() >= {stored_dtype, dtype}:
@@ -176,9 +176,9 @@ def attend(
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if prompts.is_faster(query, pages, lengths, stop, spec):
         return prompts.attend(query, pages, lengths, start, spec, gather)
-    pages = _pack_tensors(pages)
-    query = pack_rows(query)
-    lengths = pack_rows(lengths)
+    pages = _make_contiguous(pages)
+    query = make_rows_contiguous(query)
+    lengths = make_rows_contiguous(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
     k = pages.k
     v = pages.k if latent else pages.v
@@ -200,8 +200,8 @@ def attend(
     sums = query.new_empty(num_units * num_splits * num_rows * (2 + v_dim), dtype=torch.float32)
 
     center = k.center if softcap or sinks is not None else None
-    mask = None if mask is None else pack_rows(mask).view(torch.uint8)
-    bounds = None if mask is None or bounds is None else pack_rows(bounds)
+    mask = None if mask is None else make_rows_contiguous(mask).view(torch.uint8)
+    bounds = None if mask is None or bounds is None else make_rows_contiguous(bounds)
     bias = None if bias is None else _convert_input(bias)
     sinks = None if sinks is None else sinks.float().contiguous()
     v_fields = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...formats import AUTO, CODE_DTYPES, FORMATS
 from ...formats.codec import decode
-from ...formats.rotation import find_rotation_block
+from ...formats.rotation import compute_rotation_block
 from ..pages import Pages
 
 CODES, BF16, F16, F32 = range(4)  # kinds of stored values
@@ -75,7 +75,7 @@ def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[in
         layout.head_size,
         get_address(side.static_scale),
         get_address(None if side.format == AUTO else center),
-        find_rotation_block(side.head_dim) if side.rotated else 0,
+        compute_rotation_block(side.head_dim) if side.rotated else 0,
     )
 
 
@@ -95,12 +95,12 @@ def list_broadcast_fields(x: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `Strided` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
     if x is None:
         return 0, F32, 0, 0, 0
-    data, dtype, b, h, t = list_strided_fields(x)
+    data, kind, b, h, t = list_strided_fields(x)
     batch, num_heads, num_tokens, _ = x.shape
-    return data, dtype, b if batch > 1 else 0, h if num_heads > 1 else 0, t if num_tokens > 1 else 0
+    return data, kind, b if batch > 1 else 0, h if num_heads > 1 else 0, t if num_tokens > 1 else 0
 
 
-def pack_rows(x: Tensor) -> Tensor:
+def make_rows_contiguous(x: Tensor) -> Tensor:
     """Return the tensor, or a copy if its last axis is not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
@@ -134,16 +134,16 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
 
 @functools.cache
 def list_encoding_fields(name: str) -> tuple[float, ...]:
-    """Return the fields of a format in `NewSide`. `error_exponent` belongs to `error_unit`."""
+    """Return the fields of a format in `NewSide`. `error_exponent` is log2 of `error_unit`."""
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
     step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
-    has_sign = int(not fmt.has_unsigned_zero)
+    has_signed_zero = int(not fmt.has_unsigned_zero)
     rebias = (127 - fmt.bias) << fmt.mantissa_bits
     min_normal = (128 - fmt.bias) << 23
     max_code = fmt.max_code >> 8 - fmt.bits
     return (
-        23 - fmt.mantissa_bits, rebias, min_normal, step, max_code, fmt.nan_code, has_sign,
+        23 - fmt.mantissa_bits, rebias, min_normal, step, max_code, fmt.nan_code, has_signed_zero,
         int(math.log2(fmt.error_unit)), fmt.max,
     )  # fmt: skip

@@ -41,23 +41,23 @@ def attend(
     group_size = num_q_heads // num_heads
     num_rows = group_size * num_tokens
     scaled_query = (query.float() * spec.scaling).reshape(batch, num_heads, num_rows, -1)
-    # softmax(x + a) = softmax(x), so the center's part of the logits only matters if they are
-    # compared with a term that lacks this part: a softcap or sinks.
-    offset = None
+    # The center adds the same value to every logit of a row, which softmax ignores. It matters only
+    # with a softcap or sinks.
+    center_logits = None
     if k.center is not None and k.format != AUTO and (spec.softcap or spec.sinks is not None):
-        offset = scaled_query @ k.center[..., None]
+        center_logits = scaled_query @ k.center[..., None]
     # Keys and values stay rotated. The queries and the output are rotated instead.
     dims = [k.head_dim, v.head_dim] if spec.latent else [k.head_dim]
     parts = zip(scaled_query.split(dims, -1), (k, v), strict=False)
     q = torch.cat([rotate(part) if side.rotated else part for part, side in parts], -1)
     stored = pages._replace(k=k._replace(center=None, rotated=False), v=v._replace(rotated=False))
 
-    low, high = start, stop
+    visible_start, visible_stop = start, stop
     if lengths.is_cpu:
-        # Only positions in [low, high) can be visible. Pages outside are not read.
-        high = min(stop, int(lengths.max()))
+        # No position before `visible_start` or from `visible_stop` on is visible or read.
+        visible_stop = min(stop, int(lengths.max()))
         if window:
-            low = max(start, find_first_visible(int(lengths.min()) - num_tokens, window))
+            visible_start = max(start, find_first_visible(int(lengths.min()) - num_tokens, window))
     m_i = q.new_full((batch, num_heads, num_rows, 1), -torch.inf)
     l_i = torch.zeros_like(m_i)
     if spec.sinks is not None:
@@ -68,18 +68,22 @@ def attend(
 
     has_long_chunks = spec.latent and num_rows <= MAX_LATENT_ROWS
     chunk_tokens = LATENT_CHUNK_TOKENS if has_long_chunks else CHUNK_TOKENS
-    step = max(chunk_tokens // pages.page_size, 1) * pages.page_size
+    chunk_size = max(chunk_tokens // pages.page_size, 1) * pages.page_size
     # Without a position from `start` on, there is nothing to attend to.
-    for page_start in range(low // step * step, high, step) if low < high else ():
-        begin = max(page_start, low)
-        end = min(page_start + step, high)
+    for chunk_start in (
+        range(visible_start // chunk_size * chunk_size, visible_stop, chunk_size)
+        if visible_start < visible_stop
+        else ()
+    ):
+        begin = max(chunk_start, visible_start)
+        end = min(chunk_start + chunk_size, visible_stop)
         columns = slice(begin - start, end - start)
         keys, values = (read_dense(stored, side, begin, end).float() for side in "kv")
         if spec.latent:
             keys, values = torch.cat([keys, values], -1), keys
         logits = q @ keys.transpose(2, 3)
-        if offset is not None:
-            logits += offset
+        if center_logits is not None:
+            logits += center_logits
         if spec.softcap:
             logits = torch.tanh(logits / spec.softcap) * spec.softcap
         grouped_logits = logits.view(batch, num_heads, group_size, num_tokens, -1)

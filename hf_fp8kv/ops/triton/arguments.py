@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...formats import AUTO
-from ...formats.rotation import compute_rotation_factor, find_rotation_block
+from ...formats.rotation import compute_rotation_block, compute_rotation_factor
 from ..page_layout import count_elements
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import find_mask_bounds
@@ -205,7 +205,7 @@ def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
             f"head size: expected a power of two of at least {max(min_width, MIN_PACKED_TILE)} for "
             f"{stored.format} on a GPU, got {dim}. Choose an 8-bit format"
         )
-    rotation_size = find_rotation_block(dim) if stored.rotated else 1
+    rotation_size = compute_rotation_block(dim) if stored.rotated else 1
     return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size, stored_size)
 
 

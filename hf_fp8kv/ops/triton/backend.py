@@ -31,6 +31,6 @@ def attend(
     `schedule` is a schedule that `fill_schedule` wrote for these lengths, or None to make a
     schedule here.
     """
-    if decode.has_few_rows(query, pages, spec):
+    if decode.supports_call(query, pages, spec):
         return decode.attend(query, pages, lengths, start, stop, spec, schedule)
     return extend.attend(query, pages, lengths, start, stop, spec)

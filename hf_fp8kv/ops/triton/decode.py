@@ -43,11 +43,15 @@ def describe_layout(
     spec: AttentionSpec,
     schedule: torch.Tensor | None = None,
 ) -> tuple[Any, ...] | None:
+    """Return what a recorded launch depends on besides addresses and the integers of each call.
+
+    None means that the call is not recorded.
+    """
     scaling, causal, window, softcap, _, mask, bias, _, latent, deterministic = spec
     # Dense masks and biases are not recorded. They are rare in decoding, and more of their strides
     # change with each step.
     is_dense = bias is not None or (mask is not None and not _is_compact(mask))
-    if is_dense or not has_few_rows(query, pages, spec):
+    if is_dense or not supports_call(query, pages, spec):
         return None
     return (
         shape_and_strides(query),
@@ -70,6 +74,7 @@ def list_variables(
     spec: AttentionSpec,
     schedule: torch.Tensor | None = None,
 ) -> Variables:
+    """Return the tensors and integers that differ in each call of a recorded launch."""
     mask, bounds = spec.mask, spec.bounds
     integers = {
         "start": start,
@@ -82,7 +87,7 @@ def list_variables(
     return (query, lengths, schedule, spec.sinks, mask, bounds), integers
 
 
-def has_few_rows(query: torch.Tensor, pages: Pages, spec: AttentionSpec) -> bool:
+def supports_call(query: torch.Tensor, pages: Pages, spec: AttentionSpec) -> bool:
     """Return whether `attend` of this module supports a call."""
     _, num_q_heads, num_tokens, _ = query.shape
     # Models with latents have many query heads per KV head, so the number of tokens decides.

@@ -58,7 +58,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
 
         * few blocks of rows or positions, or a window, which limits the codes that blocks share
         * GPUs whose products do not read K and V from shared memory
-        * latents, float32 products or a mask for each query, whose sums would spill
+        * latents, float32 products, or a mask for each query, because the sums would spill
         * no 8-bit codes
         * copies above `MAX_WIDENED_BYTES`
     """
@@ -155,19 +155,23 @@ def _widen_codes(
 
 @triton.jit
 def _widen_codes_of_head(
-    codes_ptr, wide_ptr, SIZE: tl.constexpr, PACKED_SIZE: tl.constexpr, CODEC: tl.constexpr
+    codes_ptr, wide_ptr, SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, CODEC: tl.constexpr
 ):
-    """Decode SIZE codes. PACKED_SIZE of them were packed together."""
+    """Decode the SIZE codes of one side of a head.
+
+    Codes of fewer than 8 bits are stored in groups of GROUP_SIZE codes: a key, or the values of a
+    page. Each load returns codes of the four quarters of a group.
+    """
     CHUNK: tl.constexpr = 2048
-    PART: tl.constexpr = PACKED_SIZE // 4
+    PART: tl.constexpr = GROUP_SIZE // 4
     NUM_PARTS: tl.constexpr = 4 if CODEC.bits < 8 else 1
     for first in tl.range(0, SIZE // NUM_PARTS, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         if CODEC.bits < 8:
-            row, i = n // PART, n % PART
-            ptrs = codes_ptr + row * (PACKED_SIZE * CODEC.bits // 8) + i
+            group, offset = n // PART, n % PART
+            ptrs = codes_ptr + group * (GROUP_SIZE * CODEC.bits // 8) + offset
             parts = load_quarters(ptrs, PART, n < SIZE // 4, CODEC)
-            wide_ptrs = wide_ptr + row * PACKED_SIZE + i
+            wide_ptrs = wide_ptr + group * GROUP_SIZE + offset
             for j in tl.static_range(4):
                 tl.store(wide_ptrs + j * PART, decode_for_dot(parts[j], CODEC), mask=n < SIZE // 4)
         else:

@@ -89,6 +89,7 @@ def describe_layout(
     programs_per_sm: int = 0,
     latent: bool = False,
 ) -> tuple[Any, ...] | None:
+    """Return what a recorded launch depends on, or None for a call that is not recorded."""
     if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
         return None
     return shape_and_strides(schedule), lengths.shape, num_tokens, window, num_head_blocks
@@ -97,6 +98,7 @@ def describe_layout(
 def list_variables(
     schedule: torch.Tensor, lengths: torch.Tensor, num_tokens: int, window: int, start: int, *_: int
 ) -> Variables:
+    """Return the tensors and integers that differ in each call of a recorded launch."""
     return (schedule, lengths), {"start": start}
 
 
@@ -145,10 +147,10 @@ def _should_split_equal(length: int, grid_size: int, capacity: int, config: Sche
 def _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT, split_cost):
     """Return whether splitting into ranges saves more time than it costs.
 
-    A time is the number of units that a full GPU, with `capacity` programs, reads during that time.
-    If fewer than half of them run, as often in the tail of a launch, each is up to twice as fast,
-    even on a full SM. (Half of the programs reach a bandwidth of 8 TB/s, and two of five reach
-    4.8 TB/s.)
+    The unit of time is the time in which a full GPU (`capacity` programs) reads one unit of tokens.
+    If fewer than half of them run, which is common at the end of a launch, each reads up to twice
+    as fast, even if its SM is full. (Half of the programs reach a bandwidth of 8 TB/s, and two of
+    five reach 4.8 TB/s.)
 
     Args:
         units: Number of units of UNIT tokens in each sequence, `[>= B]`.

@@ -1,1 +1,1 @@
-"""The files, configs and tensor names of checkpoints, for readers and writers of scales."""
+"""The files, configs and tensor names of checkpoints that hold scales."""

@@ -13,7 +13,7 @@ from ...errors import ScaleError
 from ...utils.text import format_list, format_value
 
 Config = dict[str, object]
-Kind = Literal["none", "static", "dynamic", "refused"]
+Kind = Literal["none", "static", "dynamic", "unsupported"]
 # A second config that may be next to config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"
 # Entries for the language model in a config of several models.
@@ -60,8 +60,9 @@ _BEFORE_ROPE_REMARK = (
 class Declaration:
     """Declaration of the scales of a KV cache in a config.
 
-    The kind "static" means FP8 scales in the checkpoint, "dynamic" means FP8 without scales, and
-    "refused" means scales of a different kind than FP8.
+    The kind "static" means FP8 scales in the checkpoint. "dynamic" means an FP8 cache without
+    stored scales. "unsupported" means a number format, a strategy or a rotation that this package
+    cannot read.
     """
 
     kind: Kind = "none"
@@ -122,7 +123,7 @@ def find_cached_layers(origin: str, config: Mapping[str, object]) -> Sequence[in
 
 
 def find_head_counts(config: Mapping[str, object]) -> set[int]:
-    """Return all numbers of heads in a `config.json`."""
+    """Return every head count in a `config.json`."""
     entries = find_text_config(config).items()
     return {n for name, n in entries if _HEAD_COUNT_PATTERN.search(name) and isinstance(n, int)}
 
@@ -148,7 +149,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
         for path, owner in configs:
             found = _parse_entry(path + entry, owner.get(entry))
             declarations += [replace(d, dialect=dialect) for d in found]
-    kinds = ("refused", "static", "dynamic")
+    kinds = ("unsupported", "static", "dynamic")
     strongest = next(
         (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
     )
@@ -206,7 +207,7 @@ def _parse_layers(label: str, value: object) -> Iterator[Declaration]:
     formats = {str(n): as_mapping(x).get("quant_algo") for n, x in as_mapping(value).items()}
     others = [f"{name} with {x!r}" for name, x in formats.items() if x != "FP8"]
     if others:
-        yield Declaration("refused", f"{label}: {format_list(others)}")
+        yield Declaration("unsupported", f"{label}: {format_list(others)}")
     elif formats:
         description = f"{label}: {len(formats)} layers with FP8"
         yield Declaration("static", description, quantized_layers=tuple(formats))
@@ -221,7 +222,7 @@ def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
     if scheme := as_mapping(value):
         yield _parse_scheme(label, scheme)
     elif value is not None and value != {} and name not in _UNQUANTIZED_NAMES:
-        kind: Kind = "dynamic" if name in _DYNAMIC_NAMES else "refused"
+        kind: Kind = "dynamic" if name in _DYNAMIC_NAMES else "unsupported"
         kind = "static" if name in (*_STATIC_NAMES, *_FNUZ_NAMES) else kind
         yield Declaration(kind, f"{label} = {value!r}", is_fnuz=name in _FNUZ_NAMES)
 
@@ -244,7 +245,7 @@ def _parse_scheme(label: str, scheme: Mapping[str, object]) -> Declaration:
         f"{'symmetric' if is_symmetric else 'asymmetric'}, {'dynamic' if is_dynamic else 'static'}"
     )
     if not is_fp8 or not is_symmetric or strategy not in (None, "tensor", "attn_head"):
-        return Declaration("refused", description)
+        return Declaration("unsupported", description)
     return Declaration("dynamic" if is_dynamic else "static", description)
 
 
@@ -257,9 +258,9 @@ def _name_format(num_bits: object, number_type: object, group_size: object) -> s
 
 def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
     """Yield the rotation of K before its scales (R3 of SpinQuant), if the scheme has one."""
-    locations = scheme.get("apply")
-    locations = [as_mapping(x) for x in locations] if isinstance(locations, list) else []
-    locations = [x for x in locations if x.get("location") == "k_cache"]
+    entries = scheme.get("apply")
+    mappings = [as_mapping(x) for x in entries] if isinstance(entries, list) else []
+    locations = [x for x in mappings if x.get("location") == "k_cache"]
     if not locations:
         return
     kind, size, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
@@ -268,7 +269,7 @@ def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Decla
     description = f"{label}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
     has_ignored = any(x.get("ignore") for x in locations)
     if kind != "hadamard" or randomize or type(size) is not int or has_ignored or not names:
-        yield Declaration("refused", description)
+        yield Declaration("unsupported", description)
     else:
         yield Declaration("none", description, rotations=tuple((size, str(x)) for x in names))
 
@@ -301,7 +302,7 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
                 size = output_config.get("group_size") or output_config.get("block_size")
                 description += f" ({_name_format(4, 'float', size)})" if is_fp4 else ""
                 description += "" if is_symmetric else " (asymmetric)"
-                return Declaration("refused", description)
+                return Declaration("unsupported", description)
             is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
     remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE_REMARK
     kind: Kind = "dynamic" if is_dynamic else "static"

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from ...errors import ScaleError
 from ...formats import AUTO, FORMATS, LayerPlan
-from ...formats.rotation import find_rotation_block
+from ...formats.rotation import compute_rotation_block
 from ...utils.files import PICKLE_SUFFIXES, convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData, scalar
@@ -38,7 +38,7 @@ def read_tensors(checkpoint: Checkpoint, read_options: ReadOptions) -> ScaleData
     origin = checkpoint.origin
     config = checkpoint.config
     declaration = checkpoint.declaration
-    if declaration.kind == "refused":
+    if declaration.kind == "unsupported":
         raise ScaleError(
             f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
             f"per head), got {declaration.description}. Use scales=None, which is dynamic"
@@ -61,7 +61,8 @@ def read_tensors(checkpoint: Checkpoint, read_options: ReadOptions) -> ScaleData
     _add_biases(checkpoint, layers)
     if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
-            "%s: every KV scale is exactly 1.0, the value tools write without calibration", origin
+            "%s: every KV scale is exactly 1.0, the value that tools write without calibration",
+            origin,
         )
     if ignored_names := format_list(n for n in unknown_names if re.match(LAYER_REGEX, n)):
         logger.warning("%s: ignored tensors that look like scales: %s", origin, ignored_names)
@@ -100,7 +101,7 @@ def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, tor
         if path is None:
             raise ScaleError(
                 f"{checkpoint.origin}: expected the file {file_name}, which has scales according "
-                "to the index, found none. Fetch it"
+                "to the index, got none. Fetch it"
             )
         with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
             if missing_names := sorted({*file_names} - {*file.keys()}):
@@ -178,7 +179,7 @@ def _add_rotation(
         size = config.get("hidden_size")
         count = config.get("num_attention_heads")
         head_dim = size // count if type(size) is type(count) is int and count > 0 else 0
-    block = find_rotation_block(head_dim) if isinstance(head_dim, int) else 0
+    block = compute_rotation_block(head_dim) if isinstance(head_dim, int) else 0
     for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
         path = re.sub(ATTENTION_PATTERN.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
@@ -258,7 +259,9 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
         k, v = scales[k_name], scales[v_name]
         kv_name = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
         if kv_name not in (k_name, v_name) and scales[kv_name].max() != max(k.max(), v.max()):
-            remarks["kv_scale is not the larger scale of the pair, which is used"].append(index)
+            remarks[
+                "kv_scale differs from the larger of the K and V scales, and is ignored"
+            ].append(index)
         names = ", ".join(dict.fromkeys((k_name, v_name)))
         source = f"{checkpoint.origin}/{checkpoint.tensor_files[k_name]}: {names}"
         layers[index] = LayerScales(k, v, source=source)

@@ -42,7 +42,7 @@ class ScaleFormat:
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "tensor"  # the finest granularity of the format
     holds_centers: ClassVar[bool] = False
-    holds_both_sides: ClassVar[bool] = True  # whether K and V have separate scales
+    has_separate_sides: ClassVar[bool] = True  # whether K and V have separate scales
     holds_ranks: ClassVar[bool] = False  # whether tensor-parallel ranks have separate scales
 
     def make_files(
@@ -78,11 +78,11 @@ class TensorFormat(ScaleFormat):
     def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        weights = {} if checkpoint is None else checkpoint.tensor_files
+        tensor_files = {} if checkpoint is None else checkpoint.tensor_files
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
         config: Config = {"model_type": scales.model_type} if scales.model_type else {}
         modelopt, index_path = None, None
-        if checkpoint is not None and (weights or checkpoint.config):
+        if checkpoint is not None and (tensor_files or checkpoint.config):
             config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt_config))
             index_path = checkpoint.folder.find_file(INDEX_FILE)
         else:  # add the entries that follow from the scales
@@ -91,18 +91,21 @@ class TensorFormat(ScaleFormat):
             head_counts = {len(k) for k, _ in (x.static for x in scales.layers.values()) if k.ndim}
             if len(head_counts) == 1:
                 config["num_key_value_heads"] = head_counts.pop()
-        if checkpoint is not None and weights:
+        if checkpoint is not None and tensor_files:
             modules = _find_attention_modules(checkpoint, scales.layers)
         tensors = {}
         for index, layer in scales.layers.items():
             for side, scale in zip("kv", layer.static, strict=True):
                 name = f"{modules[index]}.{self.tensor_name.format(side=side)}"
                 tensors[name] = scale.reshape((-1, 1, 1) if scale.ndim else self.shape).clone()
-        quantizable = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
+        weights = [name for name in tensor_files if name.endswith(".weight")]
+        quantizable = {name.removesuffix(".weight") for name in weights}
         # Some readers use the names of the modules with experts.
-        quantizable |= {n.split(".experts.")[0] + ".experts" for n in weights if ".experts." in n}
-        indexed_tensors = tensors if self.is_indexed or not weights else {}
-        weight_map = {n: FIRST_FILE if f == SINGLE_FILE else f for n, f in weights.items()}
+        quantizable |= {
+            n.split(".experts.")[0] + ".experts" for n in tensor_files if ".experts." in n
+        }
+        indexed_tensors = tensors if self.is_indexed or not tensor_files else {}
+        weight_map = {n: FIRST_FILE if f == SINGLE_FILE else f for n, f in tensor_files.items()}
         weight_map |= dict.fromkeys(indexed_tensors, SCALES_SHARD)
         return {
             SCALES_SHARD: to_safetensors(tensors, {"format": "pt"}),
@@ -119,7 +122,7 @@ class TensorFormat(ScaleFormat):
             # config would contradict it.
             raise ScaleError(
                 f"format {self.name!r}: expected unquantized weights, got "
-                f"{HF_QUANT_CONFIG}. Choose modelopt, or a format that declares none, such as tgi"
+                f"{HF_QUANT_CONFIG}. Choose modelopt, or a format that declares nothing, as tgi"
             )
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
@@ -152,8 +155,8 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
     The largest scale is kept. A center that is left out enlarges the scales of K.
 
     Raises:
-        ScaleError: The scales are for rotated values or for some layers only, which servers do not
-            store, or are dynamic.
+        ScaleError: The scales are dynamic, or for rotated values, or other layers are not
+            quantized. No server reads such scales.
     """
     if format.holds_centers:
         return scales, []
@@ -193,7 +196,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             if scale.ndim and (scale != reduced_scale).any():
                 part = "head" if is_per_head else "layer"
                 loss_layers[f"the largest scale of each {part} is written"].append(index)
-        if not format.holds_both_sides:
+        if not format.has_separate_sides:
             if (k != v).any():
                 loss_layers["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)

@@ -16,7 +16,7 @@ from ...utils.files import convert_read_errors, parse_index, parse_metadata
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
-from ..layer_scales import LayerScales, ScaleData, check_constant, scalar
+from ..layer_scales import LayerScales, ScaleData, parse_constant, scalar
 from ..measured_report import Protection
 from ..read_options import ReadOptions
 from .base import ScaleFormat, to_json
@@ -116,7 +116,7 @@ class VllmJson(ScaleFormat):
     """vLLM's `quantization_param_path`: one number for both K and V of each layer and rank."""
 
     name = "vllm-json"
-    holds_both_sides = False
+    has_separate_sides = False
     holds_ranks = True
 
     def make_files(
@@ -198,7 +198,7 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
             if isinstance(value, str):
                 with convert_read_errors(label, "a number"):
                     value = float(value)
-            ranks[rank][layer] = check_constant(value, label)
+            ranks[rank][layer] = parse_constant(value, label)
     if sorted(ranks) != list(range(len(ranks))):
         raise ScaleError(
             f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {format_list(sorted(ranks))}. "

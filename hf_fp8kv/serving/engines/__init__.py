@@ -22,8 +22,9 @@ _cache_module: Any = cache
 StockCache: Any = cache.PagedAttentionCache
 StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
-# Methods of the engine's allocators that hash blocks, and the key of the hash by default.
+# Methods of the engine's allocators that hash blocks.
 HASHING_METHODS = ("match_prefix_blocks", "mark_complete_blocks")
+# The default key of the hash, random in each process.
 PROCESS_KEY = os.urandom(16)
 # Keyword of `add_request`, and name of the salt in a request's `logit_processor_kwargs`.
 SALT_KEY = "cache_salt"
@@ -61,7 +62,7 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
 
 
 def order_streams(inputs: Any) -> None:
-    """Make an engine's streams wait in each step for the work of the thread that prepares it.
+    """In each step, make an engine's streams wait until the preparing thread has filled the inputs.
 
     `inputs` are the engine's static tensors (ContinuousBatchingIOs). transformers fills them on the
     thread's current stream, and copies to them or reads them on separate streams that do not wait

@@ -40,8 +40,12 @@ def count_extra_values(config: Any) -> int:
     """Return the number of extra values per token of a step that attention needs in memory.
 
     The values have the model's dtype. The engine itself plans hidden states, queries, and new keys
-    and values. The extra values are states before the norm, queries and results in the order of
-    batches (with padding), results in the engine's order, and keys in float32 if K is centered.
+    and values. The extra values are:
+
+    * states before the norm
+    * queries and attention outputs in the order of batches, with padding
+    * attention outputs in the engine's order
+    * keys in float32, if K is centered
     """
     num_heads, head_dim = read_kv_sizes(config)
     hidden_size = int(config.hidden_size)
