@@ -69,8 +69,7 @@ def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
             kernels += list_kernels()
         except Exception as error:  # the import runs code of a different project
             record.skip(f"{name}: not installed: {type(error).__name__}: {error}")
-    plain_cases = [case for case in sizes.other_cases if not (case.window or case.softcap)]
-    for case in (*sizes.decode_cases, *(case for case in plain_cases if case.new_tokens == 1)):
+    for case in sizes.decode_cases:
         for kernel in kernels:
             _measure_kernel(record, case, kernel)
 

@@ -31,18 +31,14 @@ class RivalFile(NamedTuple):
 
     variable: str  # environment variable with the path of the file
     module: str  # name of the module if the project is installed
-    package: str  # name of the folder of the file in imports between its files
-    function: str  # function that `find_rival_files` looks for
 
 
 VLLM = RivalFile(
-    "HF_FP8KV_VLLM_ATTENTION", "vllm.v1.attention.ops.triton_unified_attention",
-    "vllm.v1.attention.ops", "def unified_attention(",
-)  # fmt: skip
+    "HF_FP8KV_VLLM_ATTENTION", "vllm.v1.attention.ops.triton_unified_attention"
+)
 SGLANG = RivalFile(
-    "HF_FP8KV_SGLANG_ATTENTION", "sglang.kernels.ops.attention.decode_attention",
-    "sglang.kernels.ops.attention", "def decode_attention_fwd_grouped(",
-)  # fmt: skip
+    "HF_FP8KV_SGLANG_ATTENTION", "sglang.kernels.ops.attention.decode_attention"
+)
 
 
 class _FalsyModule(ModuleType):
@@ -60,16 +56,6 @@ class _FalsyModule(ModuleType):
         return _FalsyModule(name)
 
 
-def find_rival_files(folder: Path) -> dict[str, str]:
-    """Return the environment variables with the paths of the kernels' files in a folder."""
-    paths: dict[str, str] = {}
-    for rival in (VLLM, SGLANG):
-        for path in sorted(folder.rglob(f"{rival.module.rpartition('.')[2]}.py")):
-            if rival.function in path.read_text():
-                paths[rival.variable] = str(path)
-    return paths
-
-
 def load_rival(rival: RivalFile) -> Any:
     """Import the file that the environment variable names, or the installed module.
 
@@ -81,12 +67,12 @@ def load_rival(rival: RivalFile) -> Any:
     if not path:
         return importlib.import_module(rival.module)
     file = Path(path)
+    package, _, name = rival.module.rpartition(".")
     if not file.is_file():
-        name = rival.module.rpartition(".")[2]
         raise FileNotFoundError(f"{rival.variable}: expected the path of {name}.py, got {path}")
     # The context restores `sys.modules`, so no other import finds a stand-in.
-    with mock.patch.dict(sys.modules, _make_stand_ins(rival.package, file.parent)):
-        return importlib.import_module(f"{rival.package}.{file.stem}")
+    with mock.patch.dict(sys.modules, _make_stand_ins(package, file.parent)):
+        return importlib.import_module(f"{package}.{file.stem}")
 
 
 def _make_stand_ins(package: str, folder: Path) -> Mapping[str, ModuleType]:
