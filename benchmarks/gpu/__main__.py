@@ -62,7 +62,8 @@ def _choose_backend(device: str) -> str:
 
 
 def _print_progress(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -85,7 +85,6 @@ class Case:
     def tokens_read(self) -> int:
         """Number of tokens that are read without a window, over all sequences."""
         return sum(self.lengths) - sum(self.padding)
-        return sum(n - max(start, 0) for n, start in zip(self.lengths, starts, strict=True))
 
     @property
     def flops(self) -> int:

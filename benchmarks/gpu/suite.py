@@ -90,9 +90,7 @@ def run_suite(
     if num_processes and not set(sections).isdisjoint(COMPILED_SECTIONS):
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
-        compiling = compile_kernels(
-            device, backend, num_processes, limit, sections, is_dry=is_dry
-        )
+        compiling = compile_kernels(device, backend, num_processes, limit, sections, is_dry=is_dry)
         settings["compiling"] = compiling
         progress(f"compiled in {compiling['seconds']} s")
         save_result()
@@ -148,8 +146,6 @@ def compile_kernels(
     seconds = round(time.perf_counter() - start, 1)
     num_failed = sum(worker.exitcode != 0 for worker in workers)
     return {"seconds": seconds, "processes": num_processes, "failed": num_failed}
-
-
 
 
 def compile_shard(

@@ -24,8 +24,8 @@ from benchmarks.gpu import (
     end_to_end,
     latent,
     other_kernels,
-    rival_files,
     suite,
+    vllm_kernel,
     write,
 )
 from benchmarks.gpu.__main__ import main
@@ -266,7 +266,7 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
 
     def count_rows(index, num_processes):
         rows = suite.compile_shard(
-            "cpu", "torch", index, num_processes, tuple(suite.SECTIONS), True, False
+            "cpu", "torch", index, num_processes, tuple(suite.SECTIONS), True
         )
         assert not [row for row in rows if "failed" in row]
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
@@ -360,49 +360,23 @@ def unified_attention(q, k, v, out, seqused_k, block_table, kv_quant_mode, k_sca
     out.copy_(attend_by_table(q, k.transpose(1, 2), v.transpose(1, 2), block_table, seqused_k))
 """
 VLLM_NAMES = {f"vllm triton {fmt}" for fmt in ("bf16", "e4m3", "e4m3 per token", "int8 per token")}
-# A stand-in for SGLang's file. Tokens are found by their slots, which begin at `starts`.
-SGLANG_FILE = """
-import torch
-from sglang.kernels.ops.attention.helpers import attend_by_table
-from sglang.srt.environ import envs
-from sglang.srt.utils import is_hip
-
-assert not is_hip() and not envs.SGLANG_MLA_DECODE_TUNE.get()
-
-def decode_attention_fwd_grouped(): pass
-
-def decode_attention_fwd(q, k, v, out, starts, slots, sums, lse, splits, max_splits, scale, k_scale,
-                         v_scale):
-    assert sums.shape == (*q.shape[:2], max_splits, v.shape[-1]) and k_scale == v_scale == 1
-    lengths = starts.diff()
-    table = torch.nn.utils.rnn.pad_sequence(slots.split(lengths.tolist()), batch_first=True)
-    out.copy_(attend_by_table(q, k[:, :, None], v[:, :, None], table, lengths))
-"""
 
 
 def test_kernels_of_other_projects_are_measured_and_checked(record, monkeypatch, tmp_path):
-    """Stand-ins replace the files. Their functions have the arguments of the real functions."""
+    """A stand-in replaces vLLM's file. Its function has the arguments of the real function."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"
     )
-    for rival, source in ((rival_files.VLLM, VLLM_FILE), (rival_files.SGLANG, SGLANG_FILE)):
-        file = tmp_path / f"{rival.module.rpartition('.')[2]}.py"
-        file.write_text(source)
-        monkeypatch.setenv(rival.variable, str(file))
-    sglang_names = {
-        f"sglang triton {fmt}, {splits} splits" for fmt in ("bf16", "e4m3") for splits in (8, 32)
-    }
-    names = VLLM_NAMES | sglang_names
+    (file := tmp_path / f"{vllm_kernel.NAME}.py").write_text(VLLM_FILE)
+    monkeypatch.setenv(vllm_kernel.VARIABLE, str(file))
     sizes = replace(TINY, decode_cases=(TINY.decode_cases[0], RAGGED_CASE))
     assert not find_failures(record, other_kernels.measure, sizes, "torch"), record.rows
-    assert {row["name"] for row in record.rows} == names
+    assert {row["name"] for row in record.rows} == VLLM_NAMES
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
     sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),))
-    # A kernel that rounds the weights to 8 bits may have an error of 10 %.
-    failed_names = {name for name in names if "sglang triton e4m3" not in name}
-    assert find_failures(record, other_kernels.measure, sizes, "torch") == failed_names
-    assert not {"vllm", "sglang"} & sys.modules.keys()
-    monkeypatch.setenv(rival_files.VLLM.variable, str(tmp_path / "none.py"))
+    assert find_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
+    assert "vllm" not in sys.modules
+    monkeypatch.setenv(vllm_kernel.VARIABLE, str(tmp_path / "none.py"))
     other_kernels.measure(record, TINY, "torch")
     assert any("none.py" in message for message in record.skipped)
