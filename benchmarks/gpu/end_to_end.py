@@ -23,7 +23,6 @@ from transformers import (
     LlamaConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    QuantizedCache,
     StaticCache,
 )
 from transformers.utils.import_utils import is_flash_attn_2_available
@@ -72,7 +71,6 @@ OTHER_CONTENDERS = [
     Contender(PAGED_AUTO, "fp8_paged", FP8PagedCache, AUTO_OPTIONS, is_compiled=True),
     Contender("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
     Contender("DynamicCache flash-attn eager", "flash_attention_2", DynamicCache),
-    Contender("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
 ]
 # Caches with layers in host memory. "half" keeps half of the pages on the device.
 OFFLOADED_OPTIONS = {"offloading": True}
@@ -119,7 +117,7 @@ def _measure_contenders(
         _drop_graphs(model)
         runs: list[tuple[Row, Run]] = []
         for contender in contenders:
-            if reason := _find_skip_reason(record.stage, contender, model.config):
+            if reason := _find_skip_reason(record.stage, contender):
                 record.skip(f"{section}, {contender.name}: {reason}")
                 continue
             run = Run(record.stage, model, contender, sizes, backend, batch, context)
@@ -170,17 +168,12 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
         record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
-def _find_skip_reason(stage: Stage, contender: Contender, config: Any) -> str:
+def _find_skip_reason(stage: Stage, contender: Contender) -> str:
     """Return the reason why a cache cannot run here, or an empty string."""
     if contender.attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if contender.name == STOCK_OFFLOADED and not stage.is_gpu:
         return "requires a CUDA device"
-    if contender.cache_class is QuantizedCache:
-        try:
-            QuantizedCache(backend="fp8", config=config)
-        except (ImportError, ValueError) as error:
-            return str(error)
     return ""
 
 
