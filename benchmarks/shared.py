@@ -36,7 +36,7 @@ def main(
 ) -> None:
     """Read the command line, measure with a progress line, and show the result.
 
-    A result has the entries of `describe_run`, `settings` (the arguments), and those of `measure`.
+    A result has the entries of `describe_run` and of `measure`, and the arguments as `settings`.
 
     Args:
         docstring: Docstring whose first line describes the command.
