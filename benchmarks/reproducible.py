@@ -92,7 +92,7 @@ class Reader:
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
         keywords |= self.storage
-        return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE_SIZE, **keywords)
+        return FP8PagedCache(self.model, prefill="stored", page_size=PAGE_SIZE, **keywords)
 
     @torch.no_grad()
     def read(

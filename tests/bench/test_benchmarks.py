@@ -12,6 +12,7 @@ from benchmarks import host, shared
 from benchmarks.compare import THIS_TREE, compare_trees
 from benchmarks.hot_loops import LOOPS, make_loops
 from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts, measure_windows
+from benchmarks.reproducible import measure_reproducibility
 from benchmarks.shared import make_environment
 
 # Prefix of the loop "host, update".
@@ -133,6 +134,17 @@ def test_memory_is_measured_in_a_separate_process():
     assert all(row["peak"] is None or row["peak"] >= 0 for row in result["rows"])
     with pytest.raises(RuntimeError, match="ended with exit code 1"):
         measure_windows(models=("GPT-5",), progress=ignore_progress)
+
+
+@pytest.mark.full
+def test_all_calls_of_a_deterministic_model_give_the_same_bits():
+    """A prefix store and an engine read the plan of the model, as the compared caches do."""
+    result = measure_reproducibility(
+        combinations=1, models="llama", dtypes="float32", progress=ignore_progress
+    )
+    differences = {row["kind"]: row["logits"] + row["pages"] for row in result["rows"]}
+    assert {"prefix", "engine"} < differences.keys()
+    assert set(differences.values()) == {0}, differences
 
 
 def test_loops_can_run_again():
