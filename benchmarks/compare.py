@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hf_fp8kv.bench.reporting import compute_quartiles
-from hf_fp8kv.utils.environment import describe_run
 
 from . import hot_loops
 from .shared import TURNS_OPTION, Options, Result, exchange_line, main
@@ -28,8 +27,8 @@ OLD, NEW = 0, 1  # indices of the processes
 
 
 def compare_trees(
-    old: Path,
-    new: Path = THIS_TREE,
+    old: Path | str,
+    new: Path | str = THIS_TREE,
     *,
     turns: int = 30,
     backend: str = "auto",
@@ -49,7 +48,6 @@ def compare_trees(
     Raises:
         RuntimeError: A tree cannot run the loops.
     """
-    run = describe_run("compare")
     # With -P, Python does not import from the script's folder.
     command = [sys.executable, "-P", str(hot_loops.__file__), backend, loop_prefix]
     rng = random.Random(0)
@@ -57,7 +55,7 @@ def compare_trees(
         processes = [
             stack.enter_context(subprocess.Popen(
                 command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(tree.resolve())},
+                env={**os.environ, "PYTHONPATH": str(Path(tree).resolve())},
             ))
             for tree in (old, new)
         ]  # fmt: skip
@@ -76,14 +74,13 @@ def compare_trees(
         old_us, new_us = map(statistics.median, zip(*loop_us, strict=True))
         row = {"loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high}
         rows.append(row)
-    settings = {"old": str(old), "new": str(new), "turns": turns, "backend": backend}
-    return {**run, "settings": settings, "rows": rows}
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
     options: Options = {
-        "old": {"type": Path, "help": "Source tree to compare with."},
-        "--new": {"type": Path, "help": "Source tree to measure. Default: the tree of this file."},
+        "old": {"help": "Source tree to compare with."},
+        "--new": {"help": "Source tree to measure. Default: the tree of this file."},
         "--backend": {"help": "Backend of FP8PagedCache. Default: auto."},
         "--loops": {"dest": "loop_prefix", "help": "Prefix of the names of the loops to run."},
     }

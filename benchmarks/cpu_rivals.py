@@ -37,7 +37,7 @@ from hf_fp8kv.bench.contenders import (
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.demo_model import find_gguf_file
-from hf_fp8kv.utils.environment import describe_run, find_version
+from hf_fp8kv.utils.environment import find_version
 from hf_fp8kv_cli.shared import load_model
 
 from .other_cpu_kernels import Attend, make_other_steps
@@ -69,7 +69,6 @@ def measure_rivals(
     parts: str = "layers,slopes",
     context_lengths: Sequence[int] = (1024, 4096, 16384, 32768),
     batch_sizes: Sequence[int] = (1, 8),
-    new_tokens: Sequence[int] = (1, 256),
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     turns: int = 7,
     progress: Callable[[str], None],
@@ -85,12 +84,10 @@ def measure_rivals(
         parts: "layers", "slopes" or both.
         context_lengths: Numbers of stored tokens of a sequence.
         batch_sizes: Numbers of sequences.
-        new_tokens: Numbers of new tokens of a sequence. 1 means a decode step.
         dtypes: Dtypes of the demo model.
         turns: Number of turns.
         progress: Function that is called with the name of the next measurement.
     """
-    run = describe_run("cpu-rivals")
     rows: list[Result] = []
     read_rates: dict[int, float] = {}
     max_threads = torch.get_num_threads()
@@ -101,10 +98,8 @@ def measure_rivals(
             for heads, num_stored, batch in itertools.product(HEADS, context_lengths, batch_sizes):
                 if num_stored * batch > max(context_lengths):
                     continue
-                for num_new in new_tokens:
-                    case = f"{heads}, {batch} x {num_stored} tokens, {num_new} new"
-                    progress(f"{case}, {num_threads} threads")
-                    rows += _measure_layer(heads, num_stored, batch, num_new, turns, read_rate)
+                progress(f"{heads}, {batch} x {num_stored} tokens, {num_threads} threads")
+                rows += _measure_layer(heads, num_stored, batch, turns, read_rate)
         torch.set_num_threads(max_threads)
         if "slopes" in parts:
             progress("prefill of llama.cpp")
@@ -113,8 +108,7 @@ def measure_rivals(
                     progress(f"slopes of the demo model in {dtype}")
                     rows += measure_slopes(turns, dtype, llama_timers)
     versions = {name: find_version(name) for name in RIVAL_PACKAGES}
-    settings = {"turns": turns, "threads": max_threads, "reads_gb_per_s": read_rates}
-    return {**run, "settings": {**settings, "rivals": versions}, "rows": rows}
+    return {"rows": rows, "reads_gb_per_s": read_rates, "rivals": versions}
 
 
 def measure_read_rate() -> float:
@@ -125,10 +119,10 @@ def measure_read_rate() -> float:
 
 
 def _measure_layer(
-    heads: Heads, num_stored: int, batch: int, num_new: int, turns: int, read_rate: float
+    heads: Heads, num_stored: int, batch: int, turns: int, read_rate: float
 ) -> list[Result]:
     num_layers = min(MAX_LAYERS, max(MAX_STORED_TOKENS // (batch * num_stored), 1))
-    steps = _make_steps(heads, num_stored, batch, num_new, num_layers)
+    steps = _make_steps(heads, num_stored, batch, num_layers)
     expected = steps["SDPA, buffer in float32"]()
     for name, step in steps.items():
         error = (step().float() - expected).square().mean() / expected.square().mean()
@@ -143,45 +137,38 @@ def _measure_layer(
         rate = num_bytes / ms / 1e6
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": num_stored, "batch": batch,
-            "new": num_new, "layers": num_layers, "threads": torch.get_num_threads(),
+            "layers": num_layers, "threads": torch.get_num_threads(),
             "ms": round(ms, 3), "gb_per_s": round(rate, 1), "of_read": round(rate / read_rate, 2),
             "ratio": round(statistics.median(compute_ratios(seconds, name, BASELINE)), 3),
         })  # fmt: skip
     return rows
 
 
-def _make_steps(
-    heads: Heads, num_stored: int, batch: int, num_new: int, num_layers: int
-) -> dict[str, Attend]:
-    """Return a step of each contender, which stores `num_new` tokens after `num_stored` tokens.
+def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> dict[str, Attend]:
+    """Return a step of each contender, which stores a token after `num_stored` tokens.
 
-    A step runs all layers, and returns the output of the last layer, `[B, Hq, T, D]`.
+    A step runs all layers, and returns the output of the last layer, `[B, Hq, 1, D]`.
     """
     num_heads, num_kv_heads, dim = heads
     module = AttentionLayer(num_heads // num_kv_heads)
-    query = torch.randn(batch, num_heads, num_new, dim).bfloat16()
-    key, value = torch.randn(2, batch, num_kv_heads, num_new, dim).bfloat16()
+    query = torch.randn(batch, num_heads, 1, dim).bfloat16()
+    key, value = torch.randn(2, batch, num_kv_heads, 1, dim).bfloat16()
     history = torch.randn(2, batch, num_kv_heads, num_stored, dim).bfloat16()
-    mask = torch.ones((1, 1, num_new, num_stored + num_new), dtype=torch.bool).tril(num_stored)
 
-    def attend_over_cache(
-        cache: Cache, attend: Callable[..., Any], mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend_over_cache(cache: Cache, attend: Callable[..., Any]) -> torch.Tensor:
+        # A token more does not change the time of the next turn.
         for layer in range(num_layers):
             keys, values = cache.update(key, value, layer)
-            output: torch.Tensor = attend(module, query, keys, values, mask, scaling=dim**-0.5)[0]
-        if num_new > 1:  # a single token does not change the time of the next turn
-            cache.crop(-num_new)
+            output: torch.Tensor = attend(module, query, keys, values, None, scaling=dim**-0.5)[0]
         return output.transpose(1, 2)
 
     def attend_over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         keys, values = buffer
         keys[:, :, num_stored:], values[:, :, num_stored:] = key, value
-        if num_new == 1:  # fold the query heads of a KV head
-            query = query.view(batch, num_kv_heads, -1, dim)
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, None if num_new == 1 else mask, enable_gqa=num_new > 1
-        ).view(batch, num_heads, num_new, dim)
+        # The query heads of a KV head are folded.
+        folded_query = query.view(batch, num_kv_heads, -1, dim)
+        output = torch.nn.functional.scaled_dot_product_attention(folded_query, keys, values)
+        return output.view(batch, num_heads, 1, dim)
 
     def run_layers(layers: Sequence[Attend]) -> torch.Tensor:
         return [attend() for attend in layers][-1]
@@ -190,7 +177,7 @@ def _make_steps(
     other_steps = [make_other_steps(query, states, history) for _ in range(num_layers)]
     steps = {name: [layer[name] for layer in other_steps] for name in other_steps[0]}
     for name, dtype in BUFFERS.items():
-        shape = (num_layers, 2, batch, num_kv_heads, num_stored + num_new, dim)
+        shape = (num_layers, 2, batch, num_kv_heads, num_stored + 1, dim)
         buffers = torch.zeros(shape, dtype=dtype)
         buffers[..., :num_stored, :] = history
         attend_buffer = functools.partial(attend_over_buffer, query=query.to(dtype))
@@ -205,8 +192,7 @@ def _make_steps(
         for layer in range(num_layers):
             cache.update(history[0], history[1], layer)
         attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
-        cache_mask = None if num_new == 1 or name in PAGED else mask
-        all_steps[name] = functools.partial(attend_over_cache, cache, attend, cache_mask)
+        all_steps[name] = functools.partial(attend_over_cache, cache, attend)
     return all_steps
 
 
@@ -327,7 +313,6 @@ OPTIONS = {
     "--parts": {"help": "Parts to measure: layers, slopes, or layers,slopes."},
     "--context": {**INTEGERS, "dest": "context_lengths", "help": "Numbers of stored tokens."},
     "--batches": {**INTEGERS, "dest": "batch_sizes", "help": "Numbers of sequences."},
-    "--new": {**INTEGERS, "dest": "new_tokens", "help": "Numbers of new tokens."},
     "--dtypes": {"nargs": "+", "help": "Dtypes of the demo model."},
 }
 

@@ -1,9 +1,8 @@
 """Measure the CPU time of a decode step on a GPU, with or without a GPU.
 
 A step calls `update` of the growing cache, then the attention function "fp8_paged" with the backend
-"triton", as eager `generate()` does, at shapes of an 8B model. Some rows omit a mechanism that
-saves host time: repeated steps, replayed launches, and calls that skip torch's dispatcher. The
-turns of all rows alternate. A step of a padded batch includes its mask.
+"triton", as eager `generate()` does, at shapes of an 8B model. The turns of all rows alternate. A
+step of a padded batch includes its mask.
 
 Without a GPU, Triton compiles the kernels for `GPU`, but a stand-in for the driver ignores each
 launch. The times then exclude Triton's launcher in C, the driver's call, and torch's queries of
@@ -12,27 +11,22 @@ the current device and stream. Tensors and torch's allocator are on the CPU.
 A separate process is measured, because Triton keeps the driver until its process ends.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import torch
 from transformers import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
-from hf_fp8kv.utils.environment import describe_run
 
 from .shared import TURNS_OPTION, Result, main, make_environment, run_process
 
 GPU = "sm_90"
-# Numbers of layers. A single layer bears all fixed costs of a step, and 32 layers share them.
-LAYER_COUNTS = (1, 32)
+# Number of layers, which share the fixed costs of a step.
+NUM_LAYERS = 32
 HEADS = Heads(32, 8, 128)
 STORED_TOKENS = 1000
 # DynamicCache computes on the CPU. With small tensors, most of its time is spent on calls.
@@ -40,36 +34,21 @@ TINY_HEADS = Heads(4, 2, 16)
 TINY_STORED_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
 PADDED_BATCH = 2
-# Rows that omit a mechanism: the replaced object, and its replacement.
-REPLACEMENTS: dict[str, tuple[str, object]] = {
-    f"{PAGED}, no repeated steps": (
-        "hf_fp8kv.cache.layer_store.LayerStore.repeat",
-        lambda *_: None,
-    ),
-    f"{PAGED}, no replayed launches": ("hf_fp8kv.ops.triton.replay._CAN_REPLAY", False),
-    f"{PAGED}, by the dispatcher": ("hf_fp8kv.ops.api.is_observed", lambda _: True),
-}
 # Number of calls of layers in a turn. Turns are short, so at least one turn is undisturbed.
 _CALLS_PER_TURN = 32
 
 
 def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result:
-    """Return rows with `cache`, `layers` and `value`, microseconds per layer and step.
+    """Return rows with `cache` and `value`, microseconds per layer and step.
 
     A value is the minimum of all turns, because a busy machine only adds time.
 
     Raises:
         RuntimeError: Triton is not installed, or does not compile here.
     """
-    run = describe_run("host")
-    has_gpu = torch.cuda.is_available()
-    progress(f"decode steps, {'on a GPU' if has_gpu else f'kernels compiled for {GPU}'}")
-    rows = run_process("benchmarks.host:_write_rows", {"turns": turns}, make_environment())
-    settings = {
-        "gpu": torch.cuda.get_device_name() if has_gpu else GPU, "heads": list(HEADS),
-        "tokens": STORED_TOKENS, "batch": 1, "turns": turns,
-    }  # fmt: skip
-    return {**run, "settings": settings, "rows": rows}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else GPU
+    progress(f"decode steps, kernels for {gpu}")
+    return {"rows": run_process("benchmarks.host:_measure_turns", turns, make_environment())}
 
 
 def make_driver() -> SimpleNamespace:
@@ -166,14 +145,13 @@ def make_stack(num_layers: int, batch: int = 1) -> LayerStack:
 
 
 @torch.no_grad()
-def _write_rows(task: dict[str, Any]) -> None:
-    """Write the rows to stdout as JSON, in a separate process."""
+def _measure_turns(turns: int) -> list[Result]:
+    """Return the rows, in a separate process."""
     import triton
 
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     torch.set_num_threads(1)
-    max_layers = max(LAYER_COUNTS)
     with ExitStack() as contexts:
         heads, num_tokens, suffix = HEADS, STORED_TOKENS, ""
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,30 +160,22 @@ def _write_rows(task: dict[str, Any]) -> None:
             heads, num_tokens, suffix = TINY_HEADS, TINY_STORED_TOKENS, ", tiny"
             triton.runtime.driver.set_active(make_driver())
             contexts.enter_context(assuming(Target.parse(GPU)))
-        cases: dict[tuple[str, int], tuple[LayerStack, Any]] = {}
+        stacks: dict[str, LayerStack] = {}
         # A default device during the measurement would slow down every call of torch.
         with torch.device(device):
-            for num_layers in LAYER_COUNTS:
-                cases[PAGED, num_layers] = make_stack(num_layers), nullcontext()
-            for name, (target, replacement) in REPLACEMENTS.items():
-                context = mock.patch(target, replacement)
-                cases[name, max_layers] = cases[PAGED, max_layers][0], context
             for batch, label in ((1, ""), (PADDED_BATCH, ", padded")):
-                if batch > 1:
-                    cases[PAGED + label, max_layers] = make_stack(max_layers, batch), nullcontext()
-                cache = DynamicCache(config=make_config(heads, max_layers))
-                stack = LayerStack(cache, "sdpa", heads, num_tokens, max_layers, batch)
-                cases[STOCK + suffix + label, max_layers] = stack, nullcontext()
-        times: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-        for _ in range(task["turns"] + 1):
-            for case, (stack, context) in cases.items():
-                with context:
-                    times[case].append(stack.measure_turn())
-    rows = [  # without the first turn, which compiles the kernels
-        {"cache": name, "layers": num_layers, "value": min(values[1:]), "unit": "µs per layer"}
-        for (name, num_layers), values in times.items()
+                stacks[PAGED + label] = make_stack(NUM_LAYERS, batch)
+                cache = DynamicCache(config=make_config(heads, NUM_LAYERS))
+                stack = LayerStack(cache, "sdpa", heads, num_tokens, NUM_LAYERS, batch)
+                stacks[STOCK + suffix + label] = stack
+        times: dict[str, list[float]] = {name: [] for name in stacks}
+        for _ in range(turns + 1):
+            for name, stack in stacks.items():
+                times[name].append(stack.measure_turn())
+    return [  # without the first turn, which compiles the kernels
+        {"cache": name, "value": min(values[1:]), "unit": "µs per layer"}
+        for name, values in times.items()
     ]
-    sys.stdout.write(json.dumps(rows) + "\n")
 
 
 if __name__ == "__main__":

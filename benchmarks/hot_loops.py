@@ -8,30 +8,26 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig
+from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
-
-PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
 
 @dataclass(frozen=True)
 class Loop:
     """A timed loop: the cache, its stored tokens, and the calls of each step."""
 
-    cache: str  # PAGED or DYNAMIC
+    options: dict[str, Any]  # of FP8PagedCache. The default format differs between versions
     has_attention: bool  # whether attention follows the update
     num_tokens: int = 64  # stored tokens
     # Query heads, key/value heads, head size. With small sizes, host time dominates.
     heads: tuple[int, int, int] = (4, 2, 16)
     num_layers: int = 4
     num_steps: int = 48  # decode steps in a measurement
-    # Options of FP8PagedCache. The default format differs between versions.
-    options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
     # Action before each step: "fork" the cache and decode in the fork, "crop" the last token, or
     # "prefill" an empty cache.
     action: str = ""
@@ -40,27 +36,26 @@ class Loop:
 _LONG_CONTEXT: dict[str, Any] = {
     "num_tokens": 4096, "heads": (32, 8, 128), "num_layers": 1, "num_steps": 8,
 }  # fmt: skip
-_STATIC = (("scales", 0.01),)
-_E3M4 = (("dtype", "fp8_e3m4"),)
+_E4M3 = {"dtype": "fp8"}
+_E3M4 = {"dtype": "fp8_e3m4"}
 LOOPS = {
-    "host, update": Loop(PAGED, False),
-    "host, update + attention": Loop(PAGED, True),
-    "host, update, DynamicCache": Loop(DYNAMIC, False),
-    "host, update + attention, DynamicCache": Loop(DYNAMIC, True),
-    "4k tokens, update": Loop(PAGED, False, **_LONG_CONTEXT),
-    "4k tokens, update + attention": Loop(PAGED, True, **_LONG_CONTEXT),
-    "4k tokens, update + attention, static": Loop(PAGED, True, options=_STATIC, **_LONG_CONTEXT),
-    "4k tokens, update + attention, e3m4": Loop(PAGED, True, options=_E3M4, **_LONG_CONTEXT),
-    "4k tokens, fork + update": Loop(PAGED, False, options=_E3M4, action="fork", **_LONG_CONTEXT),
-    "4k tokens, crop + update": Loop(PAGED, False, options=_E3M4, action="crop", **_LONG_CONTEXT),
-    "4k tokens, prefill": Loop(PAGED, False, options=_E3M4, action="prefill", **_LONG_CONTEXT),
+    "host, update": Loop(_E4M3, False),
+    "host, update + attention": Loop(_E4M3, True),
+    "4k tokens, update": Loop(_E4M3, False, **_LONG_CONTEXT),
+    "4k tokens, update + attention": Loop(_E4M3, True, **_LONG_CONTEXT),
+    "4k tokens, update + attention, static": Loop({"scales": 0.01}, True, **_LONG_CONTEXT),
+    "4k tokens, update + attention, e3m4": Loop(_E3M4, True, **_LONG_CONTEXT),
+    "4k tokens, fork + update": Loop(_E3M4, False, action="fork", **_LONG_CONTEXT),
+    "4k tokens, crop + update": Loop(_E3M4, False, action="crop", **_LONG_CONTEXT),
+    "4k tokens, prefill": Loop(_E3M4, False, action="prefill", **_LONG_CONTEXT),
 }
 
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
     """Return functions by name. Each runs a loop, and returns microseconds per layer and step."""
-    loops = {name: loop for name, loop in LOOPS.items() if name.startswith(prefix)}
-    return {name: _make_loop(loop, backend) for name, loop in loops.items()}
+    return {
+        name: _make_loop(loop, backend) for name, loop in LOOPS.items() if name.startswith(prefix)
+    }
 
 
 def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
@@ -70,18 +65,15 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
         num_key_value_heads=num_kv_heads, head_dim=dim, hidden_size=num_heads * dim, vocab_size=8,
         intermediate_size=8,
     )  # fmt: skip
-    cache: Cache = DynamicCache(config=config)
-    if loop.cache == PAGED:
-        cache = FP8PagedCache(config, backend=backend, **dict(loop.options))
-    attend = ALL_ATTENTION_FUNCTIONS["fp8_paged" if loop.cache == PAGED else "sdpa"]
-    modules = [torch.nn.Module() for _ in range(loop.num_layers)]
-    for layer, module in enumerate(modules):
-        module.is_causal, module.layer_idx = True, layer  # type: ignore[assignment]
-        module.num_key_value_groups = num_heads // num_kv_heads  # type: ignore[assignment]
+    cache = FP8PagedCache(config, backend=backend, **loop.options)
+    attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
+    modules: list[Any] = [torch.nn.Module() for _ in range(loop.num_layers)]
     query = torch.randn(1, num_heads, 1, dim, dtype=torch.bfloat16)
     key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
     history = torch.randn(1, num_kv_heads, loop.num_tokens, dim, dtype=torch.bfloat16)
-    for layer in range(loop.num_layers):
+    for layer, module in enumerate(modules):
+        module.is_causal, module.layer_idx = True, layer
+        module.num_key_value_groups = num_heads // num_kv_heads
         cache.update(history, history, layer)
 
     @torch.inference_mode()
@@ -90,7 +82,7 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
         for _ in range(loop.num_steps):
             step_cache, states = cache, key
             if loop.action == "fork":
-                step_cache = cast(FP8PagedCache, cache).fork()
+                step_cache = cache.fork()
             elif loop.action == "crop":
                 cache.crop(-1)
             elif loop.action == "prefill":

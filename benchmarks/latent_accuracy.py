@@ -7,7 +7,6 @@ imitate the formats of other software, values are rounded before transformers' c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from hf_fp8kv.card.caches import RoundedCache, Rounding, round_to_bfloat16
 from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
-from hf_fp8kv.utils.environment import describe_run
 
 from .shared import Result, main
 
@@ -30,24 +28,9 @@ _VOCABULARY = 2000
 _E4M3 = FORMATS["fp8_e4m3"]
 
 
-@dataclass(frozen=True)
-class ModelKind:
-    """The properties of a random model.
-
-    Attributes:
-        rope_magnitude: Magnitude of the RoPE part relative to the latents.
-        num_outliers: Number of channels of each latent that are scaled by eight.
-    """
-
-    rope_magnitude: float
-    num_outliers: int
-
-
-MODEL_KINDS = {
-    "mild": ModelKind(1.0, 0),
-    "large positions": ModelKind(4.0, 0),
-    "large positions, outliers": ModelKind(4.0, 8),
-}
+# For each random model, the magnitude of the RoPE part relative to the latents, and the number of
+# channels of each latent that are scaled by eight.
+MODEL_KINDS = {"mild": (1.0, 0), "large positions": (4.0, 0), "large positions, outliers": (4.0, 8)}
 
 
 class _RoundedBf16(RoundedCache):
@@ -120,15 +103,13 @@ def measure_latent_accuracy(
     latent. `progress` is called with the name of each text.
 
     Returns:
-        The entries of `describe_run`, `settings`, and `rows` with `model` (of `MODEL_KINDS`),
-        `cache`, `bytes_per_token` (of a model in bf16 with latents of 512 and RoPE parts of 64
-        values) and the fields of `summarize_scores`.
+        `rows` with `model` (of `MODEL_KINDS`), `cache`, `bytes_per_token` (of a model in bf16 with
+        latents of 512 and RoPE parts of 64 values) and the fields of `summarize_scores`.
     """
-    run = describe_run("latent-accuracy")
     rows = []
     imitated_bytes = {name: num_bytes for name, (num_bytes, _) in IMITATIONS.items()}
-    for model_name, kind in MODEL_KINDS.items():
-        model = make_model(kind, num_layers=num_layers, rank=rank)
+    for model_name, properties in MODEL_KINDS.items():
+        model = make_model(*properties, num_layers=num_layers, rank=rank)
         cache_makers = _list_cache_makers(model)
         scores: dict[str, list[Scores]] = {}
         for index in range(num_texts):
@@ -145,11 +126,7 @@ def measure_latent_accuracy(
             num_bytes = imitated_bytes.get(name) or _measure_bytes_per_token(cache_makers[name])
             row = {"model": model_name, "cache": name, "bytes_per_token": num_bytes}
             rows.append({**row, **summarize_scores(all_scores)})
-    settings = {
-        "texts": num_texts, "prefill": prefill_tokens, "score": scored_tokens,
-        "layers": num_layers, "rank": rank,
-    }  # fmt: skip
-    return {**run, "settings": settings, "rows": rows}
+    return {"rows": rows}
 
 
 def _list_cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
@@ -173,9 +150,11 @@ def _measure_bytes_per_token(make_cache: Callable[[], Any]) -> float:
     return float(cache.memory_footprint().used_bytes) / num_tokens
 
 
-def make_model(kind: ModelKind, *, num_layers: int, rank: int, seed: int = 0) -> PreTrainedModel:
+def make_model(
+    rope_magnitude: float, num_outliers: int, *, num_layers: int, rank: int
+) -> PreTrainedModel:
     """Return a random model, float32, with attention that differs between tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=_VOCABULARY, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
         num_hidden_layers=num_layers, num_key_value_heads=8, kv_lora_rank=rank, q_lora_rank=256,
@@ -191,11 +170,11 @@ def make_model(kind: ModelKind, *, num_layers: int, rank: int, seed: int = 0) ->
     for layer in model.model.layers:
         attention: Any = layer.self_attn
         gains = torch.exp(0.5 * torch.randn(rank, generator=generator))
-        gains[torch.randperm(rank, generator=generator)[: kind.num_outliers]] *= 8
+        gains[torch.randperm(rank, generator=generator)[:num_outliers]] *= 8
         attention.kv_a_layernorm.weight.copy_(gains)
         # The projection compensates for the gains of the norm, except for gains below 0.2.
         attention.kv_b_proj.weight.div_(gains.clamp(min=0.2))
-        attention.kv_a_proj_with_mqa.weight[rank:].mul_(kind.rope_magnitude)
+        attention.kv_a_proj_with_mqa.weight[rank:].mul_(rope_magnitude)
         attention.q_b_proj.weight.mul_(3)
     return model  # type: ignore[no-any-return]
 

@@ -4,8 +4,6 @@ The layers have the shapes of real models and hold random values. No model runs.
 measured in a separate process, so memory is returned to the system between models.
 """
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from hf_fp8kv.bench.memory import count_resident_bytes, make_environment
 from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.modeling.model_support import ATTENTION
-from hf_fp8kv.utils.environment import describe_run
 
 from .shared import Result, main, run_process
 
@@ -60,23 +57,20 @@ def measure_windows(
         progress: Function that is called with the name of each measurement.
 
     Returns:
-        The entries of `describe_run`, `settings`, and `rows` with `model`, `form` ("dynamic" or
-        "preallocated"), `prompt` (a key of `PREFILL_MODES`) and `tokens`. `held` is the number of
-        bytes after the prompt, and `peak` the growth of the process in bytes (None if Linux does
-        not report it). `stock_held` and `stock_peak` are for transformers' cache. `ratio` is `held`
-        over `stock_held`.
+        `rows` with `model`, `form` ("dynamic" or "preallocated"), `prompt` (a key of
+        `PREFILL_MODES`) and `tokens`. `held` is the number of bytes after the prompt, and `peak`
+        the growth of the process in bytes (None if Linux does not report it). `stock_held` and
+        `stock_peak` are for transformers' cache. `ratio` is `held` over `stock_held`.
 
     Raises:
         RuntimeError: The process that measures a model failed.
     """
-    run = describe_run("windows")
     rows: list[Result] = []
     for name in models:
         progress(name)
-        task = {"model": name, "prompt_lengths": prompt_lengths, "backend": backend}
-        rows += run_process("benchmarks.memory:_write_rows", task, make_environment())
-    settings = {"models": list(models), "tokens": list(prompt_lengths), "backend": backend}
-    return {**run, "settings": settings, "rows": rows}
+        task = [name, prompt_lengths, backend]
+        rows += run_process("benchmarks.memory:_measure_model", task, make_environment())
+    return {"rows": rows}
 
 
 def make_config(name: str) -> PreTrainedConfig:
@@ -86,14 +80,10 @@ def make_config(name: str) -> PreTrainedConfig:
 
 
 @torch.inference_mode()
-def _write_rows(task: dict[str, Any]) -> None:
-    """Write the rows of a model to stdout, as JSON."""
-    model_name, backend = task["model"], task["backend"]
-    list(measure_prompts(model_name, 64, backend))  # compiles kernels before measuring
-    rows: list[dict[str, Any]] = []
-    for length in task["prompt_lengths"]:
-        rows += measure_prompts(model_name, length, backend)
-    sys.stdout.write(json.dumps(rows) + "\n")
+def _measure_model(task: tuple[str, Sequence[int], str]) -> list[Result]:
+    name, prompt_lengths, backend = task
+    list(measure_prompts(name, 64, backend))  # compiles kernels before measuring
+    return [row for length in prompt_lengths for row in measure_prompts(name, length, backend)]
 
 
 def measure_prompts(model_name: str, length: int, backend: str) -> Iterator[dict[str, Any]]:

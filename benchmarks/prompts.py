@@ -3,10 +3,9 @@
 A call computes an exact prompt from unrounded keys and values, as `generate()` does by default. A
 stored prompt is read from the cache's bytes, as in serving, chunks, prefix stores and training, so
 errors of the first layers and tokens grow through the hidden states. Single passages differ
-tenfold. Results are therefore kept by passage in a file, and an interrupted run resumes.
+tenfold, so ratios are means over passages.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +25,7 @@ from hf_fp8kv.card.long_texts import KINDS, read_texts
 from hf_fp8kv.card.predictions import EXACT, STORED, prefill, score_text
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import summarize_plan
-from hf_fp8kv.scales import KVScales
-from hf_fp8kv.utils.digests import compute_digest, digest_weights
-from hf_fp8kv.utils.environment import describe_run
+from hf_fp8kv.utils.digests import digest_weights
 from hf_fp8kv.utils.terminal import build_table
 
 from .outliers import planted_outliers
@@ -53,49 +50,15 @@ _BYTES_TOKENS = 4096  # tokens of a cache whose bytes are counted
 _PROBE_TOKENS = 8
 _SKIPPED_TOKENS = 99  # tokens before a passage that begins inside a text
 _MIN_KL = 1e-15
-
-
-class Results:
-    """Rows of single passages, one JSON object in each line of a file.
-
-    Args:
-        path: The file, or None to keep rows in memory. A line that was cut off is ignored.
-    """
-
-    _KEYS = ("weights", "storage", "text", "scored", "prompt")
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._rows: dict[tuple[Any, ...], Result] = {}
-        lines = path.read_text().splitlines() if path is not None and path.exists() else ()
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            self._rows[self._make_key(row)] = row
-
-    def _make_key(self, row: Result) -> tuple[Any, ...]:
-        return tuple(row[name] for name in self._KEYS)
-
-    def find(self, **key: Any) -> Result | None:
-        """Return the row with this key, or None if it was not measured."""
-        return self._rows.get(self._make_key(key))
-
-    def add(self, row: Result) -> None:
-        """Keep a row. A line break before it ends a line that was cut off."""
-        self._rows[self._make_key(row)] = row
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(f"\n{json.dumps(row)}")
+# Mean divergence of each passage, by the names of the cache and of the prompt.
+KLs = dict[tuple[str, str], list[float]]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How a cache stores keys and values. Caches with equal digests share their results."""
+    """How a cache stores keys and values."""
 
     contender: Contender
-    digest: str
     more_bytes: float  # relative to `BASELINE`, at 4,096 tokens
     description: str
 
@@ -104,8 +67,6 @@ def measure_prompts(
     model: PreTrainedModel,
     tokenizer: Any,
     *,
-    name: str,
-    results: str | None = None,
     caches: str = "",
     plans: Sequence[str] = (),
     tokens: int | None = None,
@@ -120,8 +81,6 @@ def measure_prompts(
     Args:
         model: The model, in float32.
         tokenizer: The model's tokenizer.
-        name: The model's name in the results.
-        results: File with the rows of single passages, which is extended. None keeps no file.
         caches: Caches to measure instead of the standard caches, as in `hf-fp8kv card`, separated
             by commas. "plan 4%" is the plan that `choose_plan` makes for 4 % more bytes, and
             "bits 6.25" its plan for these bits.
@@ -133,8 +92,6 @@ def measure_prompts(
         head_stride: Every `head_stride`-th head gets outliers. 1 means every head.
         progress: Function that is called with the name of each passage.
     """
-    run = describe_run("prompts", device=str(model.device))
-    saved_results = Results(None if results is None else Path(results))
     cases = CASES
     if tokens is not None:
         cases = {tokens: CASES.get(tokens, next(iter(CASES.values())))}
@@ -142,27 +99,24 @@ def measure_prompts(
     storages: dict[str, Storage] = {}
     planting = planted_outliers(model, factor, head_stride) if factor != 1 else nullcontext()
     with planting, paged_attention(model):
-        about: Result = {"model": name, "weights": digest_weights(model), "commit": run["commit"]}
         for length, (standard_passages, standard_caches) in cases.items():
             names = [x.strip() for x in caches.split(",") if x.strip()] or standard_caches
             for cache in (*names, *plans):
                 if cache not in storages:
                     progress(f"preparing {cache}")
                     storages[cache] = make_storage(model, cache)
-            measured = {cache: storages[cache] for cache in (*names, *plans)}
             count = num_passages or standard_passages
+            kl: KLs = {(cache, prompt): [] for cache in (*names, *plans) for prompt in PROMPTS}
             passages = read_passages(tokenizer, count, length + SCORED_TOKENS, texts)
             for index, (passage, ids) in enumerate(passages.items()):
                 progress(f"{length} tokens, {index + 1} of {count}: {passage}")
-                about |= {"tokens": length, "passage": passage}
-                measure_passage(model, ids, measured, saved_results, about)
-            rows += summarize(measured, saved_results, about["weights"], length, passages)
-    settings = {
-        "model": name, "weights": about["weights"], "scored": SCORED_TOKENS, "texts": texts,
-        "factor": factor, "heads": head_stride,
-        "plans": {cache: storage.description for cache, storage in storages.items()},
-    }  # fmt: skip
-    return {**run, "settings": settings, "rows": rows}
+                measure_passage(model, ids.to(model.device), storages, kl)
+            rows += [
+                {"tokens": length, "passages": count, **summarize(cache, storages[cache], kl)}
+                for cache in (*names, *plans)
+            ]
+    descriptions = {cache: storage.description for cache, storage in storages.items()}
+    return {"rows": rows, "weights": digest_weights(model), "plans": descriptions}
 
 
 def read_passages(
@@ -212,82 +166,38 @@ def make_storage(model: PreTrainedModel, name: str) -> Storage:
     else:
         contender = Contender(name, lambda model: FP8PagedCache(model.config, plan=plan))
     cache = contender.make(model)
-    description, digest = contender.title, compute_digest(name)
+    description = contender.title
     if isinstance(cache, FP8PagedCache):
-        scales: Any = cache.options.scales
-        if isinstance(scales, KVScales):
-            scales = {n: (layer.k, layer.v, layer.k_center) for n, layer in scales.layers.items()}
-        description, digest = summarize_plan(cache.plan), compute_digest(cache.plan, scales)
+        description = summarize_plan(cache.plan)
     states = prefill(model, torch.arange(_PROBE_TOKENS, device=model.device)[None]).states
     num_bytes, baseline_bytes = (
         count_token_bytes(x, model, states, _BYTES_TOKENS) for x in (contender, baseline)
     )
-    return Storage(contender, digest, num_bytes / baseline_bytes - 1, description)
+    return Storage(contender, num_bytes / baseline_bytes - 1, description)
 
 
 def measure_passage(
-    model: PreTrainedModel, ids: torch.Tensor, storages: Mapping[str, Storage],
-    results: Results, about: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """Add the missing rows of a passage, each as soon as it is measured."""
-    key = {
-        "weights": about["weights"],
-        "text": compute_digest(ids.tolist()),
-        "scored": SCORED_TOKENS,
-    }
-    missing = {
-        storage.digest: storage.contender
-        for storage in storages.values()
-        for prompt in PROMPTS
-        if results.find(**key, storage=storage.digest, prompt=prompt) is None
-    }
-    if not missing:
-        return
-    names = {storage.digest: name for name, storage in storages.items()}
-    ids = ids.to(model.device)
+    model: PreTrainedModel, ids: torch.Tensor, storages: Mapping[str, Storage], kl: KLs
+) -> None:
+    """Append the mean divergence of a passage after each prompt to the lists in `kl`."""
     all_scores = score_text(
-        model, ids, prefill(model, ids).states, missing,
+        model, ids, prefill(model, ids).states, {name: storages[name].contender for name, _ in kl},
         positions=[ids.shape[1]], scored=SCORED_TOKENS, stored_positions=[ids.shape[1]],
     )  # fmt: skip
-    for (_, prompt, digest), scores in all_scores:
-        row = {**about, **key, "cache": names[digest], "storage": digest, "prompt": prompt}
-        kl = scores.kl
-        results.add({**row, "kl": kl.mean().item(), "kl_max": kl.max().item(),
-                     "top1": scores.top1_match.mean().item()})  # fmt: skip
-    for digest in missing:
-        if results.find(**key, storage=digest, prompt=STORED) is None:
-            row = {**about, **key, "cache": names[digest], "storage": digest, "prompt": STORED}
-            results.add({**row, "kl": None})
+    for (_, prompt, cache), scores in all_scores:
+        kl[cache, prompt].append(scores.kl.mean().item())
 
 
-def summarize(
-    storages: Mapping[str, Storage], results: Results, weights: str, length: int,
-    passages: Mapping[str, torch.Tensor],
-) -> list[Result]:  # fmt: skip
-    """Return a row for each cache. See `format_table` for its columns."""
-    texts = [compute_digest(ids.tolist()) for ids in passages.values()]
-
-    def read_kl(cache: str, prompt: str) -> list[float] | None:
-        """Return the divergence of each passage, or None if the cache refuses the prompt."""
-        if cache not in storages:
-            return None
-        key = {"weights": weights, "storage": storages[cache].digest, "prompt": prompt}
-        rows = [results.find(**key, scored=SCORED_TOKENS, text=text) for text in texts]
-        kl = [row["kl"] for row in rows if row is not None and row["kl"] is not None]
-        return kl if len(kl) == len(texts) else None
-
-    rows = []
-    for cache, storage in storages.items():
-        row = {"tokens": length, "cache": cache, "passages": len(texts)}
-        row["more_bytes"] = storage.more_bytes
-        kl = {prompt: read_kl(cache, prompt) for prompt in PROMPTS}
-        for prompt in PROMPTS:
-            values = kl[prompt]
-            row[prompt] = None if values is None else compute_interval(values)
-            row[f"{prompt}_ratio"] = compute_ratio(kl[prompt], read_kl(BASELINE, prompt))
-        row["growth"] = compute_ratio(kl[STORED], kl[EXACT])
-        rows.append(row)
-    return rows
+def summarize(cache: str, storage: Storage, kl: KLs) -> Result:
+    """Return the row of a cache. See `format_table` for its columns."""
+    row: Result = {"cache": cache, "more_bytes": storage.more_bytes}
+    for prompt in PROMPTS:
+        values = kl[cache, prompt]
+        row[f"{prompt}_kl"] = values
+        row[prompt] = compute_interval(values) if values else None
+        row[f"{prompt}_ratio"] = compute_ratio(values, kl.get((BASELINE, prompt), []))
+    row["growth"] = compute_ratio(kl[cache, STORED], kl[cache, EXACT])
+    return row
 
 
 def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -300,11 +210,9 @@ def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - error, mean + error
 
 
-def compute_ratio(
-    kl: Sequence[float] | None, baseline: Sequence[float] | None
-) -> tuple[float, ...] | None:
+def compute_ratio(kl: Sequence[float], baseline: Sequence[float]) -> tuple[float, ...] | None:
     """Return the geometric mean of the ratios of each passage, and its 95% interval."""
-    if kl is None or baseline is None or kl == baseline:
+    if not kl or not baseline or kl == baseline:
         return None
     pairs = zip(kl, baseline, strict=True)
     logarithms = [math.log(max(x, _MIN_KL) / max(y, _MIN_KL)) for x, y in pairs]
@@ -343,7 +251,6 @@ def format_table(result: Result) -> "RenderableType":
 if __name__ == "__main__":
     options: Options = {
         **MODEL_OPTIONS,
-        "--results": {"help": "File of results by passage, which is resumed and extended."},
         "--caches": {"help": "Caches as in `hf-fp8kv card`, or 'plan 4%%', separated by commas."},
         "--plans": {"nargs": "*", "help": "Files or folders of plans."},
         "--tokens": {"type": int, "help": "Tokens of a prompt. Default: 1,024 and 4,096."},

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -23,17 +22,14 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, disable, enable, serving
 from hf_fp8kv.modeling.model_support import with_cache
-from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv_cli.shared import DEMO_NAME, load_model
 
 from .shared import Result, main
 
 Tensor = torch.Tensor
-_STOCK_OFFLOAD = OffloadingManager.offload_requests
 PAGE_SIZE, VOCABULARY = 64, 200
 ENGINE_PAGE_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a page and of an answer in an engine
 # Number of tokens of a text, and number of texts. Attention sums spans of 512 tokens separately.
@@ -85,7 +81,6 @@ class Reader:
         self.model: Any = model
         self.storage: dict[str, Any] = {"plan": plan} if plan else {}
         self.rng, self.num_tokens, self.num_texts = rng, num_tokens, num_texts
-        self.num_evicted = 0  # requests that engines evicted
         self.enable_pages()
         self.texts = torch.randint(3, VOCABULARY, (num_texts, num_tokens)).to(model.device)
         self.has_windows = any(layer.is_sliding for layer in self.make_cache().layers)
@@ -97,7 +92,7 @@ class Reader:
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
         keywords |= self.storage
-        return FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE_SIZE, **keywords)
+        return FP8PagedCache(self.model, prefill="stored", page_size=PAGE_SIZE, **keywords)
 
     @torch.no_grad()
     def read(
@@ -215,12 +210,6 @@ class Reader:
         ]
         max_length = max(map(len, [prompt, *other_prompts])) + ANSWER_TOKENS
 
-        def offload_requests(manager: OffloadingManager) -> bool:
-            num_waiting = len(manager.scheduler.waiting_requests)
-            has_offloaded: bool = _STOCK_OFFLOAD(manager)
-            self.num_evicted += len(manager.scheduler.waiting_requests) - num_waiting
-            return has_offloaded
-
         serving.enable(self.model, deterministic=True, **self.storage)
         config = GenerationConfig(max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=-1)
         batching = ContinuousBatchingConfig(
@@ -228,12 +217,9 @@ class Reader:
             page_size=ENGINE_PAGE_SIZE,
             num_blocks=-(-max_length // ENGINE_PAGE_SIZE) + self.rng.randint(1, 12),
         )  # fmt: skip
-        with (
-            patch.object(OffloadingManager, "offload_requests", offload_requests),
-            self.model.continuous_batching_context_manager(
-                generation_config=config, continuous_batching_config=batching
-            ) as manager,
-        ):
+        with self.model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=batching
+        ) as manager:
             other_requests = [
                 manager.add_request(ids, max_new_tokens=ANSWER_TOKENS, streaming=index == 0)
                 for index, ids in enumerate(other_prompts)
@@ -343,10 +329,8 @@ def measure_reproducibility(
     """Return a row for each model, dtype and kind of combination.
 
     `compared` is the number of compared values. `logits` and `pages` are numbers of values that
-    differ, and `evicted` is the number of requests that engines recomputed. `costs` has the rows of
-    `measure_cost` if `cost` is True.
+    differ. `costs` has the rows of `measure_cost` if `cost` is True.
     """
-    run = describe_run("reproducible")
     rows = []
     full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO_NAME)}
     names = [full_names[name] for name in (models.split(",") if models else full_names)]
@@ -374,19 +358,17 @@ def measure_reproducibility(
         for kind, count in counts.items():
             progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind}")
             start = time.perf_counter()
-            reader.num_evicted = 0
             comparisons = [compare_by_kind[kind]() for _ in range(count)]
             total = Comparison(*map(sum, zip(*comparisons, strict=True)))
             rows.append({
                 "model": name, "dtype": dtype, "kind": kind, "combinations": count,
                 "compared": total.num_values, "logits": total.num_different_logits,
-                "pages": total.num_different_states, "evicted": reader.num_evicted,
+                "pages": total.num_different_states,
                 "seconds": round(time.perf_counter() - start, 1),
             })  # fmt: skip
         disable(model)
-    settings = {"seed": seed, "threads": torch.get_num_threads(), "device": device, "plan": plan}
     costs = [row for dtype in dtypes.split(",") if cost for row in measure_cost(dtype, device)]
-    return {**run, "settings": settings, "rows": rows, "costs": costs}
+    return {"rows": rows, "costs": costs}
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fp8kv.errors import FP8KVError
+from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv.utils.terminal import build_table
 from hf_fp8kv_cli.bench import show_result
-from hf_fp8kv_cli.shared import DEMO_NAME, load_model, show_progress
+from hf_fp8kv_cli.shared import load_model, show_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,19 +28,6 @@ MODEL_OPTIONS: Options = {
 TURNS_OPTION: Options = {"--turns": {"type": int, "help": "Number of turns."}}
 
 
-def read_options(docstring: str | None, options: Options) -> tuple[dict[str, Any], str | None]:
-    """Return the arguments set on the command line, and the path for the JSON or None."""
-    parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
-    for name, keywords in options.items():
-        parser.add_argument(name, **keywords)
-    parser.add_argument("--json", metavar="PATH", help="Write JSON. - prints it instead.")
-    arguments = vars(parser.parse_args())
-    path: str | None = arguments.pop("json")
-    if path is not None and not Path(path).parent.is_dir():
-        parser.error(f"--json: expected a file in an existing folder, got {path!r}")
-    return {name: value for name, value in arguments.items() if value is not None}, path
-
-
 def main(
     docstring: str | None,
     measure: Callable[..., Result],
@@ -48,16 +36,27 @@ def main(
 ) -> None:
     """Read the command line, measure with a progress line, and show the result.
 
+    A result has the entries of `describe_run` and of `measure`, and the arguments as `settings`.
+
     Args:
         docstring: Docstring whose first line describes the command.
-        measure: Function that returns a result. It takes the arguments and `progress`.
+        measure: Function that returns `rows`, and may return more entries. It takes the arguments
+            and `progress`, a function that is called with the name of each measurement.
         options: Options of the command line.
         format_table: Function that formats the result as a table. None shows all rows.
     """
-    arguments, path = read_options(docstring, options)
+    parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
+    for name, keywords in options.items():
+        parser.add_argument(name, **keywords)
+    parser.add_argument("--json", metavar="PATH", help="Write JSON. - prints it instead.")
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    path: str | None = given.pop("json", None)
+    if path is not None and not Path(path).parent.is_dir():
+        parser.error(f"--json: expected a file in an existing folder, got {path!r}")
+    run = describe_run(Path(sys.argv[0]).stem)
     try:
         with show_progress() as report:
-            result = measure(**arguments, progress=report)
+            result = {**run, "settings": given, **measure(**given, progress=report)}
     except FP8KVError as error:
         sys.exit(f"error: {error}")
     is_printed = path == "-"
@@ -73,7 +72,7 @@ def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
         model: str | None = None, device: str = "auto", **arguments: Any
     ) -> Result:
         loaded_model, tokenizer = load_model(model, device, "float32")
-        return measure(loaded_model, tokenizer, name=model or DEMO_NAME, **arguments)
+        return measure(loaded_model, tokenizer, **arguments)
 
     return load_and_measure
 
@@ -125,17 +124,17 @@ def exchange_line(process: "subprocess.Popen[str]", line: str = "") -> Any:
     return json.loads(reply)
 
 
-def run_process(target: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """Call the function `target` in a separate process, and parse its last line as JSON.
+def run_process(target: str, task: object, environment: Mapping[str, str]) -> Any:
+    """Return what the function `target` returns in a separate process.
 
-    `target` is "module:function", and its argument `task` is passed as JSON.
+    `target` is "module:function". Its argument `task` and its result are passed as JSON.
 
     Raises:
         RuntimeError: The process failed.
     """
     module, _, function = target.partition(":")
     imports = f"import json, sys; from {module} import {function}"
-    script = f"{imports}; {function}(json.loads(sys.argv[1]))"
+    script = f"{imports}; print(json.dumps({function}(json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", script, json.dumps(task)]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if process.returncode:

@@ -17,13 +17,12 @@ import torch
 
 from hf_fp8kv import choose_plan, demo_model_path
 from hf_fp8kv.calibration import calibrate
-from hf_fp8kv.utils.environment import describe_run
 
 from .shared import Options, Result, main
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
-# The first topics to score. If more are needed, the shortest other topics follow.
-FIRST_TOPICS = ("objects", "execmodel", "import", "customization")
+# The topics to score.
+SCORED_TOPICS = ("objects", "execmodel", "import", "customization")
 # Topics that share a paragraph of at least this number of characters count as the same text.
 _MIN_PARAGRAPH_LENGTH = 80
 BASE_DTYPE = "auto"
@@ -47,23 +46,19 @@ class Variant(NamedTuple):
     options: dict[str, str]  # options of the plugin for vLLM
 
 
-def split_topics(tokenizer: Any, num_topics: int, length: int) -> tuple[list[list[int]], list[str]]:
+def split_topics(tokenizer: Any, length: int) -> tuple[list[list[int]], list[str]]:
     """Return the first `length` token ids of topics to score, and texts to calibrate on.
 
     No text to calibrate on shares a paragraph with a scored topic.
     """
-    paragraphs = {name: _find_paragraphs(text) for name, text in TOPICS.items()}
-    topics = sorted(TOPICS.keys() - set(FIRST_TOPICS), key=lambda name: (len(TOPICS[name]), name))
-    prompts: list[list[int]] = []
-    scored_paragraphs: set[str] = set()
-    for name in (*FIRST_TOPICS, *topics):
-        ids = tokenizer(TOPICS[name], truncation=True, max_length=length).input_ids
-        is_new = not paragraphs[name] & scored_paragraphs
-        if len(prompts) < num_topics and is_new and len(ids) == length:
-            prompts.append(ids)
-            scored_paragraphs |= paragraphs[name]
-    texts = [TOPICS[name] for name in sorted(TOPICS) if not paragraphs[name] & scored_paragraphs]
-    return prompts, texts
+    prompts = [
+        tokenizer(TOPICS[name], truncation=True, max_length=length).input_ids
+        for name in SCORED_TOPICS
+    ]
+    scored = set().union(*(_find_paragraphs(TOPICS[name]) for name in SCORED_TOPICS))
+    return prompts, [
+        text for _, text in sorted(TOPICS.items()) if not _find_paragraphs(text) & scored
+    ]
 
 
 def _find_paragraphs(text: str) -> set[str]:
@@ -143,7 +138,6 @@ def measure_vllm(
     from transformers import AutoTokenizer
     from vllm.platforms import current_platform
 
-    run = describe_run("vllm-quality")
     # vLLM runs in this process, so that the hook reaches the model.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -152,7 +146,7 @@ def measure_vllm(
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     checkpoint = str(demo_model_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompts, texts = split_topics(tokenizer, 4, scored_tokens)
+    prompts, texts = split_topics(tokenizer, scored_tokens)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         variants = [Variant(dtype, "scales of the dtype", checkpoint, {}) for dtype in dtypes]
@@ -171,10 +165,7 @@ def measure_vllm(
                 "dtype": variant.dtype, "scales": variant.scales, "kl": float(kl.mean()),
                 "kl_error": float(kl.std() / len(kl) ** 0.5), "top1": float(top1),
             })  # fmt: skip
-    settings = {
-        "dtypes": list(dtypes), "tokens": scored_tokens, "calibrated": calibration_tokens,
-    }  # fmt: skip
-    return {**run, "settings": settings, "rows": rows}
+    return {"rows": rows}
 
 
 if __name__ == "__main__":

@@ -8,90 +8,61 @@ values, and heads of the output V values.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DeepseekV3Config, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from hf_fp8kv.attention import latent
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.attention.latent import Projections
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
+from hf_fp8kv.modeling.model_support import ATTENTION
 
-from ..latent import make_module
 from .attention import measure_pages
-from .goals import ABSORBED, LATENT, STOCK
-from .random_data import PAGE_SIZE, compute_dense_error, compute_output_error, poison_memory
+from .random_data import compute_dense_error, compute_output_error, poison_memory
 from .record import Record
 from .shapes import BF16, Case, PageFormat, RunSizes
 from .stage import Stage, Step
 
+SECTION = "latent"
+STOCK, ABSORBED = "DynamicCache", "absorbed in torch"
 # Latents and RoPE parts of tokens, `[B, 1, T, R]` and `[B, 1, T, P]`.
 Latents = tuple[torch.Tensor, torch.Tensor]
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add rows for steps with FP8PagedCache, in torch and with DynamicCache, and for kernels."""
-    num_full = sizes.num_full_cases
-    for cases in (sizes.latent_cases[:num_full], sizes.latent_cases[num_full:]):
-        # Steps come first, because goals are about steps and kernels may need compilation.
-        for case in cases:
-            for fmt in sizes.layer_formats:
-                _measure_paged(record, case, fmt, backend)
-            if not record.stage.is_compiling:
-                _measure_absorbed(record, case)
-                _measure_stock(record, case)
-        for case in cases:
-            for fmt in sizes.layer_formats:
-                name = f"{fmt.name} kernel"
-                measure_pages(record, sizes, backend, LATENT, case, fmt, name)
-            if not record.stage.is_compiling:
-                _measure_flash_mla(record, case)
+    for case in sizes.latent_cases:
+        for fmt in sizes.layer_formats:
+            _measure_paged(record, case, fmt, backend)
+        if not record.stage.is_compiling:
+            _measure_absorbed(record, case)
+            _measure_stock(record, case)
+        for fmt in sizes.layer_formats:
+            measure_pages(record, sizes, backend, SECTION, case, fmt, f"{fmt.name} kernel")
 
 
-def _measure_flash_mla(record: Record, case: Case) -> None:
-    """Add a row for FlashMLA over bf16 latents, if it is installed."""
-    try:
-        flash_mla: Any = importlib.import_module("flash_mla")
-    except Exception as error:  # the import runs code of a different project
-        record.skip(f"FlashMLA: not installed: {type(error).__name__}: {error}")
-        return
-    stage, heads, batch = record.stage, case.heads, len(case.lengths)
-    num_bytes = int(case.bytes_read(BF16))
+def make_module(num_heads: int, rank: int, rope_dim: int, num_layers: int, layer: int) -> Any:
+    """Return a random attention layer of DeepSeek V3, bfloat16, that stores latents.
 
-    def measure_row() -> dict[str, Any]:
-        num_pages = -(-case.lengths[0] // PAGE_SIZE)
-        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-        table = torch.randperm(batch * num_pages, device=stage.device).int().view(batch, num_pages)
-        query = stage.randn(batch, 1, heads.query, heads.query_dim)
-        pools = [
-            stage.randn(batch * num_pages, PAGE_SIZE, 1, heads.query_dim)
-            for _ in range(stage.count_buffers(num_bytes))
-        ]
-        metadata, num_splits = flash_mla.get_mla_metadata(lengths, heads.query, 1)
-
-        def attend(pool: torch.Tensor) -> torch.Tensor:
-            scaling = case.attention_spec().scaling
-            output: torch.Tensor = flash_mla.flash_mla_with_kvcache(
-                query, pool, table, lengths, heads.dim, metadata, num_splits, scaling, True
-            )[0]
-            return output
-
-        output = attend(pools[-1])
-        states = pools[-1][table.long()].flatten(1, 2)[:, : case.lengths[0]].transpose(1, 2)
-        latents, rope_parts = states.split([heads.dim, heads.rope_dim], -1)
-        error = compute_dense_error(
-            output.transpose(1, 2), query.transpose(1, 2), latents, rope_parts, case
-        )
-        steps = [functools.partial(attend, pool) for pool in pools]
-        return {**stage.time_steps(steps), "error": error, "moved": num_bytes, **case.describe()}
-
-    record.measure(LATENT, case, "FlashMLA bf16 kernel", measure_row)
+    `rank` and `rope_dim` are the sizes of a latent and of its RoPE part. The layer has the index
+    `layer` in a model of `num_layers` layers.
+    """
+    config = DeepseekV3Config(
+        hidden_size=256, num_attention_heads=num_heads, num_key_value_heads=num_heads,
+        kv_lora_rank=rank, qk_rope_head_dim=rope_dim, q_lora_rank=64, num_hidden_layers=num_layers,
+    )  # fmt: skip
+    config._attn_implementation = ATTENTION
+    module = DeepseekV3Attention(config, layer).to(torch.bfloat16).eval().requires_grad_(False)
+    torch.nn.init.normal_(module.kv_b_proj.weight, std=rank**-0.5)
+    latent.install(module)
+    return module
 
 
 class LatentLayers:
@@ -174,7 +145,7 @@ def _measure_step(
         fields = {"moved": bytes_read, **case.describe(), "layers": num_layers}
         return {**fields, **measure_steps(LatentLayers(stage, case, num_layers))}
 
-    record.measure(LATENT, case, name, measure_row)
+    record.measure(SECTION, case, name, measure_row)
 
 
 def _measure_paged(record: Record, case: Case, fmt: PageFormat, backend: str) -> None:

@@ -85,15 +85,9 @@ def make_layer_pages(
 
 
 def make_dense(stage: Stage, case: Case, num_layers: int) -> list[KVPair]:
-    """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
-
-    If the lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
-    """
-    batch, lengths = len(case.lengths), case.lengths[:1]
-    if case.is_ragged:
-        batch, lengths = 1, case.lengths
-    shapes = [(batch, case.heads.kv, length, case.heads.dim) for length in lengths] * num_layers
-    return [(stage.randn(*shape), stage.randn(*shape)) for shape in shapes]
+    """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16."""
+    shape = (len(case.lengths), case.heads.kv, case.lengths[0], case.heads.dim)
+    return [(stage.randn(*shape), stage.randn(*shape)) for _ in range(num_layers)]
 
 
 def compute_error(output: torch.Tensor, expected: torch.Tensor) -> float:

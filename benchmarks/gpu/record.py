@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from .goals import MISSED, UNKNOWN, Row, find_rows, judge
 from .stage import Stage
 
 # Rounding to 16 bits gives a relative RMS error of 0.1 to 0.4 %. A lost page gives 4 % at 32k
 # tokens, and 2 % at 128k.
 TOLERANCE = 0.01
 
+Row = dict[str, Any]
 # Function that measures one contender, and returns fields of its row.
-MeasureRow = Callable[[], dict[str, Any]]
+MeasureRow = Callable[[], Row]
 
 
 class DeviceLost(RuntimeError):
@@ -113,7 +113,7 @@ class Record:
 
 
 def complete(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with `ceilings`, `goals`, and the rates of each row and their shares."""
+    """Return a copy with `ceilings`, and the rates of each row and their shares."""
     rows = [dict(row) for row in result["rows"]]
     for row in rows:
         for amount, rate, scale in (("moved", "gb_per_s", 1e3), ("flops", "tflops", 1e6)):
@@ -121,29 +121,23 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
                 row[rate] = row[amount] / row["us"] / scale
     ceilings: dict[str, float | None] = {}
     for case, rate in (("copy", "gb_per_s"), ("read", "gb_per_s"), ("matmul", "tflops")):
-        values = [row[rate] for row in find_rows(rows, "ceilings", case=case) if rate in row]
-        ceilings[f"{case}_{rate}"] = ceiling = max(values, default=None)
+        ceiling_rows = [row for row in rows if (row["section"], row["case"]) == ("ceilings", case)]
+        ceiling = max((row[rate] for row in ceiling_rows if rate in row), default=None)
+        ceilings[f"{case}_{rate}"] = ceiling
         for row in rows:
             if row["section"] != "ceilings" and rate in row and ceiling:
                 row[f"of_{case}"] = row[rate] / ceiling
-    result = {**result, "ceilings": ceilings, "rows": rows}
-    return {**result, "goals": judge(result)}
+    return {**result, "ceilings": ceilings, "rows": rows}
 
 
 def summarize(result: dict[str, Any]) -> dict[str, Any]:
     """Return a summary of a result that fits on one line of JSON."""
-    titles_by_state: dict[str, list[str]] = {}
     sections = result["sections"]
-    for goal in result["goals"]:
-        titles_by_state.setdefault(goal["state"], []).append(goal["what"])
-    worst_values = {goal["what"]: goal["worst"] for goal in result["goals"]}
     return {
         "gpu": result["hardware"].get("gpu"),
         "dry": result["settings"]["dry"],
         **{name: value and round(value, 1) for name, value in result["ceilings"].items()},
-        "goals": {title: value and round(value, 3) for title, value in worst_values.items()},
-        "missed": titles_by_state.get(MISSED, []),
-        "not measured": titles_by_state.get(UNKNOWN, []),
+        "rows": len(result["rows"]),
         "failed": sum("failed" in row for row in result["rows"]),
         "errors": [section["name"] for section in sections if section["error"]],
         "unfinished": [section["name"] for section in sections if section["seconds"] is None],

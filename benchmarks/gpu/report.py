@@ -1,4 +1,4 @@
-"""Format a result: a table for each section, the problems, and the goals."""
+"""Format a result: a table for each section, and the problems."""
 
 from collections import Counter
 from typing import Any
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from hf_fp8kv.utils.terminal import build_table, format_number
 
-from .goals import Row
+from .record import Row
 
 # Maximum number of contenders (columns) in a table.
 MAX_COLUMNS = 7
@@ -22,35 +22,28 @@ TABLE_FIELDS = {
     "decode": ("us", "of_read"),
     "layer": ("us", "launches"),
     "latent": ("us", "of_read"),
-    "others": ("us", "of_read"),
     "other kernels": ("us", "of_read"),
     "extend": ("us", "tflops"),
-    "serving": ("tokens_per_s", "peak_bytes", "planned_tokens"),
     "end to end": (
-        "tokens_per_s", "low_per_s", "high_per_s", "late_per_s", "first_ms", "full_speed_s",
-        "cache_bytes", "peak_bytes",
+        "tokens_per_s", "low_per_s", "high_per_s", "first_ms", "cache_bytes", "peak_bytes",
     ),
     "offloaded": ("tokens_per_s", "cache_bytes", "beside_bytes"),
 }  # fmt: skip
 FIELD_LABELS = {
     "gb_per_s": "GB/s", "of_read": "share of the read bandwidth", "tflops": "TFLOP/s",
     "tokens_per_s": "tokens/s", "low_per_s": "lower quartile", "high_per_s": "upper quartile",
-    "late_per_s": "tokens/s with a late stop check", "first_ms": "ms to the first token",
-    "full_speed_s": "s to full speed", "peak_bytes": "peak GiB", "cache_bytes": "cache GiB",
-    "planned_tokens": "tokens that fit into 40 GiB",
+    "first_ms": "ms to the first token", "peak_bytes": "peak GiB", "cache_bytes": "cache GiB",
     "beside_bytes": "peak GiB of the device without weights",
 }  # fmt: skip
 
 
 def format_tables(result: dict[str, Any]) -> RenderableType:
-    """Return the tables of a result, the problems, the goals, and a line about the device."""
+    """Return the tables of a result, the problems, and a line about the device."""
     tables: list[RenderableType] = []
     for name, fields in TABLE_FIELDS.items():
         title = f"{name}: {', '.join(FIELD_LABELS.get(field, field) for field in fields)}"
         rows = [row for row in result["rows"] if row["section"] == name]
         tables += _make_tables(title, fields, rows)
-    if experiment_rows := [row for row in result["rows"] if "parameters" in row]:
-        tables.append(_make_experiment_table(experiment_rows))
     rates = {name: format_number(rate) for name, rate in result["ceilings"].items()}
     device_line = (
         f"{result['hardware'].get('gpu', result['settings']['device'])}: reads "
@@ -59,7 +52,7 @@ def format_tables(result: dict[str, Any]) -> RenderableType:
     )
     if result["settings"]["dry"]:
         device_line = f"DRY RUN: tiny shapes, nothing here is a measurement. {device_line}"
-    return Group(*tables, _format_problems(result), *_format_goals(result), Text(device_line))
+    return Group(*tables, _format_problems(result), Text(device_line))
 
 
 def _format_cell(row: Row | None, fields: tuple[str, ...]) -> str:
@@ -73,8 +66,6 @@ def _format_cell(row: Row | None, fields: tuple[str, ...]) -> str:
             values.append(f"{100 * value:.0f}%")
         elif value is not None and field.endswith("_bytes"):
             values.append(f"{value / 2**30:.2f}")
-        elif value is not None and field == "planned_tokens":
-            values.append(f"{value // 1000}k")
         else:
             values.append(format_number(value))
     return " ".join(values)
@@ -92,34 +83,14 @@ def _make_tables(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[T
             for case in dict.fromkeys(row["case"] for row in rows)
             if any((case, name) in rows_by_key for name in names)
         ]
-        headings = [name.replace(" ", "\n") for name in names]
-        tables.append(_make_table(f"{title} (more)" if start else title, ["", *headings], lines))
+        headings = (name.replace(" ", "\n") for name in names)
+        table = build_table(
+            {"": "left", **dict.fromkeys(headings, "right")}, lines,
+            title=f"\n{title} (more)" if start else f"\n{title}", title_justify="left",
+            pad_edge=False, box=SIMPLE_HEAD, show_edge=False,
+        )  # fmt: skip
+        tables.append(table)
     return tables
-
-
-def _make_experiment_table(rows: list[Row]) -> Table:
-    """Return a table of the default and the best launch parameters of each case and format."""
-    lines = []
-    for key in dict.fromkeys((row["case"], row["kind"]) for row in rows):
-        case_rows = [row for row in rows if (row["case"], row["kind"]) == key]
-        good_rows = [row for row in case_rows if "failed" not in row]
-        if good_rows:
-            default = next((row for row in good_rows if not row["parameters"]), None)
-            best = min(good_rows, key=lambda row: float(row["us"]))
-            times = (_format_cell(row, ("us", "of_read")) for row in (default, best))
-            _, _, best_parameters = best["name"].partition(": ")
-            lines.append([*key, *times, best_parameters, str(len(good_rows))])
-    headings = ["", "stored as", "default", "best", "best parameters", "attempts"]
-    title = "launch parameters of decode: us, share of the read bandwidth"
-    return _make_table(title, headings, lines)
-
-
-def _make_table(title: str, headings: list[str], lines: list[list[str]]) -> Table:
-    alignments = {name: "left" if index == 0 else "right" for index, name in enumerate(headings)}
-    return build_table(
-        alignments, lines, title=f"\n{title}", title_justify="left", pad_edge=False,
-        box=SIMPLE_HEAD, show_edge=False,
-    )  # fmt: skip
 
 
 def _format_problems(result: dict[str, Any]) -> Text:
@@ -147,29 +118,3 @@ def _format_problems(result: dict[str, Any]) -> Text:
             suffix = f" (and {count - 1} more in the JSON)" if count > 1 else ""
             lines.append(f"not measured: {first_message}{suffix}")
     return Text("\n".join(lines))
-
-
-def _format_worst_case(goal: dict[str, Any]) -> str:
-    fraction = goal.get("of_datasheet")  # missing in results of older versions
-    return goal["where"] + (f" ({100 * fraction:.0f}% of the datasheet's)" if fraction else "")
-
-
-def _format_goals(result: dict[str, Any]) -> tuple[Table, Text]:
-    """Return a table of the goals, and lines with the reasons for their states."""
-    lines = [
-        [
-            goal["what"], f"{goal['sign']} {goal['bound']:g}", format_number(goal["worst"]),
-            _format_worst_case(goal), format_number(goal["best"]), str(goal["cases"]),
-            goal["state"],
-        ]
-        for goal in result["goals"]
-    ]  # fmt: skip
-    headings = ["", "goal", "worst", "worst case", "best", "cases", "state"]
-    table = _make_table("goals, judged by the worst case", headings, lines)
-    titles_by_reason: dict[str, list[str]] = {}
-    for goal in result["goals"]:
-        if goal["why"]:
-            reason = f"{goal['state']}, {goal['why']}"
-            titles_by_reason.setdefault(reason, []).append(goal["what"])
-    reasons = [f"{reason}: {', '.join(titles)}" for reason, titles in titles_by_reason.items()]
-    return table, Text("\n".join(reasons))

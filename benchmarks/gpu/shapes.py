@@ -5,7 +5,6 @@ from itertools import product
 
 from hf_fp8kv.formats import AUTO, DISTINCT
 from hf_fp8kv.ops import AttentionSpec
-from hf_fp8kv.ops.visibility import find_first_visible
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,6 @@ class PageFormat:
     dtype: str  # a key of `formats.FORMATS`, or "auto"
     is_static: bool = False  # whether the scales are constants
 
-    @property
-    def full_cases_only(self) -> bool:
-        """Whether this format is only measured in the cases with all contenders."""
-        return self.is_static or self.dtype in _E3M4_VARIANTS
-
     def bytes_per_value(self, dim: int) -> float:
         """Return the bytes that are read for a value of K or V, with its share of a scale."""
         if self.dtype == AUTO:
@@ -52,8 +46,6 @@ class PageFormat:
 
 
 BF16 = PageFormat("bf16 pages", AUTO)
-# The instructions that decode E3M4 also decode these formats, with other shift counts.
-_E3M4_VARIANTS = ("fp8_e2m5", "int8")
 # Values of `is_static` with which a format is measured. All other formats have dynamic scales.
 _STATIC_FLAGS = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 PAGE_FORMATS = (
@@ -65,7 +57,7 @@ PAGE_FORMATS = (
     BF16,
 )
 _FORMATS_BY_NAME = {fmt.name: fmt for fmt in PAGE_FORMATS}
-E4M3, E3M4 = _FORMATS_BY_NAME["e4m3"], _FORMATS_BY_NAME["e3m4"]
+E4M3, E3M4, INT8 = (_FORMATS_BY_NAME[name] for name in ("e4m3", "e3m4", "int8"))
 
 
 @dataclass(frozen=True)
@@ -91,21 +83,14 @@ class Case:
 
     @property
     def tokens_read(self) -> int:
-        """Number of tokens that are read, over all sequences."""
-        if not self.window:
-            return sum(self.lengths) - sum(self.padding)
-        starts = (find_first_visible(n - self.new_tokens, self.window) for n in self.lengths)
-        return sum(n - max(start, 0) for n, start in zip(self.lengths, starts, strict=True))
+        """Number of tokens that are read without a window, over all sequences."""
+        return sum(self.lengths) - sum(self.padding)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the two matrix products, over visible tokens only."""
-        if self.window:
-            num_pairs = sum(self.new_tokens * min(n, self.window) for n in self.lengths)
-        else:
-            num_hidden = self.new_tokens * (self.new_tokens - 1) // 2
-            stored_tokens = sum(self.lengths) - sum(self.padding)
-            num_pairs = self.new_tokens * stored_tokens - num_hidden * len(self.lengths)
+        """Floating-point operations of the two products without a window, over visible tokens."""
+        num_hidden = self.new_tokens * (self.new_tokens - 1) // 2
+        num_pairs = self.new_tokens * self.tokens_read - num_hidden * len(self.lengths)
         return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * num_pairs
 
     def bytes_read(self, fmt: PageFormat) -> float:
@@ -115,12 +100,6 @@ class Case:
     def describe(self) -> dict[str, int]:
         """Return the fields of a row that describe the work of a call."""
         return {"flops": self.flops, "batch": len(self.lengths), "read": self.tokens_read}
-
-    def pad_left(self) -> "Case":
-        """Return the case with left padding of up to half of each sequence, as in a batch."""
-        batch = len(self.lengths)
-        padding = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
-        return replace(self, label=str(self), padding=tuple(padding))
 
     def attention_spec(self) -> AttentionSpec:
         """Return the specification for `ops.attend`."""
@@ -136,138 +115,69 @@ def format_tokens(num_tokens: int) -> str:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The shape of a random model."""
-
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    heads: Heads
-
-
-@dataclass(frozen=True)
-class ServingLoad(ModelShape):
-    """The model and the requests of the section "serving"."""
-
-    request_counts: tuple[int, ...]  # simultaneous requests, the most important number first
-    prompt_lengths: tuple[int, int]  # tokens of the shortest and of the longest prompt
-    new_tokens: int  # tokens of each answer
-    warmup_tokens: int  # tokens of each answer in the warm-up
-    page_size: int
-    max_batch_tokens: int  # maximum number of tokens of a step
-
-
-@dataclass(frozen=True)
-class RunSizes(ModelShape):
+class RunSizes:
     """The cases of each section, and the model's shape. `TINY` runs in seconds, without timing."""
 
     decode_cases: tuple[Case, ...]
-    padded_cases: tuple[str, ...]  # names of decode cases that are also measured with left padding
-    num_full_cases: int  # number of cases with all contenders
+    num_full_cases: int  # number of decode cases with all contenders
     layer_cases: tuple[Case, ...]  # steps of one layer
     layer_formats: tuple[PageFormat, ...]  # the first format is also called eagerly
-    other_cases: tuple[Case, ...]  # other heads and kinds of attention, and several new tokens
     write_batches: tuple[int, ...]  # batch sizes, with one new token for each sequence
     written_tokens: int  # tokens of a prompt that is written
     extend_shapes: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
     latent_cases: tuple[Case, ...]  # steps over latents
+    num_layers: int  # of the model, as the next three
+    hidden_size: int
+    vocab_size: int
+    heads: Heads
     generate_shapes: tuple[tuple[int, int], ...]  # batch and context, most important first
     prompt_tokens: int  # tokens of the prompt of a first call
     offloaded_shapes: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
     num_rounds: int  # rounds in which contenders alternate, after their first call
     round_tokens: int  # new tokens of a contender in a round
-    serving: ServingLoad
     num_pages: int  # number of random pages that pools repeat
     time_weights: dict[str, float]  # relative time of each section
-    with_compiled: bool = True  # whether `generate()` is also measured with torch.compile
 
 
-# The cases on which goals depend come first, because the time may run out.
-_DECODE_CASES = [
+# The most important cases come first, because the time may run out.
+_DECODE_CASES = tuple(
     Case((1024 * n,) * batch)
     for batch, n in (
         (8, 32), (50, 32), (64, 32), (1, 256), (1, 1), (98, 4), (16, 32), (1, 32), (256, 1),
         (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
     )
-]  # fmt: skip
-_DECODE_CASES.insert(8, Case((4641, 45118, 1730, 1696), label="ragged"))
+)  # fmt: skip
 # Numbers of query heads of DeepSeek's models (MLA).
-_LATENT_CASES = [
+_LATENT_CASES = tuple(
     Case((1024 * n,) * batch, Heads(heads, 1, 512, 64), label=f"{heads} heads, {batch} x {n}k")
     for batch, n in ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
     for heads in (16, 128)
-]
-_LONG_LENGTHS = (32768,) * 4
+)
 FULL = RunSizes(
-    decode_cases=tuple(_DECODE_CASES),
-    padded_cases=("16 x 32k", "98 x 4k", "1 x 32k"),
-    num_full_cases=4,
+    decode_cases=_DECODE_CASES, num_full_cases=4,
     layer_cases=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
-    layer_formats=(E3M4, E4M3, BF16),
-    latent_cases=tuple(_LATENT_CASES),
-    other_cases=(
-        Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
-        # More than 16 query rows, which are the query heads of a KV head times the new tokens.
-        Case(_LONG_LENGTHS, new_tokens=8, label="4 x 32k, T 8 (32 rows)"),
-        Case(_LONG_LENGTHS, Heads(64, 8, 128), new_tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
-        Case(_LONG_LENGTHS, new_tokens=16, label="4 x 32k, T 16 (64 rows)"),
-        # Other projects have published results for these shapes.
-        Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
-        Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
-        Case(_LONG_LENGTHS, new_tokens=4, label="4 x 32k, T 4 (16 rows)"),
-        Case(_LONG_LENGTHS, Heads(64, 8, 128), label="4 x 32k, G 8"),
-        Case(_LONG_LENGTHS, Heads(32, 8, 64), label="4 x 32k, D 64"),
-        Case(_LONG_LENGTHS, Heads(16, 8, 256), label="4 x 32k, D 256"),
-        Case(_LONG_LENGTHS, window=4096, label="4 x 32k, window 4k"),
-        Case(_LONG_LENGTHS, softcap=50.0, label="4 x 32k, softcap"),
-    ),
+    layer_formats=(E3M4, E4M3, BF16), latent_cases=_LATENT_CASES,
     write_batches=(1, 4, 16, 64), written_tokens=8192,
     extend_shapes=tuple(product((8192, 0, 32768), (2048, 512, 64, 8192))),
     num_layers=32, hidden_size=4096, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
-    num_rounds=8, round_tokens=40, offloaded_shapes=((1, 32768), (1, 131072)),
-    serving=ServingLoad(
-        num_layers=16, hidden_size=2048, vocab_size=32000, heads=Heads(32, 8, 64),
-        request_counts=(128, 32), prompt_lengths=(200, 2000), new_tokens=128, warmup_tokens=8,
-        page_size=256, max_batch_tokens=8192,
-    ),
-    num_pages=64,
+    num_rounds=8, round_tokens=40, offloaded_shapes=((1, 32768), (1, 131072)), num_pages=64,
     time_weights={
-        "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 17,
-        "end to end": 76, "offloaded": 6, "others": 3, "other kernels": 1, "serving": 5,
+        "ceilings": 4, "decode": 20, "layer": 5, "write": 5, "extend": 8, "latent": 20,
+        "end to end": 78, "offloaded": 6, "other kernels": 4,
     },
-)  # fmt: skip
-
-# The cases of the eight minutes on a new GPU (`first`).
-SHORT = replace(
-    FULL,
-    decode_cases=(_DECODE_CASES[0], Case((1024,)), Case((32768,)), Case((4096,) * 64)),
-    padded_cases=(), num_full_cases=4, latent_cases=tuple(_LATENT_CASES[:4]), other_cases=(),
-    extend_shapes=((0, 8192), (8192, 64), (32768, 64), (0, 2048), (0, 32768)),
-    generate_shapes=((8, 32768), (1, 1024), (8, 1024)), num_rounds=4, with_compiled=False,
 )  # fmt: skip
 
 _SMALL_HEADS = Heads(4, 2, 16)
 TINY = replace(
     FULL,
-    decode_cases=(Case((70,) * 2, _SMALL_HEADS), Case((1, 33, 130), _SMALL_HEADS, label="ragged")),
-    padded_cases=("2 x 70",), num_full_cases=1,
+    decode_cases=(Case((70,) * 2, _SMALL_HEADS), Case((130,), _SMALL_HEADS)), num_full_cases=1,
     layer_cases=(Case((70,) * 2, _SMALL_HEADS),),
     latent_cases=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
-    other_cases=(
-        Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
-        Case((70, 65), _SMALL_HEADS, new_tokens=4, label="2 x 70, T 4"),
-        Case((70, 65), _SMALL_HEADS, window=20, label="2 x 70, window"),
-        Case((70,), _SMALL_HEADS, softcap=5.0, label="1 x 70, softcap"),
-    ),
     write_batches=(1, 3), written_tokens=20, extend_shapes=((0, 20), (70, 20)),
     num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS,
     generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
     num_rounds=2, round_tokens=4, num_pages=4,
-    serving=ServingLoad(
-        num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS, request_counts=(3,),
-        prompt_lengths=(3, 20), new_tokens=3, warmup_tokens=2, page_size=8, max_batch_tokens=32,
-    ),
     time_weights=dict.fromkeys(FULL.time_weights, 120.0),
 )  # fmt: skip
 
@@ -285,11 +195,9 @@ def shorten_sizes(sizes: RunSizes) -> RunSizes:
         )
         return tuple(dict.fromkeys(short_cases))
 
-    decode_cases = shorten_cases(sizes.decode_cases)
     shapes = ((min(stored, _COMPILED_TOKENS), new) for stored, new in sizes.extend_shapes)
     return replace(
-        sizes, decode_cases=decode_cases, padded_cases=(str(decode_cases[0]),), num_full_cases=1,
+        sizes, decode_cases=shorten_cases(sizes.decode_cases), num_full_cases=1,
         layer_cases=shorten_cases(sizes.layer_cases), write_batches=sizes.write_batches[:1],
         latent_cases=shorten_cases(sizes.latent_cases), extend_shapes=tuple(dict.fromkeys(shapes)),
-        other_cases=shorten_cases(sizes.other_cases),
     )  # fmt: skip

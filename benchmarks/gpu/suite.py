@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,9 @@ import torch
 
 from hf_fp8kv.utils.environment import describe_run
 
-from . import (
-    attention,
-    cached,
-    ceilings,
-    end_to_end,
-    experiments,
-    latent,
-    other_kernels,
-    serving,
-    write,
-)
-from .goals import Row
-from .record import DeviceLost, Record, complete
-from .shapes import FULL, SHORT, TINY, RunSizes, shorten_sizes
+from . import attention, cached, ceilings, end_to_end, latent, other_kernels, write
+from .record import DeviceLost, Record, Row, complete
+from .shapes import FULL, TINY, RunSizes, shorten_sizes
 from .stage import Stage
 
 Section = Callable[[Record, RunSizes, str], None]
@@ -39,16 +27,12 @@ SECTIONS: dict[str, Section] = {
     "latent": latent.measure,
     "end to end": end_to_end.measure,
     "offloaded": end_to_end.measure_offloaded,
-    "others": attention.measure_others,
     "other kernels": other_kernels.measure,
-    "serving": serving.measure,
 }
 # Sections whose kernels are compiled before anything is measured.
-COMPILED_SECTIONS = ("decode", "layer", "write", "extend", "latent", "others")
+COMPILED_SECTIONS = ("decode", "layer", "write", "extend", "latent")
 # Maximum time for compilation, in seconds.
 COMPILE_SECONDS = 60.0
-# Sections that are measured only on request.
-OPTIONAL_SECTIONS: dict[str, Section] = {"experiments": experiments.measure}
 
 
 def run_suite(
@@ -56,7 +40,6 @@ def run_suite(
     device: str = "cuda",
     backend: str = "triton",
     is_dry: bool = False,
-    is_short: bool = False,
     sections: Sequence[str] = tuple(SECTIONS),
     seconds: float = 210.0,
     num_processes: int = 0,
@@ -69,22 +52,19 @@ def run_suite(
         device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
         is_dry: Whether to run all sections untimed on tiny shapes, on any machine.
-        is_short: Whether to run only the cases of `first`.
-        sections: Names from `SECTIONS` and `OPTIONAL_SECTIONS`, in the order in which they run.
+        sections: Names from `SECTIONS`, in the order in which they run.
         seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
         num_processes: Number of processes that compile kernels first.
         json_path: JSON file that is rewritten after each row. None writes no file.
         progress: Function that is called with progress messages.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
-        `rows` and `goals`. `seconds` is None for a section that did not finish.
+        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections` and
+        `rows`. `seconds` is None for a section that did not finish.
     """
     stage = Stage(device, is_dry=is_dry)
-    all_sections = {**SECTIONS, **OPTIONAL_SECTIONS}
     settings: dict[str, Any] = {
-        "device": device, "backend": backend, "dry": is_dry, "short": is_short,
-        "seconds": seconds,
+        "device": device, "backend": backend, "dry": is_dry, "seconds": seconds,
     }  # fmt: skip
     section_results: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
@@ -104,28 +84,26 @@ def run_suite(
 
     record = Record(stage, progress, save_result)
     result["rows"] = record.rows
-    sizes = _choose_sizes(is_dry, is_short)
+    sizes = TINY if is_dry else FULL
     deadline = time.perf_counter() + seconds
     save_result()
     if num_processes and not set(sections).isdisjoint(COMPILED_SECTIONS):
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
-        compiling = compile_kernels(
-            device, backend, num_processes, limit, sections, is_dry=is_dry, is_short=is_short
-        )
+        compiling = compile_kernels(device, backend, num_processes, limit, sections, is_dry=is_dry)
         settings["compiling"] = compiling
         progress(f"compiled in {compiling['seconds']} s")
         save_result()
     for index, section_result in enumerate(section_results):
         # Later sections get the time that earlier sections did not use.
-        weights = [sizes.time_weights.get(name, 100.0) for name in sections[index:]]
+        weights = [sizes.time_weights[name] for name in sections[index:]]
         time_limit = (deadline - time.perf_counter()) * weights[0] / sum(weights)
         progress(f"== {section_result['name']}: up to {max(time_limit, 0):.0f} s")
         section_result |= {"share": round(time_limit, 1), "skipped": record.begin(time_limit)}
         start = time.perf_counter()
         try:
             with torch.no_grad():
-                all_sections[section_result["name"]](record, sizes, backend)
+                SECTIONS[section_result["name"]](record, sizes, backend)
         except DeviceLost as error:
             section_result["error"] = str(error)
         except Exception as error:
@@ -141,14 +119,9 @@ def run_suite(
     return complete(result)
 
 
-def _choose_sizes(is_dry: bool, is_short: bool) -> RunSizes:
-    sizes = TINY if is_dry else SHORT if is_short else FULL
-    return replace(sizes, with_compiled=not is_short)
-
-
 def compile_kernels(
     device: str, backend: str, num_processes: int, max_seconds: float, sections: Sequence[str],
-    *, is_dry: bool = False, is_short: bool = False,
+    *, is_dry: bool,
 ) -> dict[str, float]:  # fmt: skip
     """Fill Triton's cache on disk. Return `seconds`, `processes`, and how many `failed`.
 
@@ -159,7 +132,7 @@ def compile_kernels(
     workers = [
         context.Process(
             target=compile_shard, daemon=True,
-            args=(device, backend, index, num_processes, sections, is_dry, is_short),
+            args=(device, backend, index, num_processes, sections, is_dry),
         )
         for index in range(num_processes)
     ]  # fmt: skip
@@ -177,15 +150,16 @@ def compile_kernels(
 
 def compile_shard(
     device: str, backend: str, index: int, num_processes: int, sections: Sequence[str],
-    is_dry: bool, is_short: bool,
+    is_dry: bool,
 ) -> list[Row]:  # fmt: skip
     """Run every `num_processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
     record = Record(Stage(device, is_dry=is_dry, is_compiling=True), shard=(index, num_processes))
+    sizes = shorten_sizes(TINY if is_dry else FULL)
     with torch.no_grad():
         for name in COMPILED_SECTIONS:
             if name in sections:
-                SECTIONS[name](record, shorten_sizes(_choose_sizes(is_dry, is_short)), backend)
+                SECTIONS[name](record, sizes, backend)
     return record.rows
 
 

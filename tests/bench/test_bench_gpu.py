@@ -8,12 +8,10 @@ import inspect
 import itertools
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,13 +22,10 @@ from benchmarks.gpu import (
     baselines,
     cached,
     end_to_end,
-    experiments,
-    first,
-    goals,
     latent,
     other_kernels,
-    rival_files,
     suite,
+    vllm_kernel,
     write,
 )
 from benchmarks.gpu.__main__ import main
@@ -38,8 +33,6 @@ from benchmarks.gpu.record import Record, summarize
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, FULL, PAGE_FORMATS, TINY, Case
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv import ops
-from hf_fp8kv.formats import DISTINCT
-from hf_fp8kv.ops.triton import tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 DRY_RUN = {"device": "cpu", "backend": "torch", "is_dry": True}
@@ -65,33 +58,31 @@ def find_failures(record, measure, *args):
 # -- dry runs --------------------------------------------------------------------------------------
 
 
-def test_every_quick_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
-    """Serving and compiled caches are left to the full tier."""
+def test_every_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys):
+    """Compiled caches are left to the full tier."""
     monkeypatch.setattr(end_to_end, "CONTENDERS", end_to_end.CONTENDERS[:2])
     monkeypatch.setattr(end_to_end, "OTHER_CONTENDERS", [])
-    monkeypatch.setattr(
-        suite, "TINY", replace(TINY, write_batches=(1,), other_cases=TINY.other_cases[:1])
-    )
+    monkeypatch.setattr(suite, "TINY", replace(TINY, write_batches=(1,)))
     json_path = tmp_path / "gpu.json"
-    sections = [name for name in suite.SECTIONS if name != "serving"]
-    result = suite.run_suite(**DRY_RUN, sections=sections, json_path=json_path)
+    result = suite.run_suite(**DRY_RUN, json_path=json_path)
     assert json.loads(json_path.read_text()) == json.loads(json.dumps(result))
     assert not [row for row in result["rows"] if "failed" in row]
     # No kernels of other projects are installed.
-    assert {row["section"] for row in result["rows"]} == {*sections} - {"other kernels"}
+    assert {row["section"] for row in result["rows"]} == {*suite.SECTIONS} - {"other kernels"}
     assert len([row for row in result["rows"] if row["case"].startswith("first token")]) == 3
     decode_names = {row["name"] for row in result["rows"] if row["section"] == "decode"}
-    assert {fmt.name for fmt in PAGE_FORMATS} | {"sdpa math", "flex"} <= decode_names
+    assert decode_names == {
+        "e4m3", "e3m4", "int8", "bf16 pages", "sdpa math", "sdpa math folded"
+    }  # fmt: skip
     for row in result["rows"]:
-        if row["section"] in ("decode", "layer", "others", "extend"):
+        if row["section"] in ("decode", "layer", "extend"):
             assert 0 <= row["error"] < 0.01, row
             rate = row["moved"] / row["us"] / 1e3
             read_rate = result["ceilings"]["read_gb_per_s"]
             assert (row["gb_per_s"], row["of_read"]) == pytest.approx((rate, rate / read_rate))
-    assert {goal["why"] for goal in result["goals"]} == {"a dry run"}
     assert main(["--from", str(json_path)]) == 0
     output = capsys.readouterr().out
-    for text in ("DRY RUN", "decode: us, share of the read bandwidth", "ragged", "not measured"):
+    for text in ("DRY RUN", "decode: us, share of the read bandwidth", "2 x 70", "not measured"):
         assert text in output
 
 
@@ -115,19 +106,16 @@ def fake_cuda(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_dry_run_measures_every_section():
+def test_a_dry_run_measures_every_contender():
     result = suite.run_suite(**DRY_RUN, seconds=1200.0)
-    assert [section["name"] for section in result["sections"]] == list(suite.SECTIONS)
     assert {section["error"] for section in result["sections"]} == {None}
     # The offloaded cache of transformers creates a CUDA stream.
     failed_names = {row["name"] for row in result["rows"] if "failed" in row}
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
-    end_rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
-    assert {goals.PAGED, *goals.ALTERNATIVES[:2], end_to_end.CONTENDERS[-1].name} <= end_rows.keys()
-    assert end_rows[goals.PAGED]["cache_bytes"] < 0.6 * end_rows[goals.PAGED_AUTO]["cache_bytes"]
-    serving_rows = [row for row in result["rows"] if row["section"] == "serving"]
-    capacity = {row["name"]: row["planned_tokens"] for row in serving_rows}
-    assert capacity["fp8 static"] > capacity["fp8 dynamic"] > capacity["bf16 sdpa"]
+    rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
+    paged, paged_auto = rows[end_to_end.PAGED], rows[end_to_end.PAGED_AUTO]
+    assert {end_to_end.FLASH, *(x.name for x in end_to_end.CONTENDERS)} <= rows.keys()
+    assert paged["cache_bytes"] < 0.6 * paged_auto["cache_bytes"]
 
 
 def test_kernels_are_timed_in_graphs(fake_cuda):
@@ -176,7 +164,6 @@ def test_contenders_of_generate_alternate_in_rounds(record, monkeypatch):
     assert record.rows[0]["failed"] == "ValueError: lost\na page"
     row = record.rows[1]
     assert 0 < row["low_per_s"] <= row["tokens_per_s"] <= row["high_per_s"]
-    assert row["first_ms"] <= 1e3 * row["full_speed_s"]
 
 
 # -- wrong results ---------------------------------------------------------------------------------
@@ -225,9 +212,10 @@ def flip_bit(function):
 LATENT_CALL = (latent.measure, TINY, "torch")
 PADDED_CASE = Case((130, 130), TINY.heads, padding=(0, 65))
 CACHED_CALL = (cached.measure_attention, "decode", PADDED_CASE, E4M3, "torch")
-RAGGED_CALL = (attention.measure_pages, TINY, "torch", "decode", TINY.decode_cases[1], E4M3)
+RAGGED_CASE = Case((1, 33, 130), TINY.heads, label="ragged")
+RAGGED_CALL = (attention.measure_pages, TINY, "torch", "decode", RAGGED_CASE, E4M3)
 WRITE_CALL = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70), "torch")
-SDPA_CALL = (baselines.measure_decode, "decode", TINY.decode_cases[0])
+SDPA_CALL = (functools.partial(baselines.measure_decode, with_gqa=True), TINY.decode_cases[0])
 # A module, its function, a defect for it, the measurement, and the contenders that must fail.
 DEFECTS = [
     (ops, "attend", scale_output, LATENT_CALL, LATENT_STEPS | LATENT_KERNELS),
@@ -236,7 +224,7 @@ DEFECTS = [
     (ops, "write", flip_bit, WRITE_CALL, {fmt.name for fmt in PAGE_FORMATS}),
     (cached, "fp8_paged_attention", drop_mask, CACHED_CALL, {"e4m3"}),
     (latent, "fp8_paged_attention", scale_output, LATENT_CALL, LATENT_STEPS),
-    (latent, "sdpa_attention_forward", scale_output, LATENT_CALL, {goals.STOCK}),
+    (latent, "sdpa_attention_forward", scale_output, LATENT_CALL, {latent.STOCK}),
     # Attention to expanded latents is correct, but the row is for stored latents.
     (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENT_CALL, LATENT_STEPS),
     (baselines, "attend_grouped", scale_output, SDPA_CALL, {"sdpa math"}),
@@ -278,7 +266,7 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
 
     def count_rows(index, num_processes):
         rows = suite.compile_shard(
-            "cpu", "torch", index, num_processes, tuple(suite.SECTIONS), True, False
+            "cpu", "torch", index, num_processes, tuple(suite.SECTIONS), True
         )
         assert not [row for row in rows if "failed" in row]
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
@@ -291,7 +279,7 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
     sections, formats = ("decode", "write", "latent"), ("e4m3", "e3m4", "bf16 pages")
     assert rows >= set(itertools.product(sections, formats))
     names = {name for _, name in rows}
-    assert not {goals.STOCK, goals.ABSORBED, "flex"} & names
+    assert not {latent.STOCK, latent.ABSORBED} & names
     assert not [name for name in names if name.startswith("sdpa")]
 
 
@@ -311,28 +299,13 @@ def test_a_process_that_hangs_does_not_end_the_run(monkeypatch):
     assert not multiprocessing.active_children()
 
 
-def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
-    names = [str(case) for case in (*FULL.decode_cases, *FULL.latent_cases)]
-    assert set(goals.REQUIRED_CASES) == set(names[: FULL.num_full_cases])
-    assert set(FULL.padded_cases) | set(experiments.LATENT_CASES) < set(names)
-    assert list(FULL.time_weights) == list(suite.SECTIONS)
-    assert {fmt.dtype for fmt in PAGE_FORMATS} == {"auto", *(codec.name for codec in DISTINCT)}
-    candidates = itertools.chain(*experiments.LATENT_SEARCHES.values())
-    fields = {
-        *tuning.LaunchConfig.__dataclass_fields__,
-        *tuning.ScheduleConfig.__dataclass_fields__,
-    }
-    assert {name for candidate in candidates for name in candidate} == fields | {"programs"}
-
-
 def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
     case = Case((32768,) * 16)
     assert case.bytes_read(E4M3) == case.tokens_read * 8 * 130 * 2
     assert case.flops == case.tokens_read * 32 * 128 * 4
     # Three new tokens after two stored tokens attend to three, four and five tokens.
     assert Case((5,), new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
-    assert Case((1000, 10), window=100, new_tokens=2).tokens_read == 101 + 10
-    assert Case((100,) * 4).pad_left().tokens_read == 400 - 74
+    assert Case((100,) * 4, padding=(0, 12, 25, 37)).tokens_read == 400 - 74
     # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
     latent_case = FULL.latent_cases[0]
     assert latent_case.bytes_read(E3M4) == latent_case.tokens_read * 644
@@ -341,15 +314,10 @@ def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
 # -- Triton and other projects ---------------------------------------------------------------------
 
 
-def test_kernels_and_experiments_run_in_the_interpreter(interpreted, monkeypatch):
+def test_kernels_run_in_the_interpreter(interpreted):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = Record(Stage(device, is_dry=True))
-    for name in ("SEARCHES", "LATENT_SEARCHES"):
-        monkeypatch.setattr(experiments, name, {"tile": [{"tile": 32}, {"tile": 64}]})
-    sizes = replace(TINY, decode_cases=(Case((70,), TINY.heads),))
-    experiments.measure(record, sizes, "triton")
-    assert len(record.rows) == 6
-    pages_call = (attention.measure_pages, sizes, "triton", "", sizes.decode_cases[0], BF16)
+    pages_call = (attention.measure_pages, TINY, "triton", "", TINY.decode_cases[0], BF16)
     assert not find_failures(record, *pages_call)
     from benchmarks.gpu.read_kernel import read_all
 
@@ -392,124 +360,23 @@ def unified_attention(q, k, v, out, seqused_k, block_table, kv_quant_mode, k_sca
     out.copy_(attend_by_table(q, k.transpose(1, 2), v.transpose(1, 2), block_table, seqused_k))
 """
 VLLM_NAMES = {f"vllm triton {fmt}" for fmt in ("bf16", "e4m3", "e4m3 per token", "int8 per token")}
-# A stand-in for SGLang's file. Tokens are found by their slots, which begin at `starts`.
-SGLANG_FILE = """
-import torch
-from sglang.kernels.ops.attention.helpers import attend_by_table
-from sglang.srt.environ import envs
-from sglang.srt.utils import is_hip
-
-assert not is_hip() and not envs.SGLANG_MLA_DECODE_TUNE.get()
-
-def decode_attention_fwd_grouped(): pass
-
-def decode_attention_fwd(q, k, v, out, starts, slots, sums, lse, splits, max_splits, scale, k_scale,
-                         v_scale):
-    assert sums.shape == (*q.shape[:2], max_splits, v.shape[-1]) and k_scale == v_scale == 1
-    lengths = starts.diff()
-    table = torch.nn.utils.rnn.pad_sequence(slots.split(lengths.tolist()), batch_first=True)
-    out.copy_(attend_by_table(q, k[:, :, None], v[:, :, None], table, lengths))
-"""
 
 
 def test_kernels_of_other_projects_are_measured_and_checked(record, monkeypatch, tmp_path):
-    """Stand-ins replace the files. Their functions have the arguments of the real functions."""
+    """A stand-in replaces vLLM's file. Its function has the arguments of the real function."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"
     )
-    (file := tmp_path / "triton_unified_attention.py").write_text(VLLM_FILE)
-    (tmp_path / "decode_attention.py").write_text(SGLANG_FILE)
-    paths = rival_files.find_rival_files(tmp_path)
-    assert paths[rival_files.VLLM.variable] == str(file)
-    for variable, path in paths.items():
-        monkeypatch.setenv(variable, path)
-    sglang_names = {
-        f"sglang triton {fmt}, {splits} splits" for fmt in ("bf16", "e4m3") for splits in (8, 32)
-    }
-    names = VLLM_NAMES | sglang_names
-    assert not find_failures(record, other_kernels.measure, TINY, "torch"), record.rows
-    assert {row["name"] for row in record.rows} == names
+    (file := tmp_path / f"{vllm_kernel.NAME}.py").write_text(VLLM_FILE)
+    monkeypatch.setenv(vllm_kernel.VARIABLE, str(file))
+    sizes = replace(TINY, decode_cases=(TINY.decode_cases[0], RAGGED_CASE))
+    assert not find_failures(record, other_kernels.measure, sizes, "torch"), record.rows
+    assert {row["name"] for row in record.rows} == VLLM_NAMES
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
-    sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),), other_cases=())
-    # A kernel that rounds the weights to 8 bits may have an error of 10 %.
-    failed_names = {name for name in names if "sglang triton e4m3" not in name}
-    assert find_failures(record, other_kernels.measure, sizes, "torch") == failed_names
-    assert not {"vllm", "sglang"} & sys.modules.keys()
-    monkeypatch.setenv(rival_files.VLLM.variable, str(tmp_path / "none.py"))
+    sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),))
+    assert find_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
+    assert "vllm" not in sys.modules
+    monkeypatch.setenv(vllm_kernel.VARIABLE, str(tmp_path / "none.py"))
     other_kernels.measure(record, TINY, "torch")
     assert any("none.py" in message for message in record.skipped)
-
-
-# -- the first minutes on a GPU --------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake_steps(monkeypatch):
-    """Replace the processes of `first`. Return the names of their logs, and the exit codes."""
-
-    def fake_run_python(command, log, _limit, tool=()):
-        name = log.stem.removeprefix("first-")
-        logs.append(name)
-        log.write_text("the summary\n")
-        if "--json" in command:
-            rows = [{"name": name, "tokens_per_s": 2.0, "late_per_s": 3.0}]
-            sections = [{"name": name, "skipped": ["vllm: not installed: no module"]}]
-            result = json.dumps({"rows": rows, "sections": sections})
-            Path(command[command.index("--json") + 1]).write_text(result)
-        elif "pytest" in command:
-            outcome = "failed" if exit_codes.get(name) else "passed"
-            row = {"name": f"{command[-3]}::test[0]", "outcome": outcome, "message": "NaN"}
-            Path(os.environ["HF_FP8KV_RESULTS"]).write_text(json.dumps(row) + "\n")
-        else:
-            assert tool[2] == name
-        return exit_codes.get(name, 0)
-
-    logs, exit_codes = [], {}
-    monkeypatch.setattr(first, "run_python", fake_run_python)
-    monkeypatch.setattr(first.shutil, "which", lambda _name: "/usr/bin/tool")
-    for variable in ("HF_FP8KV_RESULTS", "HF_FP8KV_REPEAT"):
-        monkeypatch.setenv(variable, "")
-    return logs, exit_codes
-
-
-def read_lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_the_first_run_continues_after_the_last_step(fake_steps, tmp_path):
-    assert sum(step.seconds for step in first.STEPS) <= 480
-    logs, exit_codes = fake_steps
-    results = tmp_path / "first.jsonl"
-    exit_codes["latent"] = 3
-    assert main(["--first", "--dry", "--json", str(results)]) == 3
-    names = [step.name for step in first.STEPS]
-    assert logs == [name.replace(" ", "-") for name in names]
-    lines = read_lines(results)
-    assert [line["step"] for line in lines if "exit_code" in line] == names
-    assert {"section": "latent", "name": "vllm", "note": "not installed: no module"} in [
-        line["row"] for line in lines if line["step"] == "latent" and "row" in line
-    ]
-    assert lines[-1]["row"] | {"gains": 0} == {
-        "name": "late stop check", "captured_equal": True, "gains": 0, "open": True,
-    }  # fmt: skip
-    # The last two steps did not end.
-    results.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:-5]))
-    logs.clear()
-    main(["--first", "--dry", "--json", str(results)])
-    assert logs == [name.replace(" ", "-") for name in names[-2:]]
-    assert read_lines(results)[-1]["step"] == "late stop"
-
-
-def test_the_stop_check_is_not_late_if_captured_steps_differ(fake_steps, monkeypatch, tmp_path):
-    logs, exit_codes = fake_steps
-    exit_codes["captured"] = 1
-    monkeypatch.setattr(first.shutil, "which", lambda _name: None)
-    results = tmp_path / "first.jsonl"
-    assert main(["--first", "--dry", "--json", str(results)]) == 1
-    lines = read_lines(results)
-    rows = {line["step"]: line["row"] for line in lines if "row" in line}
-    assert rows["captured"]["messages"] == ["NaN"]
-    assert not rows["late stop"]["open"]
-    assert rows["racecheck"] == {"name": "compute-sanitizer", "note": "not installed"}
-    assert not {"racecheck", "initcheck"} & set(logs)

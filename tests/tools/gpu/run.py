@@ -28,8 +28,6 @@ LIMITS = {
     "smoke": 25, "memcheck": 60, "racecheck": 55, "kernels": 70, "benchmark": 225, "table": 14,
     "gpu": 44,
 }  # fmt: skip
-# With --experiments, only the tests of the kernels and the benchmark run.
-EXPERIMENT_LIMITS = {"kernels": 80, "benchmark": 340, "table": 20}
 END_SECONDS, IMPORT_SECONDS, TOTAL_SECONDS = 5, 12, 540
 SANITIZER = "compute-sanitizer"
 GRACE_SECONDS = 15  # time that the benchmark may run past the limit that it gets
@@ -58,25 +56,20 @@ def main() -> int:
     logs = [f"{name}.log" for name in LIMITS]
     for name in (*logs, "gpu.json", "gpu.json.new"):
         (out / name).unlink(missing_ok=True)
-    limits = EXPERIMENT_LIMITS if options.experiments else LIMITS
-    if options.dry:
-        limits = dict.fromkeys(limits, DRY_SECONDS)
+    limits = dict.fromkeys(LIMITS, DRY_SECONDS) if options.dry else LIMITS
     if options.dry and gpu is None:
         # Kernels run in Triton's interpreter, with the repairs of the tests.
         os.environ["TRITON_INTERPRET"] = "1"
-    exit_codes = [0]
-    if "smoke" in limits:
-        exit_codes.append(run_smoke("smoke", [], out, limits["smoke"]))
+    exit_codes = [run_smoke("smoke", [], out, limits["smoke"])]
     for check in ("memcheck", "racecheck"):
-        if check in limits and shutil.which(SANITIZER):
+        if shutil.which(SANITIZER):
             tool = [SANITIZER, "--tool", check, "--error-exitcode", "1"]
             exit_codes.append(run_smoke(check, tool, out, limits[check]))
     kernel_tests = sorted(str(path) for path in ROOT.glob("tests/ops/test_kernels_*.py"))
     exit_codes.append(run_tests("kernels", options.tests or kernel_tests, out, limits["kernels"]))
     benchmark_code = run_benchmark(options, out, limits)
-    if "gpu" in limits:
-        other_tests = ["-m", "gpu", *(f"--ignore={path}" for path in kernel_tests)]
-        exit_codes.append(run_tests("gpu", other_tests, out, limits["gpu"]))
+    other_tests = ["-m", "gpu", *(f"--ignore={path}" for path in kernel_tests)]
+    exit_codes.append(run_tests("gpu", other_tests, out, limits["gpu"]))
     report = {"gpu": gpu, "tests_exit_code": max(exit_codes), "benchmark_exit_code": benchmark_code}
     print(json.dumps(read_summary(out / "gpu.json") | report), flush=True)
     return max(exit_codes) or benchmark_code
@@ -94,7 +87,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="output folder")
     parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
     parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
-    parser.add_argument("--experiments", action="store_true", help="search for launch parameters")
     parser.add_argument("tests", nargs="*", help="tests to run instead of the kernel tests")
     return parser.parse_args()
 
@@ -176,7 +168,7 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
     log = out / "benchmark.log"
     time_limit = options.seconds or limits["benchmark"] - GRACE_SECONDS
     arguments = ["--seconds", str(time_limit), "--json", str(results)]
-    arguments += ["--dry"] * options.dry + ["--experiments"] * options.experiments
+    arguments += ["--dry"] * options.dry
     exit_code = run_python([*command, *arguments], log, time_limit + GRACE_SECONDS)
     if exit_code:
         print(read_tail(log), flush=True)
