@@ -4,6 +4,7 @@ A call is recorded, then a call that differs in one argument is made, and then t
 All of them must launch the same kernels, with the same arguments, as without replay.
 """
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -87,7 +88,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         return recorded.allocated[-1]
 
     monkeypatch.setattr(InterpretedFunction, "run", lambda *x, **y: recorded.run(*x, **y))
-    params = property(lambda kernel: JITFunction(kernel.fn, **kernel.kwargs).params)
+    params = property(functools.cache(lambda x: JITFunction(x.fn, **x.kwargs).params))
     monkeypatch.setattr(InterpretedFunction, "params", params, raising=False)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7))
     monkeypatch.setattr(triton.runtime, "driver", driver)
