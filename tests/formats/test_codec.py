@@ -19,6 +19,7 @@ import torch
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS, MIN_SCALE, codec, parse_dtype
 from hf_fp8kv.formats.codec import compute_dynamic_scale, decode, encode, make_code_table
+from tests.helpers.assertions import assert_same
 
 Floats = npt.NDArray[np.float64]
 INF, NAN = float("inf"), float("nan")
@@ -33,14 +34,12 @@ class Spec:
     max_value: float
     nan_codes: frozenset[int]
     inf_codes: frozenset[int] = frozenset()
-    # The codes that a positive and a negative NaN become.
-    positive_nan_code: int = 0x7F
-    negative_nan_code: int = 0xFF
+    nan_code: int = 0x7F  # the code that a positive NaN becomes
     has_negative_zero: bool = True
     unused_bits: int = 0  # lower bits that are zero in all codes
 
 
-NAN_IS_0X80 = {"nan_codes": frozenset({0x80}), "positive_nan_code": 0x80, "negative_nan_code": 0x80}
+NAN_IS_0X80 = {"nan_codes": frozenset({0x80}), "nan_code": 0x80}
 E5M2_NAN_CODES = frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})
 SPECS = {
     "fp8_e4m3": Spec(3, 7, 448.0, frozenset({0x7F, 0xFF})),
@@ -71,15 +70,11 @@ def compute_value(code: int, spec: Spec) -> Fraction:
     return sign * mantissa * Fraction(2) ** (exponent - spec.bias)
 
 
-def list_finite_codes(spec: Spec) -> list[int]:
-    """Return the codes with finite values, in the order of the codes."""
-    codes = range(0, 256, 1 << spec.unused_bits)
-    return [c for c in codes if c not in spec.nan_codes | spec.inf_codes]
-
-
 def list_levels(spec: Spec) -> Floats:
     """Return the values of the positive codes up to the code of the largest value."""
-    values = [float(compute_value(c, spec)) for c in list_finite_codes(spec) if c < 0x80]
+    codes = range(0, 0x80, 1 << spec.unused_bits)
+    finite_codes = [c for c in codes if c not in spec.nan_codes | spec.inf_codes]
+    values = [float(compute_value(c, spec)) for c in finite_codes]
     assert values == sorted(values)
     assert values[-1] == spec.max_value
     return np.array(values)
@@ -98,43 +93,14 @@ def round_to_codes(values: Floats, spec: Spec, is_negative: npt.NDArray[np.bool_
         rounds_up = (magnitude > midpoints) | ((magnitude == midpoints) & (lower % 2 == 1))
     code = (lower + rounds_up) << spec.unused_bits
     code = np.where(is_negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
-    nan_code = np.where(is_negative, spec.negative_nan_code, spec.positive_nan_code)
-    return torch.from_numpy(np.where(np.isnan(values), nan_code, code).astype(np.uint8))
+    return torch.from_numpy(np.where(np.isnan(values), spec.nan_code, code).astype(np.uint8))
 
 
-def assert_codes(x: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, spec: Spec) -> None:
-    """Assert that codes are equal, and report the first difference. A NaN may have either sign.
-
-    The conversion on CUDA drops the sign of a NaN, and the conversion on a CPU keeps it.
-    """
-    assert actual.dtype == torch.uint8
-    assert actual.shape == x.shape
+def assert_codes(actual: torch.Tensor, expected: torch.Tensor, spec: Spec) -> None:
+    """Assert that codes are equal. A NaN may have either sign, and CUDA drops its sign."""
     nan_codes = torch.tensor(sorted(spec.nan_codes), dtype=torch.uint8)
-    are_both_nan = torch.isin(actual.cpu(), nan_codes) & torch.isin(expected, nan_codes)
-    wrong_indices = ((actual.cpu() != expected) & ~are_both_nan).nonzero().flatten()
-    if len(wrong_indices):
-        i = int(wrong_indices[0])
-        raise AssertionError(
-            f"{len(wrong_indices)} of {len(x)} codes are wrong. The first: {x[i].item()!r} became "
-            f"{actual[i].item():#04x}, expected {expected[i].item():#04x}"
-        )
-
-
-def reinterpret_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a dtype with these bit patterns."""
-    unsigned, signed = (np.uint32, np.int32) if dtype == torch.float32 else (np.uint16, np.int16)
-    return torch.from_numpy(bits.astype(unsigned).view(signed)).view(dtype)
-
-
-def convert_to_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return the values and whether the sign bits are set, both read from the bits by numpy."""
-    if x.dtype == torch.bfloat16:
-        bits = x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
-        floats: npt.NDArray[np.floating] = bits.view(np.float32)
-    else:
-        floats = x.numpy()
-    with np.errstate(invalid="ignore"):
-        return floats.astype(np.float64), np.signbit(floats)
+    comparable = torch.where(torch.isin(actual.cpu(), nan_codes), spec.nan_code, actual.cpu())
+    assert_same(comparable, expected)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -154,7 +120,8 @@ def make_float32_grid() -> torch.Tensor:
     )
     exponents = np.arange(256) << 23
     positive = (exponents[:, None] | mantissas).ravel()
-    return reinterpret_bits(np.concatenate([positive, positive | 1 << 31]), torch.float32)
+    bits = np.concatenate([positive, positive | 1 << 31]).astype(np.uint32)
+    return torch.from_numpy(bits.view(np.float32))
 
 
 def make_float32_ties(spec: Spec) -> torch.Tensor:
@@ -171,35 +138,29 @@ def make_float32_ties(spec: Spec) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([all_values, -all_values]))
 
 
-EVERY_16_BIT_PATTERN = np.arange(1 << 16)
+EVERY_16_BIT_PATTERN = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
 
 
 @functools.cache
 def make_inputs(kind: str, spec: Spec) -> torch.Tensor:
-    """Return the inputs of a kind, which may depend on the format."""
-    if kind == "every-bfloat16":
-        return reinterpret_bits(EVERY_16_BIT_PATTERN, torch.bfloat16)
-    if kind == "every-float16":
-        return reinterpret_bits(EVERY_16_BIT_PATTERN, torch.float16)
+    """Return the inputs of a kind, or every value of a dtype with 16 bits."""
+    if kind in ("bfloat16", "float16"):
+        return EVERY_16_BIT_PATTERN.view(getattr(torch, kind))
     return make_float32_grid() if kind == "float32-grid" else make_float32_ties(spec)
 
 
-INPUT_KINDS = ["every-bfloat16", "every-float16", "float32-grid", "float32-ties"]
+INPUT_KINDS = ["bfloat16", "float16", "float32-grid", "float32-ties"]
 each_kind = pytest.mark.parametrize("kind", INPUT_KINDS)
 
 
 @functools.cache
 def compute_expected_codes(kind: str, spec: Spec) -> torch.Tensor:
     """Return the expected codes of the inputs of a kind."""
-    values, is_negative = convert_to_float64(make_inputs(kind, spec))
-    return round_to_codes(values, spec, is_negative)
+    x = make_inputs(kind, spec)
+    return round_to_codes(x.double().numpy(), spec, torch.signbit(x).numpy())
 
 
 # -- decoding --------------------------------------------------------------------------------------
-
-
-def test_the_formats_match_this_file():
-    assert list(FORMATS) == list(SPECS)
 
 
 @each_format
@@ -211,7 +172,7 @@ def test_the_constants_of_a_format_follow_from_its_definition(fmt):
     assert fmt.bits == 8 - spec.unused_bits
     assert fmt.min_subnormal == values[1]
     assert fmt.max_step == values[-1] - values[-2]
-    assert fmt.nan_code == spec.positive_nan_code
+    assert fmt.nan_code == spec.nan_code
     assert fmt.inf_code == min(spec.inf_codes, default=None)
     assert fmt.has_unsigned_zero is not spec.has_negative_zero
 
@@ -245,7 +206,7 @@ def test_every_code_decodes_to_its_definition(fmt, device):
 def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     spec = SPECS[fmt.name]
     x = make_inputs(kind, spec)
-    assert_codes(x, encode(x.to(device), fmt), compute_expected_codes(kind, spec), spec)
+    assert_codes(encode(x.to(device), fmt), compute_expected_codes(kind, spec), spec)
 
 
 def test_codes_do_not_depend_on_shapes_and_strides():
@@ -265,35 +226,19 @@ def test_codes_do_not_depend_on_shapes_and_strides():
 
 
 @each_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_vector_of_zeros_or_tiny_values_gets_the_smallest_scale(fmt, dtype):
-    x = torch.tensor([[0.0, 0.0], [-0.0, 0.0], [1e-45, -1e-40]], dtype=dtype)
+def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt):
+    x = torch.tensor([[1.0, value, 0.0] for value in (NAN, -NAN, INF, -INF, 2.0)])
     scale = compute_dynamic_scale(x, fmt)
-    assert scale.tolist() == [MIN_SCALE] * 3
-    assert not decode(encode(x.float() * scale.float().reciprocal()[:, None], fmt), fmt).any()
-
-
-@each_format
-@pytest.mark.parametrize("value", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt, value, dtype):
-    x = torch.tensor([[1.0, value, 0.0], [1.0, 2.0, 3.0]], dtype=dtype)
-    scale = compute_dynamic_scale(x, fmt)
-    assert scale[0].isnan()
-    assert scale[1].isfinite()
-    codes = encode(x.float() * scale.float().reciprocal()[:, None], fmt)
-    assert decode(codes[0], fmt).isnan().all()
-    assert (decode(codes, fmt) * scale.float()[:, None])[0].isnan().all()
+    assert scale.isnan().tolist() == [True] * 4 + [False]
+    codes = encode(x * scale.float().reciprocal()[:, None], fmt)
+    assert decode(codes, fmt).isnan().all(1).tolist() == [True] * 4 + [False]
 
 
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, device):
     # Each positive finite value has a vector: half of the value, and the negative value.
-    if dtype == torch.float32:
-        x = make_float32_grid()
-    else:
-        x = reinterpret_bits(EVERY_16_BIT_PATTERN, dtype)
+    x = make_float32_grid() if dtype == torch.float32 else EVERY_16_BIT_PATTERN.view(dtype)
     largest = x[x.isfinite() & (x >= 0)]
     x = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
     scale = compute_dynamic_scale(x.to(device), fmt).cpu()
@@ -347,15 +292,8 @@ def test_codes_values_and_scales_match_earlier_versions(name):
 # -- scales for a different format -----------------------------------------------------------------
 
 
-FACTORS = {
-    "fp8_e4m3": 1.0, "fp8_e4m3fnuz": 2.0, "fp8_e5m2": 1 / 128, "fp8_e3m4": 448 / 31,
-    "fp8_e2m5": 448 / 7.875, "int8": 448 / 127, "int6": 448 / 31, "int4": 448 / 7,
-}  # fmt: skip
-
-
 @each_format
 def test_a_scale_for_e4m3_still_covers_448(fmt):
-    assert fmt.scale_from_e4m3 == FACTORS[fmt.name]
     largest = torch.tensor([448.0]) / fmt.scale_from_e4m3
     assert largest.item() <= fmt.max
     decoded = decode(encode(largest, fmt), fmt) * fmt.scale_from_e4m3
@@ -385,14 +323,14 @@ def flushed_subnormals() -> Iterator[None]:
 
 @each_format
 def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
-    codes = [encode(make_inputs(kind, SPECS[fmt.name]), fmt) for kind in INPUT_KINDS]
+    spec = SPECS[fmt.name]
+    codes = [encode(make_inputs(kind, spec), fmt) for kind in INPUT_KINDS]
     x = make_float32_grid()[:, None]
     values, scales = decode(ALL_CODES, fmt), compute_dynamic_scale(x, fmt)
     torch.set_flush_denormal(False)
     make_code_table.cache_clear()
     for kind, actual in zip(INPUT_KINDS, codes, strict=True):
-        spec = SPECS[fmt.name]
-        assert_codes(make_inputs(kind, spec), actual, compute_expected_codes(kind, spec), spec)
+        assert_codes(actual, compute_expected_codes(kind, spec), spec)
     assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
     assert torch.equal(scales.view(torch.int16), compute_dynamic_scale(x, fmt).view(torch.int16))
 
@@ -438,11 +376,7 @@ def test_spellings_of_a_storage_dtype_have_one_canonical_name(name, canonical):
     assert parse_dtype(name) == canonical
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "FP8", "fp8_e4m4", "bfloat16", None, 8, torch.uint8, torch.bfloat16, ["fp8"]],
-    ids=str,
-)
+@pytest.mark.parametrize("name", ["FP8", None, torch.uint8, ["fp8"]], ids=str)
 def test_an_error_for_an_unknown_name_lists_the_known_names(name):
     with pytest.raises(
         ConfigError, match=r"key_dtype: expected one of 'model', 'fp8'.*got"

@@ -31,8 +31,6 @@ from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import pages_of
-from hf_fp8kv.ops import reference
-from hf_fp8kv.ops.blocks import locate_pages
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
 from tests.helpers.planned import centered_scales
 from tests.helpers.tiny_models import build_variant
@@ -529,25 +527,6 @@ def test_attention_in_a_step_of_generate_matches_the_reference(fmt, case, preall
         for layer in range(2):
             output = steps.step(layer)
     assert compute_output_error(output, steps.query, pages_of(steps.key), case) < TOLERANCE
-
-
-def test_gather_reads_pages_past_two_gigabytes():
-    """The pages are at the end of a pool of more than 2 ** 31 bytes."""
-    total_pages = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
-    [near_pages] = make_layer_pages(STAGE, E4M3, Case((300,), HEADS), 1, 16)
-    num_pages, page_bytes = near_pages.block.shape
-    first_page = total_pages - num_pages
-    block = torch.empty((total_pages, page_bytes), dtype=torch.uint8, device=DEVICE)
-    block[first_page:] = near_pages.block
-    far_pages = near_pages._replace(
-        block=block, offsets=locate_pages([block]), table=near_pages.table + first_page
-    )
-    lengths = torch.tensor([300], dtype=torch.int32, device=DEVICE)
-    for side in ("k", "v"):
-        arguments = (lengths, side, 0, 300, torch.float32, False)
-        actual = ops.gather(far_pages, *arguments, "triton")
-        assert torch.equal(actual, ops.gather(near_pages, *arguments, "triton"))
-        assert torch.equal(actual, reference.gather(far_pages, *arguments))
 
 
 @needs_gpu

@@ -1,7 +1,4 @@
-"""Tests of the kernels' machine code, which tests/tools/kernels compiles without a GPU.
-
-Separate processes compile, because this process may run kernels in Triton's interpreter.
-"""
+"""Tests of the kernels' machine code, which tests/tools/kernels compiles without a GPU."""
 
 import json
 import re
@@ -15,26 +12,21 @@ import torch
 
 pytest.importorskip("triton", reason="Triton compiles the kernels")
 
-import triton
 import triton.language as tl
-from packaging.version import Version
 
 from benchmarks.shared import make_environment
-from hf_fp8kv.formats import AUTO, FORMATS, Format
+from hf_fp8kv.formats import FORMATS, Format
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.ops.triton import codec, tuning
 from hf_fp8kv.ops.triton.target import Resources, Target
-from tests.tools.kernels import __main__ as command
 from tests.tools.kernels.assembly import Assembly, predict_cycles, read_amd, read_nvidia
-from tests.tools.kernels.bad_kernels import CASES
-from tests.tools.kernels.rules import TARGETS, find_violations
-from tests.tools.kernels.variants import Variant, list_variants
+from tests.tools.kernels.rules import find_violations
+from tests.tools.kernels.variants import Variant
 from tests.tools.ptx.instructions import compile_program
 from tests.tools.ptx.machine import execute
 from tests.tools.ptx.memory import GlobalMemory
 from tests.tools.ptx.parse import parse
 
-MAY_SPILL = Version(triton.__version__) >= Version("3.8")
 GOOD_ASSEMBLY = Assembly(
     registers=120, spills=0, doubles=0, loop_size=400, wide_bytes=128, byte_loads=0, conversions=64
 )
@@ -55,70 +47,25 @@ STEP_VARIANTS = [
 TARGET_VARIANTS = {"sm_90": STEP_VARIANTS, "gfx942": [STEP_VARIANTS[0], *STEP_VARIANTS[-3:]]}
 
 
-# One process compiles everything, because an import of torch and transformers takes seconds.
-SCRIPT = f"""
-import json
-from tests.helpers.replays import compare_calls
-from tests.tools.kernels.bad_kernels import CASES, compile_bad_kernel
-from tests.tools.kernels.check import compile_variants, list_variants, run_in_processes
-targets = {TARGET_VARIANTS}
-steps = run_in_processes(list(targets), lambda x: compile_variants(x, list_variants(targets[x])))
-bad = run_in_processes(list(CASES), compile_bad_kernel)
-replays = run_in_processes(["calls"], lambda _: [compare_calls()])
-print(json.dumps({{"steps": steps, "bad": bad, "replays": replays}}))
-"""
-
-
-def run_python(*arguments: str) -> tuple[int, dict]:
-    """Run Python without Triton's interpreter. Return the exit code and the JSON that it prints."""
-    process = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False,
-        env=make_environment(), cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert process.stdout, process.stderr
-    sys.stderr.write(process.stderr)
-    return process.returncode, json.loads(process.stdout)
-
-
-@pytest.fixture(scope="module")
-def compiled_rows() -> dict[str, dict[str, list[dict]]]:
-    """Return the rows of the steps by target, of bad kernels by name, and of replayed calls."""
-    return run_python("-c", SCRIPT)[1]
-
-
-def check_rows(rows: list[dict]) -> None:
-    """Check that the rows cover all kernels, and that the kernels obey all rules."""
-    assert [row for row in rows if row["violations"]] == []
-    kernels = {row["kernel"] for row in rows} - {"widen_codes"}
-    assert kernels == {"schedule", "attend", "combine", "write", "gather"}
-
-
 # `make oldest` runs this with an old Triton.
 @pytest.mark.full  # the kernels compile for 40 s
 @pytest.mark.parametrize("target", TARGET_VARIANTS)
-def test_kernels_of_a_step_obey_the_rules(compiled_rows, target):
-    rows = compiled_rows["steps"][target]
-    check_rows(rows)
+def test_kernels_of_a_step_obey_the_rules(target):
+    """A separate process compiles, because this process may run kernels in the interpreter."""
+    command = [sys.executable, "-m", "tests.tools.kernels", "--json", "--target", target]
+    process = subprocess.run(
+        [*command, "--variant", *TARGET_VARIANTS[target]], capture_output=True, text=True,
+        check=False, env=make_environment(), cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert process.stdout, process.stderr
+    rows = json.loads(process.stdout)["targets"][target]
+    assert [row for row in rows if row["violations"]] == []
+    assert process.returncode == 0
+    kernels = {row["kernel"] for row in rows} - {"widen_codes"}
+    assert kernels == {"schedule", "attend", "combine", "write", "gather"}
     # On gfx942, products do not read codes from shared memory, so codes are not widened.
     assert any(row["kernel"] == "widen_codes" for row in rows) == (target == "sm_90")
     assert {row["variant"] for row in rows} == set(TARGET_VARIANTS[target])
-
-
-@pytest.mark.full  # the kernels compile for 40 s
-def test_a_replayed_call_launches_the_same_kernels_as_triton(compiled_rows):
-    """Each input of a call is changed, before or after the call is recorded."""
-    (call_counts,) = compiled_rows["replays"]["calls"]
-    assert call_counts.keys() == {"attend", "write", "fill_schedule"}
-    assert sum(call_counts.values()) > 120, call_counts
-
-
-def test_steps_cover_all_operations():
-    steps, all_variants = list_variants(STEP_VARIANTS), list_variants()
-    assert len(steps) == len(STEP_VARIANTS)
-    assert len({v.name for v in all_variants}) == len(all_variants)
-    assert {v.operation for v in steps} == {v.operation for v in all_variants}
-    for operation in ("decode", "write"):
-        assert {v.k for v in all_variants if v.operation == operation} == {*FORMATS, AUTO}
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -126,29 +73,6 @@ def test_steps_cover_all_operations():
 
 def check_messages(violations: list[str], expected: list[str]) -> None:
     assert all(part in text for text, part in zip(violations, expected, strict=True)), violations
-
-
-@pytest.mark.full  # the kernels compile for 40 s
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("good", []),
-        ("strides unknown", ["0 of 4096 bytes in 16-byte loads"]),
-        ("V by rows", ["2048 of 4096 bytes in 16-byte loads", "64 loads of single bytes"]),
-        ("large", ["spills", "262144 bytes of shared memory", "programs fit"]),
-        ("converted by bits", ["no native conversion"]),
-        ("float64", ["float64 instructions"]),
-        ("unknown format", ["does not compile: ConfigError: format: expected"]),
-        ("dies", ["the process ended with exit code -6"]),
-    ],
-)  # fmt: skip
-def test_a_bad_kernel_violates_its_rules(compiled_rows, name, expected):
-    assert list(compiled_rows["bad"]) == list(CASES)
-    (row,) = compiled_rows["bad"][name]
-    # Newer versions of Triton spill a value of a small kernel.
-    is_ignored = lambda text: MAY_SPILL and name != "large" and "spills" in text  # noqa: E731
-    actual = [text for text in row["violations"] if not is_ignored(text)]
-    check_messages(actual, expected)
 
 
 def list_violations(
@@ -317,15 +241,6 @@ def test_cycles_are_predicted_from_instructions(line, cycles):
     assert predict_cycles([line, "FADD R1, R2, R3"]) == 2 / 4 + cycles
 
 
-@pytest.mark.parametrize(("wait_count", "rounds_ahead"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 1.0)])
-def test_amd_loads_finish_in_order(wait_count, rounds_ahead):
-    """The loop has two wide loads, a narrow load after each, and a wait before the product."""
-    loads = "\tglobal_load_dwordx4 v[0:3], v[4:5], off\n\tglobal_load_dword v7, v[4:5], off\n"
-    wait = f"{loads * 2}\ts_waitcnt lgkmcnt(0) vmcnt({wait_count})\n\tv_mfma"
-    text = GCN.replace("\tglobal_load_dwordx4 v[0:3], v[4:5], off\n", "")
-    assert read_amd(text.replace("\tv_mfma", wait)).rounds_ahead == rounds_ahead
-
-
 # -- the assembly of codec.py ----------------------------------------------------------------------
 
 
@@ -381,54 +296,3 @@ def test_a_format_without_packed_shifts_is_refused(fmt, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     with pytest.raises(AssertionError, match=fmt.name):
         codec.choose_codec.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-ROW = {
-    **dict.fromkeys(command.COLUMNS, 0), "target": "sm_90", "variant": "decode e4m3 D128",
-    "kernel": "attend", "registers": 168, "shared": 39424, "per_kib": 120.0, "violations": [],
-}  # fmt: skip
-
-
-@pytest.fixture
-def run_command(monkeypatch, capsys):
-    """Return a function that runs the command on rows, and returns its exit code and output."""
-
-    def run(*arguments: str, rows: list[dict]) -> tuple[int, str]:
-        def check_targets(names, variants):
-            run.variants = variants
-            return {name: [{**row, "target": name} for row in rows] for name in names}
-
-        monkeypatch.setattr(command, "check_targets", check_targets)
-        code = command.main([*arguments])
-        return code, capsys.readouterr().out
-
-    return run
-
-
-def test_the_command_fails_on_violations_and_shows_changes(run_command, tmp_path):
-    """The option `--summary` compiles only the kernels that read pages."""
-    code, out = run_command(rows=[ROW])
-    assert code == 0
-    assert all(f"{name} " in out for name in TARGETS)
-    code, out = run_command("--target", "sm_90", rows=[ROW, {**ROW, "violations": ["2 spills"]}])
-    assert (code, "2 spills" in out, "sm_80" in out) == (1, True, False)
-    code, out = run_command("--summary", "--json", "--target", "sm_90", rows=[ROW])
-    assert json.loads(out)["targets"] == {"sm_90": [ROW]}
-    variants = list_variants(run_command.variants)
-    assert len(variants) == 10
-    assert {variant.operation for variant in variants} == {"decode", "extend"}
-    (tmp_path / "before.json").write_text(out)
-    faster = {**ROW, "registers": 104, "per_kib": 55.5}
-    code, out = run_command("--summary", "--before", str(tmp_path / "before.json"), rows=[faster])
-    are_shown = [text in out for text in ("168 -> 104", "120.0 -> 55.5", "39424 ->")]
-    assert (code, are_shown) == (0, [True, True, False])
-
-
-@pytest.mark.parametrize("option", ["--target", "--variant"])
-def test_unknown_names_are_refused(option, capsys):
-    with pytest.raises(SystemExit) as error:
-        command.main([option, "sm_70"])
-    assert error.value.code == 2
-    assert "sm_70" in capsys.readouterr().err

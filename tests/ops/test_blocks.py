@@ -5,15 +5,12 @@ In test_ops.py and test_kernels_*.py, each backend reads and writes blocks.
 
 import gc
 import weakref
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from hf_fp8kv.ops.blocks import locate_pages, put_pages, take_pages, upload
+from hf_fp8kv.ops.blocks import locate_pages
 from hf_fp8kv.ops.page_layout import make_page_layout
-from tests.helpers.assertions import assert_same
 
 
 def test_offsets_keep_their_blocks_alive():
@@ -33,17 +30,6 @@ def test_offsets_keep_their_blocks_alive():
         gc.enable()
 
 
-def test_pages_are_read_and_written_by_number():
-    blocks = [torch.randint(0, 256, (n, 16)).byte() for n in (3, 1, 4)]
-    rows = torch.cat(blocks)
-    numbers = np.array([7, 0, 3, 3, 2, 4])
-    assert_same(take_pages(blocks, numbers), rows[numbers])
-    new_rows = torch.randint(0, 256, (3, 16)).byte()
-    rows[[5, 2, 3]] = new_rows
-    put_pages(blocks, np.array([5, 2, 3]), new_rows)
-    assert_same(torch.cat(blocks), rows)
-
-
 @pytest.mark.parametrize("sizes", [(2, 16, 5, 3), (8, 64, 128, 128), (1, 8, 1, 1)])
 def test_regions_of_a_page_do_not_overlap_and_are_aligned(sizes):
     layout = make_page_layout(*sizes, torch.uint8, torch.bfloat16, True)
@@ -56,22 +42,3 @@ def test_regions_of_a_page_do_not_overlap_and_are_aligned(sizes):
     heads, slots, k_dim, v_dim = sizes
     assert block.sum() == 3 * heads * slots * (k_dim + 2 * v_dim + 4)
     assert layout.size % 16 == 0
-
-
-def test_numbers_go_to_a_gpu_from_pinned_memory(monkeypatch):
-    """A copy from pageable memory would wait for all earlier work."""
-    calls: list[Any] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        calls.append("pinned")
-        return tensor
-
-    def to(tensor: torch.Tensor, device: torch.device, **options: Any) -> torch.Tensor:
-        calls.append((device, options))
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    cuda = torch.device("cuda", 0)
-    upload(np.arange(3), cuda)
-    assert calls == ["pinned", (cuda, {"non_blocking": True})]

@@ -1,7 +1,7 @@
 """Compare Triton's attention kernels, for few and many query rows, with reference.py.
 
 The tests run on a GPU if there is one, otherwise in Triton's interpreter. test_ops.py defines
-the cases, the injected faults and the error limit for float32. Memory that was not written holds
+the cases and the error limit for float32. Memory that was not written holds
 NaN. For 16-bit dtypes, a kernel's error may be at most twice the error of PyTorch's attention over
 the same values. (The kernel keeps K and V exact, and rounds queries and weights to float16. PyTorch
 keeps the queries, and rounds K, V and weights.)
@@ -112,31 +112,13 @@ def supports(kernel: str, case: Case) -> bool:
     return kernel == "extend" or num_rows <= tuning.MAX_DECODE_ROWS or case.latent
 
 
-# Features for which the kernels have separate code, besides shapes.
-FEATURES = (
-    "key", "value", "dynamic", "center", "rotated", "causal", "window", "softcap", "sinks",
-    "padding", "mask", "latent", "from_zero",
-)  # fmt: skip
-
-
 def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
-    """Pair each case with the kernels that lack one of its features, or with the next kernel."""
-    seen_features: set[tuple[str, str, Any]] = set()
-    case_kernels: list[tuple[Case, str]] = []
-    for case in cases:
-        features = [(name, getattr(case, name)) for name in FEATURES]
-        features = [(n, x) if n in ("key", "value", "mask") else (n, bool(x)) for n, x in features]
-        supported_kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
-        new_kernels = [
-            kernel
-            for kernel in supported_kernels
-            if any((kernel, *f) not in seen_features for f in features)
-        ]
-        next_kernel = supported_kernels[len(case_kernels) % len(supported_kernels)]
-        for kernel in new_kernels or [next_kernel]:
-            case_kernels.append((case, kernel))
-            seen_features.update((kernel, *feature) for feature in features)
-    return case_kernels
+    """Pair the cases with alternating kernels, which read pages with the same code."""
+    pairs = []
+    for i, case in enumerate(cases):
+        kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
+        pairs.append((case, kernels[i % len(kernels)]))
+    return pairs
 
 
 def attend_with_torch(case: Case, pages: Pages, query: Tensor, fields: dict[str, Any]) -> Tensor:
@@ -178,7 +160,6 @@ KERNEL_CASES = [
 FLOAT32_CASES = [case for case in KERNEL_CASES if case.dtype == torch.float32]
 
 
-# Both kernels read pages with the same code, and each runs with each feature.
 @pytest.mark.parametrize(("case", "kernel"), assign_kernels(FLOAT32_CASES), ids=str)
 def test_float32_equals_the_reference(case, kernel):
     pages, query, fields, expected = prepare_expected(case)
@@ -253,7 +234,7 @@ FORMAT_TARGETS = [
 def test_each_way_to_read_a_format_is_correct(format_target, dynamic, dtype, side, kernel):
     """All codes are decoded, and a visible NaN reaches the output."""
     name, target = format_target
-    case = Case("", key=name, value=name, dynamic=dynamic, dtype=dtype, lengths=(150, 70))
+    case = Case("", key=name, value=name, dynamic=dynamic, dtype=dtype, lengths=(90, 70))
     pages, query, fields, expected = prepare_expected(case)
     limit = bound_error(case)
     if dtype != torch.float32:
@@ -354,21 +335,7 @@ def list_kernels(recorded: LaunchRecord) -> list[str]:
     return [launch.kernel.__name__ for launch in recorded.launches]
 
 
-def test_parts_are_merged_only_if_a_sequence_can_be_split():
-    kernels = []
-    pages = make_pages(Case("one", lengths=(64, 64), page_size=64))
-    query = torch.zeros(2, 4, 1, 32, dtype=torch.bfloat16)
-    ends = torch.tensor([64, 64], dtype=torch.int32)
-    for length in (64, None):
-        num_rows = schedule.count_schedule_rows(DEVICE, 2, 2, length)
-        table = torch.empty((num_rows, 4), dtype=torch.int32, device=DEVICE)
-        with recording(dry_run=True) as recorded:
-            decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
-        kernels += list_kernels(recorded)
-    assert kernels == ["_attend", "_attend", "_combine"]
-
-
-SPLIT_CASE = Case("split", lengths=(450, 130, 200), num_tokens=3, page_size=64, sinks=True)
+SPLIT_CASE = Case("split", lengths=(330, 70, 130), num_tokens=3, page_size=64, sinks=True)
 # Few and many parts, and rotation of the merged sums for either order of operands.
 SPLIT_PARAMETERS = [
     pytest.param(1, False, False, id="1 SM", marks=pytest.mark.full),
@@ -419,19 +386,6 @@ def test_a_schedule_for_different_lengths_gives_correct_results():
     for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
         table = make_schedule_table(ends, 2, window=window)
         check_kernel("decode", case, pages, query, expected, schedule=table, **fields)
-
-
-def test_latents_are_split_into_more_parts():
-    """Products limit a program with latents, so parts are shorter than for the bandwidth alone."""
-    lengths = torch.tensor([16384], dtype=torch.int32, device=DEVICE)
-    part_counts = []
-    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132)):
-        num_rows = schedule.count_schedule_rows(DEVICE, 1, 1, programs_per_sm=2)
-        for latent in (False, True):
-            table = torch.zeros((num_rows, 4), dtype=torch.int32, device=DEVICE)
-            schedule.fill_schedule(table, lengths, 1, 0, 0, 1, 2, latent)
-            part_counts.append(int(table[-1, 1]))
-    assert part_counts == [64, 128]
 
 
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
@@ -594,8 +548,6 @@ def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, confi
 
 def test_the_length_of_a_chunk_is_not_a_constant():
     """With a constant length, each prompt would wait for a compiler."""
-    constants_by_kernel: dict[str, set[str]] = {}
-
     pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, num_heads=2))
     lengths = torch.tensor([9000], dtype=torch.int32)
     target = dataclasses.replace(get_target(DEVICE), sm_count=132)
@@ -603,13 +555,14 @@ def test_the_length_of_a_chunk_is_not_a_constant():
         for num_tokens in range(70, 6000, 90):
             query = torch.zeros(1, 8, num_tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
-    for kernel, _, args, constants, _ in recorded.launches:
-        name, schedule_table = kernel.fn.__name__, args[1]
-        suffix = ", split" if name == "_attend" and schedule_table is not None else ""
-        constants_by_kernel.setdefault(name + suffix, set()).add(repr(constants))
-    del constants_by_kernel["_schedule"]
-    counts = {name: len(values) for name, values in constants_by_kernel.items()}
-    assert counts == {"_attend, split": 1, "_combine": 1, "_attend": 1}
+    # Some chunks are split.
+    assert {"_attend", "_combine"} <= set(list_kernels(recorded))
+    constants = {
+        (launch.kernel.__name__, repr(launch.constants))
+        for launch in recorded.launches
+        if launch.kernel.__name__ != "_schedule"
+    }
+    assert len(constants) == 2
 
 
 def test_widened_chunks_that_fill_a_gpu_are_not_split():

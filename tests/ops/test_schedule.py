@@ -167,14 +167,6 @@ def test_a_step_does_not_use_an_earlier_schedule(change: str, options: dict[str,
         torch.testing.assert_close(y, x)
 
 
-@pytest.mark.parametrize("options", [{}, PREALLOCATED], ids=str)
-def test_backends_without_schedules_get_no_schedule(options: dict[str, int]) -> None:
-    _, cache = make_cache(backend="reference", prefill="stored", **options)
-    keys, values = cache.update(*make_tokens(2), 0)
-    assert keys.schedule is None
-    assert values.schedule is None
-
-
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.skipif(ops.explain_backends()["triton"] is not None, reason="needs Triton")
 def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> None:

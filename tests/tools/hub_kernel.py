@@ -21,7 +21,7 @@ VERSION = 1
 # Triton needs no build step. "cpu" is for Triton's interpreter.
 BACKENDS = ("cuda", "rocm", "cpu")
 BACKEND_FILE = "ops/triton/backend.py"
-# Folder of the files that do not come from the package: public names, tests, benchmark and card.
+# Folder of the files that do not come from the package: public names, tests and card.
 EXTRA_FILES = ROOT / "tests" / "data" / "hub_kernel"
 
 
@@ -61,11 +61,8 @@ def write_kernel(folder: Path) -> None:
         shutil.copy(PACKAGE / path, source_folder / path)
     (source_folder / "ops" / "__init__.py").write_text('"""Operations on stored pages."""\n')
     shutil.copy(EXTRA_FILES / "init.py", source_folder / "__init__.py")
-    for source, target in (
-        ("own_tests.py", "tests/test_kernel.py"), ("benchmark.py", "benchmarks/benchmark.py")
-    ):  # fmt: skip
-        (folder / target).parent.mkdir()
-        shutil.copy(EXTRA_FILES / source, folder / target)
+    (folder / "tests").mkdir()
+    shutil.copy(EXTRA_FILES / "own_tests.py", folder / "tests/test_kernel.py")
     shutil.copy(ROOT / "LICENSE", folder)
     card = (EXTRA_FILES / "CARD.md").read_text()
     for field, value in (("title", HUB_NAME), ("version", VERSION), ("commit", read_commit())):

@@ -16,7 +16,6 @@ import dataclasses
 import os
 import platform
 import re
-import signal
 import sys
 import time
 import warnings
@@ -40,17 +39,12 @@ from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build_model, list_type
 
 FP8_PAGED = "fp8_paged"
 FP8 = "fp8_e4m3"
-TYPE_SECONDS = 60  # time limit of a type
 # Tolerance for a different order of sums in fp32, as a share of the logits' standard deviation.
 TOLERANCE = 1e-3
 CAPTURED_TOKENS = 20  # number of tokens of a call with captured steps
 OUTCOMES = ("own", "own_fp8", "paged", "paged_fp8")
 
 CacheMaker = Callable[[str], Any]  # makes a cache with a dtype
-
-
-class TypeTimeout(BaseException):
-    """Raised if a type takes longer than `TYPE_SECONDS`. `except Exception` does not catch it."""
 
 
 class Answer(NamedTuple):
@@ -350,7 +344,7 @@ def get_attention(model: PreTrainedModel) -> str:
 
 
 def check_type(name: str, *, only_baseline: bool = False) -> Row:
-    """Return the row of a type. Only TypeTimeout and KeyboardInterrupt propagate."""
+    """Return the row of a type."""
     row = Row(name)
     start = time.perf_counter()
     try:
@@ -376,30 +370,10 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
     return row
 
 
-@contextlib.contextmanager
-def limit_time(seconds: int) -> Iterator[None]:
-    """Raise TypeTimeout in the context after `seconds`."""
-
-    def raise_timeout(signum: int, frame: Any) -> None:
-        raise TypeTimeout(f"took more than {seconds} s")
-
-    old_handler = signal.signal(signal.SIGALRM, raise_timeout)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old_handler)
-
-
 def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
-    """Yield a row per type, in order. A type that exceeds its time limit is stopped."""
+    """Yield a row per type, in order."""
     for name in names:
-        try:
-            with limit_time(TYPE_SECONDS):
-                yield check_type(name, only_baseline=only_baseline)
-        except TypeTimeout as error:
-            yield Row(name, baseline_error=shorten_error(error), seconds=TYPE_SECONDS)
+        yield check_type(name, only_baseline=only_baseline)
 
 
 def count_outcomes(rows: list[Row]) -> dict[str, int]:

@@ -7,15 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils import demo_model
-from tests.helpers.margins import require_wide_margins
 
 pytestmark = pytest.mark.text
 
@@ -132,18 +129,6 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
     assert sum(math.prod(tensor.get_shape()) for tensor in slices) == 134_515_008
     template = (demo_model_path / "chat_template.jinja").read_text()
     assert "<|im_start|>assistant" in template
-
-
-@pytest.mark.full  # the tests of examples load the model in the fast tier
-def test_the_model_generates_text(demo_model_path):
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path)
-    assert model.dtype == torch.bfloat16
-    inputs = tokenizer("London is the capital of", return_tensors="pt")
-    answer = model.float().generate(
-        **inputs, max_new_tokens=3, do_sample=False, logits_processor=require_wide_margins(0.1)
-    )
-    assert tokenizer.decode(answer[0]) == "London is the capital of the United Kingdom"
 
 
 def test_the_error_for_a_full_disk_names_hf_home(tmp_path, monkeypatch):

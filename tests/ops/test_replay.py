@@ -1,0 +1,307 @@
+"""Tests that replayed launches equal direct launches. Kernels only record their arguments.
+
+A call is recorded, then a call that differs in one argument is made, and then the first call again.
+All of them must launch the same kernels, with the same arguments, as without replay.
+"""
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from hf_fp8kv import ops
+from hf_fp8kv.ops import AttentionSpec, StoredSide
+from hf_fp8kv.ops.blocks import pack_pages
+
+if ops.explain_backends()["triton"] is not None or torch.cuda.is_available():
+    pytest.skip("replaces launches in Triton's interpreter", allow_module_level=True)
+
+import triton
+from triton import knobs
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from hf_fp8kv.ops.triton import backend, replay
+from hf_fp8kv.ops.triton.target import Target, assuming, recording
+
+Tensor = torch.Tensor
+BATCH, HEADS, QUERY_HEADS, DIM = 2, 2, 8, 64
+# Slots of a page, pages of a pool, and pages in a row of the block table.
+PAGE_SIZE, NUM_PAGES, NUM_COLUMNS = 16, 9, 4
+SM_90 = Target.parse("sm_90")
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+class Launches:
+    """Launches, and the tensors that replays allocated."""
+
+    def __init__(self) -> None:
+        self.arguments: list[tuple[Any, ...]] = []
+        self.allocated: list[Tensor] = []
+        self.num_direct = 0  # number of launches that Triton would have made
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        """Record a launch as Triton would make it, and return a compiled kernel."""
+        leaves = tree_flatten(args)[0]
+        # Triton compiles a kernel for these properties.
+        properties = [
+            (x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else type(x) for x in leaves
+        ]
+        function = kernel.__name__, properties, list(constants.items())
+        self.arguments.append((
+            *(*grid, 1, 1)[:3], 7, function, "metadata", None, None, None,
+            *tree_map(lambda x: x.data_ptr() if isinstance(x, Tensor) else x, args),
+            *(constants[param.name] for param in kernel.params[len(args) :]),
+        ))  # fmt: skip
+        self.num_direct += 1
+        return SimpleNamespace(
+            run=lambda *arguments: self.arguments.append(arguments), function=function,
+            packed_metadata="metadata",
+        )  # fmt: skip
+
+    def take(self, allocated: list[Tensor], result: Tensor | None) -> tuple[Any, ...]:
+        """Forget and return the launches, with names in place of the addresses of `allocated`."""
+        names = {x.data_ptr(): f"m{i}" for i, x in enumerate(allocated) if x.numel()}
+        named = tree_map(lambda x: names.get(x, x) if type(x) is int else x, self.arguments)
+        sizes = [(x.shape, x.stride(), x.dtype, x is result) for x in allocated]
+        self.arguments, self.allocated, self.num_direct = [], [], 0
+        return named, sizes
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Record all launches instead of running kernels, as for sm_90."""
+    recorded = Launches()
+    empty_strided = torch.empty_strided
+
+    def empty(*args: Any, **options: Any) -> Tensor:
+        recorded.allocated.append(empty_strided(*args, **options))
+        return recorded.allocated[-1]
+
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *x, **y: recorded.run(*x, **y))
+    params = property(functools.cache(lambda x: JITFunction(x.fn, **x.kwargs).params))
+    monkeypatch.setattr(InterpretedFunction, "params", params, raising=False)
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    monkeypatch.setattr(torch, "empty_strided", empty)
+    monkeypatch.setattr(replay, "_CAN_REPLAY", True)
+    forget_recordings()
+    with assuming(SM_90):
+        yield recorded
+    forget_recordings()
+
+
+def forget_recordings() -> None:
+    for recordings in (*replay.recordings.values(), replay.NO_SHARED_TENSORS.recordings):
+        recordings.clear()
+
+
+def compare(operation: Any, args: Any, launches: Launches, call: Any = None) -> bool:
+    """Compare a call with a direct call, and return whether it was replayed."""
+    launches.take([], None)
+    with recording() as recorded:  # without replay
+        result = operation(*args)
+    expected = launches.take(recorded.allocations, result)
+    assert expected[0]
+    result = (call or operation)(*args)
+    is_replayed = not launches.num_direct
+    actual = launches.take(launches.allocated, result)
+    assert actual == expected or not is_replayed
+    return is_replayed
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+WriteArgs = namedtuple("WriteArgs", "pages key value lengths limit")
+AttendArgs = namedtuple("AttendArgs", "query pages lengths start stop spec schedule")
+ScheduleArgs = namedtuple("ScheduleArgs", "schedule lengths num_tokens window start num_heads")
+
+
+def make_tokens(num_heads: int, num_tokens: int = 1) -> Tensor:
+    return torch.zeros(BATCH, num_tokens, num_heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def move(x: Tensor, offset: int = 0) -> Tensor:
+    """Return zeros like `x`, `offset` values past an address that is a multiple of 16 values."""
+    size = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    memory = torch.zeros(size + offset + 16, dtype=x.dtype)
+    first = -(memory.data_ptr() // x.element_size()) % 16 + offset
+    moved = memory[first:].as_strided(x.shape, x.stride())
+    vars(moved).update(vars(x))  # the blocks of pages
+    return moved
+
+
+def misalign(x: Tensor) -> Tensor:
+    # Blocks contain 16-bit values, so they must stay aligned to 2 bytes.
+    return move(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
+
+
+def change_each_tensor(args: Any, change: Callable[[Tensor], Tensor]) -> Iterator[Any]:
+    leaves, structure = tree_flatten(args)
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor):
+            yield tree_unflatten([*leaves[:i], change(x), *leaves[i + 1 :]], structure)
+
+
+# The pages have every optional tensor: a center, static scales and token scales.
+PAGES = pack_pages(
+    StoredSide(None, torch.zeros(HEADS, DIM), "fp8_e4m3", DIM),
+    torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, DIM, dtype=torch.uint8),
+    StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM),
+    torch.zeros(NUM_PAGES, HEADS, DIM, PAGE_SIZE, dtype=torch.uint8),
+    torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16), zeros(BATCH, NUM_COLUMNS),
+)  # fmt: skip
+LENGTHS, BOUNDS, MASK = zeros(BATCH), zeros(BATCH, 4), torch.zeros(BATCH, 1, 1, 48).byte()
+SPEC = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=MASK,
+                     bounds=zeros(BATCH, 2))  # fmt: skip
+QUERY, KEY, VALUE = make_tokens(QUERY_HEADS), make_tokens(HEADS), make_tokens(HEADS)
+CALLS = {
+    "attend": AttendArgs(QUERY, PAGES, LENGTHS, 0, 48, SPEC, zeros(30, 4)),
+    "write": WriteArgs(PAGES, KEY, VALUE, LENGTHS, 99),
+    "fill_schedule": ScheduleArgs(zeros(30, 4), LENGTHS, 1, 0, 0, HEADS),
+}
+# Integers that a replay may change.
+VARIABLE_INTEGERS: dict[str, list[dict[str, Any]]] = {
+    "attend": [{"start": 5}, {"stop": 43}],
+    "write": [{"limit": 7}, {"limit": None}],
+    "fill_schedule": [{"start": 5}],
+}
+SPECS: list[dict[str, Any]] = [
+    {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
+    {"sinks": torch.zeros(QUERY_HEADS).half()}, {"mask": None, "bounds": None},
+    {"mask": MASK.bool()}, {"mask": MASK[:1], "bounds": BOUNDS[:1, :2]}, {"bounds": None},
+    {"bias": torch.zeros(BATCH, QUERY_HEADS, 1, 48)}, {"bounds": BOUNDS[:, :2]},
+    {"bounds": BOUNDS[:, ::2]}, {"deterministic": True},
+]  # fmt: skip
+OTHER_PAGES: list[dict[str, Any]] = [
+    {side: getattr(PAGES, side)._replace(format="fp8_e3m4") for side in "kv"},
+    {"k": PAGES.k._replace(rotated=True)}, {"v": PAGES.v._replace(rotated=True)},
+    {"k": PAGES.k._replace(center=None)}, {"v": PAGES.v._replace(static_scale=None)},
+    {"k": PAGES.k._replace(static_scale=torch.ones(HEADS, DIM))}, {"table": PAGES.table[:, :3]},
+    {"offsets": PAGES.offsets.flip(0)}, {"table": zeros(BATCH, 9)}, {"page_size": 8},
+]  # fmt: skip
+TOKEN_CHANGES: list[Callable[[Tensor], Tensor]] = [
+    torch.Tensor.half,
+    lambda x: x.repeat(1, 1, 1, 2)[..., :DIM],
+    lambda x: x.repeat(1, 1, 1, 2)[..., ::2],
+]
+PAGES_CHANGES = [{"pages": PAGES._replace(**fields)} for fields in OTHER_PAGES]
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "attend": [
+        *({"schedule": x} for x in (None, zeros(20, 4), zeros(5, 4))),
+        {"query": make_tokens(QUERY_HEADS, 2)},
+        {"query": make_tokens(2 * QUERY_HEADS), "spec": SPEC._replace(sinks=None)},
+        {"query": QUERY[:1], "pages": PAGES._replace(table=PAGES.table[:1]),
+         "lengths": LENGTHS[:1], "spec": AttentionSpec(0.125, True)},
+        *({"query": change(QUERY)} for change in TOKEN_CHANGES),
+        *({"spec": SPEC._replace(**fields)} for fields in SPECS), *PAGES_CHANGES,
+    ],
+    "write": [
+        {"key": KEY, "value": KEY},
+        *({"key": make_tokens(HEADS, n), "value": make_tokens(HEADS, n)} for n in (2, 40)),
+        *({side: change(KEY)} for change in TOKEN_CHANGES for side in ("key", "value")),
+        *PAGES_CHANGES,
+    ],
+    "fill_schedule": [{"num_tokens": 2}, {"num_tokens": 40}, {"window": 24}, {"num_heads": 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_after_a_recording_launches_the_same_kernels(name, launches):
+    operation, args = getattr(backend, name), CALLS[name]
+    replayable = [args, *change_each_tensor(args, move)]
+    replayable += [args._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
+    others = [args._replace(**fields) for fields in CHANGES[name]]
+    others += change_each_tensor(args, misalign)
+    for i, changed in enumerate((*replayable, *others)):
+        for first, second in ((args, changed), (changed, args)):
+            forget_recordings()
+            assert not compare(operation, first, launches), i
+            assert compare(operation, second, launches) or i >= len(replayable), i
+            compare(operation, first, launches)
+
+
+# Contexts that change the environment of a call, and whether Triton must make its launches.
+CONTEXTS: list[tuple[Callable[[], AbstractContextManager[Any]], bool]] = [
+    (lambda: assuming(Target.parse("sm_80")), False),
+    (lambda: assuming(Target("cuda", 90, 16)), False),
+    (lambda: assuming(replace(SM_90, parameters={"warps": 4})), False),
+    (lambda: patch.object(knobs.runtime, "debug", not knobs.runtime.debug), True),
+    (lambda: patch.object(knobs.runtime.launch_enter_hook, "calls", [print]), True),
+    (lambda: recording(), True),
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_changed_environment_is_noticed(name, launches):
+    operation, args = getattr(backend, name), CALLS[name]
+    operation(*args)
+    bound = vars(operation)["bind"](*args)
+    for make_context, is_direct in CONTEXTS:
+        with make_context():
+            compare(operation, args, launches)
+            assert compare(operation, args, launches) is not is_direct
+            assert compare(operation, args, launches, bound) is not is_direct
+    assert compare(operation, args, launches, bound)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bound_call_takes_the_shortest_way(name, launches):
+    """It only describes its tensors again if one of them is not aligned."""
+    operation, args = getattr(backend, name), CALLS[name]
+    bind = vars(operation)["bind"]
+    assert bind(*args) is operation, "bound without a recording"
+    operation(*args)
+    bound = bind(*args)
+    pages = {"pages": args.pages} if "pages" in args._fields else {}
+    others = args._replace(**dict.fromkeys(pages))
+    with patch.object(replay, "describe_tensors", wraps=replay.describe_tensors) as describe:
+        integers = [others._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
+        for changed in (*change_each_tensor(others, move), *integers):
+            assert compare(operation, changed._replace(**pages), launches, bound)
+        assert not describe.called
+        for changed in change_each_tensor(others, misalign):
+            misaligned = changed._replace(**pages)
+            assert not compare(operation, misaligned, launches, bound)
+            assert bind(*misaligned) is operation
+    with assuming(Target.parse("gfx942")):
+        operation(*args)
+        assert bind(*args) is operation
+
+
+class CudaTensor(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_a_replay_enters_the_device_of_its_tensors(launches):
+    args, operation = CALLS["fill_schedule"], backend.fill_schedule
+    on_gpu = args._replace(schedule=args.schedule.as_subclass(CudaTensor))
+    with (
+        patch("torch.cuda.device", side_effect=lambda _: nullcontext()) as enter,
+        patch("torch.cuda.current_device") as current_device,
+    ):
+        current_device.return_value = 0
+        operation(*on_gpu)
+        launches.take([], None)
+        for call in (operation, vars(operation)["bind"](*on_gpu)):
+            for index in (0, 1, 0):
+                current_device.return_value = index
+                enter.reset_mock()
+                call(*on_gpu)
+                assert [x.args for x in enter.call_args_list] == [(CudaTensor.device,)] * index
+        assert not launches.num_direct
