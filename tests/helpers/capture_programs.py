@@ -1,7 +1,5 @@
 """Random programs of `generate()` calls, which run with and without captured steps.
 
-    python -m tests.helpers.capture_programs FIRST_SEED NUM_PROGRAMS
-
 A program is a list of calls of one model: greedy or sampling, with padding, several answers, beams,
 streamers, criteria that stop or change the cache, constrained decoding, returned caches that are
 continued, exceptions, and changes of the model between calls.
@@ -9,7 +7,6 @@ continued, exceptions, and changes of the model between calls.
 
 import copy
 import random
-import sys
 from collections import Counter
 from typing import Any
 
@@ -187,15 +184,3 @@ def check_program(seed: int, counts: Counter[str]) -> str:
         if x != y:
             return f"seed {seed}, result {index}: {str(x)[:200]} and {str(y)[:200]}"
     return ""
-
-
-def main() -> None:
-    first, number = map(int, sys.argv[1:])
-    counts = Counter[str]()
-    problems = list(filter(None, (check_program(first + i, counts) for i in range(number))))
-    lines = [*problems, f"{number} programs, {len(problems)} differ: {dict(counts)}"]
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
