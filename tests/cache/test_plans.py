@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from hf_fp8kv import FP8PagedCache, PrefixStore, SidePlan, StoragePlan, disable, enable, serving
+from hf_fp8kv import FP8PagedCache, PrefixStore, SidePlan, StoragePlan, enable
 from hf_fp8kv.attention.training import StoredRounding
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
@@ -18,7 +17,6 @@ from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales, LayerScales
 from tests.helpers.assertions import assert_same
 from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales
-from tests.helpers.serving_tools import open_manager, request_answer
 from tests.helpers.tiny_models import build_variant, make_causal_config
 
 NUM_HEADS = 2
@@ -243,56 +241,6 @@ def test_protected_layers_are_generated_restored_and_trained(tmp_path: Path) -> 
     enable(model, training="stored", prefill="stored", **options)
     model(ids, labels=ids).loss.backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
-
-
-def read_pages(folder: Path) -> list[bytes]:
-    """Return the bytes of each page of a prefix store, all layers one after another, sorted."""
-    files = [load_file(path) for path in folder.rglob("*.safetensors")]
-    layers = [[file[str(index)] for index in range(len(file))] for file in files]
-    return sorted(torch.cat(rows).numpy().tobytes() for rows in layers)
-
-
-@pytest.mark.full
-def test_one_plan_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, a preallocated cache, a prefix store, an engine and training store equal bytes."""
-    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS)
-    ids = torch.randint(4, 90, (1, 304), generator=torch.Generator().manual_seed(3))
-    options: dict[str, Any] = {"plan": make_protected_plan(), "deterministic": True}
-    stores = [PrefixStore(tmp_path / name) for name in ("1", "37", "256", "engine")]
-    for chunk_size, store in zip((1, 37, 256), stores, strict=False):
-        enable(model, page_size=16, prefix_store=store, **options)
-        model.generate(ids, max_new_tokens=2, prefill_chunk_size=chunk_size, eos_token_id=None)
-    cache = FP8PagedCache(
-        model.config, plan=options["plan"], page_size=16, prefill="stored", max_cache_len=320
-    )
-    trained_rows = []
-    store_tokens = StoredRounding.store
-
-    def record_pages(rounding: StoredRounding, k: torch.Tensor, v: torch.Tensor) -> Any:
-        handles = store_tokens(rounding, k, v)
-        trained_rows.append(handles[0].block)
-        return handles
-
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        enable(model, page_size=16, training="stored", **options)
-        monkeypatch.setattr(StoredRounding, "store", record_pages)
-        model(ids, use_cache=False)
-    disable(model)
-    serving.enable(model, prefix_store=stores[3], **options)
-    with open_manager(model) as manager:
-        request_answer(manager, ids[0].tolist(), 2)
-    serving.disable(model)
-    pages = read_pages(tmp_path / "1")
-    assert len(pages) == 19
-    assert read_pages(tmp_path / "37") == read_pages(tmp_path / "256") == pages
-    # A block of an engine has the page of each layer, then padding.
-    blocks = read_pages(tmp_path / "engine")
-    assert sorted(block[: len(pages[0])] for block in blocks) == pages
-    preallocated_rows = [layer.store.pool.blocks.take(torch.arange(19)) for layer in cache.layers]
-    for rows in (preallocated_rows, trained_rows):
-        all_layers = torch.cat(rows, 1)[:19]
-        assert sorted(row.numpy().tobytes() for row in all_layers) == pages
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=str)
