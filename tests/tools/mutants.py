@@ -275,7 +275,7 @@ MUTANTS = (
         "budget: one page too many", "paging/page_allocator.py",
         "self.num_held + num_pages > self.max_pages",
         "self.num_held + num_pages > self.max_pages + 1",
-        "tests/cache/test_machine.py",
+        "tests/paging/test_block_table.py",
     ),
     Mutant(
         "pool: growth loses the first block", "paging/memory_blocks.py",
