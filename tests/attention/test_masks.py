@@ -268,7 +268,7 @@ def test_causal_patterns_need_no_complete_mask(
 @pytest.mark.parametrize(
     ("name", "is_padded"),
     [
-        ("sliding_and_full", True), ("chunked", True),
+        ("sliding_and_full", True), pytest.param("chunked", True, marks=pytest.mark.full),
         pytest.param("gqa", False, marks=pytest.mark.full),
     ],
 )  # fmt: skip
