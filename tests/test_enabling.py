@@ -268,20 +268,6 @@ def test_enable_keeps_the_plan_while_the_weights_change() -> None:
     assert read_serving_digest(model) == choose_plan(model).digest != new_digest
 
 
-def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step() -> None:
-    model, inputs = build("llama")
-    serving.enable(model, probe=False)
-    enable(model, training="stored")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
-    for _ in range(2):
-        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            cache = FP8PagedCache(model, prefill="stored")
-            expected = model(**inputs, **{CACHE: cache}).logits
-            torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected)
-
-
 # -- caches of a model ---------------------------------------------------------------------------
 
 
@@ -466,3 +452,17 @@ def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion() -> No
         serving.enable(model, max_pages=3)
     with pytest.raises(ConfigError, match=r"Did you mean 'scales'\?"):
         serving.enable(model, scale=1.0)
+
+
+def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step() -> None:
+    model, inputs = build("llama")
+    serving.enable(model, probe=False)
+    enable(model, training="stored")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    for _ in range(2):
+        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            cache = FP8PagedCache(model, prefill="stored")
+            expected = model(**inputs, **{CACHE: cache}).logits
+            torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected)

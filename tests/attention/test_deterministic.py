@@ -45,15 +45,16 @@ def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in MODELS), ("latent", torch.bfloat16)]
+)
 def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None:
     model, _ = build_variant(name, attn_implementation="fp8_paged", dtype=dtype)
     enable(model, deterministic=True, page_size=PAGE_SIZE)
     num_tokens, rng = NUM_TOKENS_BY_MODEL.get(name, 90), random.Random(name)
     ids = make_ids(5, num_tokens)
     logits, states = read_chunks(model, ids[:1], [num_tokens])
-    for _ in range(4):
+    for _ in range(3):
         order = rng.sample(range(5), rng.randint(1, 5))
         if 0 not in order:
             order[0] = 0
@@ -75,22 +76,14 @@ def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
     assert torch.equal(actual, read_chunks(model, ids[1:, :25], 25)[0][0])
 
 
-def test_forks_crops_and_preallocation_change_no_bit() -> None:
+def test_preallocation_changes_no_bit() -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, page_size=PAGE_SIZE)
     ids = make_ids(1, 61)
-    logits, states = read_chunks(model, ids, [61])
+    logits, _ = read_chunks(model, ids, [61])
     options = {"prefill": "stored", "page_size": PAGE_SIZE}
-    preallocated = FP8PagedCache(model, max_cache_len=80, **options)
-    assert torch.equal(read_chunks(model, ids, [20, 1, 40], preallocated)[0], logits)
-    cache = FP8PagedCache(model, **options)
-    read_chunks(model, ids[:, :33], [33], cache)
-    read_chunks(model, make_ids(2, 9)[1:], [9], cache.fork())
-    read_chunks(model, make_ids(2, 4)[1:], [4], cache)
-    cache.crop(-4)
-    actual, actual_states = read_chunks(model, ids[:, 33:], [1] * 28, cache)
-    assert torch.equal(actual, logits[:, 33:])
-    assert all(map(torch.equal, actual_states, states))
+    cache = FP8PagedCache(model, max_cache_len=80, **options)
+    assert torch.equal(read_chunks(model, ids, [20, 1, 40], cache)[0], logits)
 
 
 def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
@@ -151,10 +144,14 @@ def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
         assert answer.logprobs == chosen.tolist()
 
 
-@pytest.mark.parametrize("module", [torch.nn.Linear(8, 5), Conv1D(5, 8), torch.nn.SiLU()])
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (BLOCK_ROWS - 1,), (0,), (BLOCK_ROWS,), (3, BLOCK_ROWS + 1)]
-)
+    ("module", "shape"),
+    [
+        (torch.nn.Linear(8, 5), (1, 1)), (torch.nn.Linear(8, 5), (0,)),
+        (torch.nn.Linear(8, 5), (3, BLOCK_ROWS + 1)), (Conv1D(5, 8), (BLOCK_ROWS - 1,)),
+        (torch.nn.SiLU(), (BLOCK_ROWS,)),
+    ],
+)  # fmt: skip
 def test_modules_keep_their_results(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.extra = copy.deepcopy(module)

@@ -3,11 +3,9 @@
 The tests imitate kvpress and PEFT, which need not be installed.
 """
 
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,15 +100,12 @@ SCORES: dict[str, Score] = {
     "norm": lambda keys: -keys.norm(dim=-1),
     "sinks and last": lambda keys: (torch.arange(keys.shape[2]) - 4.5).abs().expand(keys.shape[:3]),
     "random": lambda keys: torch.rand(keys.shape[:3], generator=torch.Generator().manual_seed(3)),
-    "difference": lambda keys: -torch.cosine_similarity(keys, keys.mean(2, keepdim=True), dim=-1),
-    "channel": lambda keys: keys[..., 0] * 1,
 }
 
 
 # Each score once. The numbers of kept tokens end before, at and after the end of a page.
 @pytest.mark.parametrize(
-    ("name", "num_kept"),
-    [("norm", 17), ("sinks and last", 16), ("random", 15), ("difference", 17), ("channel", 16)],
+    ("name", "num_kept"), [("norm", 17), ("sinks and last", 16), ("random", 15)]
 )
 def test_pressed_caches_match_dynamic_cache(name: str, num_kept: int) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
@@ -128,34 +123,13 @@ def test_pressed_caches_match_dynamic_cache(name: str, num_kept: int) -> None:
         assert fp8_cache.layers[1].get_seq_length() == num_kept
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9])
-def test_layers_of_different_lengths_are_saved(num_tokens: int, tmp_path: Path) -> None:
-    """The last layer allocates more pages after the first layer has stored its tokens."""
-    cache = FP8PagedCache(build_variant("gqa")[0].config, page_size=8)
-    for layer, num_kept in ((0, 2), (1, 64)):
-        cache.update(*torch.randn(2, 1, 2, 64, 16), layer)
-        cache_layer: Any = cache.layers[layer]
-        cache_layer.keys = cache_layer.keys[:, :, :num_kept]
-        cache_layer.values = cache_layer.values[:, :, :num_kept]
-    for layer in range(2):
-        cache.update(*torch.randn(2, 1, 2, num_tokens, 16), layer)
-    copies = pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "cache"))
-    for loaded_cache in copies:
-        for layer, loaded_layer in zip(cache.layers, loaded_cache.layers, strict=True):
-            assert_same(layer.keys.dense(), loaded_layer.keys.dense())
-            assert_same(layer.values.dense(), loaded_layer.values.dense())
-
-
 def test_functions_accept_dropout_by_position() -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
-    expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
-    with wrap_functions():
-        actual = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
-        assert_same(actual, expected)
-        layers: list[int] = []
-        with watched_attention(model, lambda module, *_: layers.append(module.layer_idx)):
-            model(**inputs)
-        assert layers == [0, 1]
+    layers: list[int] = []
+    watch = watched_attention(model, lambda module, *_: layers.append(module.layer_idx))
+    with wrap_functions(), watch:
+        model(**inputs)
+    assert layers == [0, 1]
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -180,10 +154,9 @@ def test_functions_are_wrapped_if_kvpress_was_imported_first(
     assert (registered is fp8_paged_attention) != is_loaded
 
 
-@pytest.mark.parametrize("implementation", ["fp8_paged", "sdpa"])
-def test_a_write_to_stored_keys_names_the_remedy(implementation: str) -> None:
+def test_a_write_to_stored_keys_names_the_remedy() -> None:
     """Methods of kvpress that mask tokens of single heads write to the keys."""
-    cache = FP8PagedCache(build_variant("gqa", attn_implementation=implementation)[0].config)
+    cache = FP8PagedCache(build_variant("gqa")[0].config)
     states = torch.randn(1, 2, 9, 16)
     cache.update(states, states, 0)
     keys, _ = cache.update(states[:, :, :1], states[:, :, :1], 0)

@@ -110,7 +110,7 @@ def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
     enable(model, training="stored", page_size=PAGE_SIZE, **options)
     actual = score_texts(model.train())
     model.eval()
-    for chunk_size in CHUNK_SIZES:
+    for chunk_size in (1, PAGE_SIZE + 1):
         assert_near(actual, score_in_chunks(model, chunk_size, **options), unrounded)
     if "skip_layers" not in options:
         enable(model, training="stored", deterministic=True, page_size=PAGE_SIZE, **options)
@@ -120,45 +120,6 @@ def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
             expected = score_in_chunks(model, chunk_size, is_padded=False, **options)
             assert torch.equal(actual, expected), chunk_size
     assert torch.equal(score_texts(disable(model)), unrounded)
-
-
-def test_a_deep_model_matches_a_rollout_of_one_text() -> None:
-    """Without `deterministic`, products of few rows, as in decoding, round differently."""
-    num_tokens = 4 * 16 + 1
-    model, _ = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=16)
-    ids = torch.randint(3, 90, (1, num_tokens), generator=torch.Generator().manual_seed(6))
-    enable(model, training="stored", deterministic=True, dtype="fp8")
-    actual = model.train()(ids, use_cache=False).logits
-    assert actual.requires_grad
-    model.eval()
-    for size in (1, 16):
-        cache = FP8PagedCache(model.config, dtype="fp8", prefill="stored")
-        with torch.no_grad():
-            logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(size, 1)]
-        assert torch.equal(torch.cat(logits, 1), actual)
-    assert torch.equal(model(ids[:, :-1], use_cache=False).logits, actual[:, :-1])
-    assert (disable(model)(ids).logits - actual).abs().max() > 1e-2
-
-
-def test_one_pass_gives_the_probabilities_of_generated_tokens() -> None:
-    """A training pass computes the probabilities that `generate()` samples from."""
-    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
-    enable(model, training="stored", dtype="fp8_e4m3", page_size=PAGE_SIZE)
-    out = model.generate(
-        **inputs, max_new_tokens=12, do_sample=True, output_logits=True,
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    assert isinstance(out.past_key_values, FP8PagedCache)
-    length = inputs["input_ids"].shape[1]
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    model.train()
-    actual, unrounded = (
-        x(out.sequences, attention_mask=mask, position_ids=positions).logits[:, length - 1 : -1]
-        for x in (model, build_variant("gqa")[0])
-    )
-    expected = torch.stack(out.logits, 1).log_softmax(-1)
-    assert_near(actual.log_softmax(-1), expected, unrounded.log_softmax(-1))
 
 
 # All pairs of a format, a kind of scales and a dtype of the model.

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
+from hf_fp8kv import FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from tests.attention.test_training import (
     NUM_TOKENS,
@@ -82,16 +82,6 @@ def test_gradients_of_a_model_match_constant_noise(
             size = expected.abs().max().item()
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * size)
             assert size > 0
-
-
-def test_stored_pages_refuse_a_training_step() -> None:
-    model, _ = build_variant("gqa")
-    enable(model)
-    ids = torch.randint(3, 90, (1, 12))
-    cache = FP8PagedCache(model.config, page_size=PAGE_SIZE)
-    model.eval()(ids[:, :8], past_key_values=cache)
-    with pytest.raises(ConfigError, match="expected inference, got a training step"):
-        model.train()(ids[:, 8:], past_key_values=cache)
 
 
 def test_gradients_of_a_position_bias_match_constant_noise() -> None:

@@ -21,11 +21,9 @@ from tests.cache.test_offloading import (
     NUM_LAYERS,
     PAGE_SIZE,
     add_tokens,
-    assert_holds,
     make_config,
 )
 from tests.helpers.assertions import assert_same
-from tests.helpers.counting import BytesWritten
 from tests.helpers.standin import replace_triton
 
 pytestmark = pytest.mark.text
@@ -48,32 +46,6 @@ def make_caches(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
         FP8PagedCache(make_config(name), page_size=PAGE_SIZE, backend=backend, **options)
         for backend in ("triton", "reference")
     ]
-
-
-def test_growth_and_forks_copy_no_full_page(tmp_path):
-    """A pool grows by new blocks, and does not copy the old blocks."""
-    caches = make_caches(dtype="fp8_e4m3", scales=0.02, prefill="stored")
-    add_tokens(caches, 50 * PAGE_SIZE, 0)
-    actual, expected = (cache.memory_footprint() for cache in caches)
-    for name in ("pages_bytes", "scales_bytes", "used_bytes", "tokens"):
-        assert getattr(actual, name) == getattr(expected, name), name
-    written_bytes = []
-    for cache in caches:
-        with BytesWritten() as counter:
-            fork = cache.fork()
-            for step in range(6 * PAGE_SIZE):
-                for index in range(NUM_LAYERS):
-                    k = torch.full((BATCH_SIZE, NUM_HEADS, 1, HEAD_DIM), step / 8)
-                    fork.update(k, k, index)
-        written_bytes.append(counter.total)
-    used_bytes = caches[0].memory_footprint().used_bytes
-    assert max(written_bytes) < used_bytes
-    assert_holds(caches)
-    sizes = [cache.save(tmp_path / str(i)).stat().st_size for i, cache in enumerate(caches)]
-    assert abs(sizes[0] - sizes[1]) < 32, "only the names of the backends differ"
-    for cache in caches:
-        cache.crop(-47 * PAGE_SIZE)
-    assert caches[0].memory_footprint().pages_bytes < used_bytes / 2, "memory is freed"
 
 
 def test_handles_keep_their_values_after_a_reset():

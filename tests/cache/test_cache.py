@@ -21,7 +21,6 @@ from hf_fp8kv import (
     ScaleError,
     enable,
 )
-from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same
@@ -69,62 +68,6 @@ def read_checked_keys(cache: FP8PagedCache) -> torch.Tensor:
 EXACT = {"scales": 1.0, "page_size": 8}
 
 
-# The format determines the codes, and the number of tokens determines where a page ends.
-@pytest.mark.parametrize(
-    ("dtype", "num_tokens"),
-    [*((dtype, 9) for dtype in ("auto", *FORMATS)), (None, 1), (None, 7), (None, 8), (None, 63)],
-)
-def test_written_tokens_are_read(dtype: str | None, num_tokens: int) -> None:
-    cache = FP8PagedCache(make_config(), dtype=dtype, **EXACT)
-    keys = [add_tokens(cache, num_tokens), add_tokens(cache, 1, 1), add_tokens(cache, 9, 2)]
-    expected = torch.cat(keys, 2)
-    # All values are multiples of 1/2.
-    rounded_k = {
-        "fp8_e5m2": expected.to(torch.float8_e5m2).float(), "int8": expected.round(),
-        "int6": expected.round().clamp(-31, 31), "int4": expected.round().clamp(-7, 7),
-    }  # fmt: skip
-    if dtype in rounded_k:
-        assert_same(cache.layers[0].keys.dense(), rounded_k[dtype])
-    else:
-        assert_same(read_checked_keys(cache), expected)
-    assert cache.get_seq_length() == num_tokens + 10
-
-
-@pytest.mark.parametrize(("dtype", "max_len"), [("bfloat16", None), ("float16", 40)])
-def test_auto_stores_sixteen_bits_unchanged(dtype: str, max_len: int | None) -> None:
-    k = torch.randn(2, NUM_HEADS, 21, HEAD_DIM).to(getattr(torch, dtype))
-    cache = FP8PagedCache(make_config(), dtype="auto", page_size=8, max_cache_len=max_len)
-    for chunk in k.split(7, 2):
-        cache.update(chunk, -chunk, 1)
-    for handle, expected in ((cache.layers[1].keys, k), (cache.layers[1].values, -k)):
-        assert_same(handle.dense()[:, :, :21], expected)
-
-
-def test_forks_share_and_diverge() -> None:
-    # 2 sequences have 3 pages, and each of 5 forks copies the last page of each sequence.
-    cache = FP8PagedCache(make_config(), max_pages=6 + 5 * 2, **EXACT)
-    k = add_tokens(cache, 20)
-    forks = [cache.fork() for _ in range(6)]
-    for i, fork in enumerate(forks[:5]):
-        add_tokens(fork, 1, 10 + i)
-    for num_tokens, num_needed in ((1, 2), (1, 2), (5, 4)):  # copied pages, and new pages
-        with pytest.raises(OutOfPagesError, match="max_pages") as error:
-            add_tokens(forks[5], num_tokens)
-        assert (error.value.needed, error.value.available) == (num_needed, 0)
-    for i, fork in enumerate(forks[:5]):
-        assert_same(read_checked_keys(fork), torch.cat([k, make_keys(1, seed=10 + i)], 2))
-    for unchanged in (forks[5], cache):
-        assert_same(read_checked_keys(unchanged), k)
-    # Deleted forks free their pages at once, and the last cache that uses a page writes in place.
-    del forks, fork, unchanged, error
-    next_k = add_tokens(cache, 44, 1)
-    fork = cache.fork()
-    del cache
-    assert_same(read_checked_keys(fork), torch.cat([k, next_k], 2))
-    fork.reset()
-    assert fork.memory_footprint().total_bytes < 1000, "no page is in use"
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_copies_of_a_preallocated_cache_allocate_equal_pages(name: str, tmp_path: Path) -> None:
     cache = FP8PagedCache(make_config(name), max_cache_len=20, **EXACT)
@@ -151,10 +94,10 @@ def test_copies_have_the_attributes_of_a_subclass() -> None:
     assert cache.name == "first"
 
 
-def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
+def test_forks_and_beams_of_4k_tokens_copy_no_tokens() -> None:
     cache, stock_cache = FP8PagedCache(make_config()), DynamicCache(config=make_config())
     for layer in range(NUM_LAYERS):
-        x = torch.randn(4, NUM_HEADS, 16384, 64)
+        x = torch.randn(4, NUM_HEADS, 4096, 64)
         cache.update(x, x, layer)
         stock_cache.update(x, x, layer)
     index = torch.tensor([2, 0, 0, 3])
@@ -166,68 +109,14 @@ def test_forks_and_beams_of_16k_tokens_copy_no_tokens() -> None:
         bytes_written.append(counter.total)
     assert bytes_written[0] >= sum(2 * layer.keys.nbytes for layer in stock_cache.layers)
     # A fork or a reorder copies the indices of pages of 64 tokens.
-    assert max(bytes_written[1:]) <= 100 * 4 * 16384 // 64
+    assert max(bytes_written[1:]) <= 100 * 4 * 4096 // 64
     footprint = cache.memory_footprint()
     assert footprint.pages_bytes <= initial_footprint.pages_bytes
     # The pages of the dropped sequence are free.
     assert footprint.used_bytes == initial_footprint.used_bytes * 3 // 4
 
 
-@pytest.mark.parametrize(("keywords", "max_ratio"), [({}, 0.54), ({"scales": 1.0}, 0.52)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_8k_tokens_need_half_the_memory(keywords: dict, max_ratio: float, dim: int) -> None:
-    cache = FP8PagedCache(make_config(head_dim=dim), **keywords)
-    for layer in range(NUM_LAYERS):
-        x = torch.randn(1, NUM_HEADS, 8192, dim, dtype=torch.bfloat16)
-        cache.update(x, x, layer)
-        for _ in range(3):
-            cache.update(x[:, :, :1], x[:, :, :1], layer)
-    footprint = cache.memory_footprint()
-    bf16_bytes = 8195 * NUM_LAYERS * NUM_HEADS * dim * 2 * 2
-    assert footprint.total_bytes <= max_ratio * bf16_bytes, footprint
-    assert footprint.used_bytes <= footprint.pages_bytes + footprint.scales_bytes
-    assert footprint.tokens == 8195
-
-
-# -- scales and centers --------------------------------------------------------------------------
-
-
-K_SCALE, V_SCALE = torch.tensor([[0.01], [0.04]]), torch.tensor([[0.5], [0.002]])
-HEAD_SCALES = KVScales(
-    {i: LayerScales(K_SCALE * (i + 1), V_SCALE * (i + 1)) for i in range(NUM_LAYERS)}
-)
-
-
-@pytest.mark.parametrize("dtype", list(FORMATS))
-def test_static_scales_are_converted_to_the_format(dtype: str) -> None:
-    cache = FP8PagedCache(make_config(), dtype=dtype, scales=HEAD_SCALES, page_size=8)
-    fmt = FORMATS[dtype]
-    # Values are up to 448 times the scale of each head, the range that a scale for E4M3FN covers.
-    unit = make_keys(9).sign() * torch.linspace(0.3, 1.0, 9)[:, None]
-    for i in range(NUM_LAYERS):
-        layer = HEAD_SCALES.layers[i]
-        cache.update(unit * 447 * layer.k[:, None], unit * 447 * layer.v[:, None], i)
-    # The smallest value is 0.3 of the largest.
-    max_error = max(2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 / (0.299 * fmt.max))
-    for i, layer in enumerate(cache.layers):
-        for side, handle in (("k", layer.keys), ("v", layer.values)):
-            expected = unit * 447 * getattr(HEAD_SCALES.layers[i], side)[:, None]
-            error = ((handle.dense() - expected).abs() / expected.abs().clamp(min=1e-6)).amax()
-            assert error <= max_error * 1.01, (side, error)
-
-
-def test_centers_of_scales_remove_a_common_bias() -> None:
-    bias = 50 * torch.randn(1, NUM_HEADS, 1, HEAD_DIM)
-    layer = LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0])
-    scales = KVScales(dict.fromkeys(range(NUM_LAYERS), layer))
-    # Static scales saturate far below the bias. A key equal to the center is stored as 0.
-    for max_len in (None, 3):
-        cache = FP8PagedCache(make_config(), scales=scales, max_cache_len=max_len)
-        for batch in (2, 3):
-            cache.update(bias.repeat(batch, 1, 3, 1), make_keys(3, batch), 0)
-            cache.reorder_cache(torch.tensor([1] * batch))
-            assert_same(cache.layers[0].keys.dense(), bias.repeat(batch, 1, 3, 1))
-            cache.reset()
+# -- scales --------------------------------------------------------------------------------------
 
 
 def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +129,7 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
     for _ in range(2):
         FP8PagedCache(declared_config)
     assert sum("declares static KV scales" in r.message for r in caplog.records) == 1
-    FP8PagedCache(declared_config, scales=HEAD_SCALES)
+    FP8PagedCache(declared_config, scales=KVScales.uniform(NUM_LAYERS))
     assert len(caplog.records) == 1
 
 
@@ -265,16 +154,11 @@ def test_skipped_layers_are_not_paged() -> None:
     ("keywords", "message"),
     [
         ({"dtype": "int3"}, "dtype: expected one of"),
-        ({"dtype": 8}, "dtype"),
         ({"key_dtype": "fp4"}, "key_dtype"),
         ({"value_dtype": torch.int16}, "value_dtype"),
         ({"page_size": 0}, r"page_size: expected .*\. Leave it out"),
         ({"page_size": 48}, r"power of two.*\. Leave it out"),
-        ({"page_size": 2048}, "power of two"),
-        ({"page_size": 16.0}, "page_size"),
-        ({"page_size": True}, "page_size"),
         ({"max_cache_len": 0}, "max_cache_len"),
-        ({"max_cache_len": "64"}, "max_cache_len"),
         ({"max_pages": -1}, "max_pages"),
         ({"prefill": "fast"}, r"prefill: expected .*\. Leave it out"),
         ({"plan": "auto centered"}, "neither rotation nor a center"),
@@ -286,9 +170,7 @@ def test_skipped_layers_are_not_paged() -> None:
         ({"backend": "cuda"}, "backend"),
         ({"backend": None}, r"backend: expected a name.*\. Leave it out"),
         ({"scales": 0.0}, "scale"),
-        ({"scales": -1.0}, "scale"),
         ({"scales": float("nan")}, "scale"),
-        ({"scales": float("inf")}, "scale"),
         ({"scales": True}, "scale"),
         ({"scales": "/nowhere/kv_cache_scales.json"}, "kv_cache_scales.json"),
         ({"scales": [1.0]}, "scales"),
@@ -299,10 +181,8 @@ def test_skipped_layers_are_not_paged() -> None:
         ({"config": None, "max_cache_len": 64}, "max_cache_len"),
         ({"config": None, "skip_layers": [0]}, "skip_layers"),
         ({"offloading": True, "max_cache_len": 64}, "offloading: expected a cache that grows"),
-        ({"offloading": 4, "max_cache_len": 64}, "offloading: expected a cache that grows"),
         ({"offloading": "sliding"}, "offloading: expected True, False or a .* of at least 1"),
         ({"offloading": 0}, "offloading: expected True, False or a .* of at least 1, got 0"),
-        ({"offloading": 2.5}, "offloading: expected True, False or a .* of at least 1"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -395,39 +275,6 @@ def test_a_failure_in_a_later_layer_changes_nothing() -> None:
     with pytest.raises(ScaleError, match="heads"):
         add_tokens(cache, 5)
     assert cache.get_seq_length() == cache.memory_footprint().used_bytes == 0
-    cache = FP8PagedCache(make_config(), **EXACT)
-    k = add_tokens(cache, 9)
-    x = make_keys(4)
-    for layer in range(NUM_LAYERS):
-        cache.update(x, x, layer)
-    with pytest.raises(ConfigError, match="one model"):
-        cache.update(x, x, NUM_LAYERS)
-    assert_same(read_checked_keys(cache), k)
-
-
-# Numbers of kept tokens around multiples of the page size. The kept tokens are first or random.
-@pytest.mark.parametrize(
-    ("num_kept", "is_shuffled"),
-    [(1, True), (7, False), (8, True), (8, False), (9, True), (20, False), (21, True)],
-)
-def test_assigned_keys_and_values_are_stored(num_kept: int, is_shuffled: bool) -> None:
-    """Libraries that drop tokens assign keys and values after each layer of a call."""
-    cache = FP8PagedCache(make_config(), page_size=8, scales=1.0)
-    indices = torch.arange(21) if not is_shuffled else torch.randperm(21)
-    indices = indices[:num_kept]
-    k = make_keys(21)
-    for index in range(NUM_LAYERS):
-        cache.update(k + index / 2, -k - index / 2, index)
-        layer = cache.layers[index]
-        fork = cache.fork() if index == NUM_LAYERS - 1 else None
-        layer.keys = layer.keys[:, :, indices]
-        assert layer.get_seq_length() == 21, "assigning only keys changes nothing"
-        layer.values = layer.values[:, :, indices]
-    assert_same(read_checked_keys(cache), k[:, :, indices])
-    next_k = add_tokens(cache, 3, seed=1)
-    assert_same(read_checked_keys(cache), torch.cat([k[:, :, indices], next_k], 2))
-    assert fork is not None
-    assert_same(fork.layers[1].keys.dense(), k + 0.5)
 
 
 def test_assigning_the_first_tokens_does_not_encode_again() -> None:
@@ -502,12 +349,14 @@ def test_short_prompts_and_masks_are_refused() -> None:
         options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 3}
         with pytest.raises(ConfigError, match=message):
             model.generate(ids[:, :num_tokens], **options)
-    with pytest.raises(ConfigError, match="adds no tokens"):
-        model(input_ids=ids[:, :0], past_key_values=cache)
-    with pytest.raises(ConfigError, match="attention_mask"):
-        model(input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache)
-    with pytest.raises(ConfigError, match="a row for each of 1 sequences, got \\(2, 22\\)"):
-        model(input_ids=ids[:, :2], attention_mask=torch.ones(2, 22).long(), past_key_values=cache)
+    for inputs, message in (
+        ({"input_ids": ids[:, :0]}, "adds no tokens"),
+        ({"input_ids": ids[:, :2], "attention_mask": torch.tensor([[0, 1]])}, "attention_mask"),
+        ({"input_ids": ids[:, :2], "attention_mask": torch.ones(2, 22).long()},
+         r"a row for each of 1 sequences, got \(2, 22\)"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            model(**inputs, past_key_values=cache)
     assert_same(cache.layers[0].keys.dense(), stored_k)
     assert cache.get_seq_length() == 20
     for rows in (1, 3):  # one row applies to all sequences
@@ -516,55 +365,32 @@ def test_short_prompts_and_masks_are_refused() -> None:
         assert_same(logits, model(input_ids=ids[:, :5].expand(3, -1)).logits)
 
 
-def test_invalid_crops_and_sequences_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cache: cache.crop(3), "crop"),
+        (lambda cache: cache.layers[0].reorder_cache(torch.tensor([0])), "whole cache"),
+        (lambda cache: cache.layers[0].batch_repeat_interleave(1), "whole cache"),
+        (lambda cache: cache.layers[0].batch_select_indices([0]), "whole cache"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 5])), "sequences"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0.9])), "indices"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([-3])), "indices"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True] * 3)), "indices"),
+        (lambda cache: cache.batch_repeat_interleave(0), "repeats"),
+        (lambda cache: cache.batch_repeat_interleave(True), "repeats"),
+    ],
+)
+def test_invalid_crops_and_sequences_are_refused(
+    call: Callable[[FP8PagedCache], Any], message: str
+) -> None:
     cache = FP8PagedCache(make_config(), **EXACT)
     k = add_tokens(cache, 9)
-    for length in (3, 1):
-        with pytest.raises(ConfigError, match="crop"):
-            cache.crop(length)
-    for call in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
-        with pytest.raises(ConfigError, match="whole cache"):
-            getattr(cache.layers[0], call)(torch.tensor([0]))
-    with pytest.raises(ConfigError, match="sequences"):
-        cache.reorder_cache(torch.tensor([0, 5]))
-    for indices in (torch.tensor([5]), torch.tensor([-3]), torch.tensor([True] * 3)):
-        with pytest.raises(ConfigError, match="indices"):
-            cache.batch_select_indices(indices)
-    with pytest.raises(ConfigError, match="indices"):
-        cache.reorder_cache(torch.tensor([0.9]))
-    for repeats in (0, 1.5, True):
-        with pytest.raises(ConfigError, match="repeats"):
-            cache.batch_repeat_interleave(repeats)
+    with pytest.raises(ConfigError, match=message):
+        call(cache)
     assert_same(read_checked_keys(cache), k)
 
 
 # -- files ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["crop", "reset"])
-def test_a_reset_needs_no_pages_for_copies(call: str) -> None:
-    """Two sequences share pages of a preallocated cache, and the budget has no pages for copies."""
-    options = {"dtype": "auto", "page_size": 16, "max_cache_len": 160, "max_pages": 18}
-    cache = FP8PagedCache(make_config(num_hidden_layers=1), **options)
-    k = make_keys(40, 1)
-    cache.update(k, -k, 0)
-    cache.batch_repeat_interleave(2)
-    if call == "crop":
-        with pytest.raises(OutOfPagesError):
-            cache.crop(-20)
-        assert_same(cache.layers[0].keys.dense()[:, :, :40], k.repeat(2, 1, 1, 1))
-        return
-    cache.reset()
-    new_k = make_keys(3, 1, 1)
-    cache.update(new_k, -new_k, 0)
-    assert_same(cache.layers[0].keys.dense()[:, :, :3], new_k)
-
-
-def test_a_preallocated_cache_beyond_its_budget_allocates_nothing() -> None:
-    cache = FP8PagedCache(make_config(), page_size=16, max_cache_len=160, max_pages=12)
-    with pytest.raises(OutOfPagesError, match="20 more with 0 in use"):
-        add_tokens(cache, 3, batch=2)
-    add_tokens(cache, 3, batch=1)
 
 
 def test_a_file_is_not_blamed_for_a_path_or_a_device(tmp_path: Path) -> None:

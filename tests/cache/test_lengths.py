@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache
+from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import densify
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import make_causal_config
@@ -72,24 +72,6 @@ def check_lengths(cache: FP8PagedCache, stock_cache: DynamicCache) -> None:
     assert cache.host_length() == max(int(x.get_seq_length()) for x in stock_cache.layers)
 
 
-@pytest.mark.parametrize("refused_layer", [0, 2, 3])
-def test_a_refused_step_keeps_the_layers_before(refused_layer: int) -> None:
-    """The layers before the refused layer have stored the token, as in transformers' caches."""
-    cache, stock_cache = make_caches()
-    run_step(cache, [0, 1, 2, 3], 5, 0), run_step(stock_cache, [0, 1, 2, 3], 5, 0)
-    for each_cache in (cache, stock_cache):
-        run_step(each_cache, list(range(refused_layer)), 1, 1)
-    with pytest.raises(ConfigError):
-        cache.update(*[make_states(refused_layer, 1, 1)[:, :1]] * 2, refused_layer)
-    check_lengths(cache, stock_cache)
-    for each_cache in (cache, stock_cache):
-        each_cache.crop(-3)
-    check_lengths(cache, stock_cache)
-    for seed in (2, 3):
-        run_step(cache, [0, 1, 2, 3], 1, seed), run_step(stock_cache, [0, 1, 2, 3], 1, seed)
-        check_lengths(cache, stock_cache)
-
-
 def test_the_shortest_layer_does_not_write_into_shared_pages() -> None:
     """An early exit left the last layers behind, and then all sequences became the same."""
     cache, stock_cache = make_caches()
@@ -114,35 +96,6 @@ class LayerStack(torch.nn.Module):
             # Sum over the columns, because a preallocated cache has more columns than tokens.
             x = x + densify(key)[:, :, :width].sum(2, True) + densify(value)[:, :, :width].mean()
         return x
-
-
-def make_counting_backend(counts_by_graph: list[Counter[str]]) -> Callable[..., Any]:
-    """Return a compiler backend that appends a graph's counts of operations that write lengths."""
-
-    def count(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        counts: Counter[str] = Counter()
-        for node in module.graph.nodes:
-            tensor = node.meta.get("val")
-            is_int = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32
-            if node.op == "call_function" and is_int and tensor.shape == (BATCH_SIZE,):
-                counts[node.target.overloadpacket.__name__] += 1
-        counts_by_graph.append(counts)
-        return module
-
-    return aot_autograd(fw_compiler=count)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
-    cache, _ = make_caches(name)
-    run_step(cache, [0, 1, 2, 3], 9, 0)
-    counts_by_graph: list[Counter[str]] = []
-    backend = make_counting_backend(counts_by_graph)
-    compiled = torch.compile(LayerStack([0, 1, 2, 3]), fullgraph=True, backend=backend)
-    for seed in range(3):
-        compiled(make_states(0, 1, seed), cache, 0)
-    assert counts_by_graph == [Counter({"advance_by_host": NUM_LAYERS, "copy": NUM_LAYERS})]
-    assert [int(layer.get_seq_length()) for layer in cache.layers] == [12] * NUM_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -206,3 +159,32 @@ def test_compiled_first_calls_may_have_graph_breaks(has_breaks: bool) -> None:
         assert_same(compiled(x, cache, MAX_LEN), expected_output)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [10, 10, 0, 0]
     assert counters["stats"]["unique_graphs"] > (2 if has_breaks else 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
+    cache, _ = make_caches(name)
+    run_step(cache, [0, 1, 2, 3], 9, 0)
+    counts_by_graph: list[Counter[str]] = []
+    backend = make_counting_backend(counts_by_graph)
+    compiled = torch.compile(LayerStack([0, 1, 2, 3]), fullgraph=True, backend=backend)
+    for seed in range(3):
+        compiled(make_states(0, 1, seed), cache, 0)
+    assert counts_by_graph == [Counter({"advance_by_host": NUM_LAYERS, "copy": NUM_LAYERS})]
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [12] * NUM_LAYERS
+
+
+def make_counting_backend(counts_by_graph: list[Counter[str]]) -> Callable[..., Any]:
+    """Return a compiler backend that appends a graph's counts of operations that write lengths."""
+
+    def count(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        counts: Counter[str] = Counter()
+        for node in module.graph.nodes:
+            tensor = node.meta.get("val")
+            is_int = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32
+            if node.op == "call_function" and is_int and tensor.shape == (BATCH_SIZE,):
+                counts[node.target.overloadpacket.__name__] += 1
+        counts_by_graph.append(counts)
+        return module
+
+    return aot_autograd(fw_compiler=count)

@@ -2,15 +2,17 @@
 
 A cache grows, is preallocated, or keeps most pages in host memory. Some of its layers may have a
 window. Each step changes one of several forks, and then all forks must hold the tokens that the
-model of the machine, one dense tensor per layer, holds.
+model of the machine, one dense tensor per layer, holds. No page may be lost.
 """
 
+import contextlib
 import copy
 import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -22,6 +24,7 @@ from hf_fp8kv.paging import memory_blocks
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import make_causal_config
+from tests.paging.test_block_table import check_tables
 
 # New memory contains NaN, so that a page that was not copied changes the tokens.
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
@@ -29,12 +32,14 @@ pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
 NUM_LAYERS = 3
 NUM_HEADS = 2
 HEAD_DIM = 16
+PAGE_SIZE = 8
 MAX_LEN = 120
 MAX_PAGES = 40
 STORAGE: dict[str, dict[str, Any]] = {
     "growing": {},
     "budget": {"max_pages": MAX_PAGES},
     "preallocated": {"max_cache_len": MAX_LEN},
+    "preallocated budget": {"max_cache_len": MAX_LEN, "max_pages": MAX_PAGES},
     "offloaded": {"offloading": True},
     "partly offloaded": {"offloading": 3},
 }
@@ -43,6 +48,7 @@ FORMATS: list[dict[str, Any]] = [
     {"dtype": "auto"},
     {"dtype": "fp8_e4m3", "scales": 1.0},
     {"key_dtype": "auto", "value_dtype": "fp8_e3m4", "scales": 0.5},
+    {"dtype": "int6", "scales": 0.5},
 ]
 LAYER_TYPES = {
     "full": ["full_attention"] * NUM_LAYERS,
@@ -59,12 +65,13 @@ class Branch:
         keys: Dense K of each layer, `[B, H, T, D]`, or None for an empty cache. V is -K.
         records_past: Whether pages that have left the window are kept.
         keeps_all: Whether the pages of all tokens are kept, so that any crop is possible.
+        is_partial: Whether the last calls were not a step of all layers.
     """
 
     def __init__(self, cache: FP8PagedCache) -> None:
         self.cache = cache
         self.keys: list[torch.Tensor] | None = None
-        self.records_past = self.keeps_all = False
+        self.records_past = self.keeps_all = self.is_partial = False
 
     @property
     def lengths(self) -> list[int]:
@@ -82,7 +89,7 @@ class Branch:
 class CacheMachine(RuleBasedStateMachine):
     """Several forks of a cache that grows, each independently changed and dropped."""
 
-    kinds = tuple(kind for kind in STORAGE if kind != "preallocated")
+    kinds: tuple[str, ...] = ("growing", "budget")
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,12 +104,16 @@ class CacheMachine(RuleBasedStateMachine):
         data=st.data(), layers=st.sampled_from([*LAYER_TYPES]),
         window=st.sampled_from([1, 2, 7, 8, 9, 10, 20]), storage=st.sampled_from(FORMATS),
         prefill=st.sampled_from(["exact", "stored"]), backend=st.sampled_from(["auto", "triton"]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     )  # fmt: skip
     def start(
         self, data: st.DataObject, layers: str, window: int, storage: dict[str, Any], prefill: str,
-        backend: str,
+        backend: str, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.kind = kind = data.draw(st.sampled_from(self.kinds), label="kind")
+        self.has_budget = "max_pages" in STORAGE[kind]
+        self.is_preallocated = "max_cache_len" in STORAGE[kind]
+        self.dtype = dtype
         self.window = None if layers == "full" else window
         if backend == "triton":
             # The stand-in reads blocks of one or two pages.
@@ -112,18 +123,18 @@ class CacheMachine(RuleBasedStateMachine):
             "gemma3_text", num_hidden_layers=NUM_LAYERS, layer_types=LAYER_TYPES[layers],
             sliding_window=window,
         )  # fmt: skip
-        cache = FP8PagedCache(
-            config, page_size=8, prefill=prefill, backend=backend, **storage, **STORAGE[kind]
-        )
+        options = {**storage, **STORAGE[kind], "page_size": PAGE_SIZE, "prefill": prefill}
+        cache = FP8PagedCache(config, backend=backend, **options)
         self.branches = [Branch(cache)]
         self.generator = torch.Generator().manual_seed(0)
 
     def pick(self, data: st.DataObject) -> Branch:
-        return data.draw(st.sampled_from(self.branches), label="branch")
+        # Hypothesis keeps what it draws, and a dropped cache must free its pages.
+        return self.branches[data.draw(st.integers(0, len(self.branches) - 1), label="branch")]
 
     def make_keys(self, batch: int, num_tokens: int) -> torch.Tensor:
         shape = batch, NUM_HEADS, num_tokens, HEAD_DIM
-        return torch.randint(-8, 9, shape, generator=self.generator) / 2
+        return (torch.randint(-8, 9, shape, generator=self.generator) / 2).to(self.dtype)
 
     def update(self, branch: Branch, layer: int, k: torch.Tensor) -> None:
         """Store keys of a layer, and check the keys and values that attention gets."""
@@ -135,11 +146,18 @@ class CacheMachine(RuleBasedStateMachine):
         first = max(length - num_tokens - self.window + 1, 0) if is_sliding else 0
         actual_k, actual_v = densify(key), densify(value)
         # Columns end at `MAX_LEN` in a preallocated cache, and at the end of a long call.
-        has_unused = self.kind == "preallocated" and actual_k.shape[2] == MAX_LEN
+        has_unused = self.is_preallocated and actual_k.shape[2] == MAX_LEN
         stop = length if has_unused else actual_k.shape[2]
         for actual, expected in ((actual_k, keys), (actual_v, -keys)):
             span = slice(stop - (length - first), stop)
             assert_same(actual[:, :, span], expected[:, :, first:], f"layer {layer}")
+
+    def check_window_pages(self, branch: Branch, num_tokens: int) -> None:
+        """Assert that pages that left the window before the last `num_tokens` tokens are free."""
+        if self.window is not None and not self.is_preallocated:
+            table = branch.cache.groups[self.window].table
+            num_slots = (table.num_columns - table.first_page) * PAGE_SIZE
+            assert num_slots <= self.window + num_tokens + 2 * PAGE_SIZE
 
     @rule(data=st.data(), num_tokens=st.integers(1, 30), batch=st.integers(1, 3))
     def step(self, data: st.DataObject, num_tokens: int, batch: int) -> None:
@@ -152,56 +170,103 @@ class CacheMachine(RuleBasedStateMachine):
         if branch.keys is None:
             branch.keys = [self.make_keys(batch, 0) for _ in range(NUM_LAYERS)]
         k = self.make_keys(batch, num_tokens)
+        budget, num_groups = branch.cache.budget, len(branch.cache.groups)
+        # A step needs new pages, and copies of shared pages that it writes to.
+        stop_page = -(-(max(branch.lengths) + num_tokens) // PAGE_SIZE)
+        max_new = (stop_page - min(branch.lengths) // PAGE_SIZE) * batch * num_groups
+        num_held = budget.num_held
         for layer in range(NUM_LAYERS):
             try:
                 self.update(branch, layer, k + layer / 2)
             except OutOfPagesError:
-                assert self.kind == "budget"
+                assert self.has_budget
                 assert layer == 0, "a step fits in all layers or in none"
+                assert self.is_preallocated or num_held + max_new > MAX_PAGES
                 branch.keys = None if was_empty else branch.keys
                 return
+        branch.is_partial = False
+        assert self.is_preallocated or budget.num_held <= num_held + max_new
+        if not branch.records_past:
+            self.check_window_pages(branch, num_tokens)
 
-    @precondition(lambda self: self.kind == "preallocated" or self.window is None)
-    @precondition(lambda self: self.kind != "budget")
+    @precondition(
+        lambda self: self.is_preallocated or (self.window is None and not self.has_budget)
+    )
     @rule(
         data=st.data(),
-        calls=st.lists(st.tuples(st.integers(0, NUM_LAYERS - 1), st.integers(1, 4)), max_size=5),
+        calls=st.lists(st.tuples(st.integers(0, NUM_LAYERS - 1), st.integers(1, 9)), max_size=3),
     )
     def step_in_any_order(self, data: st.DataObject, calls: list[tuple[int, int]]) -> None:
         """Layers may be called in any order, more than once or not at all, as by an early exit."""
         branch = self.pick(data)
-        if branch.keys is None or max(branch.lengths) + 20 > MAX_LEN:
+        if branch.keys is None or max(branch.lengths) + 27 > MAX_LEN:
             return
+        branch.is_partial = True
         for layer, num_tokens in calls:
             self.update(branch, layer, self.make_keys(branch.batch or 1, num_tokens))
 
-    @rule(data=st.data(), layer=st.integers(0, NUM_LAYERS - 1))
-    def refuse(self, data: st.DataObject, layer: int) -> None:
+    @rule(
+        data=st.data(), layer=st.integers(0, NUM_LAYERS - 1), num_tokens=st.sampled_from([1, 2, 30])
+    )  # fmt: skip
+    def refuse(self, data: st.DataObject, layer: int, num_tokens: int) -> None:
+        """A layer refuses a step that the layers before it have stored."""
         branch = self.pick(data)
-        if branch.keys is not None:
-            k = self.make_keys(branch.batch or 1, 2)
-            with pytest.raises(ConfigError):
-                branch.cache.update(k[..., 1:], k, layer)
+        if branch.keys is None or max(branch.lengths) + num_tokens > MAX_LEN or branch.is_partial:
+            return
+        old_keys, k = [*branch.keys], self.make_keys(branch.batch or 1, num_tokens)
+        for index in range(layer):
+            try:
+                self.update(branch, index, k)
+            except OutOfPagesError:
+                assert self.has_budget
+                return
+        with pytest.raises(ConfigError):
+            branch.cache.update(k[..., 1:], k, layer)
+        if self.is_preallocated:  # the layers before keep the tokens, as in transformers' caches
+            branch.is_partial = layer > 0
+        else:
+            branch.keys = old_keys
 
-    @rule(data=st.data(), num_tokens=st.integers(0, 12))
+    @precondition(lambda self: not self.is_preallocated and self.window is None)
+    @precondition(lambda self: not self.has_budget)
+    @rule(data=st.data(), num_kept=st.integers(1, 30))
+    def keep_some_tokens(self, data: st.DataObject, num_kept: int) -> None:
+        """Libraries that drop tokens assign the kept keys and values of each layer."""
+        branch = self.pick(data)
+        if branch.keys is None or not min(branch.lengths):
+            return
+        for layer, keys in enumerate(branch.keys):
+            kept = torch.randperm(keys.shape[2], generator=self.generator)[:num_kept]
+            stored = branch.cache.layers[layer]
+            stored.keys = stored.keys[:, :, kept]
+            stored.values = stored.values[:, :, kept]
+            branch.keys[layer] = keys[:, :, kept]
+        branch.is_partial = True
+
+    @rule(data=st.data(), num_tokens=st.integers(0, 25))
     def crop(self, data: st.DataObject, num_tokens: int) -> None:
         branch = self.pick(data)
         try:
             branch.cache.crop(-num_tokens)
-        except ConfigError:  # tests/paging/test_block_table.py tests which crops are refused
+        except ConfigError:  # tests/cache/test_windows.py tests which crops of rings are refused
             assert self.window is not None
             assert not branch.keeps_all
             assert max(branch.lengths) >= self.window
+            if not self.is_preallocated:
+                length = max(branch.lengths) - num_tokens
+                first_token = branch.cache.groups[self.window].table.first_page * PAGE_SIZE
+                assert first_token > min(max(length - self.window + 1, 0), length - 1)
             return
         except OutOfPagesError:  # a shared page must be copied before it is written
-            assert self.kind == "budget"
+            assert self.has_budget
             return
+        self.check_window_pages(branch, 0)
         if branch.keys is not None:
             branch.keys = [x[:, :, : max(x.shape[2] - num_tokens, 0)] for x in branch.keys]
             branch.keys = branch.keys if any(branch.lengths) else None
         # A crop of a growing cache frees the pages before the window.
         branch.keeps_all = branch.records_past and (
-            branch.keys is None or (branch.keeps_all and self.kind == "preallocated")
+            branch.keys is None or (branch.keeps_all and self.is_preallocated)
         )
 
     @rule(data=st.data(), method=st.sampled_from(["reorder", "select", "mask", "repeat"]))
@@ -228,7 +293,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             change(argument)
         except OutOfPagesError:
-            assert self.kind == "budget"
+            assert self.has_budget
             return
         branch.select(new_rows)
 
@@ -236,7 +301,13 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         fork = copy.copy(self.pick(data))
-        fork.cache = fork.cache.fork()
+        num_held = fork.cache.budget.num_held
+        try:
+            fork.cache = fork.cache.fork()
+        except OutOfPagesError:  # sequences of preallocated copies share no pages
+            assert self.is_preallocated
+            return
+        assert self.is_preallocated or fork.cache.budget.num_held == num_held
         fork.keys = fork.keys and [*fork.keys]
         self.branches.append(fork)
 
@@ -245,13 +316,18 @@ class CacheMachine(RuleBasedStateMachine):
         branch = self.pick(data)
         path = Path(self.folder.name) / "cache.safetensors"
         used_bytes = branch.cache.memory_footprint().used_bytes
-        branch.cache = {
+        copies = {
             "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
             "deepcopy": copy.deepcopy,
             "file": lambda cache: FP8PagedCache.load(cache.save(path)),
-        }[method](branch.cache)
+        }
+        try:
+            branch.cache = copies[method](branch.cache)
+        except OutOfPagesError:
+            assert self.is_preallocated
+            return
         # Copies of a preallocated cache have separate pages for each sequence.
-        if self.kind != "preallocated":
+        if not self.is_preallocated:
             assert branch.cache.memory_footprint().used_bytes == used_bytes, "pages are shared"
 
     @rule(data=st.data())
@@ -265,9 +341,15 @@ class CacheMachine(RuleBasedStateMachine):
     def drop(self, data: st.DataObject) -> None:
         self.branches.remove(self.pick(data))
 
-    @rule(data=st.data())
-    def reset(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), num_layers=st.integers(0, NUM_LAYERS - 1))
+    def reset(self, data: st.DataObject, num_layers: int) -> None:
+        """A reset also ends a call that some layers have stored."""
         branch = self.pick(data)
+        k = self.make_keys(branch.batch or 1, 20)
+        if max(branch.lengths) + 20 <= MAX_LEN:
+            with contextlib.suppress(OutOfPagesError):
+                for layer in range(num_layers):
+                    branch.cache.update(k, k, layer)
         branch.cache.reset()
         branch.keys, branch.keeps_all = None, branch.records_past
 
@@ -278,6 +360,9 @@ class CacheMachine(RuleBasedStateMachine):
             branch.cache.activate_past_recording()
         except ConfigError:
             assert len({*branch.lengths}) > 1
+            return
+        except OutOfPagesError:  # a ring becomes as long as the cache
+            assert self.is_preallocated
             return
         branch.keeps_all |= branch.keys is None
         branch.records_past = True
@@ -305,24 +390,41 @@ class CacheMachine(RuleBasedStateMachine):
     def sizes_match_the_model(self) -> None:
         for branch in self.branches:
             cache = branch.cache
-            for index, length in enumerate(branch.lengths if self.kind != "preallocated" else ()):
+            for index, length in enumerate(() if self.is_preallocated else branch.lengths):
                 is_sliding = cache.layers[index].is_sliding
                 start = max(length - self.window + 1, 0) if is_sliding else 0
                 # A request of the cache for a mask would announce a step of a model.
                 assert cache.layers[index].get_mask_sizes(3) == (length + 3 - start, start)
             sizes = [layer.store.memory_footprint() for layer in cache.layers]
             assert self.kind != "offloaded" or len([x for x in sizes if x.get("pages")]) <= 2
-            if not any(branch.lengths) and self.kind != "preallocated":
+            if not any(branch.lengths) and not self.is_preallocated:
                 assert cache.memory_footprint().used_bytes == 0
-            if self.kind == "budget":
+            if self.has_budget:
                 assert cache.budget.num_held <= cache.budget.max_pages == MAX_PAGES
+
+    @invariant()
+    def each_page_is_free_or_in_a_table(self) -> None:
+        tables = [group.table for x in self.branches for group in x.cache.groups.values()]
+        for allocator in {table.allocator for table in tables}:
+            check_tables(*(table for table in tables if table.allocator is allocator))
+
+
+class OffloadedMachine(CacheMachine):
+    """Forks of a cache that keeps most pages in host memory."""
+
+    kinds = ("offloaded", "partly offloaded")
 
 
 class PreallocatedMachine(CacheMachine):
     """Forks of a preallocated cache, whose windows are rings. The first fork stays preallocated."""
 
-    kinds = ("preallocated",)
+    kinds = ("preallocated", "preallocated budget")
 
 
 TestCacheMachine = CacheMachine.TestCase
+TestOffloadedMachine = OffloadedMachine.TestCase
 TestPreallocatedMachine = PreallocatedMachine.TestCase
+# The machines stand for many single tests, and an example takes 50 ms.
+TestCacheMachine.settings = TestOffloadedMachine.settings = TestPreallocatedMachine.settings = (
+    hypothesis.settings(max_examples=2 * hypothesis.settings.default.max_examples)
+)

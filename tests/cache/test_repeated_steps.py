@@ -4,7 +4,7 @@ test_benchmarks.py counts the calls of such a step, and helpers/replays.py compa
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -120,18 +120,18 @@ class Decoder:
         return results
 
 
-BACKENDS = ["cpu", "torch", "reference", pytest.param("triton", marks=pytest.mark.full)]
-
-
+# Each backend, and each kind of step that a backend stores or reads in its own way.
 @torch.no_grad()
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("padded", "options"),
+    ("backend", "padded", "options"),
     [
-        (False, {}), (True, {}), (False, {"window": 24}), (False, {"dtype": "int8"}),
-        (False, {"plan": ("int8 rotated", "fp8_e2m5 rotated")}), (True, {"scales": 0.05}),
+        ("cpu", True, {"scales": 0.05}), ("cpu", False, {"window": 24}),
+        ("cpu", False, {"plan": ("int8 rotated", "fp8_e2m5 rotated")}),
+        ("torch", True, {}), ("torch", False, {"dtype": "int8"}), ("torch", False, {"window": 24}),
+        ("reference", False, {"plan": ("int8 rotated", "fp8_e2m5 rotated")}),
+        pytest.param("triton", True, {}, marks=pytest.mark.full),
     ],
-    ids=["plain", "padded", "window", "int8", "rotated", "static scales"],
+    ids=str,
 )  # fmt: skip
 @pytest.mark.usefixtures("interpreted")
 def test_repeated_steps_give_the_same_results(
@@ -178,14 +178,6 @@ def change_dtype(decoder: Decoder) -> None:
     decoder.step(PROMPT_TOKENS)
 
 
-def change_strides(decoder: Decoder) -> None:
-    decoder.convert = lambda x: x.repeat(1, 1, 1, 2)[..., :32]
-
-
-def subclass(decoder: Decoder) -> None:
-    decoder.convert = lambda x: x.as_subclass(TensorSubclass)
-
-
 def reset(decoder: Decoder) -> None:
     decoder.cache.reset()
     decoder.step(PROMPT_TOKENS)
@@ -198,33 +190,71 @@ def move(decoder: Decoder) -> None:
         blocks._set_blocks([block.clone() for block in blocks.tensors])
 
 
-# Changes before a step, and contexts of a step, in which no update is repeated.
-CHANGES: dict[str, Any] = {
-    "dtype": change_dtype, "strides": change_strides, "subclass": subclass, "reset": reset,
-    "gradients": torch.enable_grad, "mode": NameRecorder, "profiler": profile,
-    "moved": move,
+def replace_module(decoder: Decoder) -> None:
+    decoder.modules[1] = AttentionLayer(2, 1).eval()
+
+
+def set_attributes(**attributes: Any) -> Callable[[Decoder], None]:
+    return lambda decoder: vars(decoder).update(attributes)
+
+
+def add_keywords(**keywords: Any) -> Callable[[Decoder], None]:
+    return lambda decoder: decoder.keywords.update(keywords)
+
+
+def change_strides(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(1, 1, 1, 2)[..., :32]
+
+
+def make_subclass(x: torch.Tensor) -> torch.Tensor:
+    return x.as_subclass(TensorSubclass)
+
+
+# Changes before a step, which may return a context of the step. No update is repeated then.
+UNUSUAL_STEPS: dict[str, Callable[[Decoder], Any]] = {
+    "dtype": change_dtype, "reset": reset, "moved": move,
+    "strides": set_attributes(convert=change_strides),
+    "subclass": set_attributes(convert=make_subclass),
+    "gradients": lambda _: torch.enable_grad(), "mode": lambda _: NameRecorder(),
+    "profiler": lambda _: profile(),
 }  # fmt: skip
+# Changes after which updates are repeated, and calls of attention are not.
+UNUSUAL_ATTENTION: dict[str, Callable[[Decoder], Any]] = {
+    "sinks": add_keywords(s_aux=torch.zeros(4)), "softcap": add_keywords(softcap=9.0),
+    "bias": add_keywords(position_bias=torch.zeros(1, 4, 1, PROMPT_TOKENS + 5)),
+    "scaling": add_keywords(scaling=0.5), "window": add_keywords(sliding_window=16),
+    "unknown keyword": add_keywords(output_attentions=False),
+    "strides of the query": set_attributes(convert_query=change_strides),
+    "heads": set_attributes(convert_query=lambda x: x.repeat(1, 2, 1, 1)),
+    "dtype of the query": set_attributes(convert_query=torch.Tensor.bfloat16),
+    "subclass of the query": set_attributes(convert_query=make_subclass),
+    "gradient": set_attributes(convert_query=lambda x: x.clone().requires_grad_()),
+}  # fmt: skip
+CHANGES = [
+    *((change, (0, 0)) for change in UNUSUAL_STEPS.values()),
+    *((change, (NUM_LAYERS, 0)) for change in UNUSUAL_ATTENTION.values()),
+    (replace_module, (NUM_LAYERS, 1)),
+]
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CHANGES)
-def test_an_unusual_step_is_not_repeated(name: str, counts: Counts) -> None:
+@pytest.mark.parametrize(
+    ("change", "expected"), CHANGES, ids=[*UNUSUAL_STEPS, *UNUSUAL_ATTENTION, "module"]
+)
+def test_an_unusual_step_is_not_repeated(
+    change: Callable[[Decoder], Any], expected: tuple[int, int], counts: Counts
+) -> None:
     decoder = Decoder("torch")
     decoder.decode(3)
     counts.updates = counts.attention = 0
     decoder.step()
     assert (counts.updates, counts.attention) == (NUM_LAYERS, NUM_LAYERS)
-    change = CHANGES[name]
-    context: AbstractContextManager[Any] = nullcontext()
-    if name in ("gradients", "mode", "profiler"):
-        context = change()
-    else:
-        change(decoder)
+    context = change(decoder) or nullcontext()
     counts.updates = counts.attention = 0
     with context:
         decoder.step()
-    assert (counts.updates, counts.attention) == (0, 0)
+    assert (counts.updates, counts.attention) == expected
 
 
 @torch.no_grad()
@@ -246,61 +276,6 @@ def test_the_description_of_a_captured_step_has_all_operations(
     operations = [name for name in names[0] if name.startswith("hf_fp8kv.")]
     expected = ["hf_fp8kv.write_by_host.default", "hf_fp8kv.attend_by_host.default"]
     assert operations == expected * NUM_LAYERS
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1, 4, 1, 1)}, {"softcap": 9.0},
-        {"scaling": 0.5}, {"output_attentions": False}, {"sliding_window": 16},
-    ],
-    ids=lambda keywords: next(iter(keywords)),
-)  # fmt: skip
-def test_other_arguments_of_attention_are_not_repeated(
-    keywords: dict[str, Any], counts: Counts
-) -> None:
-    decoder = Decoder("torch")
-    decoder.decode(3)
-    if "position_bias" in keywords:
-        length = int(decoder.cache.get_seq_length()) + 1
-        keywords = {"position_bias": torch.zeros(1, 4, 1, length)}
-    decoder.keywords = {**decoder.keywords, **keywords}
-    counts.updates = counts.attention = 0
-    decoder.step()
-    assert (counts.updates, counts.attention) == (NUM_LAYERS, 0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.repeat(1, 1, 1, 2)[..., :32], lambda x: x.repeat(1, 2, 1, 1),
-        torch.Tensor.bfloat16, lambda x: x.as_subclass(TensorSubclass),
-        lambda x: x.clone().requires_grad_(),
-    ],
-    ids=["strides", "heads", "dtype", "subclass", "gradient"],
-)  # fmt: skip
-def test_another_query_is_not_repeated(
-    change: Callable[[torch.Tensor], torch.Tensor], counts: Counts
-) -> None:
-    decoder = Decoder("torch")
-    decoder.decode(2)
-    decoder.convert_query = change
-    counts.updates = counts.attention = 0
-    decoder.step()
-    assert (counts.updates, counts.attention) == (NUM_LAYERS, 0)
-
-
-@torch.no_grad()
-def test_the_attention_of_another_module_is_not_repeated(counts: Counts) -> None:
-    decoder = Decoder("torch")
-    decoder.decode(2)
-    modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
-    modules[0], decoder.modules = decoder.modules[0], modules
-    counts.updates = counts.attention = 0
-    decoder.step()
-    assert (counts.updates, counts.attention) == (NUM_LAYERS, 1)
 
 
 @torch.no_grad()
@@ -447,13 +422,13 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
         dense_calls.clear()
         is_token = torch.ones(BATCH, 40, dtype=torch.bool)
         is_token[0, :3] = False
-        stored.attend(make_compact(is_token, 0, 40, 0, 40))
-        stored.attend(torch.ones(BATCH, 1, 40, 40, dtype=torch.bool).tril())
-        stored.attend(position_bias=torch.zeros(1, 4, 40, 40))
-        stored.attend(softcap=5.0)
-        stored.attend(sliding_window=10)
-        stored.attend(is_causal=False)
-        stored.attend(s_aux=torch.zeros(4))
+        for keywords in (
+            {"mask": make_compact(is_token, 0, 40, 0, 40)},
+            {"mask": torch.ones(BATCH, 1, 40, 40, dtype=torch.bool).tril()},
+            {"position_bias": torch.zeros(1, 4, 40, 40)}, {"softcap": 5.0}, {"sliding_window": 10},
+            {"is_causal": False}, {"s_aux": torch.zeros(4)},
+        ):  # fmt: skip
+            stored.attend(**keywords)
         _Stored(39).attend()
         _Stored(max_cache_len=50).attend()
         chunk = _Stored()

@@ -136,21 +136,6 @@ def test_wrappers_keep_no_cache_alive(models):
     assert not [referrer for referrer in gc.get_referrers(cache) if referrer in wrappers]
 
 
-def test_beams_padding_and_forks_give_the_results_of_the_original_weights(models):
-    inputs = {"attention_mask": torch.ones_like(IDS)}
-    inputs["attention_mask"][0, :5] = 0
-    results = []
-    for model in models:
-        cache = FP8PagedCache(model.config, page_size=16)
-        ids = model.generate(
-            IDS, **inputs, past_key_values=cache, num_beams=3, max_new_tokens=9, pad_token_id=0
-        )
-        fork = cache.fork()
-        with torch.no_grad():
-            results.append((ids, model(IDS[:1, :1].expand(6, 1), past_key_values=fork).logits))
-    assert_same(*results)
-
-
 @needs_rounding
 def test_enabled_models_give_the_results_of_the_original_weights(models):
     original, declared = models

@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         "fork: the copy is skipped", GROUP,
         "if pool.is_allocated and len(copies[0]):", "if pool.is_allocated and not len(copies[0]):",
-        "tests/cache/test_cache.py",
+        "tests/cache/test_machine.py",
     ),
     Mutant(
         "fork: a shared page is written", TABLE,
@@ -286,7 +286,7 @@ MUTANTS = (
         "window: a long call keeps one page too few", GROUP,
         "return min(self.find_window_start(length), length - 1) // self.page_size * self.page_size",
         "return (length - 1) // self.page_size * self.page_size",
-        "tests/paging/test_block_table.py",
+        "tests/cache/test_machine.py",
     ),
     Mutant(
         "window: a long call reads zeros before it", "cache/layer_store.py",
@@ -297,17 +297,17 @@ MUTANTS = (
     Mutant(
         "crop: one token too few", GROUP,
         "max(self.lengths[i] - num_tokens, 0)", "max(self.lengths[i] - max(num_tokens - 1, 0), 0)",
-        "tests/cache/test_cache.py tests/cache/test_lengths.py",
+        "tests/cache/test_machine.py",
     ),
     Mutant(
         "beams: the order is ignored", "cache/cache.py",
         "self._paged.select(sequences)", "self._paged.select(torch.arange(len(sequences)))",
-        "tests/cache/test_cache.py tests/cache/test_generate.py",
+        "tests/cache/test_machine.py",
     ),
     Mutant(
         "update: a failed step is not undone", "cache/cache.py",
         "            self._undo_step(layer_idx, key_states.shape[-2], error)\n", "",
-        "tests/cache/test_cache.py tests/cache/test_lengths.py",
+        "tests/cache/test_machine.py",
     ),
     Mutant(
         "save: centers are lost", "cache/serialization.py",
@@ -353,7 +353,7 @@ MUTANTS = (
     Mutant(
         "attention: training through pages is silent", "attention/fp8_paged.py",
         "            if query.requires_grad and module.training:", "            if False:",
-        "tests/attention/test_training.py tests/attention/test_training_gradients.py",
+        "tests/attention/test_interruptions.py",
     ),
     Mutant(
         "sizes: a mask of another size is accepted", "ops/sizes.py",
