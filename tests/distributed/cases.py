@@ -138,17 +138,19 @@ def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Cas
 
 
 def generate_beams_and_forks(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
+    def make_cache() -> FP8PagedCache:
+        return FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
+
+    cache = make_cache()
     first_tokens = generate(model, cache, max_new_tokens=4)
-    fork = cache.fork()
-    inputs = {"input_ids": torch.tensor(first_tokens), "attention_mask": torch.ones(2, 17).long()}
-    inputs["attention_mask"][0, :3] = 0
+    mask = torch.ones(2, 17).long()
+    mask[0, :3] = 0
+    inputs = {"input_ids": torch.tensor(first_tokens), "attention_mask": mask}
     continuations = [
-        model.generate(**inputs, past_key_values=x, **{**GREEDY, "max_new_tokens": n}).tolist()
-        for x, n in ((fork, 6), (cache, 8))
+        model.generate(**inputs, past_key_values=x, **GREEDY).tolist()
+        for x in (cache.fork(), cache)
     ]
-    beam_cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
-    return [first_tokens, *continuations, generate(model, beam_cache, num_beams=3)]
+    return [first_tokens, *continuations, generate(model, make_cache(), num_beams=3)]
 
 
 def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -184,9 +186,9 @@ def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
 
 
 def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens of a split model, which gets no plan, with `enable` and with a cache.
+    """Return the tokens of a split model, which gets no plan, and whether a message reports this.
 
-    One message reports this. In one process, the same format is passed.
+    In one process, the same format is passed.
     """
     keywords: dict[str, Any] = {**STORED} if ranks else {**STORED, "dtype": "fp8_e3m4"}
     handler = BufferingHandler(100)
@@ -194,11 +196,10 @@ def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
     try:
         hf_fp8kv.enable(model, **keywords)
         assert len(handler.buffer) == len(ranks), [x.getMessage() for x in handler.buffer]
-        tokens = generate(model, None)
+        return generate(model, None)
     finally:
         logging.getLogger("hf_fp8kv").removeHandler(handler)
         hf_fp8kv.disable(model)
-    return [tokens, generate(model, FP8PagedCache(model, **keywords))]
 
 
 def generate_from_checkpoint(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -314,21 +315,17 @@ def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any
 # Cases in which each process gives the tokens of one process with the whole model: all kinds of
 # attention, scales and caches, with a model whose heads are split across processes.
 EQUAL_CASES: dict[str, tuple[str, Case]] = {
-    **{
-        f"{model}, {attention}, per head": (model, make_generate_case(attention, "head"))
-        for model, attention in (
-            ("4q-2kv", "fp8_paged"), ("8q-4kv", "fp8_paged"), ("4q-4kv", "fp8_paged"),
-            ("biased-keys", "fp8_paged"), ("8q-4kv", "sdpa"), ("biased-keys", "eager"),
-        )
-    },
-    "per tensor": ("8q-4kv", make_generate_case("fp8_paged", "tensor")),
-    "per channel": ("4q-2kv", make_generate_case("fp8_paged", "channel")),
+    "fp8_paged, per head": ("8q-4kv", make_generate_case("fp8_paged", "head")),
+    "sdpa, per head": ("8q-4kv", make_generate_case("sdpa", "head")),
+    "eager, biased keys": ("biased-keys", make_generate_case("eager", "head")),
+    "per tensor": ("4q-2kv", make_generate_case("fp8_paged", "tensor")),
+    "per channel": ("4q-4kv", make_generate_case("fp8_paged", "channel")),
     "centers": ("8q-4kv", make_generate_case("fp8_paged", "centers")),
-    "dynamic": ("4q-2kv", make_generate_case("fp8_paged", None)),
-    "unquantized keys": ("4q-2kv", make_generate_case("fp8_paged", "head", key_dtype="auto")),
+    "dynamic": ("4q-2kv", make_generate_case("fp8_paged", None, key_dtype="auto")),
     "exact prefill": ("4q-2kv", make_generate_case("fp8_paged", "head", prefill="exact")),
-    "preallocated": ("4q-2kv", make_generate_case("fp8_paged", "head", max_cache_len=40)),
-    "backend torch": ("4q-2kv", make_generate_case("fp8_paged", "head", backend="torch")),
+    "preallocated": (
+        "4q-2kv", make_generate_case("fp8_paged", "head", max_cache_len=40, backend="torch"),
+    ),
     "gathered heads": ("gathered", make_generate_case("fp8_paged", "head")),
     "forks and beams": ("8q-4kv", generate_beams_and_forks),
     "a cache in files": ("8q-4kv", save_and_load),
@@ -337,11 +334,8 @@ EQUAL_CASES: dict[str, tuple[str, Case]] = {
     "from_pretrained": ("8q-4kv", generate_from_checkpoint),
     "vLLM's JSON, a rank each": ("8q-4kv", make_json_case(2)),
     "vLLM's JSON, one rank": ("8q-4kv", make_json_case(1)),
-    **{
-        f"latents, {keywords or 'default'}": ("latents", make_latents_case(**keywords))
-        for keywords in ({}, {"dtype": "auto", "max_cache_len": 40})
-        if "latents" in MODELS
-    },
+    "latents": ("latents", make_latents_case()),
+    "latents, preallocated": ("latents", make_latents_case(dtype="auto", max_cache_len=40)),
     "generate_batch, chunked, centers": (
         "biased-keys", make_serve_case("centers", max_batch_tokens=16),
     ),

@@ -917,8 +917,8 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_killed_writers_leave_valid_files(tmp_path: Path) -> None:
-    counts = run_killed_writers(tmp_path, num_kills=40)
+def test_killed_writers_leave_valid_files() -> None:
+    counts = run_killed_writers(num_kills=40)
     assert (counts["wrong_answers"], counts["over_limit"]) == (0, 0), counts
     assert counts["bytes_written"] > 0
     assert counts["tokens_found"] > 0
