@@ -32,8 +32,6 @@ def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 class EngineRun(NamedTuple):
-    """The answers of an engine, and the usage of the engine and of the store at the end."""
-
     answers: list[list[int]]
     usage: Any
     store_usage: Any
@@ -129,7 +127,6 @@ def test_prompts_with_equal_hashes_are_read_from_their_own_pages(
 
 
 def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
-    """The blocks fit one prompt at a time, both when prompts are stored and when they are found."""
     prompts = [make_prompt(9 * PAGE_SIZE, seed=number) for number in range(3)]
     expected, _, _ = run_prompts(None, prompts)
     for _ in range(3):
@@ -244,7 +241,6 @@ def test_the_engine_waits_while_blocks_are_filled(
 
 
 def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
-    """A request finds an evicted block in the store, or recomputes it if it searches no prefix."""
     prompt = make_prompt(6 * PAGE_SIZE + 3)
     expected, _, _ = run_prompts(tmp_path, [prompt])
     store = PrefixStore(tmp_path)

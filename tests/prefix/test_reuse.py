@@ -69,7 +69,6 @@ class Chat:
 
 
 def count_kept_tokens(name: str, num_shared: int) -> int:
-    """Return the number of tokens that are kept of `num_shared` shared tokens at the beginning."""
     return 0 if name in UNCROPPABLE_MODELS else num_shared
 
 
@@ -230,7 +229,6 @@ def test_the_cached_tokens_follow_cache_operations(
 
 @torch.no_grad()
 def test_tokens_of_direct_calls_are_computed_again() -> None:
-    """A prompt that begins with the tokens of a direct call gets the correct answer."""
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21))
     extended = torch.cat([answer, chat.make_ids(7)], 1)
@@ -307,7 +305,6 @@ def test_reuse_prefix_can_be_disabled() -> None:
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "skipped"])
 def test_a_failed_prompt_keeps_the_tokens_before(name: str) -> None:
-    """The failed prompt is not treated as the beginning of a later prompt."""
     skipped = {"skip_layers": ["sliding_attention"]} if name == "skipped" else {}
     chat = Chat("gqa" if name == "gqa" else "sliding_and_full", max_pages=10, **skipped)
     answer, _ = chat.check_answer(chat.make_ids(21, rows=1 + (name == "gqa")))

@@ -57,7 +57,6 @@ def adapt_request(fields: dict) -> dict:
 
 
 def find_text_schema(fields: dict) -> dict | None:
-    """Return the JSON schema of the answer, or None if the request has no schema."""
     output_format = fields.get("response_format") or (fields.get("text") or {}).get("format") or {}
     return (output_format.get("json_schema") or output_format).get("schema")
 
@@ -89,7 +88,6 @@ def check_stream(path: str, fields: dict, text: str) -> None:
 
 
 def check_answer(path: str, fields: dict, text: str) -> None:
-    """Check that an answer has the calls, or a text with the schema, that its client reads."""
     types = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}
     response = parse(types[path], text)
     assert response.usage.total_tokens

@@ -88,7 +88,6 @@ def disconnect(server: Endpoint, index: int) -> None:
 
 
 def generate_answers(folder: str, num_requests: int) -> list[str]:
-    """Return the answers of `generate()` with transformers' cache, for the kind "seeds"."""
     model = LlamaForCausalLM.from_pretrained(folder)
     answers = []
     for index, prompt in enumerate(PROMPTS[:num_requests]):

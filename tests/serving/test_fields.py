@@ -88,7 +88,6 @@ def get_choices(server: Endpoint, path: str = COMPLETIONS, **fields: object) -> 
 
 @torch.inference_mode()
 def compute_logprobs(model, tokens: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of the next token after each token, `[T, V]`."""
     return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
@@ -183,7 +182,6 @@ def make_tokenizer(decoder: str) -> Tokenizer:
 
 @pytest.fixture(scope="module", params=["ByteLevel", "ByteFallback", "WordPiece", "Metaspace"])
 def byte_server(request, tmp_path_factory):
-    """A server whose model has a tokenizer of this type."""
     folder, backend = tmp_path_factory.mktemp("bytes"), make_tokenizer(request.param)
     save_chat_model(folder, vocab_size=backend.get_vocab_size())
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -506,7 +504,6 @@ TOOLS = [{"type": "function", "function": function} for function in (WEATHER, CL
 
 
 def is_valid_call(call: dict) -> bool:
-    """Return whether a call of WEATHER or CLOCK follows the schema of its parameters."""
     arguments = json.loads(call["function"]["arguments"])
     values = {"clock": [*range(10)], "weather": ["today", "tomorrow"]}[call["function"]["name"]]
     names = {"clock": {"zone"}, "weather": {"day"}}[call["function"]["name"]]

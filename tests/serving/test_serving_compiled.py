@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import CompileConfig
-from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, serving
-from hf_fp8kv.serving.probe import read_layer_windows
 from tests.helpers.serving_tools import (
     batching,
     enable,
@@ -61,14 +59,3 @@ class TestCompiled:
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(default_compile_level=1))
         assert manager.continuous_batching_config.varlen_compile_config is not None
-
-
-def test_layer_windows_finds_models_without_block_tables() -> None:
-    """The engine passes steps to CUDA graphs as block tables."""
-    for name, has_windows in (("gpt_oss", True), ("llama", False)):
-        config = build_variant(name)[0].config
-        has_block_tables = all(
-            stock.ATTN_TYPE_TO_ALLOCATOR[layer_type].supports_block_table
-            for layer_type in stock.group_layers_by_attn_type(config)
-        )
-        assert (has_block_tables, any(read_layer_windows(config))) == (not has_windows, has_windows)

@@ -90,7 +90,6 @@ def server_with_end_token(folder, tmp_path_factory):
 
 
 def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
-    """Return the text of a completion and its finish reason."""
     answer = server.answer(COMPLETIONS, **{"prompt": "once upon", "max_tokens": 250} | fields)
     events = answer if fields.get("stream") else [answer]
     assert len(events) > 2 or not fields.get("stream")
@@ -98,7 +97,6 @@ def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
 
 
 def constrain(**constraint: object) -> dict[str, object]:
-    """Return the field of a request that constrains its answer."""
     return {"structured_outputs": constraint}
 
 
@@ -202,10 +200,6 @@ def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
     assert all(re.fullmatch(r"([a-f]{3}-[0-9]{3} ){24}\.", text) for text, _ in answers)
 
 
-class Panic(BaseException):
-    """An exception like a panic of a library in Rust."""
-
-
 class FailingMatcher:
     """A matcher of llguidance that panics at the letter z."""
 
@@ -217,7 +211,7 @@ class FailingMatcher:
 
     def consume_tokens(self, tokens):
         if tokens == [ord("z") - 32]:
-            raise Panic("a bug of the library")
+            raise BaseException("a bug of the library")  # like a panic of a library in Rust
         return self._matcher.consume_tokens(tokens)
 
 
@@ -249,7 +243,7 @@ def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
         overflows = [submit("[a-y]{50}") for _ in range(2)]
         assert [future.result() for future in futures] == expected_texts * 2
     for futures, expected, message in (
-        (panics, 500, "the grammar failed: Panic: a bug of the library"),
+        (panics, 500, "the grammar failed: BaseException: a bug of the library"),
         (overflows, 400, "lexer error: too many states"),
     ):
         for future in futures:
@@ -261,7 +255,6 @@ def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
 
 
 def wrap_schema(schema: object, **fields: object) -> dict[str, object]:
-    """Return the field of a chat that contains a JSON schema."""
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
 
 
