@@ -102,14 +102,11 @@ def openai_completions(target: Target) -> None:
 
 def openai_responses(target: Target) -> None:
     client = _make_client(target)
-    response = client.responses.create(
-        model=target.model, input=QUESTION, instructions="Be brief.", max_output_tokens=8
-    )
+    request = {"model": target.model, "input": QUESTION, "max_output_tokens": 8}
+    response = client.responses.create(**request, instructions="Be brief.")
     assert response.output_text
     assert response.usage.input_tokens_details.cached_tokens >= 0
-    with client.responses.stream(
-        model=target.model, input=[{"role": "user", "content": QUESTION}], max_output_tokens=8
-    ) as stream:
+    with client.responses.stream(**request) as stream:
         event_types = [event.type for event in stream]
     assert event_types[0] == "response.created"
     assert event_types[-1] in ("response.completed", "response.incomplete")
