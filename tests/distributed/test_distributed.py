@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 from transformers import AutoTokenizer
 
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, tensor_parallel
+from hf_fp8kv import ConfigError, FP8PagedCache, tensor_parallel
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.distributed import cases
 from tests.distributed.worker import NUM_PROCESSES
@@ -222,9 +222,3 @@ def test_a_cache_for_uneven_heads_is_refused(num_heads, size, message):
     model, _ = build_variant("llama", num_key_value_heads=num_heads)
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(model.config, tensor_parallel=TensorParallel(0, size))
-
-
-def test_a_file_of_one_rank_serves_all_ranks(tmp_path):
-    cases.write_json(tmp_path / "1.json", 1)
-    scales = [KVScales.from_file(tmp_path / "1.json", tp_rank=r, tp_size=4) for r in (0, 3)]
-    assert scales[0].digest == scales[1].digest == KVScales.from_file(tmp_path / "1.json").digest
