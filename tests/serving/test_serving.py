@@ -5,16 +5,17 @@ import functools
 import gc
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
@@ -679,6 +680,70 @@ class TestRunningEngines:
         schedules = [int(batch.get_schedule("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(schedules) == [5, 8]
         assert sorted(x.kwargs["num_query_rows"] for x in create.call_args_list) == [2, 10]
+
+    def test_requests_are_admitted_after_all_running_requests_are_canceled(self) -> None:
+        """An engine that evicts a request admits no request until a running request finishes."""
+        model, _ = build_variant("gqa", max_position_embeddings=512)
+        serving.enable(model)
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+        with open_manager(model, pages=9) as manager:
+            for token in (2, 40):
+                prompt = list(range(token, token + 3 * PAGE))
+                manager.add_request(prompt, max_new_tokens=6 * PAGE)
+            deadline = time.monotonic() + 30
+            while manager.batch_processor is None or not (
+                manager.batch_processor.scheduler.block_new_requests
+            ):
+                assert time.monotonic() < deadline, "no request was evicted"
+                time.sleep(0.001)
+            scheduler = manager.batch_processor.scheduler
+            (running_id,), (waiting_id,) = scheduler.active_requests, scheduler.waiting_requests
+            manager.cancel_request(running_id)
+            added_id = manager.add_request([5, 6, 7], max_new_tokens=2)
+            lengths: dict[str, int] = {}
+            while {waiting_id, added_id} - lengths.keys() and (x := manager.get_result(timeout=20)):
+                lengths[x.request_id] = len(x.generated_tokens)
+            for request_id in (waiting_id, added_id):
+                manager.cancel_request(request_id)  # otherwise the manager waits for it at exit
+            lengths.pop(running_id, None)
+            assert lengths == {waiting_id: 6 * PAGE, added_id: 2}
+
+
+class TestCompiled:
+    """Steps are traced and run without code generation, so generated code is not covered."""
+
+    OPTIONS: ClassVar = {"backend": "eager", "mode": None, "dynamic": True}
+
+    @pytest.fixture(autouse=True)
+    def _fresh_compiler(self) -> Iterator[None]:
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @FULL  # torch needs 12 s to trace the layers of one model
+    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+    def test_compiled_steps_give_the_same_tokens(self, name: str) -> None:
+        """Attention is not compiled, so a new number of requests needs no new compilation."""
+        model = make_model(name)
+        expected = enable(model, prompts(), scales=head_scales(model))
+        config = CompileConfig(fullgraph=False, **self.OPTIONS)
+        initial_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
+        assert tokens == expected
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - initial_graphs
+        # The parts without attention are 11 graphs. Compiling attention for each step makes 55.
+        assert 0 < num_graphs < 25
+
+    def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        manager = llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
+        assert manager.continuous_batching_config.varlen_compile_config is not None
+        serving.enable(llama)
+        # decode_compile_config is accepted, because the engine uses it only for its own attention.
+        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **self.OPTIONS))
+        with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
+            llama.init_continuous_batching(greedy(), config)
 
 
 class DelayedStream:
