@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -70,20 +70,24 @@ def server(folder, tmp_path_factory):
 
 
 def get_choices(server: Endpoint, path: str = COMPLETIONS, **fields: object) -> list[dict]:
-    """Return the choices of an answer. The parts of a streamed answer are joined."""
+    """Return the text, calls, parts of log-probabilities and finish reason of each choice."""
     answer = server.answer(path, **fields)
-    if not fields.get("stream"):
-        return answer["choices"]
-    choices: dict[int, dict] = {}
-    for event in answer:
+    choices: dict[int, dict] = defaultdict(lambda: {"text": "", "calls": [], "logprobs": []})
+    for event in answer if fields.get("stream") else [answer]:
         for part in event["choices"]:
-            choice = choices.setdefault(part["index"], {"text": "", "calls": [], "logprobs": []})
-            delta = part.get("delta", {})
-            choice["text"] += part.get("text") or delta.get("content") or ""
-            choice["calls"] += delta.get("tool_calls", [])
-            choice["logprobs"].append(part.get("logprobs"))
+            choice = choices[part["index"]]
+            message = part.get("delta") or part.get("message") or {}
+            choice["text"] += part.get("text") or message.get("content") or ""
+            choice["calls"] += message.get("tool_calls") or []
+            choice["logprobs"] += [part["logprobs"]] if part.get("logprobs") else []
             choice["finish_reason"] = part.get("finish_reason")
     return [choices[index] for index in sorted(choices)]
+
+
+def join_logprobs(choice: dict) -> dict[str, list]:
+    """Return the log-probabilities of a choice of a completion, joined if it was streamed."""
+    parts = choice["logprobs"]
+    return {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
 
 
 @torch.inference_mode()
@@ -102,8 +106,7 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, op
             frequency_penalty=1.0, **options,
         )  # fmt: skip
         assert choice["text"].startswith(PROMPT)
-        parts = choice["logprobs"] if stream else [choice["logprobs"]]
-        logprobs = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
+        logprobs = join_logprobs(choice)
         tokens = encode(choice["text"])
         assert len(tokens) == len(PROMPT) + 9
         assert logprobs["tokens"] == list(choice["text"])
@@ -124,10 +127,9 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, op
 def test_logprobs_of_a_chat_match_the_model(server, model):
     fields = {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
     (choice,) = get_choices(server, CHAT, **fields)
-    content, text = choice["logprobs"]["content"], choice["message"]["content"]
-    assert "".join(entry["token"] for entry in content) == text
-    tokens = encode("why" + text)
-    expected = compute_logprobs(model, tokens)
+    (content,) = (part["content"] for part in choice["logprobs"])
+    assert "".join(entry["token"] for entry in content) == choice["text"]
+    expected = compute_logprobs(model, encode("why" + choice["text"]))
     for position, entry in enumerate(content, 2):
         largest = expected[position].max().item()
         torch.testing.assert_close(entry["logprob"], largest, **LOGPROB_TOLERANCE)
@@ -135,10 +137,9 @@ def test_logprobs_of_a_chat_match_the_model(server, model):
         assert bytes(entry["bytes"]).decode() == entry["token"]
         assert len(entry["top_logprobs"]) == 2
     (streamed,) = get_choices(server, CHAT, **fields, stream=True)
-    parts = [part["content"] for part in streamed["logprobs"] if part]
-    streamed_tokens = [entry["token"] for entry in chain.from_iterable(parts)]
-    assert streamed_tokens == [entry["token"] for entry in content]
-    assert max(map(len, parts)) == 1
+    parts = [part["content"] for part in streamed["logprobs"] if part["content"]]
+    streamed_tokens = [[x["token"] for x in part] for part in parts]
+    assert streamed_tokens == [[entry["token"]] for entry in content]
 
 
 def make_tokenizer(decoder: str) -> Tokenizer:
@@ -202,8 +203,7 @@ def test_offsets_index_the_text_and_no_alternative_is_lost(byte_server, prompt, 
         (choice,) = get_choices(
             server, **echo, max_tokens=40, logprobs=6, temperature=1.9, seed=seed, stream=stream
         )
-        parts = choice["logprobs"] if stream else [choice["logprobs"]]
-        logprobs = {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
+        logprobs = join_logprobs(choice)
         text, offsets = choice["text"], logprobs["text_offset"]
         assert offsets == sorted(offsets)
         rows = zip(*logprobs.values(), strict=True)
@@ -224,8 +224,9 @@ def test_an_unknown_character_of_a_prompt_does_not_shift_offsets(server):
     prompt = "a \U0001f30d\u00e9b"
     (choice,) = get_choices(server, prompt=prompt, max_tokens=3, logprobs=0, echo=True)
     assert choice["text"].startswith(prompt)
-    assert choice["logprobs"]["tokens"][:5] == ["a", " ", "?", "?", "b"]
-    assert choice["logprobs"]["text_offset"] == list(range(8))
+    logprobs = join_logprobs(choice)
+    assert logprobs["tokens"][:5] == ["a", " ", "?", "?", "b"]
+    assert logprobs["text_offset"] == list(range(8))
 
 
 def test_the_bytes_of_tokens_are_the_text(byte_server):
@@ -238,11 +239,10 @@ def test_the_bytes_of_tokens_are_the_text(byte_server):
     for request in requests:
         for stream in (False, True):
             (answer,) = get_choices(server, CHAT, **fields, **request, stream=stream)
-            parts = answer["logprobs"] if stream else [answer["logprobs"]]
-            entries = [*chain.from_iterable(part["content"] for part in parts if part)]
-            text = answer["text"] if stream else answer["message"]["content"]
-            assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == text
-            assert "structured_outputs" not in request or text == choice
+            entries = [*chain.from_iterable(part["content"] for part in answer["logprobs"])]
+            data = b"".join(bytes(entry["bytes"]) for entry in entries)
+            assert data.decode() == answer["text"]
+            assert "structured_outputs" not in request or answer["text"] == choice
             for entry in entries:
                 for token in (entry, *entry["top_logprobs"]):
                     data = bytes(token["bytes"])
@@ -262,7 +262,8 @@ def test_a_prompt_without_an_answer_is_echoed_with_logprobs(server):
         assert {choice["finish_reason"] for choice in choices} == {"length"}
     prompt = "x" * CONTEXT_LENGTH  # fills the context of the model
     (scored,) = get_choices(server, **fields | {"prompt": prompt}, logprobs=0)
-    assert (scored["text"], len(scored["logprobs"]["tokens"])) == (prompt, CONTEXT_LENGTH)
+    assert scored["text"] == prompt
+    assert len(join_logprobs(scored)["tokens"]) == CONTEXT_LENGTH
     assert server.ask(COMPLETIONS, {**fields, "prompt": prompt + "x"})[0] == 400
 
 
@@ -272,21 +273,20 @@ def test_a_prompt_without_an_answer_is_echoed_with_logprobs(server):
 )
 def test_an_answer_and_its_logprobs_end_before_a_stop_string(server, path, stream, start):
     """The usage counts the tokens of the stop string, which the model has generated."""
-    fields = {"messages": MESSAGES, "logprobs": True, "max_tokens": 40}
-    if path == COMPLETIONS:
-        fields = {"prompt": "why", "logprobs": 1, "max_tokens": 40}
+    fields = {CHAT: {"messages": MESSAGES, "logprobs": True},
+              COMPLETIONS: {"prompt": "why", "logprobs": 1}}[path]  # fmt: skip
+    fields["max_tokens"] = 40
     (choice,) = get_choices(server, path, **fields)
-    text = choice["message"]["content"] if path == CHAT else choice["text"]
-    stop = text[start : start + 4]
-    kept_text = text[: text.index(stop)]
+    stop = choice["text"][start : start + 4]
+    kept_text = choice["text"][: choice["text"].index(stop)]
     fields |= {"stop": [stop, "no such text"], "stream": stream}
     (choice,) = get_choices(server, path, **fields)
-    assert (choice["message"]["content"] if "message" in choice else choice["text"]) == kept_text
-    assert choice["finish_reason"] == "stop"
-    parts = [part for part in (choice["logprobs"] if stream else [choice["logprobs"]]) if part]
+    assert (choice["text"], choice["finish_reason"]) == (kept_text, "stop")
     if path == CHAT:
-        parts = [{"tokens": [entry["token"] for entry in part["content"]]} for part in parts]
-    assert "".join(chain.from_iterable(part["tokens"] for part in parts)) == kept_text
+        tokens = [x["token"] for part in choice["logprobs"] for x in part["content"]]
+    else:
+        tokens = join_logprobs(choice)["tokens"]
+    assert "".join(tokens) == kept_text
     if not stream:
         usage = server.answer(path, **fields)["usage"]
         assert usage["completion_tokens"] == len(kept_text + stop)
@@ -301,18 +301,18 @@ def test_logprobs_of_impossible_tokens_are_finite():
 
 @pytest.mark.parametrize(("path", "stream"), [(CHAT, True), (COMPLETIONS, False)])
 def test_several_answers_match_answers_of_consecutive_seeds(server, path, stream):
-    fields = {"messages": MESSAGES} if path == CHAT else {"prompt": PROMPT}
-    fields |= {"max_tokens": 10, "temperature": 1.2, "stream": stream}
-
-    def get_texts(**options: object) -> list[str]:
-        answers = get_choices(server, path, **fields, **options)
-        return [choice.get("message", {}).get("content") or choice["text"] for choice in answers]
-
+    fields = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": PROMPT}}[path]
+    fields = {**fields, "max_tokens": 10, "temperature": 1.2, "stream": stream}
     best_of = {"best_of": 3} if path == COMPLETIONS else {}
-    joint_texts = get_texts(n=3, seed=2**63 - 2, **best_of)
-    single_texts = [get_texts(seed=seed)[0] for seed in (2**63 - 2, 2**63 - 1, -(2**63))]
-    assert joint_texts == single_texts
-    assert len(set(joint_texts)) == 3
+    joint_choices = get_choices(server, path, **fields, n=3, seed=2**63 - 2, **best_of)
+    single_choices = [
+        *chain.from_iterable(
+            get_choices(server, path, **fields, seed=seed)
+            for seed in (2**63 - 2, 2**63 - 1, -(2**63))
+        )
+    ]
+    assert joint_choices == single_choices
+    assert len({choice["text"] for choice in joint_choices}) == 3
 
 
 def test_the_prompt_of_several_answers_is_counted_and_computed_once(server):
@@ -518,7 +518,7 @@ def test_required_tools_are_called(server, stream):
             temperature=1.5, seed=seed, **fields,
         )  # fmt: skip
         assert choice["finish_reason"] == "tool_calls"
-        (call,) = choice["calls"] if stream else choice["message"]["tool_calls"]
+        (call,) = choice["calls"]
         assert is_valid_call(call)
         return call["function"]["name"]
 

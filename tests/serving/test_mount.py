@@ -171,11 +171,12 @@ def test_fields_with_a_meaning_are_never_ignored(lenient_client, path, field, va
 
 def test_unknown_fields_are_ignored_and_logged_on_request(lenient_client, caplog):
     for path, request in VALID_REQUESTS.items():
-        expected = text_in(lenient_client.post(path, json=request).json())
         caplog.clear()
-        response = lenient_client.post(path, json={**request, "bogus": 1, "x" * 999: [], "n": None})
-        assert response.status_code == 200, response.text
-        assert text_in(response.json()) == expected
+        expected, answer = (
+            lenient_client.post(path, json=request | fields).json()
+            for fields in ({}, {"bogus": 1, "x" * 999: [], "n": None})
+        )
+        assert text_in(answer) == text_in(expected)
         (message,) = [x.getMessage() for x in caplog.records if "unknown fields" in x.getMessage()]
         assert "['bogus', 'xxx" in message
         assert len(message) < 300
