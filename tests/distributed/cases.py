@@ -54,9 +54,7 @@ def save_models(folder: Path) -> None:
         # `from_pretrained` reads scales next to the weights.
         make_scales("head", model).save_pretrained(folder / name)
         save_tokenizer(folder / name)
-        (folder / name / "ranks").mkdir()
-        for num_ranks in (1, 2):
-            write_json(folder / name / "ranks" / f"{num_ranks}.json", num_ranks)
+        write_json(folder / f"{name}.json")
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -91,28 +89,16 @@ def make_scales(kind: str, model: Any) -> KVScales:
     return KVScales({index: make_layer() for index in range(NUM_LAYERS)})
 
 
-def make_rank_scales(num_ranks: int) -> list[dict[str, float]]:
+def make_rank_scales() -> list[dict[str, float]]:
     """Return a scale for each rank and layer, in the form of vLLM's JSON."""
-    rows = torch.rand(num_ranks, NUM_LAYERS, generator=torch.Generator().manual_seed(6)).tolist()
+    rows = torch.rand(2, NUM_LAYERS, generator=torch.Generator().manual_seed(6)).tolist()
     return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in rows]
 
 
-def write_json(path: Path, num_ranks: int) -> None:
-    factors = {str(rank): layers for rank, layers in enumerate(make_rank_scales(num_ranks))}
+def write_json(path: Path) -> None:
+    factors = {str(rank): layers for rank, layers in enumerate(make_rank_scales())}
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
     path.write_text(json.dumps({"model_type": None, "kv_cache": cache}))
-
-
-def combine_rank_scales(num_ranks: int, num_heads: int) -> KVScales:
-    """Combine the scales of all ranks to scales per head, for a process that has all heads."""
-    rank_scales = make_rank_scales(num_ranks)
-
-    def make_layer(index: int) -> LayerScales:
-        column = torch.tensor([layers[str(index)] for layers in rank_scales])
-        column = column.repeat_interleave(num_heads // num_ranks)[:, None]
-        return LayerScales(column, column.clone())
-
-    return KVScales({index: make_layer(index) for index in range(NUM_LAYERS)})
 
 
 # -- generation ----------------------------------------------------------------------------------
@@ -138,17 +124,19 @@ def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Cas
 
 
 def generate_beams_and_forks(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
+    def make_cache() -> FP8PagedCache:
+        return FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
+
+    cache = make_cache()
     first_tokens = generate(model, cache, max_new_tokens=4)
-    fork = cache.fork()
-    inputs = {"input_ids": torch.tensor(first_tokens), "attention_mask": torch.ones(2, 17).long()}
-    inputs["attention_mask"][0, :3] = 0
+    mask = torch.ones(2, 17).long()
+    mask[0, :3] = 0
+    inputs = {"input_ids": torch.tensor(first_tokens), "attention_mask": mask}
     continuations = [
-        model.generate(**inputs, past_key_values=x, **{**GREEDY, "max_new_tokens": n}).tolist()
-        for x, n in ((fork, 6), (cache, 8))
+        model.generate(**inputs, past_key_values=x, **GREEDY).tolist()
+        for x in (cache.fork(), cache)
     ]
-    beam_cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
-    return [first_tokens, *continuations, generate(model, beam_cache, num_beams=3)]
+    return [first_tokens, *continuations, generate(model, make_cache(), num_beams=3)]
 
 
 def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -184,9 +172,9 @@ def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
 
 
 def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens of a split model, which gets no plan, with `enable` and with a cache.
+    """Return the tokens of a split model, which gets no plan, and whether a message reports this.
 
-    One message reports this. In one process, the same format is passed.
+    In one process, the same format is passed.
     """
     keywords: dict[str, Any] = {**STORED} if ranks else {**STORED, "dtype": "fp8_e3m4"}
     handler = BufferingHandler(100)
@@ -194,11 +182,10 @@ def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
     try:
         hf_fp8kv.enable(model, **keywords)
         assert len(handler.buffer) == len(ranks), [x.getMessage() for x in handler.buffer]
-        tokens = generate(model, None)
+        return generate(model, None)
     finally:
         logging.getLogger("hf_fp8kv").removeHandler(handler)
         hf_fp8kv.disable(model)
-    return [tokens, generate(model, FP8PagedCache(model, **keywords))]
 
 
 def generate_from_checkpoint(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -207,38 +194,25 @@ def generate_from_checkpoint(model: Any, ranks: RankOptions, folder: Path) -> An
     return generate(model, cache)
 
 
-def make_json_case(num_ranks: int) -> Case:
-    """Return a case for `generate()` with vLLM's JSON of scales for `num_ranks` ranks."""
-
-    def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
-        file_scales = find_scales(model, ranks, num_ranks)
-        return generate(model, FP8PagedCache(model.config, scales=file_scales, **STORED, **ranks))
-
-    return run
-
-
-def find_scales(model: Any, ranks: RankOptions, num_ranks: int) -> Any:
-    """Return the path of vLLM's JSON, or the same scales per head if a process has all heads."""
-    if not ranks and num_ranks > 1:
-        return combine_rank_scales(num_ranks, model.config.num_key_value_heads)
-    return Path(model.config._name_or_path) / "ranks" / f"{num_ranks}.json"
+def generate_with_json(model: Any, ranks: RankOptions, folder: Path) -> Any:
+    """Return the tokens with vLLM's JSON, or with the same scales per head in one process."""
+    file_scales: Any = folder / "8q-4kv.json"
+    if not ranks:
+        columns = [
+            torch.tensor([layers[str(index)] for layers in make_rank_scales()])[:, None]
+            for index in range(NUM_LAYERS)
+        ]
+        per_head = [column.repeat_interleave(2, 0) for column in columns]
+        file_scales = KVScales({i: LayerScales(x, x.clone()) for i, x in enumerate(per_head)})
+    return generate(model, FP8PagedCache(model.config, scales=file_scales, **STORED, **ranks))
 
 
-def make_serve_case(kind: str | int, **config: Any) -> Case:
-    """Return a case for `generate_batch`. `kind` may be the number of ranks in vLLM's JSON."""
-
-    def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
-        if isinstance(kind, int):
-            engine_scales: Any = find_scales(model, ranks, kind)
-        else:
-            engine_scales = make_scales(kind, model)
-        serving.enable(model, scales=engine_scales)
-        try:
-            return generate_batch(model, prompts(VOCAB_SIZE), **config)
-        finally:
-            serving.disable(model)
-
-    return run
+def serve(model: Any, ranks: RankOptions, folder: Path) -> Any:
+    serving.enable(model, scales=make_scales("centers", model))
+    try:
+        return generate_batch(model, prompts(VOCAB_SIZE), max_batch_tokens=16)
+    finally:
+        serving.disable(model)
 
 
 def generate_with_wrong_scales(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -314,38 +288,27 @@ def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any
 # Cases in which each process gives the tokens of one process with the whole model: all kinds of
 # attention, scales and caches, with a model whose heads are split across processes.
 EQUAL_CASES: dict[str, tuple[str, Case]] = {
-    **{
-        f"{model}, {attention}, per head": (model, make_generate_case(attention, "head"))
-        for model, attention in (
-            ("4q-2kv", "fp8_paged"), ("8q-4kv", "fp8_paged"), ("4q-4kv", "fp8_paged"),
-            ("biased-keys", "fp8_paged"), ("8q-4kv", "sdpa"), ("biased-keys", "eager"),
-        )
-    },
-    "per tensor": ("8q-4kv", make_generate_case("fp8_paged", "tensor")),
-    "per channel": ("4q-2kv", make_generate_case("fp8_paged", "channel")),
+    "fp8_paged, per head": ("8q-4kv", make_generate_case("fp8_paged", "head")),
+    "sdpa, per head": ("8q-4kv", make_generate_case("sdpa", "head")),
+    "eager, biased keys": ("biased-keys", make_generate_case("eager", "head")),
+    "per tensor": ("4q-2kv", make_generate_case("fp8_paged", "tensor")),
+    "per channel": ("4q-4kv", make_generate_case("fp8_paged", "channel")),
     "centers": ("8q-4kv", make_generate_case("fp8_paged", "centers")),
-    "dynamic": ("4q-2kv", make_generate_case("fp8_paged", None)),
-    "unquantized keys": ("4q-2kv", make_generate_case("fp8_paged", "head", key_dtype="auto")),
+    "dynamic": ("4q-2kv", make_generate_case("fp8_paged", None, key_dtype="auto")),
     "exact prefill": ("4q-2kv", make_generate_case("fp8_paged", "head", prefill="exact")),
-    "preallocated": ("4q-2kv", make_generate_case("fp8_paged", "head", max_cache_len=40)),
-    "backend torch": ("4q-2kv", make_generate_case("fp8_paged", "head", backend="torch")),
+    "preallocated": (
+        "4q-2kv", make_generate_case("fp8_paged", "head", max_cache_len=40, backend="torch"),
+    ),
     "gathered heads": ("gathered", make_generate_case("fp8_paged", "head")),
     "forks and beams": ("8q-4kv", generate_beams_and_forks),
     "a cache in files": ("8q-4kv", save_and_load),
     "enable": ("8q-4kv", generate_enabled),
     "no plan": ("8q-4kv", generate_by_default),
     "from_pretrained": ("8q-4kv", generate_from_checkpoint),
-    "vLLM's JSON, a rank each": ("8q-4kv", make_json_case(2)),
-    "vLLM's JSON, one rank": ("8q-4kv", make_json_case(1)),
-    **{
-        f"latents, {keywords or 'default'}": ("latents", make_latents_case(**keywords))
-        for keywords in ({}, {"dtype": "auto", "max_cache_len": 40})
-        if "latents" in MODELS
-    },
-    "generate_batch, chunked, centers": (
-        "biased-keys", make_serve_case("centers", max_batch_tokens=16),
-    ),
-    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", make_serve_case(2)),
+    "vLLM's JSON, a rank each": ("8q-4kv", generate_with_json),
+    "latents": ("latents", make_latents_case()),
+    "latents, preallocated": ("latents", make_latents_case(dtype="auto", max_cache_len=40)),
+    "generate_batch, chunked, centers": ("biased-keys", serve),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL_CASES,

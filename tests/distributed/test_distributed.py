@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 from transformers import AutoTokenizer
 
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, tensor_parallel
+from hf_fp8kv import ConfigError, FP8PagedCache, tensor_parallel
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from tests.distributed import cases
 from tests.distributed.worker import NUM_PROCESSES
@@ -95,15 +95,11 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _run_alone_to_json(folder: Path, name: str) -> str:
-    model_name, run = cases.CASES[name]
-    model = cases.load_model(folder, model_name, attn_implementation="fp8_paged")
-    return json.dumps(run(model, {}, folder))
-
-
 def run_alone(folder: Path, name: str) -> Any:
     """Return the result of a case in one process with the whole model."""
-    return json.loads(_run_alone_to_json(folder, name))
+    model_name, run = cases.CASES[name]
+    model = cases.load_model(folder, model_name, attn_implementation="fp8_paged")
+    return json.loads(json.dumps(run(model, {}, folder)))
 
 
 # -- the same tokens -----------------------------------------------------------------------------
@@ -111,32 +107,18 @@ def run_alone(folder: Path, name: str) -> Any:
 
 @pytest.mark.parametrize("name", cases.EQUAL_CASES)
 def test_two_processes_give_the_tokens_of_one_process(folder, results, name):
-    result, other_result = (rank_results[name] for rank_results in results)
     expected = run_alone(folder, name)
     if isinstance(expected, dict):
-        num_heads = expected.pop("heads") // (1 if "gathered" in name else NUM_PROCESSES)
-        for rank_result in (result, other_result):
-            assert rank_result.pop("heads") == num_heads
-    assert result == expected
-    assert other_result == expected
+        num_processes = 1 if "gathered" in name else NUM_PROCESSES
+        expected = {**expected, "heads": expected["heads"] // num_processes}
+    assert [rank_results[name] for rank_results in results] == [expected] * NUM_PROCESSES
 
 
 def test_scales_of_the_wrong_rank_change_the_tokens(folder, results):
-    right_tokens = run_alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
+    right_tokens = run_alone(folder, "fp8_paged, per head")["tokens"]
     tokens, other_tokens = (rank_results["other rank's scales"] for rank_results in results)
     assert tokens == other_tokens
     assert tokens != right_tokens
-
-
-def test_scales_and_kinds_of_cache_give_different_tokens(folder):
-    """If all cases gave the same tokens, comparisons of tokens would prove nothing."""
-    names = [
-        name for name, (model_name, _) in cases.EQUAL_CASES.items()
-        if model_name == "8q-4kv" and "sdpa" not in name and "eager" not in name
-    ]  # fmt: skip
-    answers = {json.dumps(run_alone(folder, name)) for name in names}
-    # The cases for `enable`, `from_pretrained` and "per head" use the same scales.
-    assert len(answers) >= len(names) - 4
 
 
 @pytest.mark.full  # torchrun launches this test, and the fast tier forks processes of one launch
@@ -187,11 +169,10 @@ def test_an_engine_has_one_hash_key_in_all_processes(results):
 def test_a_split_model_can_be_checked(folder, results):
     expected = run_alone(folder, "report")
     assert expected["path"] == "fused"
-    del expected["capture_obstacle"]  # only a step of several processes has an obstacle
     for rank_results in results:
-        report = {**rank_results["report"]}
-        del report["capture_obstacle"]
-        assert report == expected
+        report = rank_results["report"]
+        # Only a step of several processes has an obstacle.
+        assert {**report, "capture_obstacle": expected["capture_obstacle"]} == expected
 
 
 # -- errors --------------------------------------------------------------------------------------
@@ -214,7 +195,7 @@ def test_a_refused_case_reports_the_reason_and_changes_nothing(folder, results, 
         result = rank_results[case]
         if isinstance(result, dict):
             assert result["stored"] == [0, 0]
-            expected = run_alone(folder, "8q-4kv, fp8_paged, per head")["tokens"]
+            expected = run_alone(folder, "fp8_paged, per head")["tokens"]
             assert result["tokens"]
             assert result["tokens"] == expected or case == "ranks, heads not split"
             result = result["error"]
@@ -222,13 +203,10 @@ def test_a_refused_case_reports_the_reason_and_changes_nothing(folder, results, 
             assert re.match(message, error, re.DOTALL), error
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "head"])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 40}], ids=["growing", "preallocated"])
-def test_a_rank_for_an_unsplit_model_is_refused(kind, options):
+def test_a_rank_for_an_unsplit_model_is_refused(options):
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
-    scales = None if kind == "dynamic" else cases.make_scales(kind, model)
-    ranks = TensorParallel(1, 2)
-    cache = FP8PagedCache(model.config, scales=scales, tensor_parallel=ranks, **options)
+    cache = FP8PagedCache(model.config, tensor_parallel=TensorParallel(1, 2), **options)
     for refused_cache in (cache, cache.fork()):
         with pytest.raises(ConfigError, match=r"tensor_parallel: expected 1 of .* got all of them"):
             model.generate(**inputs, past_key_values=refused_cache, **cases.GREEDY)
@@ -244,9 +222,3 @@ def test_a_cache_for_uneven_heads_is_refused(num_heads, size, message):
     model, _ = build_variant("llama", num_key_value_heads=num_heads)
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(model.config, tensor_parallel=TensorParallel(0, size))
-
-
-def test_a_file_of_one_rank_serves_all_ranks(tmp_path):
-    cases.write_json(tmp_path / "1.json", 1)
-    scales = [KVScales.from_file(tmp_path / "1.json", tp_rank=r, tp_size=4) for r in (0, 3)]
-    assert scales[0].digest == scales[1].digest == KVScales.from_file(tmp_path / "1.json").digest

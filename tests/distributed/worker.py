@@ -9,14 +9,13 @@ processes are forked after the imports, and have the environment variables that 
 import gc
 import json
 import os
-import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import start_processes
 from transformers.distributed import DistributedConfig
 
 import hf_fp8kv
@@ -25,14 +24,14 @@ from tests.distributed import cases
 NUM_PROCESSES = 2
 
 
-def main(folder: Path) -> None:
+def main(rank: int, folder: Path) -> None:
     """Run all cases as the rank of this process, and write their results."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    rank = os.environ["RANK"]
     models: dict[str, Any] = {}
     results: dict[str, Any] = {}
     for name, (model_name, run) in cases.CASES.items():
-        # If a case hangs, the log shows its name.
+        # If a case hangs or fails, the log shows its name.
         sys.stdout.write(f"rank {rank}: {name}\n")
         sys.stdout.flush()
         if model_name not in models:
@@ -43,46 +42,22 @@ def main(folder: Path) -> None:
         cache_keywords: Any = {}
         if name != "uneven heads":  # this case tests the error for a model that cannot be split
             cache_keywords["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
-        try:
-            results[name] = run(model, cache_keywords, folder)
-        except Exception:
-            # The other process may wait for this process, so the parent kills both.
-            sys.stdout.write(f"rank {rank}: {name}: {traceback.format_exc()}\n")
-            raise
+        results[name] = run(model, cache_keywords, folder)
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
+    os._exit(0)  # without the end of threads, which sometimes aborts
 
 
-def fork_processes(folder: Path) -> int:
-    """Run `main` in two processes, and return 0. If one fails, kill both and return 1."""
+def fork_processes(folder: Path) -> None:
+    """Run `main` in two processes. If one fails, raise its error and end both."""
     with socket.socket() as port_probe:
         port_probe.bind(("127.0.0.1", 0))
         port = port_probe.getsockname()[1]
     # Without this call, half of the run time is garbage collection of imported objects.
     gc.freeze()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NUM_PROCESSES))
-    pids = []
-    for rank in range(NUM_PROCESSES):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            try:
-                main(folder)
-            except BaseException:
-                os._exit(1)
-            finally:
-                sys.stdout.flush()
-            os._exit(0)
-        pids.append(pid)
-    while pids:
-        pid, status = os.wait()
-        pids.remove(pid)
-        if status != 0:
-            for running_pid in pids:
-                os.kill(running_pid, signal.SIGKILL)
-            return 1
-    return 0
+    start_processes(main, (folder,), nprocs=NUM_PROCESSES, start_method="fork")
 
 
 if __name__ == "__main__":
-    sys.exit(fork_processes(Path(sys.argv[1])))
+    fork_processes(Path(sys.argv[1]))

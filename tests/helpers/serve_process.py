@@ -157,26 +157,15 @@ def generate_dense(model: Any, prompt: str, num_tokens: int, *processors: Logits
 class Endpoint:
     """A running server on this machine, and methods that send requests. A `with` block stops it."""
 
-    model: str
-    port: int
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def stop(self) -> object:
-        raise NotImplementedError
-
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def log(self) -> str:
-        """The lines that the server has written, or "" for a server in this process."""
-        return ""
 
     def ask(
         self, path: str, body: Any = None,
@@ -222,7 +211,7 @@ class Endpoint:
             if expected.items() <= metrics.items():
                 return metrics
             if time.monotonic() > deadline:
-                raise AssertionError(f"expected {expected}, got {metrics}. The log:\n{self.log}")
+                raise AssertionError(f"expected {expected}, got {metrics}")
             time.sleep(0.05)
 
 
@@ -261,10 +250,6 @@ class HostedServer(Endpoint):
             command.main(arguments, prog_name=cli.NAME, standalone_mode=False)
         except BaseException as error:
             self._error = error
-
-    def cpu_ticks(self) -> int:
-        """Return the CPU time of this process in ticks of 10 ms."""
-        return int(100 * time.process_time())
 
     def wait(self, seconds: float) -> BaseException | None:
         """Wait until the command has ended. Return the error that it raised, or None."""

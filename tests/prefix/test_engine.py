@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -31,8 +32,6 @@ def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 class EngineRun(NamedTuple):
-    """The answers of an engine, and the usage of the engine and of the store at the end."""
-
     answers: list[list[int]]
     usage: Any
     store_usage: Any
@@ -95,7 +94,7 @@ def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:
     assert store_usage.tokens_found == 2 * PAGE_SIZE
 
 
-@pytest.mark.parametrize("options", [{"seed": 1}, {"dtype": "fp8"}, {"scales": 0.05}], ids=str)
+@pytest.mark.parametrize("options", [{"seed": 1}, {"scales": 0.05}], ids=str)
 def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Path) -> None:
     prompt = make_prompt(4 * PAGE_SIZE)
     run_prompts(tmp_path, [prompt])
@@ -128,7 +127,6 @@ def test_prompts_with_equal_hashes_are_read_from_their_own_pages(
 
 
 def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
-    """The blocks fit one prompt at a time, both when prompts are stored and when they are found."""
     prompts = [make_prompt(9 * PAGE_SIZE, seed=number) for number in range(3)]
     expected, _, _ = run_prompts(None, prompts)
     for _ in range(3):
@@ -161,28 +159,18 @@ def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any],
 def test_the_work_per_block_does_not_depend_on_the_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queried_keys, touched_keys, hashed_lengths = list[str](), list[str](), list[int]()
-    has, touch = PrefixStore.has, PrefixStore.touch
-    chain_keys = engine_module.chain_keys
-    monkeypatch.setattr(
-        PrefixStore, "has", lambda self, key: queried_keys.append(key) or has(self, key)
-    )
-    monkeypatch.setattr(
-        PrefixStore, "touch", lambda self, keys: touched_keys.extend(keys) or touch(self, keys)
-    )
-    monkeypatch.setattr(
-        engine_module, "chain_keys",
-        lambda name, ids, *args: hashed_lengths.append(len(ids)) or chain_keys(name, ids, *args),
-    )  # fmt: skip
-    run = run_prompts(tmp_path, [make_prompt(10 * PAGE_SIZE + 3)], num_new=14 * PAGE_SIZE)
+    chain_keys = mock.Mock(side_effect=engine_module.chain_keys)
+    has = mock.Mock(side_effect=PrefixStore.has)
+    monkeypatch.setattr(PrefixStore, "has", lambda *args: has(*args))
+    monkeypatch.setattr(engine_module, "chain_keys", chain_keys)
+    run_prompts(tmp_path, [make_prompt(10 * PAGE_SIZE + 3)], num_new=14 * PAGE_SIZE)
     num_blocks = 10 + 14
     assert len(list(tmp_path.glob("*.safetensors"))) == num_blocks
-    assert len(run.answers[0]) == 14 * PAGE_SIZE
     # Each token is hashed once, and the first missing block is hashed in addition.
-    assert sum(hashed_lengths) <= (num_blocks + 1) * PAGE_SIZE
-    assert len(touched_keys) == num_blocks, "each page is touched once per request"
+    num_hashed = sum(len(call.args[1]) for call in chain_keys.call_args_list)
+    assert num_hashed <= (num_blocks + 1) * PAGE_SIZE
     # A block is looked up when it is new (twice if it is written), with the next block, and last.
-    assert len(queried_keys) <= 4 * num_blocks
+    assert has.call_count <= 4 * num_blocks
 
 
 def test_a_frequent_prefix_outlives_later_prompts(tmp_path: Path) -> None:
@@ -218,8 +206,7 @@ def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
             pool.allocate_sector(allocator.index)
         free_blocks = pool.get_free_blocks(allocator.index, pool.count_free_blocks(allocator.index))
         counts = store.counts()
-        for _ in range(3):
-            assert cache.search_prefix_match("waits", prompt) == 0
+        assert cache.search_prefix_match("waits", prompt) == 0
         assert store.counts() == counts
         pool.free_blocks(allocator.index, free_blocks[:2])
         assert cache.search_prefix_match("waits", prompt) == 2 * PAGE_SIZE
@@ -228,7 +215,7 @@ def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
         cache.free_blocks("waits")
         # A prompt that is not stored counts as one miss, even if it is looked up often.
         for num_misses in (1, 2):
-            for _ in range(3):
+            for _ in range(2):
                 assert cache.search_prefix_match("other", make_prompt(6 * PAGE_SIZE, seed=8)) == 0
             assert store.counts()["misses"] == counts["misses"] + num_misses
             cache.free_blocks("other")  # a finished request is forgotten
@@ -254,7 +241,6 @@ def test_the_engine_waits_while_blocks_are_filled(
 
 
 def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
-    """A request finds an evicted block in the store, or recomputes it if it searches no prefix."""
     prompt = make_prompt(6 * PAGE_SIZE + 3)
     expected, _, _ = run_prompts(tmp_path, [prompt])
     store = PrefixStore(tmp_path)
@@ -290,49 +276,36 @@ def count_used_blocks(allocator: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "store", "message"),
-    [
-        ("gqa", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-         PrefixStore, "dynamic"),
-        ("sliding", {}, PrefixStore, "attend to all tokens"),
-        ("gqa", {}, str, "PrefixStore"),
-    ],
-)  # fmt: skip
+    ("name", "store", "message"),
+    [("sliding", PrefixStore, "attend to all tokens"), ("gqa", str, "PrefixStore")],
+)
 def test_unsupported_stores_are_refused(
-    name: str, config: dict[str, Any], store: Callable[[Path], Any], message: str, tmp_path: Path
+    name: str, store: Callable[[Path], Any], message: str, tmp_path: Path
 ) -> None:
-    model, _ = build_variant(name, **config)
+    model, _ = build_variant(name)
     with pytest.raises(ConfigError, match=message):
         serving.enable(model, prefix_store=store(tmp_path), probe=False)
 
 
-# Functions that return an invalid page for an intact file, or None for a truncated file.
-INVALID_PAGES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
-    lambda _: None,
-    lambda row: Page([row[:-1]], None),
-    lambda row: Page([row], []),
-    lambda _: Page([], None),
-    lambda row: Page([row, row.clone()], None),
-    lambda row: Page([row[None]], None),
-    lambda row: Page([row.view(torch.int8)], None),
-)
-
-
 @pytest.mark.parametrize(
     "make_page",
-    [*INVALID_PAGES[:3], *(pytest.param(x, marks=pytest.mark.full) for x in INVALID_PAGES[3:])],
-    ids=range(len(INVALID_PAGES)),
+    [
+        None,  # a truncated file
+        lambda row: Page([row[:-1]], None),
+        lambda row: Page([row], []),
+        lambda row: Page([row, row.clone()], None),
+    ],
 )
 def test_invalid_files_are_recomputed(
-    make_page: Callable[[torch.Tensor], Page | None], tmp_path: Path
+    make_page: Callable[[torch.Tensor], Page] | None, tmp_path: Path
 ) -> None:
     prompt = make_prompt(4 * PAGE_SIZE)
     expected, _, _ = run_prompts(tmp_path, [prompt])
     for path in tmp_path.glob("*.safetensors"):
-        (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
-        assert page is not None
-        invalid_page = make_page(page.rows[0])
-        contents = pack(path.stem, invalid_page) if invalid_page else path.read_bytes()[:-1]
+        contents = path.read_bytes()[:-1]
+        if make_page is not None:
+            (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
+            contents = pack(path.stem, make_page(page.rows[0]))
         path.write_bytes(contents)
     actual, _, store_usage = run_prompts(tmp_path, [prompt])
     assert actual == expected

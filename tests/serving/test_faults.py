@@ -81,7 +81,6 @@ class Engines:
         self.enable()
 
     def enable(self) -> None:
-        """Enable the model with a new store. Files of an earlier store remain."""
         store = None if self.folder is None else PrefixStore(self.folder)
         self.store = store
         serving.enable(self.model, prefix_store=store, probe=False)
@@ -131,7 +130,6 @@ class Engines:
                 assert list(output.generated_tokens) == answer, place
 
     def check_engine(self, manager: Any, place: Any) -> None:
-        """Assert that a manager answers all prompts, the last of which needs all pages."""
         with run_manager(manager):
             self.request(manager)
             self.check_outputs(manager, place, has_failed=False)

@@ -48,18 +48,13 @@ def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> 
     prompt_ids = [prompts()[1]] * 4
     tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == 4
-    assert sample_tokens(model, prompt_ids) == tokens
     assert not set(map(tuple, sample_tokens(model, prompt_ids, seed=4))) & set(map(tuple, tokens))
     config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
     first, second = (sample_tokens(model, prompt_ids, seed=seed, config=config) for seed in (1, 2))
     assert first == second != tokens  # the seed of the config overrides torch's seed
-
-
-def test_several_answers_to_a_prompt_differ(model: Any) -> None:
-    prompt_ids = prompts()[:3]
-    tokens = sample_tokens(model, prompt_ids, num_answers=3)
-    assert len(set(map(tuple, tokens))) == 9
-    assert sample_tokens(model, prompt_ids[:1], num_answers=3) == tokens[:3]
+    answers = sample_tokens(model, prompts()[:3], num_answers=3)
+    assert len(set(map(tuple, answers))) == 9
+    assert sample_tokens(model, prompts()[:1], num_answers=3) == answers[:3]
 
 
 def test_logprobs_contain_no_noise() -> None:

@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -89,7 +90,6 @@ def run_command(monkeypatch, capsys):
 
 
 def make_chat(content: object = "hello", role: str = "user", **fields: object) -> dict:
-    """Return the body of a chat request with one message."""
     return {"messages": [{"role": role, "content": content}], "max_tokens": 4, **fields}
 
 
@@ -110,111 +110,60 @@ def get_text(server, question: str, **options: object) -> str:
 
 
 def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path, monkeypatch):
-    plan, resolved = choose_plan(LlamaForCausalLM.from_pretrained(folder)), []
+    plan, digests = choose_plan(LlamaForCausalLM.from_pretrained(folder)), []
     plan.save_pretrained(tmp_path)
     resolve = hf_fp8kv.serving.resolve_plan
 
     def resolve_and_record(*args, **keywords):
-        resolved.append(resolve(*args, **keywords))
-        return resolved[-1]
+        resolved = resolve(*args, **keywords)
+        digests.append(resolved["plan"].digest)
+        return resolved
 
     monkeypatch.setattr(hf_fp8kv.serving, "resolve_plan", resolve_and_record)
     expected = generate_paged(folder, "which plan", 12, plan=plan)
-    for options in ((), ("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
+    for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with hosting(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
-        (keywords,) = resolved
-        assert keywords["plan"].digest == plan.digest
-        resolved.clear()
-
-
-def test_sixteen_concurrent_requests_match_generate(server, folder):
-    questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
-    # All requests together need more pages than the engine has.
-    assert sum(len(question) + 40 for question in questions) > 2 * NUM_PAGES * PAGE_SIZE
-    with ThreadPoolExecutor(16) as pool:
-        futures = [
-            pool.submit(get_text, server, question, stream=n < 8, max_tokens=40)
-            for n, question in enumerate(questions)
-        ]
-        answers = [future.result() for future in futures]
-    assert answers[:8] == answers[8:]
-    assert answers[:8] == [generate_paged(folder, question, 40) for question in questions[:8]]
-    assert len(set(answers)) == 8
-    assert server.wait_until(requests_active=0)["requests_waiting"] == 0
+    assert digests == [plan.digest] * 2
 
 
 def test_sampling_depends_only_on_the_fields_of_its_request(server):
     def sample_texts(**fields: object) -> set[str]:
-        request = make_chat(STORY, max_tokens=12, **fields)
-        return {text_in(server.answer(CHAT, **request)) for _ in range(3)}
+        return {get_text(server, STORY, max_tokens=12, **fields) for _ in range(3)}
 
-    sampling = {"temperature": 2.0}
-    (greedy_text,) = sample_texts(temperature=0)
+    greedy_texts = sample_texts()
+    assert len(greedy_texts) == 1
     for limits in ({}, {"top_k": -1}, {"min_p": 0.01}):
-        assert len(sample_texts(**sampling, **limits)) > 1
+        assert len(sample_texts(temperature=2.0, **limits)) > 1
     for limits in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
-        assert sample_texts(**sampling, **limits) == {greedy_text}
-    for fields in ({}, {"temperature": 1e-6}, {"temperature": 1e-40}):
-        assert sample_texts(**fields) == {greedy_text}
-
-
-def test_an_answer_ends_before_its_stop_string(server):
-    text = get_text(server, "stop here", max_tokens=60)
-    stop = text[20:23]
-    prefix = text[: text.index(stop)]
-    for stops in (stop, ["no such text", stop]):
-        for stream in (False, True):
-            assert get_text(server, "stop here", stream=stream, max_tokens=60, stop=stops) == prefix
-    assert get_text(server, "stop here", stream=True, max_tokens=60, stop="no such text") == text
-    server.wait_until(requests_active=0, requests_waiting=0)
+        assert sample_texts(temperature=2.0, **limits) == greedy_texts
+    assert sample_texts(temperature=1e-40) == greedy_texts
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server, stream):
-    def get_finish_reason(max_tokens: int) -> str:
-        request = make_chat(STORY, max_tokens=max_tokens, stop=stop, stream=stream)
-        answer = server.answer(CHAT, **request)
-        return (answer[-1] if stream else answer)["choices"][0]["finish_reason"]
-
-    full_text = text_in(server.answer(CHAT, **make_chat(STORY, max_tokens=20)))
+    full_text = get_text(server, STORY, max_tokens=20)
     stop = full_text[-6:]
     assert full_text.index(stop) == 14
-    assert [get_finish_reason(20), get_finish_reason(19)] == ["stop", "length"]
+    for max_tokens, expected in ((20, "stop"), (19, "length")):
+        request = make_chat(STORY, max_tokens=max_tokens, stop=stop, stream=stream)
+        answer = server.answer(CHAT, **request)
+        choice = (answer[-1] if stream else answer)["choices"][0]
+        assert choice["finish_reason"] == expected
 
 
 def test_an_echoed_prompt_has_the_logprobs_of_the_engine(server):
-    """The prompt is scored outside the engine, with the same 8-bit keys and values."""
-
-    def score(prompt: str) -> dict:
-        fields = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2}
-        return server.answer(COMPLETIONS, **fields)["choices"][0]["logprobs"]
-
     fields = {"prompt": STORY, "max_tokens": 60, "logprobs": 2}
     (choice,) = server.answer(COMPLETIONS, **fields)["choices"]
-    full_text, generated = STORY + choice["text"], choice["logprobs"]
+    echo_fields = fields | {"prompt": STORY + choice["text"], "max_tokens": 0, "echo": True}
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(server.answer, COMPLETIONS, **fields) for _ in range(3)]
-        scores = [pool.submit(score, text).result() for text in (full_text, full_text, STORY)]
+        echo = pool.submit(server.answer, COMPLETIONS, **echo_fields).result()
         assert [x.result()["choices"][0]["text"] for x in answers] == [choice["text"]] * 3
-    assert scores[0] == scores[1]
     for name in ("token_logprobs", "top_logprobs"):
-        echoed_values, expected_values = scores[0][name][len(STORY) :], generated[name]
-        assert echoed_values[-1] == pytest.approx(expected_values[-1], abs=1e-3)
-        for echoed, expected in zip(echoed_values, expected_values, strict=True):
+        echoed_values = echo["choices"][0]["logprobs"][name][len(STORY) :]
+        for echoed, expected in zip(echoed_values, choice["logprobs"][name], strict=True):
             assert echoed == pytest.approx(expected, abs=1e-3)
-    assert scores[2]["token_logprobs"] == pytest.approx(
-        scores[0]["token_logprobs"][: len(STORY)], abs=1e-3
-    )
-
-
-def test_streams_name_the_requested_model(server):
-    name = read_json(server, "/v1/models")["data"][0]["id"]
-    limits = {"max_tokens": 2, "stream": True}
-    for path, fields in ((CHAT, make_chat()), (COMPLETIONS, {"prompt": "x"})):
-        for model_field in ({}, {"model": name}, {"model": f"{server.model}"}):
-            chunks = server.answer(path, **fields | limits | model_field)
-            assert {chunk["model"] for chunk in chunks} == {model_field.get("model", name)}
 
 
 def test_a_truncated_response_is_incomplete(server, folder):
@@ -224,23 +173,10 @@ def test_a_truncated_response_is_incomplete(server, folder):
         *_, last_event = client.responses.create(stream=True, **request)
     assert last_event.type == "response.incomplete"
     for result in (response, last_event.response):
-        assert result.status == "incomplete"
+        assert (result.status, result.model) == ("incomplete", folder)
         assert result.incomplete_details.reason == "max_output_tokens"
-        assert result.model == folder
         assert result.usage.output_tokens == 3
     assert response.output_text == last_event.response.output_text
-
-
-def test_other_requests_are_answered_while_a_prompt_is_tokenized(server):
-    slow_request = make_chat("x", "sloth", max_tokens=1)
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(get_status, server, CHAT, slow_request)
-        num_waiting = 0
-        while not future.done():
-            num_waiting += read_json(server, "/health").get("requests_waiting") == 1
-            time.sleep(0.02)
-    assert future.result() == 200
-    assert num_waiting > 0
 
 
 def test_without_a_limit_an_answer_fills_the_context(server):
@@ -249,205 +185,162 @@ def test_without_a_limit_an_answer_fills_the_context(server):
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_repeated_prompt_hits_the_prefix_cache(server):
-    before = server.metrics()
-    for _ in range(2):
-        get_text(server, "the same beginning " * 4)
-    after = server.metrics()
-    assert after["prefix_hits_total"] > before["prefix_hits_total"]
-    assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE_SIZE
-    # K and V, two layers, two heads of 16 codes, and a scale of two bytes for each head.
-    assert after["bytes_total"] == after["pages_total"] * PAGE_SIZE * 2 * 2 * 2 * (16 + 2)
-    assert after["pages_total"] == NUM_PAGES
-    assert 0 < after["pages_used"] <= NUM_PAGES
-    assert after["bytes_used"] == after["pages_used"] * after["bytes_total"] / NUM_PAGES
-    assert after["tokens_held"] <= after["pages_used"] * PAGE_SIZE
-
-
 def test_usage_counts_cached_tokens(server):
     text = "what is cached " * 6
     stream_usage = {"stream": True, "stream_options": {"include_usage": True}}
-    for path, request, stream_fields in (
-        (CHAT, make_chat(text), stream_usage),
-        (COMPLETIONS, {"prompt": text, "max_tokens": 3}, stream_usage),
-        (RESPONSES, {"input": text, "max_output_tokens": 3}, {"stream": True}),
+
+    def count_cached_tokens(path: str, request: dict) -> int:
+        _, content, _ = server.ask(path, request)
+        *_, usage_line = (line for line in content.splitlines() if '"usage"' in line)
+        event = json.loads(usage_line.removeprefix("data: "))
+        usage = event.get("response", event)["usage"]
+        details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+        return details["cached_tokens"]
+
+    for path, num_tokens, request, stream_fields in (
+        (CHAT, len(text) + 5, make_chat(text), stream_usage),
+        (COMPLETIONS, len(text), {"prompt": text, "max_tokens": 3}, stream_usage),
+        (RESPONSES, len(text) + 5, {"input": text, "max_output_tokens": 3}, {"stream": True}),
     ):
-        server.answer(path, **request)  # the following requests have the same prompt
-        for variant in (request, request | stream_fields):
-            _, content, _ = server.ask(path, variant)
-            *_, usage_line = (line for line in content.splitlines() if '"usage"' in line)
-            event = json.loads(usage_line.removeprefix("data: "))
-            usage = event.get("response", event)["usage"]
-            prompt_details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
-            prompt_tokens = usage.get("prompt_tokens") or usage["input_tokens"]
-            num_full = (prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
-            assert prompt_details["cached_tokens"] == num_full
-        for num_cached in (0, num_full):
-            for salt in ("a", "b"):
-                usage = server.answer(path, **request, cache_salt=salt)["usage"]
-                details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
-                assert details["cached_tokens"] == num_cached
+        num_full = (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+            server.answer(path, **request, **salt)  # RESPONSES has the same prompt as CHAT
+            for fields in ({}, stream_fields):
+                assert count_cached_tokens(path, request | salt | fields) == num_full
+        assert count_cached_tokens(path, request | {"cache_salt": path}) == 0
+    metrics = server.metrics()
+    assert metrics["prefix_tokens_total"] > metrics["prefix_hits_total"] * PAGE_SIZE > 0
+    # K and V, two layers, two heads of 16 codes, and a scale of two bytes for each head.
+    assert metrics["bytes_total"] == NUM_PAGES * PAGE_SIZE * 2 * 2 * 2 * (16 + 2)
+    assert 0 < metrics["pages_used"] <= metrics["pages_total"] == NUM_PAGES
+    assert metrics["bytes_used"] == metrics["pages_used"] * metrics["bytes_total"] / NUM_PAGES
+    assert metrics["tokens_held"] <= metrics["pages_used"] * PAGE_SIZE
 
 
 HUGE_MULTIPLE = {"type": "integer", "multipleOf": 10**400}
-REJECTED_REQUESTS = {
-    "no body": (b"", 400),
-    "invalid JSON": (b"{nope", 400),
-    "not UTF-8": (b'{"messages":[{"role":"user","content":"\xff"}]}', 400),
-    "a lone surrogate": (b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400),
-    "deep nesting": (b"[" * 30000 + b"]" * 30000, 400),
-    "a list": ([], 400),
-    "NaN": (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', 400),
-    "neither prompt nor messages": ({"max_tokens": 4}, 400),
-    "no messages": (make_chat(messages=[]), 400),
-    "messages as text": (make_chat(messages="hello"), 400),
-    "a number for a message": (make_chat(messages=[1]), 400),
-    "no role": (make_chat(messages=[{"content": "x"}]), 400),
-    "a picture": (make_chat([{"type": "image_url"}]), 400),
-    "a role that the template rejects": (make_chat("x", "wizard"), 400),
-    "invalid calls": (make_chat(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
-    "invalid tools": (make_chat(tools=[5]), 400),
-    "no new tokens": (make_chat(max_tokens=0), 400),
-    "a negative number of tokens": (make_chat(max_tokens=-1), 400),
-    "a fraction of a token": (make_chat(max_tokens=1.5), 400),
-    "true as a number of tokens": (make_chat(max_tokens=True), 400),
-    "too many tokens": (make_chat(max_tokens=10**6), 400),
-    "far too many tokens": (make_chat(max_tokens=10**30), 400),
-    "beyond the context": (make_chat(max_tokens=CONTEXT_LENGTH - 3), 400),
-    "a long prompt": (make_chat("x" * CONTEXT_LENGTH), 400),
-    "a negative temperature": (make_chat(temperature=-1), 400),
-    "a temperature as text": (make_chat(temperature="hot"), 400),
-    "a top_p of zero": (make_chat(top_p=0), 400),
-    "a large seed": (make_chat(seed=2**70), 400),
-    "many answers": (make_chat(n=129), 400),
-    "a large penalty": (make_chat(frequency_penalty=3), 400),
-    "an empty stop string": (make_chat(stop=[""]), 400),
-    "many stop strings": (make_chat(stop=list("abcdefghijklmnopq")), 400),
-    "a long stop string": (make_chat(stop="x" * 1025), 400),
-    "many biases": (make_chat(logit_bias={str(token): 1 for token in range(1025)}), 400),
-    "many end tokens": (make_chat(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
-    "a huge multiple": (make_chat(structured_outputs={"json": HUGE_MULTIPLE}), 400),
-    "a different model": (make_chat(model="no/such"), 404),
-    "an unknown field": (make_chat(bogus=1), 400),
-    "a fraction as top_k": (make_chat(top_k=0.3), 400),
-    "a reasoning effort": (make_chat(reasoning_effort="high"), 400),
-    "a tool of a different provider": (make_chat(tools=[{"type": "web_search"}]), 400),
-    "an invalid config": (make_chat(generation_config="{"), 400),
-    "beams in a config": (make_chat(generation_config='{"num_beams": 4}'), 400),
-    "a penalty in a config": (make_chat(generation_config='{"repetition_penalty": 1.1}'), 400),
-    "typical_p in a config": (make_chat(generation_config='{"typical_p": 0.5}'), 400),
-    "a stop string in a config": (make_chat(generation_config='{"stop_strings": ["a"]}'), 400),
-    "a chat template": (make_chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
-    "a stream as text": (make_chat(stream="yes"), 400),
-    "a large body": (make_chat("x" * 140_000), 413),
-}
+# The path, the field in the error, the status, and the changed fields or all bytes of the body.
+# There is one case for each rule.
+INVALID_REQUESTS = [
+    (CHAT, None, 400, b""),
+    (CHAT, None, 400, b'{"messages":[{"role":"user","content":"\xff"}]}'),
+    (CHAT, None, 400, b'{"messages":[{"role":"user","content":"\\ud800"}]}'),
+    (CHAT, None, 400, b"[" * 30000 + b"]" * 30000),
+    (CHAT, None, 400, b"[]"),
+    (CHAT, None, 400, b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}'),
+    (CHAT, "messages", 400, b"{}"),
+    (CHAT, "messages", 400, make_chat([{}] * 16_384)),
+    (CHAT, "messages", 400, {"messages": []}),
+    (CHAT, "messages[0]", 400, {"messages": [1]}),
+    (CHAT, "messages[0].role", 400, {"messages": [{"content": "x"}]}),
+    (CHAT, "messages[0].content", 400, {"messages": [{"role": "user"}]}),
+    (CHAT, "messages[0].content", 400, {"messages": [{"role": "assistant", "tool_calls": []}]}),
+    (CHAT, "messages[0].content", 400, make_chat([{"type": "image_url"}])),
+    (CHAT, "messages[0].tool_calls", 400, make_chat("x", "assistant", messages=[
+        {"role": "assistant", "tool_calls": [5]}])),
+    (CHAT, None, 400, make_chat("x", "wizard")),  # rejected by the template
+    (CHAT, "model", 404, {"model": "no/such"}),
+    (CHAT, "bogus", 400, {"bogus": 1}),
+    (CHAT, "prompt", 400, {"prompt": "x"}),
+    (COMPLETIONS, "messages", 400, {"messages": []}),
+    (CHAT, "echo", 400, {"echo": True}),
+    (CHAT, "add_generation_prompt", 400, {"add_generation_prompt": False}),
+    (CHAT, "reasoning_effort", 400, {"reasoning_effort": "high"}),
+    (CHAT, "moderation", 400, {"moderation": {"model": "x"}}),
+    (CHAT, "stream", 400, {"stream": "yes"}),
+    (CHAT, "stream_options", 400, {"stream_options": {"include_usage": "yes"}}),
+    (COMPLETIONS, "stream_options", 400, {"stream_options": {"x": True}}),
+    (CHAT, "store", 400, {"store": "yes"}),
+    (CHAT, "max_tokens", 400, {"max_tokens": 0}),
+    (CHAT, "max_tokens", 400, {"max_tokens": 1.5}),
+    (CHAT, "max_tokens", 400, {"max_tokens": True}),
+    (CHAT, "max_tokens", 400, {"max_tokens": 10**30}),
+    (CHAT, "max_tokens", 400, {"max_tokens": CONTEXT_LENGTH - 3}),
+    (CHAT, "max_tokens", 400, make_chat("x" * CONTEXT_LENGTH)),
+    (CHAT, "temperature", 400, {"temperature": -1}),
+    (CHAT, "top_p", 400, {"top_p": 0}),
+    (CHAT, "top_k", 400, {"top_k": 0.3}),
+    (CHAT, "seed", 400, {"seed": 2**70}),
+    (CHAT, "n", 400, {"n": 129}),
+    (CHAT, "frequency_penalty", 400, {"frequency_penalty": 3}),
+    (CHAT, "repetition_penalty", 400, {"repetition_penalty": 0}),
+    (CHAT, "stop", 400, {"stop": [""]}),
+    (CHAT, "stop", 400, {"stop": list("abcdefghijklmnopq")}),
+    (CHAT, "stop", 400, {"stop": "x" * 1025}),
+    (CHAT, "stop_token_ids", 400, {"stop_token_ids": [100_000]}),
+    (CHAT, "logit_bias", 400, {"logit_bias": {str(token): 1 for token in range(1025)}}),
+    (CHAT, "logit_bias", 400, {"logit_bias": {"a": 1}}),
+    (CHAT, "logit_bias", 400, {"logit_bias": {"100000": 1}}),
+    (CHAT, "structured_outputs.json", 400, {"structured_outputs": {"json": HUGE_MULTIPLE}}),
+    (CHAT, "top_logprobs", 400, {"top_logprobs": 3}),
+    (CHAT, "logprobs", 400, {"logprobs": 3}),
+    (CHAT, "user", 400, {"user": "x" * 513}),
+    (CHAT, "cache_salt", 400, {"cache_salt": ""}),
+    (RESPONSES, "cache_salt", 400, {"cache_salt": 1}),
+    (CHAT, "metadata", 400, {"metadata": {"x": [0] * 9000}}),
+    (RESPONSES, "metadata", 400, {"metadata": {str(n): "x" for n in range(17)}}),
+    (CHAT, "metadata", 400, {"metadata": {"x" * 65: ""}}),
+    (CHAT, "generation_config", 400, {"generation_config": "{"}),
+    (CHAT, "generation_config", 400, {
+        "generation_config": json.dumps({"transformers_version": "x" * 20_000})}),
+    (CHAT, "generation_config.eos_token_id", 400, {
+        "generation_config": json.dumps({"eos_token_id": [1] * 129})}),
+    (CHAT, "generation_config.num_beams", 400, {"generation_config": '{"num_beams": 4}'}),
+    (CHAT, "generation_config.stop_strings", 400, {
+        "generation_config": '{"stop_strings": ["a"]}'}),
+    (CHAT, "chat_template_kwargs.chat_template", 400, {
+        "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
+    (CHAT, "chat_template_kwargs", 400, {"chat_template_kwargs": dict.fromkeys(ARGUMENT_NAMES, 1)}),
+    # The chat template does not show tools to the model.
+    (CHAT, "tools", 400, {"tools": [TOOL]}),
+    (CHAT, "parallel_tool_calls", 400, {"tools": [TOOL], "parallel_tool_calls": False}),
+    (CHAT, "tools[0]", 400, {"tools": [5]}),
+    (RESPONSES, "tools[0]", 400, {"tools": [{"type": "web_search"}]}),
+    (CHAT, "tool_choice", 400, {"tool_choice": "required"}),
+    (COMPLETIONS, "suffix", 400, {"suffix": "the end"}),
+    (COMPLETIONS, "logprobs", 400, {"logprobs": True}),
+    (COMPLETIONS, "max_tokens", 400, {"max_tokens": 0}),
+    (COMPLETIONS, "best_of", 400, {"best_of": 3, "n": 2}),
+    (COMPLETIONS, "prompt", 400, {"prompt": None}),
+    (COMPLETIONS, "prompt", 400, {"prompt": ["x", ""]}),
+    (COMPLETIONS, "prompt", 400, {"prompt": [[1, 2], [-1]]}),
+    (COMPLETIONS, "prompt", 400, {"prompt": [1, 100_000]}),
+    (COMPLETIONS, "prompt", 400, {"prompt": ["x"] * 40, "n": 30}),
+    (RESPONSES, "text.verbosity", 400, {"text": {"verbosity": "low"}}),
+    (RESPONSES, "input[0].type", 400, {"input": [{"type": "junk"}]}),
+    (RESPONSES, "input[0].type", 400, {"input": [{"type": []}]}),
+    (RESPONSES, "input[0].call_id", 400, {"input": [{"type": "function_call", "name": "x"}]}),
+    (RESPONSES, "input[1].content", 400, {"input": [USER_MESSAGE, {"role": "x"}]}),
+    (RESPONSES, "input[0].content", 400, {"input": [{"type": "reasoning", "content": [1]}]}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("payload", "status"), REJECTED_REQUESTS.values(), ids=REJECTED_REQUESTS)
-def test_a_bad_request_is_rejected_and_the_next_is_answered(server, payload, status):
-    raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-    actual_status, text, _ = server.ask(CHAT, raw=raw)
-    assert actual_status == status, text
-    error = json.loads(text)["error"]
-    assert error["message"]
-    assert error["type"] in ("invalid_request_error", "not_found_error")
-    assert get_status(server, CHAT, make_chat()) == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "payload"),
-    [
-        (CHAT, "bogus", 1),
-        (CHAT, "prompt", "x"),
-        (CHAT, "generation_config.guidance_scale", {"generation_config": '{"guidance_scale": 2}'}),
-        (COMPLETIONS, "messages", []),
-        (RESPONSES, "text.verbosity", {"text": {"verbosity": "low"}}),
-        (RESPONSES, "reasoning", {"reasoning": {"effort": "high"}}),
-        (RESPONSES, "tools[0]", {"tools": [{"type": "web_search"}]}),
-        (RESPONSES, "prompt", {"prompt": {"id": "x"}}),
-        # The chat template does not show tools to the model.
-        (CHAT, "tools", {"tools": [TOOL]}),
-        (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
-        (CHAT, "tools", {"tools": [[0] * 16_384], "tool_choice": "none"}),
-        (CHAT, "messages", make_chat([{}] * 16_384)),
-        (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
-        (CHAT, "messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
-        (CHAT, "tool_choice", {"tool_choice": "required"}),
-        (CHAT, "top_logprobs", {"top_logprobs": 3}),
-        (CHAT, "logprobs", {"logprobs": 3}),
-        (CHAT, "echo", {"echo": True}),
-        (CHAT, "add_generation_prompt", {"add_generation_prompt": False}),
-        (CHAT, "logit_bias", {"logit_bias": {"a": 1}}),
-        (CHAT, "logit_bias", {"logit_bias": {"100000": 1}}),
-        (CHAT, "stop_token_ids", {"stop_token_ids": [100_000]}),
-        (CHAT, "repetition_penalty", {"repetition_penalty": 0}),
-        (CHAT, "best_of", {"best_of": 3, "n": 2}),
-        (CHAT, "user", "x" * 513),
-        (CHAT, "cache_salt", ""),
-        (RESPONSES, "cache_salt", 1),
-        (COMPLETIONS, "user", [""] * 9000),
-        (CHAT, "metadata", {"metadata": {"x": [0] * 9000}}),
-        (RESPONSES, "metadata", {"metadata": {str(n): "x" for n in range(17)}}),
-        (CHAT, "metadata", {"metadata": {"x" * 65: ""}}),
-        (CHAT, "metadata", {"metadata": {"x": "y" * 513}}),
-        (CHAT, "stream_options", {"stream_options": {"include_usage": "yes"}}),
-        (COMPLETIONS, "stream_options", {"stream_options": {"x": True}}),
-        (CHAT, "store", "yes"),
-        (CHAT, "moderation", {"moderation": {"model": "x"}}),
-        (CHAT, "chat_template_kwargs", {"chat_template_kwargs": dict.fromkeys(ARGUMENT_NAMES, 1)}),
-        (CHAT, "generation_config", json.dumps({"transformers_version": "x" * 20_000})),
-        (COMPLETIONS, "suffix", {"suffix": "the end"}),
-        (COMPLETIONS, "logprobs", {"logprobs": True}),
-        (COMPLETIONS, "logprobs", {"logprobs": 21}),
-        (COMPLETIONS, "max_tokens", {"max_tokens": 0}),
-        (COMPLETIONS, "prompt", {"prompt": []}),
-        (COMPLETIONS, "prompt", {"prompt": None}),
-        (RESPONSES, "input", {"input": None}),
-        (CHAT, "messages", {"messages": None}),
-        (COMPLETIONS, "prompt", {"prompt": ["x", ""]}),
-        (COMPLETIONS, "prompt", {"prompt": [[1, 2], [-1]]}),
-        (COMPLETIONS, "prompt", {"prompt": [1, 100_000]}),
-        (COMPLETIONS, "prompt", {"prompt": ["x"] * 40, "n": 30}),
-        *(
-            (RESPONSES, "input[0].type", {"input": [{"type": kind, "text": "x"}]})
-            for kind in ("junk", [], {}, 3, None)
-        ),
-        (RESPONSES, "input[0].call_id", {"input": [{"type": "function_call", "name": "x"}]}),
-        (
-            RESPONSES,
-            "input[1].content",
-            {"input": [USER_MESSAGE, {"type": "message", "role": "x"}]},
-        ),
-        (RESPONSES, "input[0].content", {"input": [{"type": "reasoning", "content": [1]}]}),
-    ],
-)
-def test_an_error_names_the_rejected_field(server, path, field, payload):
+@pytest.mark.parametrize(("path", "field", "status", "payload"), INVALID_REQUESTS)
+def test_an_error_names_the_rejected_field(server, path, field, status, payload):
     valid = {CHAT: make_chat(), COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x"}}
-    payload = payload if isinstance(payload, dict) else {field: payload}
-    status, text, _ = server.ask(path, {**valid[path], **payload})
-    assert (status, json.loads(text)["error"]["param"]) == (400, field)
+    raw = payload if isinstance(payload, bytes) else json.dumps(valid[path] | payload).encode()
+    actual_status, text, _ = server.ask(path, raw=raw)
+    error = json.loads(text)["error"]
+    assert (actual_status, error["param"]) == (status, field), text
+    assert error["message"]
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        {"cache_salt": "x" * 512},
-        {"tools": [TOOL], "tool_choice": "none"},
-        {"tools": [], "parallel_tool_calls": False},
-        {"parallel_tool_calls": True, "suffix": None},
-        {"stop": [f"no {number}" for number in range(16)]},
-        {"n": 1, "logprobs": 0, "top_logprobs": 0, "echo": False},
-        {"frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}},
-        {"use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True},
-        {"guided_json": None, "truncate_prompt_tokens": None, "priority": 0, "user": "x" * 512},
-        {"metadata": {f"{n:64}": "x" * 512 for n in range(16)}, "store": False, "seed": 3},
         {
-            "service_tier": "auto",
-            "prompt_cache_key": "x",
+            "tools": [TOOL], "tool_choice": "none", "cache_salt": "x" * 512, "suffix": "", "n": 1,
+            "stop": [f"no {number}" for number in range(16)], "user": "x" * 512, "seed": 3,
+            "metadata": {f"{n:64}": "x" * 512 for n in range(16)}, "store": False,
+        },
+        {
+            "tools": [], "parallel_tool_calls": False, "logprobs": 0, "top_logprobs": 0,
+            "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "echo": False,
+            "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True,
+            "guided_json": None, "priority": 0, "service_tier": "auto", "prompt_cache_key": "x",
             "stream_options": {"include_usage": None},
         },
     ],
-)
+)  # fmt: skip
 def test_fields_without_effect_are_accepted(server, payload):
     answer, expected = (
         server.answer(CHAT, **make_chat(max_tokens=8, **fields)) for fields in (payload, {})
@@ -478,7 +371,6 @@ def test_every_field_of_openai_is_validated(server, path, params_type, valid_fie
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ messages[0].content }}", False),
         ("{% if tools %}you have tools{% endif %}{{ messages[0].content }}", False),
         ("{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[0].content }}", True),
         ("{{ raise_exception('no') }}", False),
@@ -541,26 +433,21 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
 
 @pytest.mark.parametrize("has_started", [False, True])
 def test_a_request_with_a_bad_chunk_has_one_response(has_started, caplog):
-    async def run() -> tuple[list[dict], bytes]:
-        may_respond, has_ended = asyncio.Event(), asyncio.Event()
-        received = []
-        start = {"type": "http.response.start", "status": 200, "headers": []}
-
+    async def run() -> bytes:
         async def app(scope, receive, send):
+            start = {"type": "http.response.start", "status": 200, "headers": []}
             messages = [start, {"type": "http.response.body", "body": b"answer"}]
             if has_started:
                 await send(messages.pop(0))
-            received.append(await receive())
-            await may_respond.wait()
+            assert (await receive())["type"] == "http.disconnect"
             for message in messages:
                 await send(message)
             has_ended.set()
 
+        has_ended = asyncio.Event()
         config = uvicorn.Config(app, http=make_connection_class(None, 9, 9), lifespan="off")
         config.load()
-        connection = config.http_protocol_class(
-            config, importlib.import_module("uvicorn.server").ServerState(), {}
-        )
+        connection = config.http_protocol_class(config, uvicorn.server.ServerState(), {})
         transport = MagicMock()  # its `close` never calls `connection_lost`
         transport.get_write_buffer_size.return_value = 0
         connection.connection_made(transport)
@@ -569,25 +456,16 @@ def test_a_request_with_a_bad_chunk_has_one_response(has_started, caplog):
         )
         await asyncio.sleep(0)
         connection.data_received(b"not a length\r\n")
-        may_respond.set()
         await asyncio.wait_for(has_ended.wait(), 20)
         connection.connection_lost(None)
         assert transport.close.called
-        return received, b"".join(call.args[0] for call in transport.write.call_args_list)
+        return b"".join(call.args[0] for call in transport.write.call_args_list)
 
-    received, output = asyncio.run(run())
-    assert [message["type"] for message in received] == ["http.disconnect"]
+    output = asyncio.run(run())
     statuses = re.findall(rb"HTTP/1.1 (\d+)", output)
     assert statuses == ([b"200"] if has_started else [b"400"])
     assert b"answer" not in output
     assert not [record for record in caplog.records if record.exc_info]
-
-
-def test_a_prompt_that_fills_the_context_is_answered(server):
-    num_template_tokens = len("u:;a:")
-    prompt = "x" * (CONTEXT_LENGTH - num_template_tokens - 4)
-    assert get_status(server, CHAT, make_chat(prompt)) == 200
-    assert get_status(server, CHAT, make_chat(prompt + "x")) == 400
 
 
 def test_too_long_texts_are_rejected_before_tokenization(server):
@@ -666,19 +544,16 @@ def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, 
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        *((name, 200) for name in ("localhost", "LocalHost:80", "a.localhost:1", "127.8.9.1:80")),
-        *((name, 200) for name in ("[::1]", "[::1]:8000")),
-        *((name, 421) for name in ("evil.example", "evil.example:80", "localhost.evil.example")),
-        *((name, 421) for name in ("notlocalhost", "127.0.0.1.evil.example", "10.0.0.1", "")),
+        ("LocalHost:80", 200), ("a.localhost:1", 200), ("127.8.9.1:80", 200), ("[::1]:8000", 200),
+        ("evil.example:80", 421), ("localhost.evil.example", 421), ("notlocalhost", 421),
+        ("127.0.0.1.evil.example", 421), ("10.0.0.1", 421), ("", 421),
     ],
-)
+)  # fmt: skip
 def test_a_rebound_host_name_is_rejected(server, host, status):
-    requests = [(path, None) for path in ("/health", "/v1/models", "/")]
-    for path, payload in [(CHAT, make_chat()), *requests]:
+    for path, payload in ((CHAT, make_chat(max_tokens=1)), ("/health", None)):
         actual_status, text, _ = server.ask(path, payload, headers={"host": host})
         assert actual_status == status, text
-        if status == 421:
-            assert json.loads(text)["error"]["code"] == "wrong_host"
+        assert status == 200 or json.loads(text)["error"]["code"] == "wrong_host"
 
 
 def test_no_answer_contains_the_path_of_the_model(server, folder):
@@ -739,13 +614,11 @@ def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
         assert future.result() == 200
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/reset", "/v1/audio/transcriptions", "/tokenize", "/detokenize", "/load_model", "/version"],
-)
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/load_model", "/version", "/docs"])
 def test_unsupported_paths_return_404(server, path):
-    assert get_status(server, path, {}) == 404
-    assert get_status(server, CHAT, make_chat()) == 200
+    status, text, _ = server.ask(path, {})
+    assert status == 404
+    assert f"{path}: expected one of /v1/chat/completions" in text
 
 
 def test_other_content_types_are_rejected(server):
@@ -754,31 +627,31 @@ def test_other_content_types_are_rejected(server):
 
 
 def test_requests_with_the_same_id_get_their_own_answers(server):
+    def ask(letter: str) -> tuple[str, str]:
+        headers = {"x-request-id": "same"}
+        _, text, headers = server.ask(CHAT, make_chat(letter), headers=headers)
+        return headers["x-request-id"], text_in(json.loads(text))
+
     with ThreadPoolExecutor(4) as pool:
-        same_id = {"x-request-id": "same"}
-        requests = [make_chat(letter) for letter in "abcd"]
-        answers = list(pool.map(lambda body: server.ask(CHAT, body, headers=same_id), requests))
-    for request, (status, text, headers) in zip(requests, answers, strict=True):
-        assert (status, headers["x-request-id"]) == (200, "same")
-        single_answer = server.answer(CHAT, **request)
-        assert json.loads(text)["choices"] == single_answer["choices"]
+        answers = list(pool.map(ask, "abcd"))
+    assert answers == [("same", get_text(server, letter)) for letter in "abcd"]
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_pages_of_a_disconnected_client_are_freed(server, stream):
-    old_count = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
+def test_the_pages_of_a_disconnected_client_are_freed(server, slow_steps, stream):
+    num_canceled = 'requests_total{status="499"}'
+    num_tokens = f'inter_token_latency_seconds_count{{model_name="{Path(server.model).name}"}}'
+    old_metrics = server.wait_until(requests_active=0)
     with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
-    ticks_at_disconnect = server.cpu_ticks()
-    expected = {'requests_total{status="499"}': old_count + 1, "requests_active": 0}
+    expected = {num_canceled: old_metrics.get(num_canceled, 0) + 1, "requests_active": 0}
     metrics = server.wait_until(**expected)
-    canceled_ticks = server.cpu_ticks() - ticks_at_disconnect
     assert metrics["requests_waiting"] == 0
-    # All pages are free for a second request. The CPU time shows that the first request has ended.
-    ticks_at_start = server.cpu_ticks()
-    answer = server.answer(CHAT, **make_chat(STORY, max_tokens=250))
-    assert answer["usage"]["completion_tokens"] == 250
-    assert canceled_ticks < (server.cpu_ticks() - ticks_at_start) / 2
+    assert metrics[num_tokens] - old_metrics.get(num_tokens, 0) < 200, "all tokens were computed"
+    # All pages are free for a second request.
+    prompt = "x" * (CONTEXT_LENGTH - 9)
+    answer = server.answer(COMPLETIONS, prompt=prompt, max_tokens=9)
+    assert answer["usage"]["completion_tokens"] == 9
 
 
 @pytest.fixture
@@ -822,11 +695,8 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
         (["--no-such"], 2, "No such option: --no-such"),
         (["--kv-cache-dtype", "int3"], 2, "int3"),
         (["--cb-num-blocks", "many"], 2, "integer"),
-        (["--attn-implementation", "sdpa"], 2, "No such option"),
-        (["--no-continuous-batching"], 2, "No such option"),
         (["--chat-template-kwargs", "5"], 2, "expected a JSON object"),
         (["--host", "0.0.0.0", "--device", "cpu"], 1, "HF_FP8KV_API_KEY"),
-        (["--host", "::", "--device", "cpu"], 1, "HF_FP8KV_API_KEY"),
         (["--log-level", "loud"], 2, "--log-level"),
         (["--default-seed", str(2**70)], 2, "--default-seed"),
         (["--max-body", "0"], 1, "--max-body: expected at least 1"),
@@ -854,12 +724,9 @@ def test_a_wrong_command_line_is_explained(
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(run_command, folder):
     with contextlib.closing(listen("127.0.0.1", 0)) as sock:  # bound, but not listening yet
         port = str(sock.getsockname()[1])
-        with pytest.raises(ConfigError, match="cannot listen"):
-            listen("127.0.0.1", int(port))
         code, _, err = run_command("serve", folder, "--port", port, "--device", "cpu")
     assert (code, "cannot listen" in err, "Traceback" in err) == (1, True, False)
-    with contextlib.closing(listen("127.0.0.1", int(port))):
-        pass
+    listen("127.0.0.1", int(port)).close()
 
 
 def test_unusable_files_are_explained(run_command, folder, tmp_path):
@@ -881,13 +748,13 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
         assert read_json(server, "/v1/models")["data"][0]["id"] == "mine"
         entry = read_json(server, "/v1/models/mine")
         assert (entry["id"], entry["max_model_len"]) == ("mine", 40)
-        assert get_status(server, "/v1/models/tiny") == 404
-        status, text, _ = server.ask(CHAT, make_chat(model="mine", max_tokens=4))
-        assert (status, json.loads(text)["model"]) == (200, "mine")
+        answer, chunks = (
+            server.answer(CHAT, **make_chat("x", model="mine", stream=x)) for x in (False, True)
+        )
+        assert answer["usage"]["prompt_tokens"] == len("<x>")
+        assert {chunk["model"] for chunk in (answer, *chunks)} == {"mine"}
         assert get_status(server, CHAT, make_chat(model=folder)) == 404
         assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
-        usage = server.answer(CHAT, **make_chat("x"))["usage"]
-        assert usage["prompt_tokens"] == len("<x>")
 
 
 def test_processes_of_torchrun_are_rejected(run_command, tmp_path, monkeypatch):
@@ -909,8 +776,7 @@ def test_a_failed_engine_ends_the_server(folder, monkeypatch):
         monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_or_fail)
         with ThreadPoolExecutor(4) as pool:
             request = make_chat(STORY, max_tokens=90)
-            futures = [pool.submit(server.ask, CHAT, request) for _ in range(4)]
-            answers = [future.result() for future in futures]
+            answers = list(pool.map(lambda _: server.ask(CHAT, request), range(4)))
         for status, text, _ in answers:
             assert status in (500, 503)  # before or after the end of the engine's thread
             assert "no memory for step 20" in text
@@ -1001,72 +867,39 @@ def test_the_page_has_no_other_hosts_and_the_model_tells_what_fits(server):
     assert (status, headers["content-type"]) == (200, "text/html;charset=utf-8")
     assert "connect-src 'self'" in headers["content-security-policy"]
     assert not re.findall(r"(?:https?:)?//[a-z]", text)
-    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
-    pages = json.loads(server.ask(f"/v1/models/{name}")[1])["kv_cache"]
+    pages = read_json(server, f"/v1/models/{Path(server.model).name}")["kv_cache"]
     # A token has K and V of 2 layers with 2 heads of 16 values: 256 bytes in bf16, 144 in pages.
     assert pages["tokens"] / pages["bf16_tokens"] == pytest.approx(256 / 144, rel=0.01)
-    assert pages["tokens"] > 0
     assert all(plan.startswith("2 x K") for plan in pages["formats"])
-    assert server.ask("/docs")[0] == 404
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("options", "min_tokens", "share"),
     [
-        ([], "messages: expected a list with at least 1 item, got []"),
-        (
-            [{"role": "user", "content": [{"type": "image_url"}]}],
-            "messages[0].content: expected text or a list of parts of type 'text', because no",
-        ),
+        ({}, 1, 1 / 8), ({}, 2**25, 1 / 4), ({"max_memory_percent": 0.5}, 1, 0.5),
+        ({"num_blocks": 9}, 1, None),
     ],
-)
-def test_a_rejected_message_names_one_rule(server, messages, message):
-    status, text, _ = server.ask(CHAT, {"messages": messages})
-    assert status == 400
-    assert json.loads(text)["error"]["message"].startswith(message)
-
-
-def test_an_unknown_path_gets_the_paths(server):
-    status, text, _ = server.ask("/v1/embeddings", {"input": "x"})
-    assert status == 404
-    assert "/v1/embeddings: expected one of /v1/chat/completions" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "share"),
-    [({}, 1 / 8), ({"max_memory_percent": 0.5}, 0.5), ({"num_blocks": 9}, None)],
-)
-def test_the_default_memory_on_a_cpu_is_limited(folder, monkeypatch, options, share):
-    """4 GiB of 32 GiB, unless the configuration has a limit."""
-    shares = []
-
-    def record(model: typing.Any, continuous_batching_config: typing.Any, **_: typing.Any) -> None:
-        shares.append(continuous_batching_config.max_memory_percent)
-        raise KeyboardInterrupt
-
+)  # fmt: skip
+def test_the_default_memory_on_a_cpu_is_limited(folder, monkeypatch, options, min_tokens, share):
+    """4 GiB of 32 GiB, unless the configuration has a limit or 2**25 tokens need 8 GiB in bf16."""
     model = LlamaForCausalLM.from_pretrained(folder)
+    record = MagicMock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(type(model), "init_continuous_batching", record)
     monkeypatch.setattr(engine, "_count_free_bytes", lambda: 32 * 2**30)
+    monkeypatch.setattr(engine, "_MIN_CPU_TOKENS", min_tokens)
     with pytest.raises(KeyboardInterrupt):
         engine.Engine(model, ContinuousBatchingConfig(**options), None)
-    assert shares == [share]
-    monkeypatch.setattr(engine, "_MIN_CPU_TOKENS", 2**25)  # 8 GiB in bf16
-    if not options:
-        with pytest.raises(KeyboardInterrupt):
-            engine.Engine(model, ContinuousBatchingConfig(), None)
-        assert shares[-1] == 1 / 4
+    (call,) = record.call_args_list
+    assert call.kwargs["continuous_batching_config"].max_memory_percent == share
 
 
 def test_progress_is_logged_while_pages_are_filled(folder, monkeypatch, caplog):
-    model = LlamaForCausalLM.from_pretrained(folder)
-    hf_fp8kv.serving.enable(model)
+    model = hf_fp8kv.serving.enable(LlamaForCausalLM.from_pretrained(folder))
     monkeypatch.setattr(engine, "PROGRESS_SECONDS", 0.01)
     caplog.set_level("INFO")
 
     def warm_up(manager: typing.Any) -> None:
-        deadline = time.monotonic() + 60
-        while "filled" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)
+        time.sleep(1)
         raise ValueError("no memory")
 
     monkeypatch.setattr(ContinuousBatchingManager, "warmup", warm_up)

@@ -90,7 +90,6 @@ def server_with_end_token(folder, tmp_path_factory):
 
 
 def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
-    """Return the text of a completion and its finish reason."""
     answer = server.answer(COMPLETIONS, **{"prompt": "once upon", "max_tokens": 250} | fields)
     events = answer if fields.get("stream") else [answer]
     assert len(events) > 2 or not fields.get("stream")
@@ -98,22 +97,13 @@ def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
 
 
 def constrain(**constraint: object) -> dict[str, object]:
-    """Return the field of a request that constrains its answer."""
     return {"structured_outputs": constraint}
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        pytest.param({}, marks=pytest.mark.full),
-        {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "seed": 5},
-    ],
-)
-def test_an_answer_matches_its_json_schema(server, sampling):
-    for prompt, stream in (("a", False), ("tell me", True), ("name, age", False)):
-        text, reason = complete(
-            server, prompt=prompt, **constrain(json=PERSON), stream=stream, **sampling
-        )
+def test_an_answer_matches_its_json_schema(server):
+    sampling = {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "seed": 5}
+    for stream in (False, True):
+        text, reason = complete(server, **constrain(json=PERSON), stream=stream, **sampling)
         assert is_person(text)
         assert reason == "stop"
 
@@ -135,31 +125,14 @@ def test_each_endpoint_accepts_its_field(server):
         (CHAT, CHAT_FIELDS | constrain(json_object=True)),
     ):
         assert text_in(server.answer(path, **fields)).startswith("{")
+    text_fields = {"response_format": {"type": "text"}, "max_tokens": 5}
+    assert not text_in(server.answer(CHAT, **CHAT_FIELDS | text_fields)).startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "text_format"),
-    [
-        (CHAT, CHAT_FIELDS, {"response_format": {"type": "text"}}),
-        (RESPONSES, RESPONSE_FIELDS, {"text": {"format": {"type": "text"}, "verbosity": "medium"}}),
-    ],
-)
-def test_a_text_format_does_not_change_the_answer(server, path, fields, text_format):
-    plain_text, typed_text = (
-        text_in(server.answer(path, **fields, **extra_fields)) for extra_fields in ({}, text_format)
-    )
-    assert typed_text == plain_text
-
-
-@pytest.mark.parametrize(
-    "regex", [r"[a-z]{3,5}-\d{2}", r"^(yes|no), [A-Z]{4}!$", r"(a/b|\"#|\\\\) [^b-y]x{7}"]
-)
-@pytest.mark.parametrize("temperature", [0, 1.8])
-def test_an_answer_matches_its_regular_expression(server, regex, temperature):
-    for seed in range(3):
-        text, reason = complete(
-            server, **constrain(regex=regex), temperature=temperature, seed=seed
-        )
+@pytest.mark.parametrize("regex", [r"^(yes|no), [A-Z]{4}!$", r"(a/b|\"#|\\\\) [^b-y]x{7}"])
+def test_an_answer_matches_its_regular_expression(server, regex):
+    for temperature in (0, 1.8):
+        text, reason = complete(server, **constrain(regex=regex), temperature=temperature, seed=3)
         assert re.fullmatch(regex, text)
         assert reason == "stop"
 
@@ -171,14 +144,9 @@ def test_an_answer_is_one_of_the_choices(server):
         for n in range(20)
     }
     assert answers == set(choices)
-
-
-def test_a_stop_string_ends_a_structured_answer(server):
-    expected, _ = complete(server, **constrain(json=PERSON))
-    for stream in (False, True):
-        text, reason = complete(server, **constrain(json=PERSON), stop='"tags"', stream=stream)
-        assert text == expected[: expected.index('"tags"')]
-        assert reason == "stop"
+    # A control character is escaped in the grammar, and this model has no token for it.
+    _, text, _ = server.ask(COMPLETIONS, {"prompt": "x", **constrain(choice=["a\x7fb"])})
+    assert "none of the model's tokens can follow" in text
 
 
 def test_a_truncated_answer_has_the_finish_reason_length(server):
@@ -232,10 +200,6 @@ def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
     assert all(re.fullmatch(r"([a-f]{3}-[0-9]{3} ){24}\.", text) for text, _ in answers)
 
 
-class Panic(BaseException):
-    """An exception like a panic of a library in Rust."""
-
-
 class FailingMatcher:
     """A matcher of llguidance that panics at the letter z."""
 
@@ -247,7 +211,7 @@ class FailingMatcher:
 
     def consume_tokens(self, tokens):
         if tokens == [ord("z") - 32]:
-            raise Panic("a bug of the library")
+            raise BaseException("a bug of the library")  # like a panic of a library in Rust
         return self._matcher.consume_tokens(tokens)
 
 
@@ -279,7 +243,7 @@ def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
         overflows = [submit("[a-y]{50}") for _ in range(2)]
         assert [future.result() for future in futures] == expected_texts * 2
     for futures, expected, message in (
-        (panics, 500, "the grammar failed: Panic: a bug of the library"),
+        (panics, 500, "the grammar failed: BaseException: a bug of the library"),
         (overflows, 400, "lexer error: too many states"),
     ):
         for future in futures:
@@ -291,7 +255,6 @@ def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
 
 
 def wrap_schema(schema: object, **fields: object) -> dict[str, object]:
-    """Return the field of a chat that contains a JSON schema."""
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
 
 
@@ -300,16 +263,11 @@ LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}
 SCHEMA_FIELD = "response_format.json_schema.schema"
 INVALID_GRAMMARS = {
     "an unknown type": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "a string": ({"response_format": "json"}, "response_format"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    "a list": (wrap_schema([]), SCHEMA_FIELD),
     "no type": (wrap_schema({"type": "objekt"}), SCHEMA_FIELD),
-    "not supported": (wrap_schema({"type": "array", "uniqueItems": True}), SCHEMA_FIELD),
     "not strict": (wrap_schema(LENIENT), SCHEMA_FIELD),
     "not strict, as text": (constrain(json=json.dumps(LENIENT)), "structured_outputs.json"),
     "not satisfiable": (wrap_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA_FIELD),
-    "no end": (wrap_schema({"$ref": "#"}), SCHEMA_FIELD),
-    "a missing definition": (wrap_schema({"$ref": "#/$defs/x"}), SCHEMA_FIELD),
     "a different file": (wrap_schema({"$ref": "http://localhost/x.json"}), SCHEMA_FIELD),
     "a huge text": (wrap_schema({"enum": ["x" * 70_000]}), SCHEMA_FIELD),
     "long numbers": (wrap_schema({"type": "integer", "minimum": -(10**30)}), SCHEMA_FIELD),
@@ -323,27 +281,21 @@ INVALID_GRAMMARS = {
     "long patterns": (wrap_schema({"items": {"pattern": "a?" * 5_000}}), SCHEMA_FIELD),
     "a long expression": (constrain(regex="a?" * 5_000), "structured_outputs.regex"),
     "an unknown name": (wrap_schema({}, grammar="x"), "response_format.json_schema.grammar"),
-    "an extra schema": (
-        {"response_format": {"type": "json_object", "schema": {}}},
-        "response_format.schema",
-    ),
     "no constraint": (constrain(), "structured_outputs"),
     "two constraints": (constrain(regex="a", choice=["a"]), "structured_outputs"),
     "two fields": (wrap_schema({}) | constrain(regex="a"), "structured_outputs.regex"),
     "an invalid expression": (constrain(regex="(a"), "structured_outputs.regex"),
-    "a lookahead": (constrain(regex="(?=a)b"), "structured_outputs.regex"),
     "an empty text": (constrain(regex="()"), "structured_outputs.regex"),
-    "no character": (constrain(regex=r"[^\s\S]"), "structured_outputs.regex"),
     "no token": (constrain(regex="[ä-ü]"), "structured_outputs.regex"),
     "a special token": (constrain(regex=r"\?+"), "structured_outputs.regex"),
     "no choices": (constrain(choice=[]), "structured_outputs.choice"),
     "an empty choice": (constrain(choice=[""]), "structured_outputs.choice"),
     "invalid JSON": (constrain(json="{"), "structured_outputs.json"),
     "an unknown grammar": (constrain(grammar="x"), "structured_outputs.grammar"),
-    "an older field": ({"guided_regex": "a"}, "guided_regex"),
 }
 
 
+# Each rule, and each limit of a grammar, has one case.
 @pytest.mark.parametrize(("payload", "field"), INVALID_GRAMMARS.values(), ids=INVALID_GRAMMARS)
 def test_a_bad_grammar_is_rejected_with_its_field(server, payload, field):
     fields = CHAT_FIELDS | payload
@@ -352,13 +304,6 @@ def test_a_bad_grammar_is_rejected_with_its_field(server, payload, field):
     assert (status, error["param"]) == (400, field), text
     assert error["message"].startswith(f"{field}: ")
     assert len(error["message"]) < 500
-
-
-def test_a_choice_with_a_control_character_is_a_valid_grammar(server):
-    """The tokens of this model only have printable characters."""
-    fields = CHAT_FIELDS | constrain(choice=["a\x7fb"])
-    _, text, _ = server.ask(CHAT, raw=json.dumps(fields).encode())
-    assert "none of the model's tokens can follow" in text
 
 
 def test_grammars_are_rejected_if_steps_are_planned_ahead(folder):

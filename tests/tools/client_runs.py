@@ -43,22 +43,6 @@ class Target(NamedTuple):
     tokenizer: str
 
 
-Run = Callable[[Target], Any]
-CLIENTS: dict[str, dict[str, Run]] = {}  # the runs of each client, by name
-PACKAGE_NAMES = {"lm-eval": "lm_eval"}  # if the package has a different name than the client
-
-
-def register(client: str) -> Callable[[Run], Run]:
-    """Register a function as a run of a client. Its name after "__" becomes the run's name."""
-
-    def add_run(run: Run) -> Run:
-        name = run.__name__.removeprefix("_").partition("__")[2].replace("_", " ")
-        CLIENTS.setdefault(client, {})[name] = run
-        return run
-
-    return add_run
-
-
 # -- openai ----------------------------------------------------------------------------------------
 
 
@@ -68,8 +52,7 @@ def _make_client(target: Target) -> Any:
     return OpenAI(base_url=target.url, api_key="-", max_retries=0, timeout=300)
 
 
-@register("openai")
-def _openai__chat(target: Target) -> None:
+def openai_chat(target: Target) -> None:
     completion = _make_client(target).chat.completions.create(
         model=target.model, messages=MESSAGES, max_completion_tokens=8, n=2, temperature=0.9,
         seed=3, logprobs=True, top_logprobs=2, presence_penalty=0.1, stop=["\n\n"], user="me",
@@ -84,8 +67,7 @@ def _openai__chat(target: Target) -> None:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-@register("openai")
-def _openai__streamed_chat(target: Target) -> None:
+def openai_streamed_chat(target: Target) -> None:
     chunks = list(
         _make_client(target).chat.completions.create(
             model=target.model, messages=MESSAGES, max_tokens=8, stream=True,
@@ -103,8 +85,7 @@ def _openai__streamed_chat(target: Target) -> None:
         assert stream.get_final_completion().choices[0].message.content
 
 
-@register("openai")
-def _openai__completions(target: Target) -> None:
+def openai_completions(target: Target) -> None:
     client = _make_client(target)
     completion = client.completions.create(
         model=target.model, prompt=["One, two,", "Monday, Tuesday,"], max_tokens=4, n=2, echo=True,
@@ -119,24 +100,19 @@ def _openai__completions(target: Target) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
-@register("openai")
-def _openai__responses(target: Target) -> None:
+def openai_responses(target: Target) -> None:
     client = _make_client(target)
-    response = client.responses.create(
-        model=target.model, input=QUESTION, instructions="Be brief.", max_output_tokens=8
-    )
+    request = {"model": target.model, "input": QUESTION, "max_output_tokens": 8}
+    response = client.responses.create(**request, instructions="Be brief.")
     assert response.output_text
     assert response.usage.input_tokens_details.cached_tokens >= 0
-    with client.responses.stream(
-        model=target.model, input=[{"role": "user", "content": QUESTION}], max_output_tokens=8
-    ) as stream:
+    with client.responses.stream(**request) as stream:
         event_types = [event.type for event in stream]
     assert event_types[0] == "response.created"
     assert event_types[-1] in ("response.completed", "response.incomplete")
 
 
-@register("openai")
-def _openai__structured_output(target: Target) -> None:
+def openai_structured_output(target: Target) -> None:
     from pydantic import BaseModel
 
     class Person(BaseModel):
@@ -159,8 +135,7 @@ def _openai__structured_output(target: Target) -> None:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
 
 
-@register("openai")
-def _openai__tools(target: Target) -> None:
+def openai_tools(target: Target) -> None:
     client = _make_client(target)
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
     options = {"model": target.model, "tools": [WEATHER_TOOL], "max_tokens": 60}
@@ -190,8 +165,7 @@ def _make_model(target: Target, **options: Any) -> Any:
     return ChatOpenAI(**{**defaults, "max_tokens": 60, "temperature": 0, **options})
 
 
-@register("langchain-openai")
-def _langchain__chat(target: Target) -> None:
+def langchain_chat(target: Target) -> None:
     model = _make_model(target, max_tokens=8, seed=5, logprobs=True)
     message = model.invoke([("system", "Be brief."), ("human", QUESTION)])
     assert message.content
@@ -201,8 +175,7 @@ def _langchain__chat(target: Target) -> None:
     assert asyncio.run(model.ainvoke(QUESTION)).content == model.invoke(QUESTION).content
 
 
-@register("langchain-openai")
-def _langchain__structured_output(target: Target) -> None:
+def langchain_structured_output(target: Target) -> None:
     from pydantic import BaseModel
 
     class Person(BaseModel):
@@ -222,8 +195,7 @@ def _langchain__structured_output(target: Target) -> None:
     assert isinstance(model.invoke(question), dict)
 
 
-@register("langchain-openai")
-def _langchain__tools(target: Target) -> None:
+def langchain_tools(target: Target) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
 
@@ -288,8 +260,7 @@ _GENERATION_TASK = {
 }  # fmt: skip
 
 
-@register("lm-eval")
-def _lm_eval__loglikelihood(target: Target) -> None:
+def lm_eval_loglikelihood(target: Target) -> None:
     for sends_tokens in (True, False):
         samples = _evaluate(
             target, "local-completions", _CHOICE_TASK, tokenizer=target.tokenizer,
@@ -298,8 +269,7 @@ def _lm_eval__loglikelihood(target: Target) -> None:
         assert [sample["acc"] for sample in samples] == [1, 1, 1]
 
 
-@register("lm-eval")
-def _lm_eval__generate(target: Target) -> None:
+def lm_eval_generate(target: Target) -> None:
     samples = _evaluate(
         target, "local-completions", _GENERATION_TASK, tokenizer=target.tokenizer, num_concurrent=3,
         tokenizer_backend="huggingface",
@@ -307,25 +277,34 @@ def _lm_eval__generate(target: Target) -> None:
     assert all(isinstance(sample["resps"][0][0], str) for sample in samples)
 
 
-@register("lm-eval")
-def _lm_eval__chat(target: Target) -> None:
+def lm_eval_chat(target: Target) -> None:
     samples = _evaluate(target, "local-chat-completions", _GENERATION_TASK, num_concurrent=3)
     assert all(sample["resps"][0][0] for sample in samples)
+
+
+CLIENTS: dict[str, tuple[Callable[[Target], None], ...]] = {
+    "openai": (
+        openai_chat, openai_streamed_chat, openai_completions, openai_responses,
+        openai_structured_output, openai_tools,
+    ),
+    "langchain-openai": (langchain_chat, langchain_structured_output, langchain_tools),
+    "lm-eval": (lm_eval_loglikelihood, lm_eval_generate, lm_eval_chat),
+}  # fmt: skip
 
 
 def main(client: str, url: str, tokenizer: str) -> None:
     """Run a client's functions, and print a line for each."""
     with urllib.request.urlopen(f"{url}/models") as response:
         model = json.loads(response.read())["data"][0]["id"]
-    client_version = version(PACKAGE_NAMES.get(client, client))
-    for name, run in CLIENTS[client].items():
+    for run in CLIENTS[client]:
         error = None
         try:
             run(Target(url, model, tokenizer))
         except Exception as exception:
             error = f"{type(exception).__name__}: {exception}"[:600]
             traceback.print_exc()
-        print(json.dumps({"run": name, "version": client_version, "error": error}), flush=True)
+        result = {"run": run.__name__, "version": version(client), "error": error}
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

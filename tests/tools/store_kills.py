@@ -32,14 +32,13 @@ NUM_PROMPTS, PROMPT_TOKENS, PAGE_SIZE = 6, 100, 8  # PAGE_SIZE in tokens
 MAX_BYTES = 36 * 2300
 
 
-def run_killed_writers(folder: Path, num_kills: int) -> dict[str, int]:
+def run_killed_writers(num_kills: int) -> dict[str, int]:
     """Run `kill_writers` in a separate process, because it forks, and callers may have threads."""
     command = [sys.executable, "-m", "tests.tools.store_kills", "--kills", str(num_kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
-        [*command, "--folder", str(folder)], env=environment, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
     assert not process.returncode, process.stderr[-3000:]
     counts: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
     return counts
@@ -103,8 +102,7 @@ class Workload:
         if pid:
             return pid
         try:
-            counts = self.answer_prompts(num_answers, seed)
-            result_path.write_text(json.dumps(counts))
+            result_path.write_text(json.dumps(self.answer_prompts(num_answers, seed)))
         finally:
             os._exit(0)
 
@@ -136,12 +134,11 @@ def kill_writers(workload: Workload, num_kills: int) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=10, help="number of writers to kill")
-    parser.add_argument("--folder", type=Path, help="parent of the store's folder")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary_folder:
-        folder = (options.folder or Path(temporary_folder)) / "store"
-        folder.mkdir(parents=True, exist_ok=True)
-        sys.stdout.write(json.dumps(kill_writers(Workload(folder), options.kills)) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        store_folder = Path(folder) / "store"
+        store_folder.mkdir()
+        sys.stdout.write(json.dumps(kill_writers(Workload(store_folder), options.kills)) + "\n")
 
 
 if __name__ == "__main__":
