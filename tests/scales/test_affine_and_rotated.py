@@ -16,17 +16,12 @@ from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales
-from tests.helpers.declared import LAYERS, save_plain
+from tests.helpers.declared import LAYERS
 from tests.scales.test_sources import SCHEME, edit_json, scale_error
 
 ROTATED_PLAN = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
 
 IDS = torch.arange(3, 51)[None]
-
-
-@pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory):
-    return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
 
 
 def run_model(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -270,9 +265,3 @@ def test_wrong_lists_of_quantized_layers_are_refused(
     folder = save_partial(plain_folder, tmp_path / "partial", formats, scale_layers)
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
-
-
-def test_a_list_of_all_layers_declares_a_uniform_cache(plain_folder, tmp_path):
-    formats = dict.fromkeys(ALL_LAYERS, "FP8")
-    folder = save_partial(plain_folder, tmp_path / "partial", formats, range(LAYERS))
-    assert KVScales.from_pretrained(folder).plan is None

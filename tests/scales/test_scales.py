@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 from transformers import LlamaConfig
 
 from hf_fp8kv.errors import FP8KVError, ScaleError
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import KVScales, LayerScales, describe_kv_scales
 from hf_fp8kv.scales.kv_scales import resolve_scales
 from tests.scales.test_sources import SCHEME
 
 INF, NAN = float("inf"), float("nan")
 ONE = torch.tensor(1.0)
+PLAN = LayerPlan.parse("int8 rotated centered", "int8")
 
 
 def make_scales(num_heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
@@ -147,14 +150,15 @@ def test_for_layer_expands_scales(k, v, expanded_k, expanded_v):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_for_layer_returns_the_heads_of_its_rank(rank):
-    full_layer = make_scales().layers[1]
-    layer = make_scales().for_layer(
+    full_layer = replace(make_scales().layers[1], plan=PLAN)
+    layer = KVScales({1: full_layer}).for_layer(
         1, num_kv_heads=2, k_head_dim=3, v_head_dim=5, tp_rank=rank, tp_size=2
     )
     heads = slice(2 * rank, 2 * rank + 2)
     assert torch.equal(layer.k, full_layer.k[heads])
     assert torch.equal(layer.v, full_layer.v[heads])
     assert torch.equal(layer.k_center, full_layer.k_center[heads])
+    assert layer.plan == PLAN
 
 
 def test_ranks_share_heads_if_there_are_more_ranks_than_heads():

@@ -11,11 +11,10 @@ import os
 import re
 import shutil
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -48,7 +47,7 @@ def list_sides(scales: KVScales) -> list[list[float]]:
     return [list_values(scales, side) for side in "kv"]
 
 
-def round_values(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> list[float]:
+def round_values(values: Sequence[float], dtype: torch.dtype = torch.float32) -> list[float]:
     """Return values after rounding to the dtype of a file."""
     return torch.tensor(values, dtype=dtype).float().tolist()
 
@@ -93,59 +92,48 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": Tru
 
 # -- golden files ----------------------------------------------------------------------------------
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F16, BF16 = torch.float16, torch.bfloat16
 HALVED_KV = tuple(scale / 2 for scale in LARGER_KV)
 ONES = (1.0, 1.0, 1.0)
 
 
-class GoldenFolder(NamedTuple):
-    """The format of a golden folder, the scales of K and V by layer, and their stored dtype."""
-
-    format: str
-    k: tuple[float, ...]
-    v: tuple[float, ...]
-    dtype: torch.dtype = F32
-
-
+# The format of a golden folder, and the scales of K and of V by layer.
 FOLDERS = {
-    "vllm": GoldenFolder("vllm-json", K, K),
-    "vllm-rank0": GoldenFolder("vllm-json", V, V),
-    "vllm-two-ranks": GoldenFolder("vllm-json", LARGER_KV, LARGER_KV),
-    "tgi": GoldenFolder("tgi", K, V),
-    "tgi-kv": GoldenFolder("tgi", LARGER_KV, LARGER_KV),
-    "tgi-kv-written": GoldenFolder("tgi", LARGER_KV, LARGER_KV),
-    "tgi-kv-fnuz": GoldenFolder("tgi", HALVED_KV, HALVED_KV),
-    "autofp8": GoldenFolder("autofp8", K, V),
-    "autofp8-kv": GoldenFolder("autofp8", LARGER_KV, LARGER_KV),
-    "compressed-tensors": GoldenFolder("compressed-tensors", K, V, BF16),
-    "compressed-tensors-old": GoldenFolder("compressed-tensors", K, V, F16),
-    "modelopt": GoldenFolder("modelopt", K, V),
-    "quark": GoldenFolder("quark", K, V),
-    "trtllm": GoldenFolder("trtllm", LARGER_KV, LARGER_KV),
+    "vllm": ("vllm-json", K, K),
+    "vllm-rank0": ("vllm-json", V, V),
+    "vllm-two-ranks": ("vllm-json", LARGER_KV, LARGER_KV),
+    "tgi": ("tgi", K, V),
+    "tgi-kv": ("tgi", LARGER_KV, LARGER_KV),
+    "tgi-kv-written": ("tgi", LARGER_KV, LARGER_KV),
+    "tgi-kv-fnuz": ("tgi", HALVED_KV, HALVED_KV),
+    "autofp8": ("autofp8", K, V),
+    "autofp8-kv": ("autofp8", LARGER_KV, LARGER_KV),
+    "compressed-tensors": ("compressed-tensors", round_values(K, BF16), round_values(V, BF16)),
+    "compressed-tensors-old": ("compressed-tensors", round_values(K, F16), round_values(V, F16)),
+    "compressed-tensors-heads": (  # in two files
+        "compressed-tensors",
+        [(k, 2 * k) for k in K],
+        [(v, 2 * v) for v in V],
+    ),
+    "modelopt": ("modelopt", K, V),
+    "quark": ("quark", K, V),
+    "trtllm": ("trtllm", LARGER_KV, LARGER_KV),
 }
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_golden_checkpoint_is_read(caplog, name):
-    folder = FOLDERS[name]
+    format, *sides = FOLDERS[name]
     scales = KVScales.from_pretrained(DATA / name)
-    assert scales.format == folder.format
+    assert scales.format == format
     assert list(scales.layers) == [0, 1, 2]
-    assert list_sides(scales) == [round_values(x, folder.dtype) for x in (folder.k, folder.v)]
     assert all(layer.k_center is None for layer in scales.layers.values())
+    for side, values in zip("kv", sides, strict=True):
+        actual = torch.stack([getattr(layer, side).squeeze() for layer in scales.layers.values()])
+        assert torch.equal(actual, torch.tensor(values))
     assert scales.model_type == (None if name == "vllm-two-ranks" else "llama")
     undeclared = "the config declares no KV cache. Its KV scales are read as float8_e4m3fn"
     assert (undeclared in caplog.text) == (name == "tgi")
-
-
-def test_scales_per_head_are_read_from_shards():
-    scales = KVScales.from_pretrained(DATA / "compressed-tensors-heads")
-    assert scales.format == "compressed-tensors"
-    for index, (k, v) in enumerate(zip(K, V, strict=True)):
-        layer = scales.layers[index]
-        assert layer.granularity == "head"
-        assert layer.k.tolist() == [[scale] for scale in round_values((k, 2 * k))]
-        assert layer.v.tolist() == [[scale] for scale in round_values((v, 2 * v))]
 
 
 def test_a_single_golden_file_is_read():
@@ -296,11 +284,10 @@ def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, cap
 # -- kv_cache_scales.json --------------------------------------------------------------------------
 
 
-def write_scales(path: Path, ranks: object, **changes: object) -> Path:
-    """Write a kv_cache_scales.json. `changes` are entries of kv_cache, or model_type."""
-    data: dict[str, object] = {"model_type": changes.pop("model_type", "llama")}
-    data["kv_cache"] = {"dtype": "float8_e4m3fn", "scaling_factor": ranks} | changes
-    path.write_text(json.dumps(data))
+def write_scales(path: Path, ranks: object) -> Path:
+    """Write a kv_cache_scales.json with the scales of each rank."""
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
+    path.write_text(json.dumps({"model_type": "llama", "kv_cache": cache}))
     return path
 
 
@@ -309,11 +296,10 @@ TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
 
 def test_variants_of_a_json_are_accepted(tmp_path):
     """Strings as scales, layers in any order, byte order marks and extra entries are valid."""
-    ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
-    ranks["0"] |= {"0": "0.5", "2": " 1e-2 "}
-    path = write_scales(tmp_path / "s.json", ranks, more=[1, 2], model_type=None)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"also": {"a": 1}}))
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    factors = {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))} | {"0": "0.5", "2": " 1e-2 "}
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}, "more": [1, 2]}
+    content = json.dumps({"model_type": None, "kv_cache": cache, "also": {"a": 1}})
+    (path := tmp_path / "s.json").write_bytes(b"\xef\xbb\xbf" + content.encode())
     torch.set_default_dtype(BF16)  # the default dtype must not change the values
     scales = KVScales.from_file(path)
     assert list_values(scales, "v") == round_values((0.5, 2, 0.01, *range(4, 12)))
