@@ -1,11 +1,12 @@
 """Tests of `calibrate`: observed values, scales, centers, plans, and architectures."""
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, MambaConfig, MambaForCausalLM
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, calibrate, choose_plan, measure
 from hf_fp8kv.calibration import plan_choice
@@ -136,12 +137,10 @@ def test_the_scale_of_a_head_costs_least(plan, side):
         decoded = decode(encode(stored / candidate, fmt), fmt) * candidate
         decoded = rotate(decoded) if side_plan.rotated else decoded
         costs.append(queries.compute_cost(side, decoded - x))
-    best = torch.stack(costs).min(0).values
-    chosen = (scales == scale).nonzero()
-    assert chosen[:, 1].tolist() == [0, 1] or chosen[:, 1].tolist() == [1, 0]
-    for step, head, _ in chosen.tolist():
-        assert costs[step][head] <= best[head] * 1.001
-    assert len({tuple(cost.tolist()) for cost in costs}) > 1
+    is_chosen = (scales == scale)[..., 0]
+    chosen_costs = torch.where(is_chosen, torch.stack(costs), math.inf).min(0).values
+    assert is_chosen.sum(0).tolist() == [1, 1]
+    assert (chosen_costs <= torch.stack(costs).min(0).values * 1.001).all()
 
 
 def test_rotated_values_and_unknown_positions_have_no_scale_per_channel(biased_model, caplog):
@@ -379,14 +378,6 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
     assert "skip_layers=[2]" in caplog.text
     assert set(scales.layers) == {0, 1}
     FP8PagedCache(model.config, scales=scales, skip_layers=[2])
-
-
-def test_unsupported_models_are_rejected():
-    with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
-        calibrate(build_variant("seq2seq/whisper")[0], make_texts(), **OPTIONS)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB, "state_size": 4}
-    with pytest.raises(ConfigError, match="expected the config of a model that can use this"):
-        calibrate(MambaForCausalLM(MambaConfig(**sizes)), make_texts(), **OPTIONS)
 
 
 def test_a_model_that_reads_one_token_at_a_time_is_not_scored(caplog):
