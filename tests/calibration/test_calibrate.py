@@ -380,6 +380,11 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
     FP8PagedCache(model.config, scales=scales, skip_layers=[2])
 
 
+def test_models_of_speech_are_rejected():
+    with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
+        calibrate(build_variant("seq2seq/whisper")[0], make_texts(), **OPTIONS)
+
+
 def test_a_model_that_reads_one_token_at_a_time_is_not_scored(caplog):
     """Scales are calibrated, and a warning states that predictions are not compared."""
     model = build_variant("prophetnet")[0]

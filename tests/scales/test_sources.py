@@ -600,6 +600,8 @@ def test_only_files_with_scales_are_fetched(serve, tmp_path):
     names = [call.args[1] for call in download.call_args_list]
     fetched_files = sorted(name for name in names if (folder / name).exists())
     assert fetched_files == ["config.json", SHARD.replace("2", "1", 1), SHARD, INDEX_FILE]
+    serve("autofp8")  # in one file
+    assert list_values(KVScales.from_pretrained("org/model"), "k") == round_values(K)
 
 
 def test_a_cached_repository_is_read_if_the_hub_is_unreachable(serve, monkeypatch):
