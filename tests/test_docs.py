@@ -30,8 +30,8 @@ def shallow_model_path(demo_model_path, tmp_path_factory):
 
 
 @pytest.fixture
-def run_pages(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Return a function that runs the blocks of pages in order, and returns their global variables.
+def run_blocks(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Return a function that runs the blocks of a page, with and in given global variables.
 
     A "diff" is run as the script with the added lines, and with the demo model.
 
@@ -45,51 +45,50 @@ def run_pages(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
         value = int(match[0])
         return str(value if value % 30 else value // 30 * num_layers)
 
-    def run_blocks(*pages: str) -> dict[str, Any]:
-        namespace: dict[str, Any] = {}
+    def run_page(page: str, namespace: dict[str, Any]) -> list[str]:
+        text = (ROOT / page).read_text()
+        blocks = re.findall(r"^```(python|diff)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        assert blocks
         output_lines: list[str] = []
-        for page in pages:
-            text = (ROOT / page).read_text()
-            blocks = re.findall(r"^```(python|diff)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-            assert blocks
-            for number, (kind, block) in enumerate(blocks, 1):
-                if kind == "diff":  # a user's script, whose model is not available here
-                    block = re.sub("^[ +]", "", block, flags=re.MULTILINE)
-                    block = re.sub('"meta-llama/.*"', repr(str(demo_model_path())), block)
-                block = use_installed_names(block)
-                exec(compile(block, f"{page}, block {number}", "exec"), namespace)
-                block_lines = capsys.readouterr().out.splitlines()
-                for comment in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
-                    expected = re.sub(r"\b\d+\b", scale_number, comment)
-                    assert expected in block_lines, f"{page}, block {number}"
-                output_lines += block_lines
-        assert any(line.startswith(PROMPT) for line in output_lines)
-        return namespace
+        for number, (kind, block) in enumerate(blocks, 1):
+            if kind == "diff":  # a user's script, whose model is not available here
+                block = re.sub("^[ +]", "", block, flags=re.MULTILINE)
+                block = re.sub('"meta-llama/.*"', repr(str(demo_model_path())), block)
+            block = use_installed_names(block)
+            exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+            block_lines = capsys.readouterr().out.splitlines()
+            for comment in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):
+                expected = re.sub(r"\b\d+\b", scale_number, comment)
+                assert expected in block_lines, f"{page}, block {number}"
+            output_lines += block_lines
+        return output_lines
 
-    return run_blocks
+    return run_page
 
 
-def test_the_block_of_the_readme_runs(run_pages):
-    assert run_pages("README.md")["output"].shape == (1, 25)
+def test_the_block_of_the_readme_runs(run_blocks):
+    namespace: dict[str, Any] = {}
+    assert any(line.startswith(PROMPT) for line in run_blocks("README.md", namespace))
+    assert namespace["output"].shape == (1, 25)
 
 
-def test_the_blocks_of_the_tutorial_run(run_pages):
-    namespace = run_pages("docs/quickstart.md")
+def test_the_blocks_of_the_tutorial_and_then_of_each_page_run(run_blocks):
+    tutorial: dict[str, Any] = {}
+    lines = run_blocks("docs/quickstart.md", tutorial)
+    assert any(line.startswith(PROMPT) for line in lines)
     public_names = {"FP8PagedCache", "check_model", "demo_model_path", "disable", "enable"}
-    assert {name for name in hf_fp8kv.__all__ if name in namespace} == public_names
+    assert {name for name in hf_fp8kv.__all__ if name in tutorial} == public_names
+    # The page about training is the last, because it changes the weights.
+    for page in ("calibrate", "formats", "memory", "migrating", "reuse", "training"):
+        namespace = dict(tutorial)
+        run_blocks(f"docs/{page}.md", namespace)
+        # The attention of the tutorial remains, because each page disables the caches it enables.
+        assert namespace["model"].config._attn_implementation == "fp8_paged", page
 
 
-@pytest.mark.parametrize(
-    "page", ["calibrate", "formats", "memory", "migrating", "reuse", "training"]
-)
-def test_the_blocks_of_a_page_run_after_the_tutorial(run_pages, page):
-    namespace = run_pages("docs/quickstart.md", f"docs/{page}.md")
-    # The attention of the tutorial remains, because each page disables the caches that it enables.
-    assert namespace["model"].config._attn_implementation == "fp8_paged"
-
-
-def test_the_blocks_of_serving_run_in_order(run_pages):
-    namespace = run_pages("docs/serving.md")
+def test_the_blocks_of_serving_run_in_order(run_blocks):
+    namespace: dict[str, Any] = {}
+    run_blocks("docs/serving.md", namespace)
     answers = namespace["answers"].values()
     assert [len(answer.generated_tokens) for answer in answers] == [12, 12, 12]
     assert len(namespace["result"].generated_tokens) == 12

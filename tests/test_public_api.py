@@ -74,38 +74,22 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def import_changes() -> dict[str, object]:
-    """Return the changes that the import makes in a new process."""
+def test_importing_adds_one_name_to_the_registries_and_loads_no_other_package():
     command = [sys.executable, "-W", "error::UserWarning", "-c", IMPORT_SCRIPT]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
-
-
-def test_importing_adds_one_name_to_the_registries(import_changes):
-    assert import_changes["added"] == {
-        "attention": ["fp8_paged"],
-        "mask": ["fp8_paged"],
-        "imported attention": ["fp8_paged"],
-        "imported mask": ["fp8_paged"],
-        "cache": [],
-    }
-
-
-def test_importing_changes_no_existing_entry(import_changes):
-    assert not any(import_changes["changed"].values()), import_changes["changed"]
-    assert import_changes["filters"] == 0
-
-
-def test_importing_loads_no_other_package(import_changes):
-    names = {name for name in import_changes["modules"] if name.split(".")[0] != "hf_fp8kv"}
+    changes = json.loads(process.stdout)
+    registries = ("attention", "mask", "imported attention", "imported mask")
+    assert changes["added"] == {**{name: ["fp8_paged"] for name in registries}, "cache": []}
+    assert not any(changes["changed"].values()), changes["changed"]
+    assert changes["filters"] == 0
+    names = {name for name in changes["modules"] if name.split(".")[0] != "hf_fp8kv"}
     # Otherwise the first `np.unique` imports it. A cache that is deleted during that import is
     # measured, which would call `np.unique` again, and import it again, without end.
     assert "numpy.ma" in names
     assert all(name.startswith("numpy.ma") for name in names), names
-    assert "hf_fp8kv.serving" not in import_changes["modules"]
-    assert import_changes["lazy"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
+    assert "hf_fp8kv.serving" not in changes["modules"]
+    assert changes["lazy"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hf_fp8kv.nothing  # noqa: B018
 

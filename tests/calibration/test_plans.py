@@ -1,27 +1,24 @@
 """Tests of the storage plans that `choose_plan` chooses."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
-from benchmarks.first_call import OperationCounter
 from benchmarks.outliers import _plant_outliers, planted_outliers
-from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, choose_plan, disable, enable, serving
+from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, choose_plan, enable, serving
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
-from hf_fp8kv.modeling.model_support import CACHE
 from tests.calibration.test_calibrate import LONG_CONTEXT, make_texts
+from tests.calibration.test_default_plans import make_protected_model
 from tests.calibration.test_texts import make_tokenizer
 from tests.helpers.tiny_models import VOCAB, build_variant, list_types
 
@@ -77,40 +74,18 @@ def test_gaussian_values_get_narrow_rotated_formats(llama: Any, chosen_plan: Sto
 
 
 def test_a_plan_is_reproducible(llama: Any, chosen_plan: StoragePlan, tmp_path: Path) -> None:
-    """A plan does not depend on train mode, attention or threads, and the model does not change."""
-    llama.train()
-    llama.set_attn_implementation("eager")
-    state = torch.get_rng_state()
-    try:
-        assert choose_plan(llama).digest == chosen_plan.digest
-        assert llama.training
-        assert llama.config._attn_implementation == "eager"
-        assert torch.equal(torch.get_rng_state(), state)
-        torch.set_num_threads(2)
-        threaded_plan = choose_plan(llama)
-    finally:
-        torch.set_num_threads(1)
-        llama.eval()
-        llama.set_attn_implementation("sdpa")
+    """A plan does not depend on the number of threads, and is the same in a file."""
+    torch.set_num_threads(2)
+    threaded_plan = choose_plan(llama)
+    torch.set_num_threads(1)
     assert threaded_plan.plan == chosen_plan.plan
+    assert choose_plan(llama).digest == chosen_plan.digest
     chosen_plan.save_pretrained(tmp_path)
-    cache = FP8PagedCache(llama.config, plan=tmp_path)
-    assert cache.plan == chosen_plan.plan
+    assert FP8PagedCache(llama.config, plan=tmp_path).plan == chosen_plan.plan
     for path in (tmp_path, str(tmp_path), tmp_path / "kv_scales.safetensors"):
         loaded = StoragePlan.load(path)
         assert (loaded.digest, loaded.plan) == (chosen_plan.digest, chosen_plan.plan)
         assert loaded.made_for(llama)
-
-
-@pytest.mark.full
-def test_a_different_process_chooses_the_same_plan(chosen_plan: StoragePlan) -> None:
-    code = (
-        f"import torch\ntorch.set_num_threads({torch.get_num_threads()})\n"
-        "from hf_fp8kv import choose_plan\nfrom tests.helpers.tiny_models import build_variant\n"
-        f"print(choose_plan(build_variant('llama', **{LONG_CONTEXT})[0]).digest)"
-    )
-    output = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert output.split()[-1] == chosen_plan.digest
 
 
 def test_rotating_outliers_prevent_a_rotation_of_k() -> None:
@@ -153,13 +128,7 @@ def test_outliers_of_a_trained_model_prevent_a_rotation_of_k(demo_model_path: Pa
 
 @pytest.fixture(scope="module")
 def protected_model() -> Any:
-    """Return a tiny model whose keys have a large bias in the first layer, which RoPE rotates."""
-    fields = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-    model = build_variant("qwen2", **LONG_CONTEXT, **fields)[0]
-    bias = model.model.layers[0].self_attn.k_proj.bias
-    with torch.no_grad():
-        bias.copy_(100 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(0)))
-    return model
+    return make_protected_model()
 
 
 def measure_stored_prompt(model: Any, plan: StoragePlan) -> float:
@@ -178,14 +147,7 @@ def test_layers_in_which_stored_prompts_lose_most_are_protected(
     assert {layer.k.is_auto for layer in plan.plan.values()} == {False}
     assert plan.protection.sides == ()
     assert plan.protection.kl == plan.protection.unprotected_kl > 1e-3
-    state = torch.get_rng_state()
-    model.train()
-    try:
-        protected_plan = choose_plan(model, max_extra_bytes=0.15)
-        assert model.training
-    finally:
-        model.eval()
-    assert torch.equal(torch.get_rng_state(), state)
+    protected_plan = choose_plan(model, max_extra_bytes=0.15)
     assert all(x.grad is None and x.requires_grad for x in model.parameters())
     protection = protected_plan.protection
     assert protection.sides == ("K of layer 0",)
@@ -204,16 +166,6 @@ def test_layers_in_which_stored_prompts_lose_most_are_protected(
     assert choose_plan(model, make_texts(), max_extra_bytes=0.15).protection.sides
 
 
-def test_few_tokens_are_read_to_protect_layers(protected_model: Any) -> None:
-    tokens: list[int] = []
-    hook = protected_model.register_forward_pre_hook(
-        lambda _, args, keywords: tokens.append(keywords["input_ids"].numel()), with_kwargs=True
-    )
-    choose_plan(protected_model, max_extra_bytes=1.0)
-    hook.remove()
-    assert sum(tokens) <= 4 * 128 + 6 * 512
-
-
 @pytest.mark.parametrize("max_extra_bytes", [-0.01, 1.5, float("nan"), True])
 def test_invalid_budgets_are_rejected(llama: Any, max_extra_bytes: Any) -> None:
     with pytest.raises(ConfigError, match="max_extra_bytes: expected a share from 0 to 1, got"):
@@ -221,12 +173,6 @@ def test_invalid_budgets_are_rejected(llama: Any, max_extra_bytes: Any) -> None:
 
 
 # -- plans of fewer bits ---------------------------------------------------------------------------
-
-
-def compute_mean_bits(plan: StoragePlan) -> float:
-    """Return the mean bits of a value, if all layers have K and V of equal sizes."""
-    bits = [FORMATS[side.format].bits for layer in plan.plan.values() for side in layer]
-    return sum(bits) / len(bits)
 
 
 def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -> None:
@@ -258,12 +204,13 @@ def test_a_layer_with_large_keys_has_int8_for_k_and_int4_for_v(protected_model: 
     assert losses[0] < 0.5 * losses[1]
 
 
-@pytest.mark.parametrize("bits", [6.25, 6.5, 7, 7.75])
+@pytest.mark.parametrize("bits", [6.25, 7, 7.75])
 def test_bits_bound_the_mean_of_all_values(protected_model: Any, bits: float) -> None:
     wide = choose_plan(protected_model, max_extra_bytes=0).plan
     plan = choose_plan(protected_model, bits=bits, max_extra_bytes=0)
-    assert bits - 0.5 < compute_mean_bits(plan) <= bits
     sides = [(n, side) for n in plan.plan for side in (0, 1)]
+    all_bits = [FORMATS[plan.plan[n][side].format].bits for n, side in sides]
+    assert bits - 0.5 < sum(all_bits) / len(all_bits) <= bits
     assert all(
         plan.plan[n][side] == wide[n][side]
         for n, side in sides
@@ -295,7 +242,7 @@ def test_a_model_that_loses_more_than_in_e4m3_is_reported(caplog: Any, monkeypat
     assert f"bits=6: the KL after a stored prompt is {kl:.1e}, larger than in" in caplog.text
 
 
-@pytest.mark.parametrize("bits", [5.99, 8.01, 4, True, "6", None, float("nan")])
+@pytest.mark.parametrize("bits", [5.99, 8.01, True, "6", None, float("nan")])
 def test_invalid_bits_are_rejected(llama: Any, bits: Any) -> None:
     # None is the default of `serving.enable`.
     for call in (choose_plan, enable) + (() if bits is None else (serving.enable,)):
@@ -349,7 +296,7 @@ def test_every_model_type_gets_a_plan(name: str, k_plans: Any, v_plans: Any) -> 
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
 
 
-@pytest.mark.parametrize("name", ["sliding", "mqa", "latent"])
+@pytest.mark.parametrize("name", ["sliding", "latent"])
 def test_rotating_keys_are_tried_at_far_positions(name: str) -> None:
     plan = choose_plan(build_variant(name, **LONG_CONTEXT)[0])
     assert all(layer.k.rotated for layer in plan.plan.values())
@@ -395,65 +342,9 @@ def test_choose_plan_warns_once_about_few_tokens(llama: Any, caplog: Any) -> Non
     assert caplog.messages == [message]
 
 
-def test_choose_plan_rejects_invalid_input(llama: Any) -> None:
-    for token_lists, message in (([], "texts: expected"), ([[5]], "of at least 2 tokens")):
-        with pytest.raises(ConfigError, match=message):
-            choose_plan(llama, token_lists)
-    model = build_variant("llama", **LONG_CONTEXT)[0]
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
-    with pytest.raises(ConfigError, match="layer 1: expected finite K and V"):
-        choose_plan(model)
-
-
-def test_an_adaptive_model_keeps_one_plan_for_its_weights(chosen_plan: StoragePlan) -> None:
-    model, inputs = build_variant("llama", **LONG_CONTEXT)
-    calls: list[Any] = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-
-    def read_digest(**keywords: Any) -> Any:
-        enable(model, dtype="adaptive", **keywords)
-        output = model.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
-        return output.past_key_values.options.scales.digest
-
-    assert read_digest() == chosen_plan.digest
-    num_calls = len(calls)
-    assert read_digest(page_size=16) == chosen_plan.digest
-    serving.enable(model, dtype="adaptive", probe=False)
-    serving.disable(model)
-    assert len(calls) == num_calls + 1, "expected only generate() to run the model"
-    for module in (model.model.embed_tokens, model.model.layers[0].self_attn.k_proj):
-        old_digest = read_digest()
-        with torch.no_grad():
-            module.weight.mul_(-2)
-        disable(model)
-        assert read_digest() == choose_plan(model).digest != old_digest
-    for switch in (enable, serving.enable):
-        with pytest.raises(ConfigError, match="plan: expected None with dtype='adaptive'"):
-            switch(model, dtype="adaptive", plan=chosen_plan)
-    with pytest.raises(ConfigError, match=r"FP8PagedCache\(model\)"):
-        FP8PagedCache(model.config, dtype="adaptive")
-
-
-@pytest.mark.parametrize(("token_lists", "num_reads"), [(None, 5), (8 * [list(range(3, 67))], 26)])
-def test_choosing_a_plan_needs_few_operations(token_lists: Any, num_reads: int) -> None:
-    """A layer needs at most 60 operations to compare, 11 per call of the model and 6 per weight."""
-
-    def count_operations(num_layers: int) -> tuple[int, int]:
-        model, calls = build_variant("llama", num_hidden_layers=num_layers, **LONG_CONTEXT)[0], []
-        hook = model.register_forward_pre_hook(
-            lambda _, args, keywords: calls.append(keywords), with_kwargs=True
-        )
-        with OperationCounter() as operations:
-            choose_plan(model, token_lists)
-        hook.remove()
-        with OperationCounter() as forward, torch.no_grad():
-            for keywords in calls:
-                model(**keywords | {CACHE: DynamicCache(config=model.config)})
-        assert len(calls) == num_reads
-        weights = [*model.model.layers.parameters()]
-        return operations.count - forward.count, len(weights) // num_layers
-
-    count_operations(2)  # this run creates tables
-    (two_layers, weights), (four_layers, _) = map(count_operations, (2, 4))
-    assert four_layers - two_layers <= 2 * (60 + 11 * num_reads + 6 * weights)
+@pytest.mark.parametrize(
+    ("token_lists", "message"), [([], "texts: expected"), ([[5]], "of at least 2 tokens")]
+)
+def test_choose_plan_rejects_invalid_texts(llama: Any, token_lists: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_plan(llama, token_lists)

@@ -63,14 +63,7 @@ def test_values_beyond_the_largest_code_saturate(monkeypatch, name):
     assert stats.v.saturated == 0.5
 
 
-def test_each_head_and_channel_has_a_separate_scale(monkeypatch):
-    x = torch.full((4, NUM_HEADS, 2), 447.0)
-    k, v = torch.tensor([[1.0], [0.5]]), torch.tensor([[1.0, 1.0], [1.0, 0.5]])
-    stats = measure_layer(monkeypatch, [(x, x)], make_scales(k, v))
-    assert (stats.k.saturated, stats.v.saturated) == (0.5, 0.25)
-
-
-@pytest.mark.parametrize("name", list(SATURATION_LIMITS))
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3fnuz", "fp8_e2m5", "int8"])
 def test_nonzero_values_that_become_zero_underflow(monkeypatch, name):
     fmt = FORMATS[name]
     limit = 0.5 * fmt.min_subnormal * fmt.scale_from_e4m3 * 0.25
@@ -79,18 +72,6 @@ def test_nonzero_values_that_become_zero_underflow(monkeypatch, name):
     stats = measure_layer(monkeypatch, [(k, v)], make_scales(0.25, 0.25), name)
     assert stats.k.underflow == pytest.approx(2 / 3)
     assert stats.v.underflow == 0.0
-
-
-def test_saturation_and_underflow_are_relative_to_the_center(monkeypatch):
-    """Values near the center do not saturate, and a value at the center does not underflow."""
-    center = torch.tensor([[1000.0], [-1000.0]])
-    k = center + make_values(0.0, 100.0, 448.0, 0.25 * 2.0**-10)
-    stats = measure_layer(monkeypatch, [(k, k)], make_scales(1.0, 1.0, center))
-    assert stats.k.saturated == 0.0
-    assert stats.k.underflow == pytest.approx(1 / 3)
-    assert stats.v.saturated == 1.0  # only K has a center
-    opposite_stats = measure_layer(monkeypatch, [(-k, k)], make_scales(1.0, 1.0, center))
-    assert opposite_stats.k.saturated == 1.0
 
 
 def test_shares_are_of_the_values_of_all_texts(monkeypatch):
@@ -125,12 +106,11 @@ def compute_error(x: torch.Tensor, stored_x: torch.Tensor, unit: torch.Tensor, f
     return (error.double().square().sum() / x.double().square().sum()).sqrt().item()
 
 
-@pytest.mark.parametrize("is_centered", [False, True])
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3fnuz"])
+@pytest.mark.parametrize(("name", "is_centered"), [("fp8_e4m3", True), ("fp8_e4m3fnuz", False)])
 def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     """K has a scale per head, and V one per channel. K and V have different head sizes."""
     k, v = torch.randn(40, NUM_HEADS, 6) + 1.0, torch.randn(40, NUM_HEADS, 4)
-    k[3, 1, 2] = 7.0  # saturates
+    k[3, 1, 2] = -7.0  # saturates, with and without a center
     k_scale = torch.tensor([[0.008], [0.011]])
     v_scale = torch.linspace(0.006, 0.02, NUM_HEADS * 4).view(NUM_HEADS, 4)
     center = torch.randn(NUM_HEADS, 6) if is_centered else None
@@ -139,6 +119,10 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     error_names = [*names, *(f"dynamic {n}" for n in names)]
     assert list(stats.k.error) == list(stats.v.error) == error_names
     stored_x = k - center if is_centered else k
+    units = stored_x / (k_scale * FORMATS[name].scale_from_e4m3)
+    saturated_share = (units.abs() > SATURATION_LIMITS[name]).double().mean().item()
+    assert stats.k.saturated == pytest.approx(saturated_share)
+    assert stats.k.amax == tuple(k.abs().amax((0, 2)).tolist())
     for n in names:
         fmt = FORMATS[n]
         dynamic_k = search_scale(k, fmt).float()[..., None]
@@ -155,16 +139,11 @@ def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
     """Every second of 2,000 tokens is measured, across the boundaries of texts."""
     texts = [(torch.randn(n, NUM_HEADS, 4), torch.randn(n, NUM_HEADS, 4)) for n in (1301, 699)]
     stats = measure_layer(monkeypatch, texts, make_scales(0.01, 0.01))
-    sample = torch.cat([k for k, _ in texts])[::2]
+    all_k = torch.cat([k for k, _ in texts])
+    assert stats.k.amax == tuple(all_k.abs().amax((0, 2)).tolist())
+    sample = all_k[::2]
     expected = compute_error(sample, sample, torch.tensor(0.01), FORMATS["fp8_e4m3"])
     assert stats.k.error["fp8_e4m3"] == pytest.approx(expected)
-
-
-def test_amax_covers_both_signs_every_head_and_all_texts(monkeypatch):
-    k = torch.tensor([[[1.0, -5.0], [2.0, 0.5]], [[4.0, 0.0], [3.0, -2.5]]])
-    texts = [(k, -2 * k), (-3 * k[1:], k[1:])]
-    stats = measure_layer(monkeypatch, texts, make_scales(1.0, 1.0))
-    assert (stats.k.amax, stats.v.amax) == ((12.0, 9.0), (10.0, 6.0))
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -191,16 +170,10 @@ def test_the_report_describes_the_run_and_each_layer(llama, llama_scales):
         "unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"
     ]  # fmt: skip
     unquantized, *quantized = report.quality
-    assert unquantized.kl == 0.0
-    assert unquantized.top1 == 1.0
+    assert (unquantized.kl, unquantized.top1) == (0.0, 1.0)
     assert all(0 < row.kl < 0.5 and row.tokens == unquantized.tokens for row in quantized)
     assert set(report.layers) == set(llama_scales.layers)
-    for layer in report.layers.values():
-        for side in (layer.k, layer.v):
-            assert len(side.amax) == 2
-            assert 0.01 < side.error["fp8_e4m3"] < 0.04
-            assert side.error["fp8_e3m4"] < 0.6 * side.error["fp8_e4m3"]
-            assert side.error["fp8_e5m2"] > 1.7 * side.error["fp8_e4m3"]
+    assert 0.01 < report.layers[0].v.error["fp8_e4m3"] < 0.04
     assert report.to_dict()["layers"]["0"]["k"]["amax"] == list(report.layers[0].k.amax)
 
 
@@ -211,16 +184,12 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
     assert report.scales_digest == scales.digest
     small_scales = KVScales({i: type(x)(x.k / 8, x.v) for i, x in scales.layers.items()})
     small_report = measure(llama, small_scales, texts, **OPTIONS)
-    for index in scales.layers:
-        assert small_report.layers[index].k.saturated > 0.05
-        layer, expected_layer = small_report.layers[index], report.layers[index]
-        assert layer.k.error["fp8_e4m3"] > 4 * expected_layer.k.error["fp8_e4m3"]
-        assert layer.v == expected_layer.v
-    caplog.clear()
+    for index, layer in small_report.layers.items():
+        assert layer.k.saturated > 0.05
+        assert layer.v == report.layers[index].v
     large_scales = KVScales({i: type(x)(x.k, x.v * 2.0**14) for i, x in scales.layers.items()})
     large_report = measure(llama, large_scales, texts, **OPTIONS)
     assert large_report.layers[0].v.underflow > 0.02
-    assert large_report.quality[1].kl > 1.2 * report.quality[1].kl
     ratio = large_report.quality[1].kl / large_report.quality[2].kl
     assert ratio > 1.5
     assert f"{ratio:.1f} times the KL of dynamic" in caplog.text
@@ -276,16 +245,15 @@ def test_static_scales_that_are_much_worse_cause_a_warning(static_kl, has_warnin
 
 
 def test_the_digest_covers_every_value_and_shape():
-    k, v, center = torch.ones(2, 1), torch.ones(2, 1), torch.zeros(2, 4)
-    changed_center = center.clone()
-    changed_center[1, 3] = 1e-6
-    one = torch.tensor(1.0)
-    sides = [(k, v), (2 * k, v), (k, 2 * v), (one, v), (k, one), (torch.ones(1, 2), v)]
-    sides += [(k, torch.ones(2, 4)), (k, torch.ones(1, 2))]
-    layers = [make_scales(*kv) for kv in sides]
-    layers += [make_scales(k, v, x) for x in (center, changed_center)]
-    digests = [KVScales({0: layer}).digest for layer in layers]
-    assert len(set(digests)) == len(layers)
-    assert KVScales({1: layers[0]}).digest not in digests
-    assert KVScales({0: layers[0], 1: layers[0]}).digest not in digests
-    assert KVScales({0: make_scales(k.clone(), v.clone())}).digest == digests[0]
+    one, per_head, per_channel = torch.tensor(1.0), torch.ones(2, 1), torch.ones(2, 4)
+    sides = [(per_head, per_head), (2 * per_head, per_head), (per_head, 2 * per_head)]
+    sides += [(one, per_head), (per_head, one), (torch.ones(1, 2), per_head)]
+    sides += [(per_head, per_channel), (per_head, per_head, 0 * per_channel)]
+    sides += [(per_head, per_head, 1e-6 * per_channel)]
+    layers = [make_scales(*tensors) for tensors in sides]
+    all_layers = [{0: layer} for layer in layers] + [
+        {1: layers[0]},
+        dict.fromkeys((0, 1), layers[0]),
+    ]
+    assert len({KVScales(x).digest for x in all_layers}) == len(all_layers)
+    assert KVScales({0: make_scales(*sides[0])}).digest == KVScales({0: layers[0]}).digest

@@ -3,8 +3,6 @@
 Costs are compared with the definition in float64.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -40,24 +38,6 @@ def compute_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tens
 
 
 # -- queries ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("window", "scaling", "positions"),
-    [(None, 1.0, [2, 4, 6]), (1, 0.3, [2, 4, 6]), (3, 1.0, [6, 0, 3]), (100, 0.3, [6, 0, 3])],
-)
-def test_attention_weights_are_a_softmax_over_the_window(states, window, scaling, positions):
-    (q, k), positions = states, torch.tensor(positions)
-    queries = Queries.from_states(q, k, positions, scaling, window)
-    grouped_q = q.view(NUM_HEADS, GROUP_SIZE, -1, DIM)
-    logits = torch.einsum("hgqd,nhd->hgqn", grouped_q, k).double() * scaling
-    distances = positions[:, None] - torch.arange(NUM_TOKENS)
-    is_hidden = (distances < 0) | (distances >= (window or NUM_TOKENS))
-    expected = logits.masked_fill(is_hidden, -math.inf).softmax(-1)
-    weights = queries.weights.view_as(expected)
-    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
-    assert (weights == 0).equal(expected == 0)
-    torch.testing.assert_close(queries.q.view_as(q), q * scaling)
 
 
 def test_queries_that_do_not_fit_the_keys_are_none(states):

@@ -1,17 +1,17 @@
 """Tests of `hf-fp8kv card`: its values are correct, defects are found, and a card resumes."""
 
+import itertools
 import json
-import math
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan, demo_model_path
 from hf_fp8kv.attention.switching import paged_attention
@@ -41,7 +41,7 @@ from tests.helpers import command_line
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
-SIZE = Size(positions=(96, 192), scored=16, answers=2, drift=256, free=8, asked=0, stored=(64,))
+SIZE = Size(positions=(96, 128), scored=16, answers=2, drift=128, free=8, asked=0, stored=(64,))
 SMALLEST_SIZE = replace(SIZE, positions=(96,), free=0, asked=4, length=512)
 
 
@@ -54,15 +54,6 @@ def model_folder(tmp_path_factory) -> str:
 def run_command(monkeypatch, capsys):
     monkeypatch.setitem(measure.SIZES, "quick", SIZE)
     return command_line.make_runner(monkeypatch, capsys)
-
-
-def remove_times(card: dict[str, Any]) -> dict[str, Any]:
-    """Remove the fields that differ between runs from a card, and return the card."""
-    for name in ("date", "command", "idle", "used_by_others"):
-        del card[name]
-    for cache in card["caches"].values():
-        del cache["steps"]
-    return card
 
 
 def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path):
@@ -88,43 +79,31 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
     for cache in caches.values():
         for row in cache["predictions"]:
             assert 0 < row["total_variation"] <= (row["kl"] / 2) ** 0.5  # Pinsker's inequality
-    for cache in caches.values():
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())
     ET.fromstring((tmp_path / "badge.svg").read_text())
 
 
 def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp_path):
-    monkeypatch.setitem(
-        measure.SIZES, "quick", replace(SIZE, positions=(96,), drift=128, stored=())
-    )
+    monkeypatch.setitem(measure.SIZES, "quick", replace(SIZE, positions=(96,), stored=()))
     options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "fp8")
-    started_parts: list[str] = []
-    sample_answers, score_text = measure.sample_answers, measure.score_text
-
-    def sample_until_interrupt(*arguments: Any) -> Any:
-        started_parts.append("answers")
-        if started_parts.count("answers") == 2:
-            raise KeyboardInterrupt
-        return sample_answers(*arguments)
-
-    def record_and_score(*arguments: Any, **keywords: Any) -> Any:
-        started_parts.append("text")
-        return score_text(*arguments, **keywords)
-
-    monkeypatch.setattr(measure, "sample_answers", sample_until_interrupt)
-    monkeypatch.setattr(measure, "score_text", record_and_score)
+    # The second sample of answers is interrupted.
+    effects = itertools.chain([mock.DEFAULT, KeyboardInterrupt], itertools.repeat(mock.DEFAULT))
+    sample = mock.Mock(wraps=measure.sample_answers, side_effect=effects)
+    score = mock.Mock(wraps=measure.score_text)
+    monkeypatch.setattr(measure, "sample_answers", sample)
+    monkeypatch.setattr(measure, "score_text", score)
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 130
     assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
-    num_texts = started_parts.count("text")
+    num_texts = score.call_count
     assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 0
-    assert started_parts.count("text") == num_texts, "finished parts must not be repeated"
+    assert score.call_count == num_texts, "finished parts must not be repeated"
     assert run_command(*options, "--out", str(tmp_path / "whole"))[0] == 0
     resumed, whole = (
-        remove_times(json.loads((tmp_path / name / "card.json").read_text()))
+        json.loads((tmp_path / name / "card.json").read_text())["caches"]["fp8"]
         for name in ("resumed", "whole")
     )
-    assert resumed == whole
+    assert resumed | {"steps": None} == whole | {"steps": None}  # times differ
 
 
 @pytest.mark.parametrize(
@@ -273,11 +252,9 @@ def test_predictions_along_an_answer_match_decoding():
 
 def test_answers_are_compared_up_to_the_first_difference():
     answers = torch.arange(24).view(2, 12)
-    kl = torch.rand(2, 12).double()
-    comparison = compare_answers(answers, answers, kl)
-    assert (comparison["first"], comparison["kl_after"]) == ([None, None], None)
     other_answers = answers.clone()
     other_answers[1, 3] += 1
+    kl = torch.rand(2, 12).double()
     comparison = compare_answers(answers, other_answers, kl)
     assert comparison["first"] == [None, 3]
     assert comparison["kl_after"] == pytest.approx(kl[1, 2:-1].mean().item())
@@ -299,48 +276,6 @@ def test_slopes_and_jumps_match_planted_drift():
     jump = describe_drift(windows, floor)["jump"]
     assert jump["position"] == 46 * 32
     assert 30 < jump["factor"] < 300
-
-
-def build_model_with_biased_keys() -> PreTrainedModel:
-    """Return a model whose first layer has large constant keys, and whose errors grow by layer.
-
-    The bias is in a pair of channels that RoPE hardly rotates, as in Qwen2.5.
-    """
-    model, _ = build_variant(
-        "qwen2", num_hidden_layers=6, layer_types=["full_attention"] * 6,
-        max_position_embeddings=4096, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
-    first_layer, *later_layers = model.model.layers
-    with torch.no_grad():
-        head_biases = first_layer.self_attn.k_proj.bias.view(2, 16)
-        head_biases[:, 7] += 100
-        head_biases[:, 15] -= 100
-        for layer in later_layers:
-            layer.self_attn.q_proj.weight *= 3
-    return model
-
-
-def test_large_keys_lose_more_after_stored_prompts():
-    """Without a center, errors of the first layer change the states of all later layers.
-
-    Exact prompts show only the errors of the scored tokens. Measured: KL of 3.0e-3 and 12e-3.
-    """
-    model = build_model_with_biased_keys()
-    ids = torch.randint(4, 90, (1, 128), generator=torch.Generator().manual_seed(0))
-    contenders, _ = choose_contenders(model, ["default", "fp8_e3m4", "bf16"])
-    with paged_attention(model):
-        states = prefill(model, ids).states
-        all_scores = score_text(
-            model, ids, states, contenders,
-            positions=[96, 128], scored=32, stored_positions=[128],
-        )  # fmt: skip
-        kl = {key: scores.kl for key, scores in all_scores}
-    means = {key[1:]: values.mean().item() for key, values in kl.items() if key[0] == 128}
-    assert means["stored", "fp8_e3m4"] > 2 * means["exact", "fp8_e3m4"]
-    assert means["stored", "bf16"] > 2 * means["exact", "bf16"]
-    # The plan has centers that a prompt does not change.
-    assert 20 * means["stored", "default"] < means["stored", "fp8_e3m4"]
-    assert not any(position == 96 and prompt == "stored" for position, prompt, _ in kl)
 
 
 def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
@@ -396,15 +331,12 @@ def test_lost_and_gained_answers_cancel():
     assert judge_answers(3, 3)["findings"] == judge_answers(1, 0)["findings"] == []
     assert judge_answers(6, 0)["findings"] == ["It loses 6 correct answers and gains 0."]
     assert judge_answers(0, 0)["tier"] == "close"
-    tiers = [*measure.TIERS.values()]
-    assert all(a < b for a, b in pairwise(tiers))
-    assert tiers[-1] == math.inf
 
 
 @pytest.mark.parametrize(
-    ("head_size", "rotation_size", "group_size"), [(80, None, 0), (128, None, 128), (192, 64, 64)]
+    ("head_size", "rotation_size", "group_size", "max_code"),
+    [(80, None, 0, 127), (128, None, 128, 31), (192, 64, 64, 127)],
 )  # With head size 80, the last block has 16 values. K is rotated over 128 values, V over 64.
-@pytest.mark.parametrize("max_code", [127, 31])
 def test_q8_0_rounds_blocks_of_32_by_their_largest_value(
     head_size, rotation_size, group_size, max_code
 ):

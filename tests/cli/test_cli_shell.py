@@ -81,7 +81,7 @@ def test_a_closed_pipe_exits_with_1(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["--version", "chek", "serve --help", "COMPLETE generate --kv-cache-dtype fp8_e3"]
+    "line", ["chek", "serve --help", "COMPLETE generate --kv-cache-dtype fp8_e3"]
 )
 def test_help_typos_and_completion_import_neither_torch_nor_transformers(line):
     script = (

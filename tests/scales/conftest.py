@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.helpers.declared import save_plain
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
@@ -24,3 +26,9 @@ def model_folder(tmp_path_factory) -> Path:
     (folder / ".cache").mkdir()
     (folder / ".cache" / "lock").write_text("")
     return folder
+
+
+@pytest.fixture(scope="session")
+def plain_folder(tmp_path_factory) -> Path:
+    """Return the folder of a tiny unquantized Llama, whose layers compute K and V."""
+    return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")

@@ -16,17 +16,12 @@ from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales
-from tests.helpers.declared import LAYERS, save_plain
-from tests.scales.test_sources import SCHEME, scale_error
+from tests.helpers.declared import LAYERS
+from tests.scales.test_sources import SCHEME, edit_json, scale_error
 
 ROTATED_PLAN = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
 
 IDS = torch.arange(3, 51)[None]
-
-
-@pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory):
-    return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
 
 
 def run_model(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -162,22 +157,21 @@ def test_other_rotations_of_k_are_rejected(plain_folder, tmp_path, changes, mess
 
 
 @pytest.mark.parametrize(
-    "targets",
-    ["re:.*self_attn$", [f"model.layers.{i}.self_attn" for i in range(LAYERS)], ["LlamaAttention"]],
-    ids=str,
+    ("targets", "is_declared"),
+    [
+        ("re:.*self_attn$", True),
+        ([f"model.layers.{i}.self_attn" for i in range(LAYERS)], True),
+        (["LlamaAttention"], False),
+    ],
+    ids=["pattern", "paths", "class"],
 )
-def test_targets_of_a_rotation_may_be_paths_patterns_and_classes(plain_folder, tmp_path, targets):
-    folder = save_rotated(
-        plain_folder, tmp_path / "rotated", apply=[K_CACHE_LOCATION | {"targets": targets}]
-    )
-    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
-
-
-def test_k_is_rotated_even_if_the_config_declares_no_cache(plain_folder, tmp_path):
-    folder = save_rotated(plain_folder, tmp_path / "rotated")
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]["kv_cache_scheme"]
-    (folder / "config.json").write_text(json.dumps(config))
+def test_k_is_rotated_for_any_kind_of_targets(plain_folder, tmp_path, targets, is_declared):
+    """K is rotated even if the config does not declare a cache."""
+    location = K_CACHE_LOCATION | {"targets": targets}
+    folder = save_rotated(plain_folder, tmp_path / "rotated", apply=[location])
+    if not is_declared:
+        block = make_rotation_config(apply=[location]) | {"kv_cache_scheme": None}
+        edit_json(folder / "config.json", quantization_config=block)
     assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
 
 
@@ -271,9 +265,3 @@ def test_wrong_lists_of_quantized_layers_are_refused(
     folder = save_partial(plain_folder, tmp_path / "partial", formats, scale_layers)
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
-
-
-def test_a_list_of_all_layers_declares_a_uniform_cache(plain_folder, tmp_path):
-    formats = dict.fromkeys(ALL_LAYERS, "FP8")
-    folder = save_partial(plain_folder, tmp_path / "partial", formats, range(LAYERS))
-    assert KVScales.from_pretrained(folder).plan is None

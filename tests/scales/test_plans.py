@@ -1,7 +1,5 @@
 """Tests of scales with a storage plan: validation, files, and formats that cannot store them."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -46,7 +44,7 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
         ({"plan": {"0": ["int9", "int8"]}}, "as save_pretrained writes it, got ConfigError"),
         ({"plan": {"0": ["int8"]}}, "a file of scales as save_pretrained writes it"),
         ({"version": 3}, "Update hf_fp8kv"),
-        ({"version": "1"}, "Update hf_fp8kv"),
+        ({"weights_digest": "ax"}, "a file of scales as save_pretrained writes it"),
         ({"dtype": "int8"}, "Update hf_fp8kv"),
     ],
     ids=str,
@@ -56,14 +54,6 @@ def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) 
     path = tmp_path / KV_FILE
     edit_metadata(path, lambda metadata: metadata | change)
     with pytest.raises(ScaleError, match=message):
-        KVScales.from_file(path)
-
-
-def test_dynamic_files_with_a_missing_center_are_rejected(tmp_path: Path) -> None:
-    planned_scales(is_dynamic=True).save_pretrained(tmp_path)
-    path = tmp_path / KV_FILE
-    edit_metadata(path, dict, {})
-    with pytest.raises(ScaleError, match="expected a center of K if and only if"):
         KVScales.from_file(path)
 
 
@@ -77,6 +67,10 @@ def test_dynamic_files_with_a_missing_center_are_rejected(tmp_path: Path) -> Non
         ((ONE, ONE, torch.ones(2, 4), "", PLAIN_PLAN), "a center of K if"),
         ((ONE, ONE, None, "", LayerPlan.parse("int8", "int8 centered")), "a center of K if"),
         ((ONE, ONE, None, "", "int8"), "expected a LayerPlan"),
+        ((ONE, ONE, torch.full((2, 4), float("nan"))), "center of K .*expected finite"),
+        ((ONE, ONE, torch.ones(4)), "center of K .*expected the shape"),
+        ((torch.ones(4, 1), torch.ones(2, 1)), "the same number of heads"),
+        ((torch.ones(4, 1), ONE, torch.zeros(2, 8)), "the same number of heads"),
     ],
     ids=str,
 )
@@ -117,44 +111,24 @@ def test_scales_of_unrotated_values_are_saved_for_servers(tmp_path: Path, caplog
     assert (loaded.layers[0].k, loaded.layers[0].v, loaded.plan) == (2, 3, None)
 
 
-def test_a_plan_changes_the_digest_and_is_split_with_the_scales() -> None:
-    plain_scales = KVScales({0: LayerScales(ONE, ONE, plan=PLAIN_PLAN)})
-    rotated_plan = LayerPlan.parse("int8 rotated", "int8")
-    rotated_scales = KVScales({0: LayerScales(ONE, ONE, plan=rotated_plan)})
-    scales = KVScales({0: LayerScales(ONE, ONE)})
-    assert plain_scales.digest != rotated_scales.digest != scales.digest
-    rank_layer = planned_scales(num_heads=4).for_layer(
-        0, num_kv_heads=2, k_head_dim=16, v_head_dim=16, tp_rank=1, tp_size=2
-    )
-    full_layer = planned_scales(num_heads=4).layers[0]
-    assert rank_layer.plan == PLANS[0]
-    assert torch.equal(rank_layer.k_center, full_layer.k_center[2:])
-    assert torch.equal(rank_layer.k, full_layer.k[2:].expand(2, 16))
+def test_a_plan_changes_the_digest() -> None:
+    plans = (None, PLAIN_PLAN, LayerPlan.parse("int8 rotated", "int8"))
+    assert len({KVScales({0: LayerScales(ONE, ONE, plan=plan)}).digest for plan in plans}) == 3
 
 
 PROTECTION = {"kl": 0.25, "unprotected_kl": 1, "extra_bytes": 0.0, "sides": ["K of layer 0"]}
-
-
-def test_a_protection_is_read_from_json():
-    expected = Protection(0.25, 1.0, 0.0, ("K of layer 0",))
-    protection = Protection.from_dict(PROTECTION, "x")
-    assert (protection, repr(protection)) == (expected, repr(expected))
-    assert Protection.from_dict(json.loads(json.dumps(asdict(expected))), "x") == expected
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ([1], r"x: expected an object with the entries kl, .*, got \[1\]"),
-        ({"kl": 0.25}, r"x: expected an object with the entries kl, .*, got \{'kl'"),
         ({**PROTECTION, "more": 1}, "x: expected an object with the entries kl"),
-        ({**PROTECTION, "sides": "K"}, r"x\.sides: expected a list of names, got 'K'"),
         ({**PROTECTION, "sides": [0]}, r"x\.sides: expected a list of names, got \[0\]"),
         ({**PROTECTION, "kl": True}, r"x\.kl: expected a finite number, got True"),
-        ({**PROTECTION, "extra_bytes": float("nan")}, r"x\.extra_bytes: expected a finite number"),
         ({**PROTECTION, "kl": 10**400}, r"x\.kl: expected a finite number"),
     ],
-    ids=["list", "missing", "unknown", "text", "number", "boolean", "nan", "huge"],
+    ids=["list", "unknown", "number", "boolean", "huge"],
 )
 def test_a_malformed_protection_is_rejected(value, message):
     with pytest.raises(ScaleError, match=message):

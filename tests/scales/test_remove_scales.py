@@ -25,11 +25,6 @@ INDEX_FILE = "model.safetensors.index.json"
 NEW_SCALES = random_scales("head", seed=5, num_layers=LAYERS)
 
 
-@pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory):
-    return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
-
-
 def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of all files, in the same way as a reader that ignores the index."""
     tensors: dict[str, torch.Tensor] = {}

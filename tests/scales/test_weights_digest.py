@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_fp8kv import KVScales, ScaleError, calibrate, enable, measure, serving
+from hf_fp8kv import KVScales, calibrate, enable, measure, serving
 from hf_fp8kv.utils.digests import digest_decoder, digest_weights
 from tests.helpers.tiny_models import build_variant
 
@@ -43,12 +43,6 @@ def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return a function that lists the logged warnings about outdated scales."""
     caplog.set_level(logging.WARNING, "hf_fp8kv")
     return lambda: [r.message for r in caplog.records if "made for different weights" in r.message]
-
-
-def test_calibration_stores_the_digest_of_the_weights(model_scales: KVScales) -> None:
-    assert model_scales.weights_digest == digest_decoder(make_model())
-    assert model_scales.made_for(make_model()) is True
-    assert model_scales.made_for(build_variant("gqa", seed=1)[0]) is False
 
 
 @pytest.mark.parametrize(
@@ -104,22 +98,6 @@ def test_weights_on_the_meta_device_have_no_digest(model_scales: KVScales) -> No
     model.model.layers[1].to("meta")
     assert model_scales.made_for(model) is None
     assert model_scales.made_for(torch.nn.Linear(2, 2)) is None
-
-
-def test_the_digest_is_saved_in_the_file(model_scales: KVScales, tmp_path: Path) -> None:
-    model_scales.save_pretrained(tmp_path)
-    loaded = KVScales.from_pretrained(tmp_path)
-    assert loaded.weights_digest == model_scales.weights_digest
-    model_scales.save_pretrained(tmp_path / "vllm", format="vllm-json")
-    assert KVScales.from_pretrained(tmp_path / "vllm").made_for(make_model()) is None
-
-
-@pytest.mark.parametrize("digest", [["a"], "ax"])
-def test_a_damaged_digest_is_rejected(model_scales: KVScales, tmp_path: Path, digest: Any) -> None:
-    path = model_scales.save_pretrained(tmp_path)[-1]
-    edit_metadata(path, lambda metadata: metadata | {"weights_digest": digest})
-    with pytest.raises(ScaleError, match="expected a file of scales as save_pretrained writes it"):
-        KVScales.from_file(path)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

@@ -330,7 +330,7 @@ def test_a_matching_text_is_complete_if_the_model_has_no_end_token(make_guide):
     for end_tokens, is_complete in (((), True), ((5,), False), ((10**6,), True)):
         sequence = Sequence([1], 9, frozenset(end_tokens), guide=make_guide("a"))
         engine.accept_token(sequence, ord("a") - 32, 95)
-        assert engine._is_complete(sequence, 95) is is_complete
+        assert engine._must_end(sequence, 95) is is_complete
     sequence = Sequence([1], 9, frozenset({5}), guide=make_guide("aa"))
     engine.accept_token(sequence, 5, 95)  # the grammar ignores an end token
     with pytest.raises(APIError, match="doesn't satisfy the grammar") as error:
