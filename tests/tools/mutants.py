@@ -219,13 +219,13 @@ MUTANTS = (
     Mutant(
         "cpu: spans are added as threads split them", "ops/cpu/kernels.cpp",
         "min((tile_begin / c.span + 1) * c.span, end)", "end",
-        "tests/ops/test_cpu.py tests/attention/test_deterministic.py",
+        "tests/ops/test_cpu.py tests/reproducible/test_deterministic.py",
     ),
     # Deterministic models.
     Mutant(
         "deterministic: rows in one product", "attention/deterministic.py",
         "in rows.split(BLOCK_ROWS, axis)", "in [rows.narrow(axis, 0, num_rows)]",
-        "tests/attention/test_deterministic.py",
+        "tests/reproducible/test_deterministic.py",
     ),
     Mutant(
         "deterministic: a plan splits a sequence", DECODE,

@@ -13,7 +13,8 @@ from transformers.masking_utils import eager_mask
 
 from hf_fp8kv import FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from tests.attention.test_training import (
+from tests.helpers.tiny_models import build_variant
+from tests.reproducible.test_training import (
     NUM_TOKENS,
     PAGE_SIZE,
     assert_near,
@@ -21,7 +22,6 @@ from tests.attention.test_training import (
     make_texts,
     score_texts,
 )
-from tests.helpers.tiny_models import build_variant
 
 Tensor = torch.Tensor
 
