@@ -134,7 +134,8 @@ MUTANTS = (
     # The torch backend.
     Mutant(
         "torch: the last page is dropped", TORCH,
-        "min(page_start + step, high)", "min(page_start + step, high - high % pages.page_size)",
+        "min(chunk_start + chunk_size, visible_stop)",
+        "min(chunk_start + chunk_size, visible_stop - visible_stop % pages.page_size)",
         "tests/ops/test_ops.py",
     ),
     Mutant(
