@@ -63,13 +63,11 @@ def _round_by_blocks(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]
     return rounded, rope_part.bfloat16().to(rope_part.dtype)
 
 
-def _round_together(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
-    amax = _compute_amax(latent, rope_part)
-    return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
-
-
-def _round_by_latent(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
-    amax = _compute_amax(latent)
+def _round_together(
+    latent: Tensor, rope_part: Tensor, *, scale_covers_rope: bool
+) -> tuple[Tensor, Tensor]:
+    """Round both parts with one scale, of both or of the latent alone."""
+    amax = _compute_amax(latent, rope_part) if scale_covers_rope else _compute_amax(latent)
     return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
 
 
@@ -77,8 +75,8 @@ def _round_by_latent(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]
 IMITATIONS: dict[str, tuple[int, Rounding]] = {
     "bfloat16": (1152, round_to_bfloat16),
     "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
-    "e4m3, one scale for both": (580, _round_together),
-    "e4m3, the latent's scale for both": (580, _round_by_latent),
+    "e4m3, one scale for both": (580, partial(_round_together, scale_covers_rope=True)),
+    "e4m3, the latent's scale for both": (580, partial(_round_together, scale_covers_rope=False)),
 }
 # Formats of latents and of RoPE parts.
 PLANS = (

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -272,23 +273,22 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
 
-    def prefill(cache: Any, _batch: int) -> None:
-        model(ids[:1], **with_cache(model, cache))
+    def read(ids: Tensor, cache: Any) -> None:
+        model(ids, **with_cache(model, cache))
 
-    def decode(cache: Any, batch: int) -> None:
-        model(ids[:batch, :1], **with_cache(model, cache))
-
-    def serve(_cache: Any, _batch: int) -> None:
+    def serve(_cache: Any) -> None:
         model.generate_batch(
             [row[:64].tolist() for row in ids], generation_config=config,
             continuous_batching_config=batching, progress_bar=False,
         )  # fmt: skip
 
     # The timed function, and the number of texts that a cache stores before the call.
-    calls = {
-        "prefill of 512 tokens": (prefill, 0), "decode step": (decode, 1),
-        "decode step, 8 texts": (decode, 8), "8 requests in an engine": (serve, 0),
-    }  # fmt: skip
+    calls: dict[str, tuple[Callable[[Any], None], int]] = {
+        "prefill of 512 tokens": (partial(read, ids[:1]), 0),
+        "decode step": (partial(read, ids[:1, :1]), 1),
+        "decode step, 8 texts": (partial(read, ids[:, :1]), 8),
+        "8 requests in an engine": (serve, 0),
+    }
     # Seconds without and with determinism.
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for turn in range(turns * 2 + 2):
@@ -301,7 +301,7 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
                 model(ids[:batch, :256], **with_cache(model, cache))
             synchronize()
             start = time.perf_counter()
-            call(cache, batch)
+            call(cache)
             synchronize()
             if turn > 1:  # the first turns warm up
                 seconds[name][is_deterministic].append(time.perf_counter() - start)

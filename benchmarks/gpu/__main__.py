@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hf_fp8kv.ops import choose_backend
 
+from .first import run_steps
 from .report import format_tables
 from .suite import SECTIONS, run_suite
 
@@ -27,9 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", help="for example cuda:1 (default: cuda, or cpu in a dry run without a GPU)")
     add("--seconds", type=float, default=210.0, help="time limit in seconds (default: 210)")
     add("--dry", action="store_true", help="run all sections on tiny shapes, on any machine")
+    add("--short", action="store_true", help="only measure the cases of --first")
+    add("--rivals", type=Path, metavar="FOLDER",
+        help="sources of vLLM and SGLang, whose Triton kernels --first measures")  # fmt: skip
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--first", action="store_true", help="eight minutes of steps (first.py)")
     names_help = f"sections besides the ceilings (default: all): {', '.join(SECTIONS)}"
-    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME",
-        help=names_help)  # fmt: skip
+    modes.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS),
+        metavar="NAME", help=names_help)  # fmt: skip
     add("--from", dest="result_file", type=Path, metavar="JSON",
         help="show a result that --json wrote")  # fmt: skip
     add("--json", type=Path, metavar="JSON", help="write each row as soon as it is measured")
@@ -42,10 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--from: expected a file that --json wrote, got {options.result_file}")
     elif not options.dry and not (has_gpu and torch.device(device).type == "cuda"):
         parser.error("expected a CUDA or ROCm device. Pass --dry to run without one.")
+    elif options.first:
+        results = options.json or Path("build/gpu/first.jsonl")
+        return run_steps(results, options.rivals, is_dry=options.dry, report=_print_progress)
     else:
         num_compile_processes = min(max((os.cpu_count() or 2) - 1, 1), MAX_COMPILE_PROCESSES)
         result = run_suite(
             device=device, backend=_choose_backend(device), is_dry=options.dry,
+            is_short=options.short,
             sections=tuple(dict.fromkeys(["ceilings", *options.sections])),
             seconds=options.seconds, json_path=options.json, progress=_print_progress,
             num_processes=0 if options.dry else num_compile_processes,

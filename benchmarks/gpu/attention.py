@@ -1,6 +1,8 @@
 """Measure attention of one layer to stored tokens: decode steps, and many new tokens."""
 
 import functools
+from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +24,34 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
         is_full = index < sizes.num_full_cases
         for fmt in (E4M3, INT8, E3M4, BF16) if is_full else (E4M3, E3M4, BF16):
             measure_attention(record, "decode", case, fmt, backend)
+            if str(case) in sizes.padded_cases and fmt is not INT8:
+                name = f"{fmt.name} left padded"
+                measure_attention(record, "decode", case.pad_left(), fmt, backend, name)
         baselines.measure_decode(record, case, with_gqa=is_full)
 
 
 def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add a row for each number of new tokens and each number of stored tokens.
 
-    A growing cache without padding attends without a mask. If a cache is empty, attention reads the
-    new keys and no pages, except with `prefill="stored"`.
+    A growing cache without padding attends without a mask. A preallocated cache, and a cache with
+    padding, attend with the mask of `generate()`. If a cache is empty, attention reads the new keys
+    and no pages, except with `prefill="stored"`.
     """
-    for stored, new in sizes.extend_shapes:
-        case = Case((stored + new,), sizes.heads, new, label=f"{new} over {stored}")
+    cases = [
+        Case((stored + new,), sizes.heads, new, label=f"{new} over {stored}")
+        for stored, new in sizes.extend_shapes
+    ]
+    for case in cases:
         for fmt in (E4M3, BF16):
             measure_pages(record, sizes, backend, "extend", case, fmt)
         baselines.measure_extend(record, case)
+    measure_cached = functools.partial(measure_attention, record, "extend")
+    stored_cases = (case for case in cases if case.lengths[0] > case.new_tokens)
+    for case, fmt in product(stored_cases, (E4M3, BF16)):
+        measure_cached(case, fmt, backend, f"{fmt.name} preallocated")
+        padded_case = replace(case, padding=((case.lengths[0] - case.new_tokens) // 2,))
+        name = f"{fmt.name} left padded"
+        measure_cached(padded_case, fmt, backend, name, preallocated=False)
 
 
 def measure_pages(

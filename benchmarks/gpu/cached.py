@@ -96,20 +96,18 @@ class CacheSteps:
 
 def measure_attention(
     record: Record, section: str, case: Case, fmt: PageFormat, backend: str, name: str = "",
-    *, is_full_step: bool = False, is_eager: bool = False,
+    *, preallocated: bool = True, is_full_step: bool = False, is_eager: bool = False,
 ) -> None:  # fmt: skip
-    """Add a row for attention alone, after one step of a preallocated cache has stored its tokens.
+    """Add a row for attention alone, after one step has stored its tokens.
 
-    With `is_full_step`, the row is for a complete step of a layer of a growing cache. With
-    `is_eager`, no graph is captured.
+    With `is_full_step`, the row is for a complete step of a layer. With `is_eager`, no graph is
+    captured.
     """
     stage, num_bytes = record.stage, case.bytes_read(fmt)
     num_layers = stage.count_buffers(int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
-        cache_steps = CacheSteps(
-            stage, fmt, case, num_layers, backend, preallocated=not is_full_step
-        )
+        cache_steps = CacheSteps(stage, fmt, case, num_layers, backend, preallocated=preallocated)
         if is_full_step:
             steps = [functools.partial(cache_steps.step, layer) for layer in range(num_layers)]
         else:
@@ -135,7 +133,9 @@ def measure_layers(record: Record, sizes: RunSizes, backend: str) -> None:
     The steps are captured in a graph. Steps in the first format are also called from Python, as
     generate() does.
     """
-    measure = functools.partial(measure_attention, record, "layer", is_full_step=True)
+    measure = functools.partial(
+        measure_attention, record, "layer", preallocated=False, is_full_step=True
+    )
     first_format = sizes.layer_formats[0]
     for case in sizes.layer_cases:
         for fmt in sizes.layer_formats:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +24,7 @@ from transformers import (
     LlamaConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    QuantizedCache,
     StaticCache,
 )
 from transformers.utils.import_utils import is_flash_attn_2_available
@@ -43,6 +45,8 @@ SECTION = "end to end"
 FLASH = "DynamicCache flash eager"
 PAGED, PAGED_AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"
 STOCK_OFFLOADED = "DynamicCache offloaded"
+# transformers checks the end of sequences one step late if this function returns True.
+STOP_CHECK = "transformers.generation.utils.DeferredStopCheck.is_supported"
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ OTHER_CONTENDERS = [
     Contender(PAGED_AUTO, "fp8_paged", FP8PagedCache, AUTO_OPTIONS, is_compiled=True),
     Contender("FP8PagedCache auto eager", "fp8_paged", FP8PagedCache, AUTO_OPTIONS),
     Contender("DynamicCache flash-attn eager", "flash_attention_2", DynamicCache),
+    Contender("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
 ]
 # Caches with layers in host memory. "half" keeps half of the pages on the device.
 OFFLOADED_OPTIONS = {"offloading": True}
@@ -90,9 +95,13 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """
     model, shapes = make_model(sizes, record), sizes.generate_shapes
     _measure_first_calls(record, model, sizes, backend)
+    first = CONTENDERS
+    others = OTHER_CONTENDERS
+    if not sizes.with_compiled:
+        first = [contender for contender in first if not contender.is_compiled]
+        others = []
     for contenders, cases in (
-        (CONTENDERS, shapes[:2]), (OTHER_CONTENDERS, shapes[:1]),
-        (CONTENDERS, shapes[2:]), (OTHER_CONTENDERS, shapes[1:]),
+        (first, shapes[:2]), (others, shapes[:1]), (first, shapes[2:]), (others, shapes[1:]),
     ):  # fmt: skip
         _measure_contenders(record, SECTION, model, sizes, backend, contenders, cases)
 
@@ -117,7 +126,7 @@ def _measure_contenders(
         _drop_graphs(model)
         runs: list[tuple[Row, Run]] = []
         for contender in contenders:
-            if reason := _find_skip_reason(record.stage, contender):
+            if reason := _find_skip_reason(record.stage, contender, model.config):
                 record.skip(f"{section}, {contender.name}: {reason}")
                 continue
             run = Run(record.stage, model, contender, sizes, backend, batch, context)
@@ -168,12 +177,17 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
         record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
-def _find_skip_reason(stage: Stage, contender: Contender) -> str:
+def _find_skip_reason(stage: Stage, contender: Contender, config: Any) -> str:
     """Return the reason why a cache cannot run here, or an empty string."""
     if contender.attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if contender.name == STOCK_OFFLOADED and not stage.is_gpu:
         return "requires a CUDA device"
+    if contender.cache_class is QuantizedCache:
+        try:
+            QuantizedCache(backend="fp8", config=config)
+        except (ImportError, ValueError) as error:
+            return str(error)
     return ""
 
 
@@ -231,13 +245,18 @@ class Run:
         if self.options.get("offloading") == "half":
             self.options["offloading"] = -(-context // PAGE_SIZE) * batch // 2
         if contender.is_compiled:
-            num_positions = (1 + sizes.num_rounds) * sizes.round_tokens + SPARE_POSITIONS
+            num_calls = 1 + (2 if contender.cache_class is FP8PagedCache else 1) * sizes.num_rounds
+            num_positions = num_calls * sizes.round_tokens + SPARE_POSITIONS
             self.options["max_cache_len"] = context + num_positions
         # Seconds per step of each round: the median of its steps.
         self.steps: list[float] = []
+        self.late_steps: list[float] = []
 
     def begin(self) -> dict[str, Any]:
-        """Fill the cache, run the first call, which compiles, and return fields of the row."""
+        """Fill the cache, run the first call, which compiles, and return fields of the row.
+
+        Full speed begins after the last slow step of the first half of the call.
+        """
         self.stage.reset_peak()
         old_bytes = self.stage.peak_bytes() or 0
         self.cache = self.contender.cache_class(config=self.model.config, **self.options)
@@ -246,24 +265,37 @@ class Run:
         for layer in range(self.sizes.num_layers):
             self.cache.update(self.stage.randn(*shape), self.stage.randn(*shape), layer)
         times = self._generate()
+        typical_time, early_times = statistics.median(times), times[: len(times) // 2]
+        slow_steps = [i for i, x in enumerate(early_times, 1) if x > 1.25 * typical_time]
         # Other contenders of the case use memory too. On a CPU the number is 0.
         own_bytes = (self.stage.peak_bytes() or 0) - old_bytes
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         return {
-            "first_ms": 1e3 * times[0], "cache_bytes": count_bytes(self.cache),
-            "beside_bytes": own_bytes or None,
+            "first_ms": 1e3 * times[0], "full_speed_s": sum(times[: max(slow_steps, default=1)]),
+            "cache_bytes": count_bytes(self.cache), "beside_bytes": own_bytes or None,
             "peak_bytes": own_bytes + weight_bytes if own_bytes else None,
         }  # fmt: skip
 
     def measure_round(self) -> dict[str, Any]:
-        """Run a further call, and return fields of the row for all rounds so far."""
+        """Run a further call, and return fields of the row for all rounds so far.
+
+        With graphs, a second call checks the end of sequences one step late.
+        """
         self.steps.append(statistics.median(self._generate()[1:]))
         step, low, high = compute_quartiles(self.steps)
         batch = len(self.ids)
-        return {
+        fields = {
             "tokens_per_s": batch / step, "low_per_s": batch / (high or step),
             "high_per_s": batch / (low or step), "step_ms": 1e3 * step, "rounds": len(self.steps),
         }  # fmt: skip
+        replays_graphs = self.contender.is_compiled or self.contender.is_captured
+        if self.stage.is_gpu and replays_graphs and isinstance(self.cache, FP8PagedCache):
+            # Without a window, a cache can remove tokens that it has not recorded.
+            record_past = mock.patch.object(FP8PagedCache, "activate_past_recording")
+            with record_past, mock.patch(STOP_CHECK, return_value=True):
+                self.late_steps.append(statistics.median(self._generate()[1:]))
+            fields["late_per_s"] = batch / statistics.median(self.late_steps)
+        return fields
 
     def _generate(self) -> list[float]:
         """Generate the tokens of a round, and return the seconds until each token."""

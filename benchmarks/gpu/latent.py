@@ -8,6 +8,7 @@ values, and heads of the output V values.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
 from hf_fp8kv.modeling.model_support import ATTENTION
 
 from .attention import measure_pages
-from .random_data import compute_dense_error, compute_output_error, poison_memory
+from .random_data import PAGE_SIZE, compute_dense_error, compute_output_error, poison_memory
 from .record import Record
 from .shapes import BF16, Case, PageFormat, RunSizes
 from .stage import Stage, Step
@@ -46,6 +47,48 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
             _measure_stock(record, case)
         for fmt in sizes.layer_formats:
             measure_pages(record, sizes, backend, SECTION, case, fmt, f"{fmt.name} kernel")
+        if not record.stage.is_compiling:
+            _measure_flash_mla(record, case)
+
+
+def _measure_flash_mla(record: Record, case: Case) -> None:
+    """Add a row for FlashMLA over bf16 latents, if it is installed."""
+    try:
+        flash_mla: Any = importlib.import_module("flash_mla")
+    except Exception as error:  # the import runs code of a different project
+        record.skip(f"FlashMLA: not installed: {type(error).__name__}: {error}")
+        return
+    stage, heads, batch = record.stage, case.heads, len(case.lengths)
+    num_bytes = int(case.bytes_read(BF16))
+
+    def measure_row() -> dict[str, Any]:
+        num_pages = -(-case.lengths[0] // PAGE_SIZE)
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
+        table = torch.randperm(batch * num_pages, device=stage.device).int().view(batch, num_pages)
+        query = stage.randn(batch, 1, heads.query, heads.query_dim)
+        pools = [
+            stage.randn(batch * num_pages, PAGE_SIZE, 1, heads.query_dim)
+            for _ in range(stage.count_buffers(num_bytes))
+        ]
+        metadata, num_splits = flash_mla.get_mla_metadata(lengths, heads.query, 1)
+
+        def attend(pool: torch.Tensor) -> torch.Tensor:
+            scaling = case.attention_spec().scaling
+            output: torch.Tensor = flash_mla.flash_mla_with_kvcache(
+                query, pool, table, lengths, heads.dim, metadata, num_splits, scaling, True
+            )[0]
+            return output
+
+        output = attend(pools[-1])
+        states = pools[-1][table.long()].flatten(1, 2)[:, : case.lengths[0]].transpose(1, 2)
+        latents, rope_parts = states.split([heads.dim, heads.rope_dim], -1)
+        error = compute_dense_error(
+            output.transpose(1, 2), query.transpose(1, 2), latents, rope_parts, case
+        )
+        steps = [functools.partial(attend, pool) for pool in pools]
+        return {**stage.time_steps(steps), "error": error, "moved": num_bytes, **case.describe()}
+
+    record.measure(SECTION, case, "FlashMLA bf16 kernel", measure_row)
 
 
 def make_module(num_heads: int, rank: int, rope_dim: int, num_layers: int, layer: int) -> Any:

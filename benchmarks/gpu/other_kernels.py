@@ -1,6 +1,6 @@
-"""Measure kernels of vLLM and FlashInfer, if they are installed.
+"""Measure kernels of vLLM, SGLang and FlashInfer, if they are installed.
 
-An environment variable may name the file of vLLM's kernel (`vllm_kernel`).
+Environment variables may name the files of vLLM's and SGLang's kernels (`rival_files`).
 """
 
 import functools
@@ -18,13 +18,17 @@ from hf_fp8kv.ops.blocks import pack_pages
 
 from .random_data import PAGE_SIZE, compute_output_error
 from .record import Record
+from .rival_files import SGLANG, VLLM, load_rival
 from .shapes import Case, RunSizes
 from .stage import Stage
-from .vllm_kernel import load_vllm
 
 # vLLM splits each sequence into `NUM_SPLITS` parts, unless a batch has `MIN_GRID_SIZE` programs.
 NUM_SPLITS, MIN_GRID_SIZE = 16, 128
+# SGLang splits each sequence into 8 parts by default (`--triton-attention-num-kv-splits`).
+SGLANG_SPLITS = (8, 32)
 FLASHINFER_WORKSPACE_BYTES = 128 << 20
+# Maximum relative error of kernels that round attention weights to 8 bits.
+MAX_ROUNDING_ERROR = 0.1
 # Standard deviation of random int8 codes.
 INT8_STD = 32
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -52,12 +56,15 @@ class Kernel:
     dtype: torch.dtype
     make_attend: Callable[[Case, Inputs], Attend]
     has_token_scales: bool = False  # whether each token and head has a scale
+    rounds_weights: bool = False  # whether attention weights are rounded to `dtype`
 
 
 def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
     """Add a row for each decode case and each format of pages."""
     kernels: list[Kernel] = []
-    for name, list_kernels in (("vllm", _list_vllm), ("flashinfer", _list_flashinfer)):
+    for name, list_kernels in (
+        ("vllm", _list_vllm), ("sglang", _list_sglang), ("flashinfer", _list_flashinfer),
+    ):  # fmt: skip
         try:
             kernels += list_kernels()
         except Exception as error:  # the import runs code of a different project
@@ -68,13 +75,25 @@ def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
 
 
 def _list_vllm() -> list[Kernel]:
-    vllm = load_vllm()
+    vllm = load_rival(VLLM)
     attend = functools.partial(_make_vllm_attend, vllm)
     kernels = [Kernel("vllm triton e4m3", E4M3, attend), Kernel("vllm triton bf16", BF16, attend)]
     if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:
         for name, dtype in (("e4m3", E4M3), ("int8", torch.int8)):
             kernels.append(Kernel(f"vllm triton {name} per token", dtype, attend, True))
     return kernels
+
+
+def _list_sglang() -> list[Kernel]:
+    sglang = load_rival(SGLANG)
+    return [
+        Kernel(
+            f"sglang triton {name}, {splits} splits", dtype,
+            functools.partial(_make_sglang_attend, sglang, splits), rounds_weights=dtype == E4M3,
+        )
+        for name, dtype in (("e4m3", E4M3), ("bf16", BF16))
+        for splits in SGLANG_SPLITS
+    ]  # fmt: skip
 
 
 def _list_flashinfer() -> list[Kernel]:
@@ -94,8 +113,11 @@ def _measure_kernel(record: Record, case: Case, kernel: Kernel) -> None:
         output = attend(inputs.pools[-1])
         query, pages = inputs.query[:, :, None], _convert_pages(inputs)
         error = compute_output_error(output[:, None], query, pages, case)
+        if kernel.rounds_weights and error > MAX_ROUNDING_ERROR:
+            raise ValueError(f"expected an error of at most {MAX_ROUNDING_ERROR}, got {error:.1e}")
+        error_name = "error_of_rounding" if kernel.rounds_weights else "error"
         steps = [functools.partial(attend, pool) for pool in inputs.pools]
-        return {**stage.time_steps(steps), "error": error, "moved": num_bytes, **case.describe()}
+        return {**stage.time_steps(steps), error_name: error, "moved": num_bytes, **case.describe()}
 
     record.measure("other kernels", case, kernel.name, measure_row)
 
@@ -170,6 +192,36 @@ def _make_vllm_attend(vllm: Any, case: Case, inputs: Inputs) -> Attend:
 
     def attend(pool: KVPair) -> torch.Tensor:
         vllm.unified_attention(k=pool[0], v=pool[1], **arguments)
+        return out
+
+    return attend
+
+
+def _list_slots(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of all tokens, int32, and the start of each sequence, `[B + 1]`, int32."""
+    slots = inputs.table[:, :, None] * PAGE_SIZE
+    slots = (slots + torch.arange(PAGE_SIZE, device=slots.device)).flatten(1)
+    lengths = inputs.lengths.tolist()
+    listed = [row[:length] for row, length in zip(slots, lengths, strict=True)]
+    starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0))
+    return torch.cat(listed).int(), starts.int()
+
+
+def _make_sglang_attend(sglang: Any, splits: int, case: Case, inputs: Inputs) -> Attend:
+    heads, device = case.heads, inputs.query.device
+    slots, starts = _list_slots(inputs)
+    out = torch.empty_like(inputs.query)
+    shape = (len(case.lengths), heads.query, splits)
+    partial_sums = torch.empty((*shape, heads.dim), device=device)
+    partial_lse = torch.empty(shape, device=device)
+    num_splits = torch.full(shape[:1], splits, dtype=torch.int32, device=device)
+
+    def attend(pool: KVPair) -> torch.Tensor:
+        k, v = (states.flatten(0, 1) for states in pool)
+        sglang.decode_attention_fwd(
+            inputs.query, k, v, out, starts, slots, partial_sums, partial_lse, num_splits, splits,
+            heads.dim**-0.5, 1.0, 1.0,
+        )  # fmt: skip
         return out
 
     return attend

@@ -25,14 +25,16 @@ TABLE_FIELDS = {
     "other kernels": ("us", "of_read"),
     "extend": ("us", "tflops"),
     "end to end": (
-        "tokens_per_s", "low_per_s", "high_per_s", "first_ms", "cache_bytes", "peak_bytes",
+        "tokens_per_s", "low_per_s", "high_per_s", "late_per_s", "first_ms", "full_speed_s",
+        "cache_bytes", "peak_bytes",
     ),
     "offloaded": ("tokens_per_s", "cache_bytes", "beside_bytes"),
 }  # fmt: skip
 FIELD_LABELS = {
     "gb_per_s": "GB/s", "of_read": "share of the read bandwidth", "tflops": "TFLOP/s",
     "tokens_per_s": "tokens/s", "low_per_s": "lower quartile", "high_per_s": "upper quartile",
-    "first_ms": "ms to the first token", "peak_bytes": "peak GiB", "cache_bytes": "cache GiB",
+    "late_per_s": "tokens/s with a late stop check", "first_ms": "ms to the first token",
+    "full_speed_s": "s to full speed", "peak_bytes": "peak GiB", "cache_bytes": "cache GiB",
     "beside_bytes": "peak GiB of the device without weights",
 }  # fmt: skip
 

@@ -101,6 +101,12 @@ class Case:
         """Return the fields of a row that describe the work of a call."""
         return {"flops": self.flops, "batch": len(self.lengths), "read": self.tokens_read}
 
+    def pad_left(self) -> "Case":
+        """Return the case with left padding of up to half of each sequence, as in a batch."""
+        batch = len(self.lengths)
+        padding = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
+        return replace(self, label=str(self), padding=tuple(padding))
+
     def attention_spec(self) -> AttentionSpec:
         """Return the specification for `ops.attend`."""
         return AttentionSpec(
@@ -119,6 +125,7 @@ class RunSizes:
     """The cases of each section, and the model's shape. `TINY` runs in seconds, without timing."""
 
     decode_cases: tuple[Case, ...]
+    padded_cases: tuple[str, ...]  # names of decode cases that are also measured with left padding
     num_full_cases: int  # number of decode cases with all contenders
     layer_cases: tuple[Case, ...]  # steps of one layer
     layer_formats: tuple[PageFormat, ...]  # the first format is also called eagerly
@@ -137,6 +144,7 @@ class RunSizes:
     round_tokens: int  # new tokens of a contender in a round
     num_pages: int  # number of random pages that pools repeat
     time_weights: dict[str, float]  # relative time of each section
+    with_compiled: bool = True  # whether `generate()` is also measured with torch.compile
 
 
 # The most important cases come first, because the time may run out.
@@ -154,7 +162,7 @@ _LATENT_CASES = tuple(
     for heads in (16, 128)
 )
 FULL = RunSizes(
-    decode_cases=_DECODE_CASES, num_full_cases=4,
+    decode_cases=_DECODE_CASES, padded_cases=("16 x 32k", "98 x 4k", "1 x 32k"), num_full_cases=4,
     layer_cases=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
     layer_formats=(E3M4, E4M3, BF16), latent_cases=_LATENT_CASES,
     write_batches=(1, 4, 16, 64), written_tokens=8192,
@@ -168,10 +176,20 @@ FULL = RunSizes(
     },
 )  # fmt: skip
 
+# The cases of the eight minutes on a new GPU (`first`).
+SHORT = replace(
+    FULL,
+    decode_cases=(_DECODE_CASES[0], Case((1024,)), Case((32768,)), Case((4096,) * 64)),
+    padded_cases=(), latent_cases=_LATENT_CASES[:4],
+    extend_shapes=((0, 8192), (8192, 64), (32768, 64), (0, 2048), (0, 32768)),
+    generate_shapes=((8, 32768), (1, 1024), (8, 1024)), num_rounds=4, with_compiled=False,
+)  # fmt: skip
+
 _SMALL_HEADS = Heads(4, 2, 16)
 TINY = replace(
     FULL,
-    decode_cases=(Case((70,) * 2, _SMALL_HEADS), Case((130,), _SMALL_HEADS)), num_full_cases=1,
+    decode_cases=(Case((70,) * 2, _SMALL_HEADS), Case((130,), _SMALL_HEADS)),
+    padded_cases=("2 x 70",), num_full_cases=1,
     layer_cases=(Case((70,) * 2, _SMALL_HEADS),),
     latent_cases=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
     write_batches=(1, 3), written_tokens=20, extend_shapes=((0, 20), (70, 20)),
@@ -195,9 +213,10 @@ def shorten_sizes(sizes: RunSizes) -> RunSizes:
         )
         return tuple(dict.fromkeys(short_cases))
 
+    decode_cases = shorten_cases(sizes.decode_cases)
     shapes = ((min(stored, _COMPILED_TOKENS), new) for stored, new in sizes.extend_shapes)
     return replace(
-        sizes, decode_cases=shorten_cases(sizes.decode_cases), num_full_cases=1,
+        sizes, decode_cases=decode_cases, padded_cases=(str(decode_cases[0]),), num_full_cases=1,
         layer_cases=shorten_cases(sizes.layer_cases), write_batches=sizes.write_batches[:1],
         latent_cases=shorten_cases(sizes.latent_cases), extend_shapes=tuple(dict.fromkeys(shapes)),
     )  # fmt: skip

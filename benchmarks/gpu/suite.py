@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_fp8kv.utils.environment import describe_run
 
 from . import attention, cached, ceilings, end_to_end, latent, other_kernels, write
 from .record import DeviceLost, Record, Row, complete
-from .shapes import FULL, TINY, RunSizes, shorten_sizes
+from .shapes import FULL, SHORT, TINY, RunSizes, shorten_sizes
 from .stage import Stage
 
 Section = Callable[[Record, RunSizes, str], None]
@@ -40,6 +41,7 @@ def run_suite(
     device: str = "cuda",
     backend: str = "triton",
     is_dry: bool = False,
+    is_short: bool = False,
     sections: Sequence[str] = tuple(SECTIONS),
     seconds: float = 210.0,
     num_processes: int = 0,
@@ -52,6 +54,7 @@ def run_suite(
         device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
         is_dry: Whether to run all sections untimed on tiny shapes, on any machine.
+        is_short: Whether to run only the cases of `first`.
         sections: Names from `SECTIONS`, in the order in which they run.
         seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
         num_processes: Number of processes that compile kernels first.
@@ -64,7 +67,8 @@ def run_suite(
     """
     stage = Stage(device, is_dry=is_dry)
     settings: dict[str, Any] = {
-        "device": device, "backend": backend, "dry": is_dry, "seconds": seconds,
+        "device": device, "backend": backend, "dry": is_dry, "short": is_short,
+        "seconds": seconds,
     }  # fmt: skip
     section_results: list[dict[str, Any]] = [
         {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
@@ -84,13 +88,17 @@ def run_suite(
 
     record = Record(stage, progress, save_result)
     result["rows"] = record.rows
-    sizes = TINY if is_dry else FULL
+    sizes = SHORT if is_short else FULL
+    if is_dry:
+        sizes = replace(TINY, with_compiled=not is_short)
     deadline = time.perf_counter() + seconds
     save_result()
     if num_processes and not set(sections).isdisjoint(COMPILED_SECTIONS):
         progress("== compiling")
         limit = min(COMPILE_SECONDS, seconds / 2)
-        compiling = compile_kernels(device, backend, num_processes, limit, sections, is_dry=is_dry)
+        compiling = compile_kernels(
+            device, backend, num_processes, limit, sections, sizes, is_dry=is_dry
+        )
         settings["compiling"] = compiling
         progress(f"compiled in {compiling['seconds']} s")
         save_result()
@@ -121,7 +129,7 @@ def run_suite(
 
 def compile_kernels(
     device: str, backend: str, num_processes: int, max_seconds: float, sections: Sequence[str],
-    *, is_dry: bool,
+    sizes: RunSizes, *, is_dry: bool,
 ) -> dict[str, float]:  # fmt: skip
     """Fill Triton's cache on disk. Return `seconds`, `processes`, and how many `failed`.
 
@@ -132,7 +140,7 @@ def compile_kernels(
     workers = [
         context.Process(
             target=compile_shard, daemon=True,
-            args=(device, backend, index, num_processes, sections, is_dry),
+            args=(device, backend, index, num_processes, sections, sizes, is_dry),
         )
         for index in range(num_processes)
     ]  # fmt: skip
@@ -150,16 +158,15 @@ def compile_kernels(
 
 def compile_shard(
     device: str, backend: str, index: int, num_processes: int, sections: Sequence[str],
-    is_dry: bool,
+    sizes: RunSizes, is_dry: bool,
 ) -> list[Row]:  # fmt: skip
     """Run every `num_processes`-th row of `COMPILED_SECTIONS` once, and return these rows."""
     torch.set_num_threads(1)
     record = Record(Stage(device, is_dry=is_dry, is_compiling=True), shard=(index, num_processes))
-    sizes = shorten_sizes(TINY if is_dry else FULL)
     with torch.no_grad():
         for name in COMPILED_SECTIONS:
             if name in sections:
-                SECTIONS[name](record, sizes, backend)
+                SECTIONS[name](record, shorten_sizes(sizes), backend)
     return record.rows
 
 

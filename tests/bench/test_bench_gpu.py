@@ -8,10 +8,12 @@ import inspect
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,10 +24,11 @@ from benchmarks.gpu import (
     baselines,
     cached,
     end_to_end,
+    first,
     latent,
     other_kernels,
+    rival_files,
     suite,
-    vllm_kernel,
     write,
 )
 from benchmarks.gpu.__main__ import main
@@ -72,8 +75,11 @@ def test_every_section_has_rows_and_can_be_printed(monkeypatch, tmp_path, capsys
     assert len([row for row in result["rows"] if row["case"].startswith("first token")]) == 3
     decode_names = {row["name"] for row in result["rows"] if row["section"] == "decode"}
     assert decode_names == {
-        "e4m3", "e3m4", "int8", "bf16 pages", "sdpa math", "sdpa math folded"
+        "e4m3", "e3m4", "int8", "bf16 pages", "sdpa math", "sdpa math folded",
+        *(f"{name} left padded" for name in ("e4m3", "e3m4", "bf16 pages")),
     }  # fmt: skip
+    extend_names = {row["name"] for row in result["rows"] if row["section"] == "extend"}
+    assert {"e4m3 preallocated", "e4m3 left padded"} < extend_names
     for row in result["rows"]:
         if row["section"] in ("decode", "layer", "extend"):
             assert 0 <= row["error"] < 0.01, row
@@ -164,6 +170,7 @@ def test_contenders_of_generate_alternate_in_rounds(record, monkeypatch):
     assert record.rows[0]["failed"] == "ValueError: lost\na page"
     row = record.rows[1]
     assert 0 < row["low_per_s"] <= row["tokens_per_s"] <= row["high_per_s"]
+    assert row["first_ms"] <= 1e3 * row["full_speed_s"]
 
 
 # -- wrong results ---------------------------------------------------------------------------------
@@ -266,7 +273,7 @@ def test_each_row_is_compiled_by_exactly_one_process(monkeypatch):
 
     def count_rows(index, num_processes):
         rows = suite.compile_shard(
-            "cpu", "torch", index, num_processes, tuple(suite.SECTIONS), True
+            "cpu", "torch", index, num_processes, tuple(suite.SECTIONS), TINY, True
         )
         assert not [row for row in rows if "failed" in row]
         return Counter((row["section"], row["case"], row["name"]) for row in rows)
@@ -305,7 +312,7 @@ def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
     assert case.flops == case.tokens_read * 32 * 128 * 4
     # Three new tokens after two stored tokens attend to three, four and five tokens.
     assert Case((5,), new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
-    assert Case((100,) * 4, padding=(0, 12, 25, 37)).tokens_read == 400 - 74
+    assert Case((100,) * 4).pad_left().tokens_read == 400 - 74
     # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
     latent_case = FULL.latent_cases[0]
     assert latent_case.bytes_read(E3M4) == latent_case.tokens_read * 644
@@ -361,22 +368,125 @@ def unified_attention(q, k, v, out, seqused_k, block_table, kv_quant_mode, k_sca
 """
 VLLM_NAMES = {f"vllm triton {fmt}" for fmt in ("bf16", "e4m3", "e4m3 per token", "int8 per token")}
 
+# A stand-in for SGLang's file. Tokens are found by their slots, which begin at `starts`.
+SGLANG_FILE = """
+import torch
+from sglang.kernels.ops.attention.helpers import attend_by_table
+from sglang.srt.environ import envs
+from sglang.srt.utils import is_hip
+
+assert not is_hip() and not envs.SGLANG_MLA_DECODE_TUNE.get()
+
+def decode_attention_fwd_grouped(): pass
+
+def decode_attention_fwd(q, k, v, out, starts, slots, sums, lse, splits, max_splits, scale, k_scale,
+                         v_scale):
+    assert sums.shape == (*q.shape[:2], max_splits, v.shape[-1]) and k_scale == v_scale == 1
+    lengths = starts.diff()
+    table = torch.nn.utils.rnn.pad_sequence(slots.split(lengths.tolist()), batch_first=True)
+    out.copy_(attend_by_table(q, k[:, :, None], v[:, :, None], table, lengths))
+"""
+
 
 def test_kernels_of_other_projects_are_measured_and_checked(record, monkeypatch, tmp_path):
-    """A stand-in replaces vLLM's file. Its function has the arguments of the real function."""
+    """Stand-ins replace the files. Their functions have the arguments of the real functions."""
     pytest.importorskip("triton")
     (helpers := tmp_path / "helpers.py").write_text(
         f"import torch\n{inspect.getsource(attend_by_table)}"
     )
-    (file := tmp_path / f"{vllm_kernel.NAME}.py").write_text(VLLM_FILE)
-    monkeypatch.setenv(vllm_kernel.VARIABLE, str(file))
+    (file := tmp_path / "triton_unified_attention.py").write_text(VLLM_FILE)
+    (tmp_path / "decode_attention.py").write_text(SGLANG_FILE)
+    paths = rival_files.find_rival_files(tmp_path)
+    assert paths[rival_files.VLLM.variable] == str(file)
+    for variable, path in paths.items():
+        monkeypatch.setenv(variable, path)
+    sglang_names = {
+        f"sglang triton {fmt}, {splits} splits" for fmt in ("bf16", "e4m3") for splits in (8, 32)
+    }
+    names = VLLM_NAMES | sglang_names
     sizes = replace(TINY, decode_cases=(TINY.decode_cases[0], RAGGED_CASE))
     assert not find_failures(record, other_kernels.measure, sizes, "torch"), record.rows
-    assert {row["name"] for row in record.rows} == VLLM_NAMES
+    assert {row["name"] for row in record.rows} == names
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
     sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),))
-    assert find_failures(record, other_kernels.measure, sizes, "torch") == VLLM_NAMES
-    assert "vllm" not in sys.modules
-    monkeypatch.setenv(vllm_kernel.VARIABLE, str(tmp_path / "none.py"))
+    # A kernel that rounds the weights to 8 bits may have an error of 10 %.
+    failed_names = {name for name in names if "sglang triton e4m3" not in name}
+    assert find_failures(record, other_kernels.measure, sizes, "torch") == failed_names
+    assert not {"vllm", "sglang"} & sys.modules.keys()
+    monkeypatch.setenv(rival_files.VLLM.variable, str(tmp_path / "none.py"))
     other_kernels.measure(record, TINY, "torch")
     assert any("none.py" in message for message in record.skipped)
+
+
+# -- the first minutes on a GPU --------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_steps(monkeypatch):
+    """Replace the processes of `first`. Return the names of their logs, and the exit codes."""
+
+    def fake_run_python(command, log, _limit, tool=()):
+        name = log.stem.removeprefix("first-")
+        logs.append(name)
+        log.write_text("the summary\n")
+        if "--json" in command:
+            rows = [{"name": name, "tokens_per_s": 2.0, "late_per_s": 3.0}]
+            sections = [{"name": name, "skipped": ["vllm: not installed: no module"]}]
+            result = json.dumps({"rows": rows, "sections": sections})
+            Path(command[command.index("--json") + 1]).write_text(result)
+        elif "pytest" in command:
+            outcome = "failed" if exit_codes.get(name) else "passed"
+            row = {"name": f"{command[-3]}::test[0]", "outcome": outcome, "message": "NaN"}
+            Path(os.environ["HF_FP8KV_RESULTS"]).write_text(json.dumps(row) + "\n")
+        else:
+            assert tool[2] == name
+        return exit_codes.get(name, 0)
+
+    logs, exit_codes = [], {}
+    monkeypatch.setattr(first, "run_python", fake_run_python)
+    monkeypatch.setattr(first.shutil, "which", lambda _name: "/usr/bin/tool")
+    for variable in ("HF_FP8KV_RESULTS", "HF_FP8KV_REPEAT"):
+        monkeypatch.setenv(variable, "")
+    return logs, exit_codes
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_the_first_run_continues_after_the_last_step(fake_steps, tmp_path):
+    assert sum(step.seconds for step in first.STEPS) <= 480
+    logs, exit_codes = fake_steps
+    results = tmp_path / "first.jsonl"
+    exit_codes["latent"] = 3
+    assert main(["--first", "--dry", "--json", str(results)]) == 3
+    names = [step.name for step in first.STEPS]
+    assert logs == [name.replace(" ", "-") for name in names]
+    lines = read_lines(results)
+    assert [line["step"] for line in lines if "exit_code" in line] == names
+    assert {"section": "latent", "name": "vllm", "note": "not installed: no module"} in [
+        line["row"] for line in lines if line["step"] == "latent" and "row" in line
+    ]
+    assert lines[-1]["row"] | {"gains": 0} == {
+        "name": "late stop check", "captured_equal": True, "gains": 0, "open": True,
+    }  # fmt: skip
+    # The last two steps did not end.
+    results.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:-5]))
+    logs.clear()
+    main(["--first", "--dry", "--json", str(results)])
+    assert logs == [name.replace(" ", "-") for name in names[-2:]]
+    assert read_lines(results)[-1]["step"] == "late stop"
+
+
+def test_the_stop_check_is_not_late_if_captured_steps_differ(fake_steps, monkeypatch, tmp_path):
+    logs, exit_codes = fake_steps
+    exit_codes["captured"] = 1
+    monkeypatch.setattr(first.shutil, "which", lambda _name: None)
+    results = tmp_path / "first.jsonl"
+    assert main(["--first", "--dry", "--json", str(results)]) == 1
+    lines = read_lines(results)
+    rows = {line["step"]: line["row"] for line in lines if "row" in line}
+    assert rows["captured"]["messages"] == ["NaN"]
+    assert not rows["late stop"]["open"]
+    assert rows["racecheck"] == {"name": "compute-sanitizer", "note": "not installed"}
+    assert not {"racecheck", "initcheck"} & set(logs)

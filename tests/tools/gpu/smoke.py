@@ -1,6 +1,7 @@
 """Print versions, and compare a decode call with the reference: `python -m tests.tools.gpu.smoke`.
 
-With `tiny`, every kind of kernel runs on tiny shapes, for compute-sanitizer.
+With `tiny`, every kind of kernel runs on tiny shapes, for compute-sanitizer. With `six`, each of
+the six kinds runs with one format.
 """
 
 import argparse
@@ -46,8 +47,8 @@ def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tiny", nargs="?", choices=["tiny"])
-    is_tiny = parser.parse_args().tiny is not None
+    parser.add_argument("tiny", nargs="?", choices=["tiny", "six"])
+    size = parser.parse_args().tiny
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.helpers.interpreter import repair
 
@@ -57,12 +58,12 @@ def main() -> int:
     stage = Stage("cuda" if ON_GPU else "cpu")
     errors = {}
     with torch.no_grad():
-        if is_tiny:
-            for fmt in (E3M4, E4M3, BF16):
+        if size is not None:
+            for fmt in (E3M4, E4M3, BF16)[: 1 if size == "six" else 3]:
                 errors[f"cache {fmt.name}"] = run_cache_steps(stage, fmt)
                 errors[f"ragged {fmt.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), fmt)
             extend_case = Case((200,), HEADS, new_tokens=70)
-            for fmt in (E3M4, BF16):
+            for fmt in (E3M4, BF16)[: 1 if size == "six" else 2]:
                 errors[f"extend {fmt.name}"] = attend_to_pages(stage, extend_case, fmt)
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT_HEADS), E3M4)
         else:

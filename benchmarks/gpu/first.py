@@ -1,0 +1,162 @@
+"""The first eight minutes on a new GPU: `python -m benchmarks.gpu --first`.
+
+Each step is a process with a time limit. The results are lines of JSON, which are written after
+each step: its rows, and its exit code. A run with the same file continues after the last step that
+ended. Each step also has a log, and sections of the benchmark write their own file after each row.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.tools.gpu.run import INTERPRETED_BENCHMARK_SCRIPT, SANITIZER, run_python
+
+from .record import Row
+from .rival_files import find_rival_files
+
+# Seconds of a section's process in which it imports torch and prints tables.
+IMPORT_SECONDS = 20
+# Maximum seconds of a step in a dry run.
+DRY_SECONDS = 600
+CAPTURE_TESTS = "tests/gpu/test_capture.py"
+# The two tests that gave NaN once.
+OFFLOADING_TEST = "tests/gpu/test_on_gpu.py::test_offloaded_layers_give_the_same_tokens"
+GRAPHS_TEST = "tests/gpu/test_serving_on_gpu.py::test_decoding_steps_use_graphs"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process: sections of the benchmark, tests, or kernels under a tool."""
+
+    name: str
+    seconds: int
+    sections: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    num_repetitions: int = 0  # 0 runs each test once, without filled memory
+    tool: str = ""  # a tool of compute-sanitizer
+
+
+# The sum of the seconds is eight minutes.
+STEPS = (
+    Step("ceilings", 25, ("ceilings",)),
+    Step("captured", 45, tests=(CAPTURE_TESTS, "-k", "replays and (medium or gqa or latent)")),
+    Step("end to end", 115, ("end to end",)),
+    Step("latent", 55, ("latent",)),
+    Step("prompts and chunks", 50, ("extend",)),
+    Step("rivals", 60, ("decode", "other kernels")),
+    Step("offloading in filled memory", 40, tests=(OFFLOADING_TEST, "-k", "medium"),
+         num_repetitions=50),
+    Step("graphs in filled memory", 40, tests=(GRAPHS_TEST, "-k", "async"), num_repetitions=50),
+    Step("racecheck", 25, tool="racecheck"),
+    Step("initcheck", 25, tool="initcheck"),
+)  # fmt: skip
+
+
+def run_steps(
+    results: Path, rivals: Path | None, *, is_dry: bool, report: Callable[[str], None]
+) -> int:
+    """Run all steps that have no exit code in `results`. Return the largest exit code."""
+    results = results.resolve()
+    results.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(x) for x in results.read_text().splitlines()] if results.exists() else []
+    exit_codes = {line["step"]: line["exit_code"] for line in lines if "exit_code" in line}
+    os.environ.update(find_rival_files(rivals) if rivals is not None else {})
+
+    def write(step: str, **fields: Any) -> None:
+        lines.append({"step": step, **fields})
+        with results.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+
+    for step in STEPS:
+        if step.name in exit_codes:
+            report(f"== {step.name}: has exit code {exit_codes[step.name]}")
+            continue
+        if step.tool and not shutil.which(SANITIZER):
+            write(step.name, row={"name": SANITIZER, "note": "not installed"})
+            exit_codes[step.name] = 0
+            write(step.name, exit_code=0, seconds=0.0)
+            continue
+        report(f"== {step.name}: up to {step.seconds} s")
+        start = time.monotonic()
+        exit_code, rows = _run_step(step, results, is_dry)
+        for row in rows:
+            write(step.name, row=row)
+        exit_codes[step.name] = abs(exit_code)
+        write(step.name, exit_code=abs(exit_code), seconds=round(time.monotonic() - start, 1))
+    if not any(line["step"] == "late stop" for line in lines):
+        write("late stop", row=judge_late_stop(lines))
+    return max(exit_codes.values())
+
+
+def _run_step(step: Step, results: Path, is_dry: bool) -> tuple[int, list[Row]]:
+    """Run a step, and return its exit code and its rows."""
+    base = results.with_name(f"{results.stem}-{step.name.replace(' ', '-')}")
+    log = base.with_suffix(".log")
+    rows_file = base.with_suffix(".json")
+    rows_file.unlink(missing_ok=True)
+    limit = DRY_SECONDS if is_dry else step.seconds
+    if step.sections:
+        arguments = ["--short", "--json", str(rows_file), "--sections", *step.sections]
+        arguments += ["--seconds", str(limit - IMPORT_SECONDS), *["--dry"] * is_dry]
+        command = ["-m", "benchmarks.gpu"]
+        if os.environ.get("TRITON_INTERPRET") == "1":  # a dry run of Triton's kernels
+            command = ["-c", INTERPRETED_BENCHMARK_SCRIPT]
+        exit_code = run_python([*command, *arguments], log, limit)
+        return exit_code, _read_sections(rows_file)
+    if step.tests:
+        os.environ["HF_FP8KV_RESULTS"] = str(rows_file)
+        os.environ["HF_FP8KV_REPEAT"] = str(min(step.num_repetitions, 1 if is_dry else 1000))
+        options = ["-q", "-p", "no:cacheprovider", "-p", "tests.tools.gpu.repeated", "-m", ""]
+        options += ["-W", "ignore", "--tb=short"]
+        exit_code = run_python(["-m", "pytest", *options, *step.tests], log, limit)
+        return exit_code, _count_outcomes(rows_file)
+    tool = [SANITIZER, "--tool", step.tool, "--error-exitcode", "1"]
+    command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", "six"]
+    exit_code = run_python(command, log, limit, tool)
+    summary = log.read_text(errors="replace").splitlines()[-3:]
+    return exit_code, [{"name": step.tool, "summary": summary}]
+
+
+def _read_sections(file: Path) -> list[Row]:
+    """Return the rows of a result of the benchmark, and a row for each that was skipped."""
+    if not file.exists():
+        return []
+    result = json.loads(file.read_text())
+    skipped = [
+        {"section": section["name"], "name": name, "note": note.strip()}
+        for section in result["sections"]
+        for name, _, note in (message.partition(":") for message in section["skipped"])
+    ]
+    return [*result["rows"], *skipped]
+
+
+def _count_outcomes(file: Path) -> list[Row]:
+    """Return a row for each test function, with the numbers of its outcomes."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    outcomes: dict[str, list[Row]] = {}
+    for row in map(json.loads, lines):
+        outcomes.setdefault(row["name"].partition("[")[0], []).append(row)
+    return [
+        {
+            "name": name, **Counter(row["outcome"] for row in rows),
+            "messages": sorted({row["message"] for row in rows if row["outcome"] == "failed"}),
+        }
+        for name, rows in outcomes.items()
+    ]  # fmt: skip
+
+
+def judge_late_stop(lines: list[Row]) -> Row:
+    """Return whether the stop check may run one step late: captured steps are equal and faster."""
+    rows = [line["row"] for line in lines if "row" in line]
+    tests = [row for row in rows if row.get("name", "").startswith(CAPTURE_TESTS)]
+    gains = [row["late_per_s"] / row["tokens_per_s"] for row in rows if "late_per_s" in row]
+    is_equal = bool(tests) and not any(row.get("failed") for row in tests)
+    is_equal = is_equal and any(row.get("passed") for row in tests)
+    is_open = is_equal and bool(gains) and min(gains) > 1
+    return {"name": "late stop check", "captured_equal": is_equal, "gains": gains, "open": is_open}
