@@ -378,7 +378,7 @@ class CapturedStep:
             attributes.update(old_attributes)
 
     def __call__(self, **inputs: Any) -> Any:
-        """Compute a step. The next replay overwrites the logits."""
+        """Compute a step. All steps enter here. The next replay overwrites the logits."""
         self.num_steps += 1
         if self.reason or self._num_left < 1:
             return self.model(**inputs)

@@ -96,7 +96,7 @@ def make_head_options(model: Any) -> dict[str, Any]:
 
 
 # The model, a function that makes the keywords of `serving.enable`, and whether the tokens equal
-# those of unquantized pages. None means that this depends on the model: some formats keep them.
+# the tokens of unquantized pages. None means that this depends on the model.
 CASES: list[tuple[str, Callable[[Any], dict[str, Any]], bool | None]] = [
     ("gpt_oss", make_head_options, False),
     ("gemma2", lambda model: {"dtype": "fp8_e5m2"}, None),

@@ -1,4 +1,4 @@
-"""The registry of the formats in which scales are written."""
+"""The registry of the formats in which scales are written, and read from separate files."""
 
 from .base import ScaleFormat
 from .checkpoints import AutoFP8, CompressedTensors, ModelOpt, Quark, Tgi
