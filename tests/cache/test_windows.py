@@ -4,6 +4,7 @@ test_machine.py compares such layers with dense tensors.
 """
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +226,22 @@ def test_selecting_a_sequence_frees_memory() -> None:
     full_bytes = cache.memory_footprint().pages_bytes
     cache.batch_select_indices(torch.tensor([3]))
     assert cache.memory_footprint().pages_bytes < full_bytes / 3
+
+
+def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) -> None:
+    model_config = make_config()
+    model_config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
+    cache = FP8PagedCache(model_config, **EXACT, max_cache_len=MAX_LEN)
+    full_cache = FP8PagedCache(model_config, **EXACT)
+    full_cache.activate_past_recording()
+    add_random_tokens([cache, full_cache], 77, 0)
+    cache.activate_past_recording()
+    add_random_tokens([cache, full_cache], 20, 1)
+    cache.save(tmp_path / "one.safetensors")
+    for copied in (cache, cache.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
+        with pytest.raises(ConfigError, match="token 48 on"):
+            copied.crop(-60)
+        assert {int(layer.get_seq_length()) for layer in copied.layers} == {97}
+        copied.crop(-30)
+    full_cache.crop(-30)
+    assert_same_layers(cache, full_cache)

@@ -201,7 +201,7 @@ def test_a_waiting_job_of_a_closed_pool_gets_503():
 def test_an_application_rejects_unsuitable_models_and_options(folder):
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"enable\(\) was called on, got a different Llama"):
+    with pytest.raises(ConfigError, match=r"enable\(\) was called on, got another Llama"):
         make_application(model, tokenizer)
     serving.enable(model)
     for options in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):
