@@ -197,7 +197,8 @@ def _attend(
                 _record(module, query, key, call.spec.mask, arguments, spec)
             return attended, None
         warn_once(_DENSE_WARNING.format(type(module).__name__))
-    elif (rounding := ROUNDING.get(module)) is not None:
+    # Dynamo guards a missing attribute of a module, but not a missing key of its `__dict__`.
+    elif (rounding := getattr(module, ROUNDING.name, None)) is not None:
         rounded: tuple[Tensor, Tensor | None] = rounding.attend(call)
         return rounded
     return attend_dense(call)

@@ -138,7 +138,11 @@ def probe_deterministic(
 
 def install_deterministic(model: PreTrainedModel, owner: str) -> None:
     """Make modules compute in blocks of a fixed size, and attention deterministic, for `owner`."""
-    owners = _OWNERS.get(model) or []
+    owners = _OWNERS.get(model)
+    if owners is None:
+        owners = []
+        # Set before any other change, so that `remove_deterministic` undoes an interrupted install.
+        _OWNERS.set(model, owners)
     if not owners:
         # Latent attention multiplies by the weight of this projection without calling the module.
         absorbed_ids = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
@@ -149,19 +153,19 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
         # PEFT calls `forward` and some trainers call the decoder, which skips hooks of the model.
         for target in {model, model.base_model}:
             target.register_forward_pre_hook(_check_call, with_kwargs=True)
-    _OWNERS.set(model, [*owners, owner])
+    owners.append(owner)
 
 
 def remove_deterministic(model: Any, owner: str) -> None:
     """Undo `install_deterministic` if no other owner is left."""
-    owners = _OWNERS.remove(model)
+    owners = _OWNERS.get(model)
     if owners is None:
         return
     if owner in owners:
         owners.remove(owner)
     if owners:
-        _OWNERS.set(model, owners)
         return
+    _OWNERS.remove(model)
     for module in model.modules():
         DETERMINISTIC.remove(module)
         for hook_id, hook in list(module._forward_pre_hooks.items()):
@@ -182,8 +186,9 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     if torch.compiler.is_compiling():
         _refuse_compilation()
     for module in model.modules():
-        is_relevant = _has_matrices(module) or _find_forward(module)
-        if is_relevant and not DETERMINISTIC.is_set(module):
+        if DETERMINISTIC.is_set(module):
+            continue
+        if _has_matrices(module) or _find_forward(module):
             raise ConfigError(
                 "deterministic: expected the modules that enable() prepared, got a new "
                 f"{type(module).__name__}. Call enable() after adapters are added"

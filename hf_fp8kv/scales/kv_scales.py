@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from transformers import CONFIG_MAPPING
 
 from ..errors import ScaleError
 from ..formats import summarize_plan
@@ -414,11 +415,18 @@ def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> No
 
 
 def _find_other_model(scales: KVScales, config: Any) -> str:
-    """Describe a model that the scales were made for, or return "" if it may be this one."""
+    """Describe a model that the scales were made for, or return "" if it may be this one.
+
+    The text model of a multimodal model has a different type, and may use the same scales.
+    """
+    made_for = scales.model_type
+    if made_for is None or (made_for in CONFIG_MAPPING and CONFIG_MAPPING[made_for].sub_configs):
+        return ""
     decoder = config.get_text_config(decoder=True)
-    if scales.model_type not in (None, config.model_type, decoder.model_type):
-        return f"a model of type {scales.model_type!r}"
+    if made_for not in (config.model_type, decoder.model_type):
+        return f"a model of type {made_for!r}"
     num_layers = max(scales.layers, default=-1) + 1
-    if num_layers > getattr(decoder, "num_hidden_layers", num_layers):
+    num_draft_layers = getattr(decoder, "num_nextn_predict_layers", None) or 0
+    if num_layers > getattr(decoder, "num_hidden_layers", num_layers) + num_draft_layers:
         return f"a model with {num_layers} layers"
     return ""

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import json
 import pickle
 import warnings
 from collections.abc import Callable
@@ -688,7 +689,9 @@ def test_check_model_reports_the_path(name: str, path: str) -> None:
     attention = model.config._attn_implementation
     report = check_model(model)
     assert report.path == path, str(report)
-    assert report.to_dict()["path"] == path
+    fields = report.to_dict()
+    assert fields["path"] == path
+    assert fields == json.loads(json.dumps(fields))
     assert model.config._attn_implementation == attention
     if path == "dense":
         assert "dense" in str(report)

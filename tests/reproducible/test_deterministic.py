@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, choose_plan, disable, enable, serving
 from hf_fp8kv.attention.deterministic import BLOCK_ROWS
+from hf_fp8kv.modeling.methods import ModelMethod
 from hf_fp8kv.ops.cpu import backend as cpu_backend
 from tests.helpers.tiny_models import build_variant
 
@@ -319,3 +320,23 @@ def test_an_engine_refuses_windows() -> None:
     model, _ = build_variant("sliding", attn_implementation="fp8_paged")
     with pytest.raises(ConfigError, match=r"deterministic: .*windows"):
         serving.enable(model, deterministic=True)
+
+
+def test_disable_undoes_an_interrupted_enable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_variant("gqa")[0]
+    stock_attributes = [{*vars(module)} for module in model.modules()]
+    install = ModelMethod.install
+
+    def interrupt_at_the_head(method: ModelMethod) -> None:
+        if method.model is model.lm_head:
+            raise KeyboardInterrupt
+        install(method)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelMethod, "install", interrupt_at_the_head)
+        with pytest.raises(KeyboardInterrupt):
+            enable(model, dtype="int8", deterministic=True)
+    assert [{*vars(module)} for module in model.modules()] == stock_attributes
+    ids = make_ids(1, 5)
+    enable(model, dtype="int8", page_size=8, deterministic=False)
+    assert model.generate(ids, max_new_tokens=1, pad_token_id=0).shape == (1, 6)

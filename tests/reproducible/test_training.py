@@ -250,3 +250,16 @@ def test_a_model_that_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected a model that can be run on three tokens"):
         enable(model, training="stored")
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_compiled_model_follows_each_enable() -> None:
+    """Compiled code notices that its modules round, and that they do not round any more."""
+    model, inputs = build_variant("gqa")
+    ids = inputs["input_ids"]
+    compiled = torch.compile(model, backend="eager")
+    for training in ("stored", None, "stored", None):
+        enable(model, dtype="int6", training=training)
+        with torch.no_grad():
+            logits = compiled(ids, use_cache=False).logits
+            assert torch.equal(logits, model(ids, use_cache=False).logits)
+    torch._dynamo.reset()

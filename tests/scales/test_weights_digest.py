@@ -153,10 +153,14 @@ def test_scales_without_a_digest_do_not_warn(
 def test_scales_of_another_model_are_noticed_without_a_digest(
     apply: Any, model_scales: KVScales, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layer too many, or another type, whose scales have the right shapes."""
+    """A layer too many, or another type, whose scales have the right shapes.
+
+    The text model of a multimodal model, such as Llama 4, may use its scales.
+    """
     caplog.set_level(logging.WARNING, "hf_fp8kv")
     scales = replace(model_scales, weights_digest=None, origin=f"same {apply}")
-    apply(make_model(), scales=scales)
+    for model_type in (scales.model_type, None, "llama4"):
+        apply(make_model(), scales=replace(scales, model_type=model_type))
     assert not caplog.messages
     layers = scales.layers | {len(scales.layers): scales.layers[0]}
     apply(make_model(), scales=replace(scales, layers=layers))
