@@ -10,7 +10,7 @@
 #
 # More tests
 #   make test-all   all tests, with more examples of each property
-#   make mutants    break the package in 81 ways, and check that the tests notice each (45 minutes).
+#   make mutants    break the package in 81 ways, and check that the tests notice each (25 to 45 minutes).
 #                   MUTANTS_ARGS="--only fork beams" selects
 #   make cpu-matrix the tests marked "text" under nine settings that change how a CPU rounds.
 #                   CPU_MATRIX_ARGS="--all --only 3": all tests under the third setting
