@@ -29,7 +29,7 @@ from .switching import eval_mode, paged_attention, watched_attention
 logger = logging.getLogger(__name__)
 
 # Relative error of logits that a different order of sums, and codes that change with it, may cause.
-_LOGITS_TOLERANCE = 0.1
+LOGITS_TOLERANCE = 0.1
 FUSED = "fused"
 LATENT = "fused, latent"
 DENSE = "dense"
@@ -243,7 +243,7 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
             return
         try:
             errors = (compute_logits(64) - expected).norm(dim=-1) / expected.norm(dim=-1)
-            if errors.max() > PRECISE_ERRORS.get(model.dtype, _LOGITS_TOLERANCE):
+            if errors.max() > PRECISE_ERRORS.get(model.dtype, LOGITS_TOLERANCE):
                 reason = f"has other logits, by {errors.max():.1%}"
         except Exception as error:
             reason = f"raises {type(error).__name__}: {error}"

@@ -28,7 +28,7 @@ class ModelAttribute(Generic[_Value]):
 
     def get(self, model: Any) -> _Value | None:
         """Return the value, or None if the attribute is not set."""
-        value: _Value | None = vars(model).get(self.name)
+        value: _Value | None = getattr(model, "__dict__", {}).get(self.name)
         return value
 
     def set(self, model: Any, value: _Value) -> None:

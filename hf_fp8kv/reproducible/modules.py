@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..attention import latent
+from ..attention.check_model import LOGITS_TOLERANCE
 from ..attention.deterministic import BLOCK_ROWS, check_padding, check_page_size, compute_in_blocks
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
@@ -37,8 +38,6 @@ from ..modeling.model_support import (
 # register holds at most `_VECTOR_VALUES` values. torch has separate code for an incomplete vector.
 _BLOCK_VALUES = 1 << 14
 _VECTOR_VALUES = 64
-# Relative error of logits that a different order of sums, and codes that change with it, may cause.
-_LOGITS_TOLERANCE = 0.1
 # The owners that called `install_deterministic` for a model.
 _OWNERS = ModelAttribute[list[str]]("_hf_fp8kv_deterministic_for")
 _LINEAR_FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
@@ -116,7 +115,7 @@ def probe_deterministic(
                 reason = f"calls {watch.found_name} on all tokens at once, outside modules"
             elif not all(torch.equal(logits, compute_logits(*call)) for call in other_calls):
                 reason = "has different logits in a larger batch or in chunks"
-            elif difference.float().norm() > _LOGITS_TOLERANCE * stock_logits.float().norm():
+            elif difference.float().norm() > LOGITS_TOLERANCE * stock_logits.float().norm():
                 reason = "has different results if modules compute tokens in blocks"
     except FP8KVError:
         raise

@@ -160,7 +160,7 @@ class Engine:
         return read_usage(self.model) if self.is_alive() else None
 
     def describe_pages(self) -> dict[str, Any]:
-        """Return the tokens that fit in the pages, or in as many bytes in bf16, and the formats."""
+        """Return the capacity of the pages in tokens, the same for bf16, and the formats."""
         usage = self.read_usage()
         if usage is None:
             return {"tokens": 0, "bf16_tokens": 0, "formats": []}

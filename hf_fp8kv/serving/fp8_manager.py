@@ -101,8 +101,7 @@ class ManagerFactory:
 
 def find_factory(model: Any) -> ManagerFactory | None:
     """Return the factory that `enable` set on a model, or None if the model is not enabled."""
-    base = unwrap_model(model)
-    factory = _FACTORY.get(base) if _FACTORY.is_set(base) else None
+    factory = _FACTORY.get(unwrap_model(model))
     return factory if isinstance(factory, ManagerFactory) else None
 
 

@@ -43,7 +43,7 @@ def describe_layout(
     spec: AttentionSpec,
     schedule: torch.Tensor | None = None,
 ) -> tuple[Any, ...] | None:
-    """Return what a recorded launch depends on besides addresses and the integers of each call.
+    """Return the properties of a call that a recorded launch depends on, besides `list_variables`.
 
     None means that the call is not recorded.
     """

@@ -89,7 +89,7 @@ def describe_layout(
     programs_per_sm: int = 0,
     latent: bool = False,
 ) -> tuple[Any, ...] | None:
-    """Return what a recorded launch depends on, or None for a call that is not recorded."""
+    """Return the properties that a recorded launch depends on, or None if it is not recorded."""
     if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
         return None
     return shape_and_strides(schedule), lengths.shape, num_tokens, window, num_head_blocks
