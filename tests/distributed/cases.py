@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # The projection of latents is split, but latents are not.
     "latents": ("deepseek_v2", {}),
 }
-GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 STORED = {"prefill": "stored", "page_size": 8}
 
 RankOptions = dict[str, TensorParallel]
