@@ -7,10 +7,10 @@ A graph repeats operations on the same memory with the same numbers. It is only 
 eager steps consist of equal operations (`StepDescription`). The inputs of a step are copied to
 buffers. A growing cache reserves pages for the next steps (`PagedLayers.reserve`).
 
-A graph never meets a model or a cache that it was not captured for. It belongs to one call of
-`generate()`, whose frame alone refers to its `CapturedStep`. So other threads have other graphs and
-buffers, and so do later calls, after a change of adapters, weights, attention, dtype, batch or
-training mode, or after an exception in a processor. Within a call, a graph is replayed only if the
+A graph is only replayed for the model and the cache for which it was captured. It belongs to one
+call of `generate()`, because only the frame of that call refers to the `CapturedStep`. Other
+threads and later calls have separate graphs and buffers. Adapters, weights, attention, dtype, batch
+and training mode may therefore change between calls. Within a call, a graph is replayed only if the
 inputs have equal shapes, dtypes, devices and constants, if no operation has changed the cache, and
 if every layer has the same pages. The next replay reads weights that are written in place. A
 processor that replaces weights or switches adapters in the middle of a call is not noticed.
@@ -53,14 +53,14 @@ MAX_KEY_CHANGES = 4
 # a growing cache, has 4.9 %. If the error is larger, the call runs eagerly.
 MAX_ERROR = 0.03
 PRECISE_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
-# What a graph cannot repeat, by torch's tag of an operation.
+# Reasons why a graph cannot repeat an operation, by torch's tag of the operation.
 _RANDOM = "draws random numbers"
 _TAGS = {
     torch.Tag.data_dependent_output: "reads a value on the host",
     torch.Tag.dynamic_output_shape: "has a result whose shape depends on values",
     torch.Tag.nondeterministic_seeded: _RANDOM,
 }
-# The shape of their results only depends on values if an index is a mask.
+# The result of these operations has a shape that depends on values only if an index is a mask.
 _INDEX_OPERATIONS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _MASK_DTYPES = (torch.bool, torch.uint8)
 _LOG_MESSAGE = "capture: the steps of {} run eagerly, because {}"
@@ -130,9 +130,9 @@ class StepDescription(TorchDispatchMode):
         self.calls: list[tuple[str, list[Any]]] = []
         self.obstacle = ""
         self._device, self._is_reserved = device, is_reserved
-        # Index of the operation that made a storage, by the storage's number. A weak reference
+        # Index of the operation that produced a storage, by the storage's number. A weak reference
         # reserves the number, even if the storage is freed during the step.
-        self._makers: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._producers: dict[int, tuple[int, StorageWeakRef]] = {}
         # Numbers of the storages that operations have changed.
         self._written: set[int] = set()
         # Storages that existed before the step. They are kept alive for the graph.
@@ -152,19 +152,19 @@ class StepDescription(TorchDispatchMode):
             raise CaptureError("it reads dense keys and values of reserved positions")
         # A tensor of Python numbers is new in each step, so its values are compared.
         is_constant = func is torch.ops.aten.lift_fresh.default
-        described = [x.tolist() if is_constant else self._describe(x) for x in leaves]
+        descriptions = [x.tolist() if is_constant else self._describe(x) for x in leaves]
         result = func(*args, **(kwargs or {}))
         results = _find_tensors(tree_leaves(result))
         if not is_constant:
             self._check(func, args, _find_tensors(leaves), results)
         if func._schema.is_mutable:
-            written = _find_tensors(args[:1])
-            self._written |= {x.untyped_storage()._cdata for x in written}
+            written_tensors = _find_tensors(args[:1])
+            self._written |= {x.untyped_storage()._cdata for x in written_tensors}
         for storage in (x.untyped_storage() for x in results):
             number = storage._cdata
-            if number not in self._old_storages and number not in self._makers:
-                self._makers[number] = len(self.calls), StorageWeakRef(storage)
-        self.calls.append((str(func), [structure, *described]))
+            if number not in self._old_storages and number not in self._producers:
+                self._producers[number] = len(self.calls), StorageWeakRef(storage)
+        self.calls.append((str(func), [structure, *descriptions]))
         return result
 
     def _check(self, func: Any, args: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
@@ -178,10 +178,12 @@ class StepDescription(TorchDispatchMode):
             if name in ("dropout_p", "train") and args[index : index + 1] in ((), (False,)):
                 tags = []  # without dropout, an operation draws no numbers
         devices = {x.device for x in (*inputs, *results) if x.ndim}
-        has_old = any(x.untyped_storage()._cdata in self._old_storages for x in inputs if x.is_cpu)
+        reads_old_memory = any(
+            x.untyped_storage()._cdata in self._old_storages for x in inputs if x.is_cpu
+        )
         for tag in tags:
             self.report(f"{func} {_TAGS[tag]}")
-        if len(devices) > 1 or (has_old and self._device.type != "cpu"):
+        if len(devices) > 1 or (reads_old_memory and self._device.type != "cpu"):
             self.report(f"{func} reads or copies a tensor of a different device")
 
     def _describe(self, x: Any) -> Any:
@@ -192,10 +194,10 @@ class StepDescription(TorchDispatchMode):
             inner = [self._describe(getattr(x, name)) for name in wrapped[0]]
             return type(x), wrapped[1], x.shape, inner
         storage = x.untyped_storage()
-        maker = self._makers.get(storage._cdata)
-        if maker is None:
+        producer = self._producers.get(storage._cdata)
+        if producer is None:
             self._old_storages[storage._cdata] = storage
-        origin = ("memory", storage._cdata) if maker is None else ("operation", maker[0])
+        origin = ("memory", storage._cdata) if producer is None else ("operation", producer[0])
         return Tensor, origin, (x.storage_offset(), x.shape, x.stride(), x.dtype, x.device)
 
     def writes_to(self, tensors: Iterable[Tensor]) -> bool:
@@ -206,25 +208,27 @@ class StepDescription(TorchDispatchMode):
         """Describe the result of the step. Only the logits may be a new tensor."""
         tensors = _find_tensors(tree_leaves(result))
         self.calls.append(("the result", [self._describe(x) for x in tensors]))
-        others = [x for x in tensors if x is not getattr(result, "logits", None)]
-        if any(x.untyped_storage()._cdata in self._makers for x in others):
+        other_tensors = [x for x in tensors if x is not getattr(result, "logits", None)]
+        if any(x.untyped_storage()._cdata in self._producers for x in other_tensors):
             self.report("the model returns new tensors in addition to the logits")
 
-    def find_difference(self, old: "StepDescription") -> str:
+    def find_difference(self, previous: "StepDescription") -> str:
         """Return the first difference from the description of the previous step, or ""."""
         for (name, arguments), (old_name, old_arguments) in zip(
-            self.calls, old.calls, strict=False
+            self.calls, previous.calls, strict=False
         ):
             if name != old_name:
                 return f"a step calls {name} where the previous step calls {old_name}"
-            for new, previous in zip(arguments, old_arguments, strict=False):
-                if new != previous:
-                    is_tensor = isinstance(new, tuple) and new[0] is Tensor
-                    text = (
-                        "different memory in each step" if is_tensor else f"{previous}, then {new}"
+            for argument, old_argument in zip(arguments, old_arguments, strict=False):
+                if argument != old_argument:
+                    is_tensor = isinstance(argument, tuple) and argument[0] is Tensor
+                    change = (
+                        "different memory in each step"
+                        if is_tensor
+                        else f"{old_argument}, then {argument}"
                     )
-                    return f"{name} reads {text:.100}"
-        is_longer = len(self.calls) != len(old.calls)
+                    return f"{name} reads {change:.100}"
+        is_longer = len(self.calls) != len(previous.calls)
         return "steps have different numbers of operations" if is_longer else ""
 
 
@@ -282,12 +286,12 @@ class CapturedStep:
         self.max_length = max_length
         self.reason = ""
         self.num_steps = self.num_replays = self._num_key_changes = 0
-        self._num_left = 0  # number of tokens for which pages are reserved
+        self._num_reserved = 0  # number of tokens for which pages are reserved
         # A fork of the cache and the function that prepares the inputs, until a step has succeeded.
         self._backup: FP8PagedCache | None = None
-        # The attributes of each module with a copy of them, for the same purpose.
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._prepare: Callable[[], dict[str, Any]] = dict
+        # The attributes of each module, and a copy of them to restore after a failed step.
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -318,20 +322,20 @@ class CapturedStep:
     def reserve(self) -> None:
         """Reserve pages for the next steps, whose addresses are then constant."""
         self._forget()
-        self._num_left = self._num_key_changes = 0
+        self._num_reserved = self._num_key_changes = 0
         cache, paged = self.cache, self.cache._paged
         paged.unreserve()
         length = cache._count_tokens()
         capacity = cache.options.max_cache_len
-        counting = [type(x).__name__ for x in cache.stock_layers if counts_on_host(x)]
-        if counting or not (paged.stores or capacity):
-            self.refuse(f"{(*counting, 'the model')[0]} counts tokens on the host")
+        counting_layers = [type(x).__name__ for x in cache.stock_layers if counts_on_host(x)]
+        if counting_layers or not (paged.stores or capacity):
+            self.refuse(f"{(*counting_layers, 'the model')[0]} counts tokens on the host")
         elif {length, *paged.read_lengths()} != {length}:
             self.refuse("the layers of the cache have different lengths")
         elif not 0 < length <= self.max_length + 1 - MIN_NEW_TOKENS:
             return
         elif capacity is not None:
-            self._num_left = capacity - length
+            self._num_reserved = capacity - length
         else:
             # Pages of a window that no step reads any more are only freed by this method.
             has_windows = any(window is not None for window in paged.groups)
@@ -339,7 +343,7 @@ class CapturedStep:
             capacity = min(length + max(MIN_RESERVED_TOKENS, share), self.max_length)
             try:
                 paged.reserve(capacity)
-                self._num_left = capacity - length
+                self._num_reserved = capacity - length
             except OutOfPagesError as error:
                 self.refuse(str(error))
 
@@ -378,21 +382,21 @@ class CapturedStep:
             attributes.update(old_attributes)
 
     def __call__(self, **inputs: Any) -> Any:
-        """Compute a step. All steps enter here. The next replay overwrites the logits."""
+        """Compute a step. The next replay overwrites the logits."""
         self.num_steps += 1
-        if self.reason or self._num_left < 1:
+        if self.reason or self._num_reserved < 1:
             return self.model(**inputs)
         ids = inputs.get("input_ids", inputs.get("decoder_input_ids"))
-        is_single = ids is not None and ids.shape[1] == 1
-        if is_single and self.cache.is_compileable:
+        is_single_token = ids is not None and ids.shape[1] == 1
+        if is_single_token and self.cache.is_compileable:
             result = self._compute(inputs)
-            self._num_left -= 1
+            self._num_reserved -= 1
         else:
             result = self.model(**inputs)
-            self._num_left = 0
-        if not is_single:
+            self._num_reserved = 0
+        if not is_single_token:
             self.refuse("a step has several tokens per sequence")
-        elif self._num_left < 1 and not self.reason:
+        elif self._num_reserved < 1 and not self.reason:
             self.reserve()
         return result
 
@@ -448,18 +452,18 @@ class CapturedStep:
             self.refuse(description.obstacle)
         return result
 
-    def _compare(self, reserved: Any, backup: FP8PagedCache) -> Any:
+    def _compare(self, reserved_result: Any, backup: FP8PagedCache) -> Any:
         """Compute the first step again with the growing cache, and return its result.
 
         Results may differ because masks for preallocated caches have other shapes, and a model may
         use masks for more than attention. If they are equal up to the order of sums, continue with
-        the reserved pages.
+        the reserved_result pages.
         """
         reserved_cache = dict(vars(self.cache))
         self._restore(backup)
         result = self.model(**self._prepare(), return_dict=True)
         logits = result.logits.float()
-        error = (reserved.logits.float() - logits).norm() / logits.norm()
+        error = (reserved_result.logits.float() - logits).norm() / logits.norm()
         if error <= PRECISE_ERRORS.get(result.logits.dtype, MAX_ERROR):
             vars(self.cache).update(reserved_cache)
         else:

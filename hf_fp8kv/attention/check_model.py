@@ -99,10 +99,10 @@ class ModelReport:
             return f"{self.model}: refused: {self.refused}"
         counts = ", ".join(f"{count} {path}" for path, count in self.counts.items())
         lines = [f"{self.model}: {len(self.layers)} layers: {counts}"]
-        shown: set[tuple[str, str]] = set()
+        shown_reasons: set[tuple[str, str]] = set()
         for layer in self.layers:
-            if layer.why and (layer.path, layer.why) not in shown:
-                shown.add((layer.path, layer.why))
+            if layer.why and (layer.path, layer.why) not in shown_reasons:
+                shown_reasons.add((layer.path, layer.why))
                 lines.append(f"  {layer.path} (layer {layer.index}, {layer.kind}): {layer.why}")
         if self.note:
             lines.append(f"  note: {self.note}")
@@ -125,13 +125,13 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     """
     model = find_base_model(model)
     model_class: type = type(model)
-    name = model_class.__name__
+    class_name = model_class.__name__
     if reason := find_refusal(model_class):
-        return ModelReport(name, (), reason)
+        return ModelReport(class_name, (), reason)
     try:
         cache = FP8PagedCache(model.config, backend="torch")
     except FP8KVError as error:
-        return ModelReport(name, (), str(error))
+        return ModelReport(class_name, (), str(error))
     uses_interface = model._can_set_attn_implementation()
     paths: dict[int, str] | None = None
     obstacle = ""
@@ -143,7 +143,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     )
     notes = describe_rounding(model), find_replacement(model.config)
     note = ". ".join(filter(None, notes))
-    return ModelReport(name, layers, "", paths is not None, note, obstacle)
+    return ModelReport(class_name, layers, "", paths is not None, note, obstacle)
 
 
 def _report_layer(
@@ -237,12 +237,12 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
     reason = ""
     with eval_mode(model), paged_attention(model), torch.compiler.set_stance("force_eager"):
         try:
-            expected = compute_logits(None)
+            reference = compute_logits(None)
         except Exception as error:
             logger.info("%s could not be probed: %s", type(model).__name__, error)
             return
         try:
-            errors = (compute_logits(64) - expected).norm(dim=-1) / expected.norm(dim=-1)
+            errors = (compute_logits(64) - reference).norm(dim=-1) / reference.norm(dim=-1)
             if errors.max() > PRECISE_ERRORS.get(model.dtype, LOGITS_TOLERANCE):
                 reason = f"has other logits, by {errors.max():.1%}"
         except Exception as error:

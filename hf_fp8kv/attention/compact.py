@@ -44,16 +44,20 @@ class CompactMask(LazyTensor):
         Raises:
             ConfigError: The mask does not cover these positions.
         """
-        first = start - self.start
-        end = stop - self.start
+        first_column = start - self.start
+        stop_column = stop - self.start
         width = self.shape[3]
-        if first < 0 or end > width:
+        if first_column < 0 or stop_column > width:
             raise ConfigError(
                 f"expected a mask that covers the tokens {start} to {stop - 1}, got a mask of the "
                 f"tokens {self.start} to {self.start + width - 1}. Pass a mask over the cached and "
                 "the new tokens"
             )
-        return self.token_mask if end - first == width else self.token_mask[..., first:end]
+        return (
+            self.token_mask
+            if stop_column - first_column == width
+            else self.token_mask[..., first_column:stop_column]
+        )
 
     def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
@@ -71,12 +75,14 @@ class CompactMask(LazyTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        options = dict(kwargs or {})
+        copy_options = dict(kwargs or {})
         is_copy = func is torch.ops.aten._to_copy.default
-        if is_copy and options.pop("dtype", None) in (None, torch.bool):
+        if is_copy and copy_options.pop("dtype", None) in (None, torch.bool):
             # A model on several devices moves a mask to the device of each layer.
             (tensors, context), mask = args[0].__tensor_flatten__(), args[0]
-            copies = {name: func(getattr(mask, name), **options, dtype=None) for name in tensors}
+            copies = {
+                name: func(getattr(mask, name), **copy_options, dtype=None) for name in tensors
+            }
             return cls.__tensor_unflatten__(copies, context, mask.shape, mask.stride())
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import ops
-from ..cache.paged_tensor import PagedKV, densify, pages_of
+from ..cache.paged_tensor import PagedKV, densify, get_pages
 from ..errors import ConfigError
 from ..modeling.forward_state import forward_pass
 from ..modeling.methods import ModelAttribute
@@ -59,7 +59,7 @@ _DETERMINISTIC_ERROR = (
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 # Arguments that attention over pages does not support.
 _DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
-_SPECIAL = _DENSE_ARGUMENTS | {_ENGINE_ARGUMENT}
+_UNREPEATABLE_ARGUMENTS = _DENSE_ARGUMENTS | {_ENGINE_ARGUMENT}
 
 
 class Call(NamedTuple):
@@ -137,13 +137,15 @@ def fp8_paged_attention(
             cache has no FP8 pages or does not support the model.
     """
     is_compiling = torch.compiler.is_compiling()
-    paged_layers = None  # if their first layer has just stored its tokens
+    paged_layers = None  # set only if their first layer has just stored its tokens
     if not is_compiling and forward_pass.first_layer is not None:
         get_layers, get_keys = forward_pass.first_layer
         forward_pass.first_layer = None
         if get_keys() is key and (paged_layers := get_layers()) is not None:
             paged_layers.check_module(module)
-    can_repeat = position_bias is None and s_aux is None and _SPECIAL.isdisjoint(kwargs)
+    can_repeat = (
+        position_bias is None and s_aux is None and _UNREPEATABLE_ARGUMENTS.isdisjoint(kwargs)
+    )
     # A tensor could change in place.
     scaling = None if scaling is None else float(scaling)
     sliding_window = int(sliding_window or 0)
@@ -210,7 +212,7 @@ class AttentionRecord(NamedTuple):
     Attributes:
         layout: Result of `_describe`.
         module: Weak reference to the attention module.
-        spec: What the step computes, without its mask.
+        spec: Parameters of the attention, without the mask.
         attend: `ops.attend` for calls of this layout.
     """
 
@@ -255,25 +257,25 @@ def _repeat(
     """Compute the attention of a decode step as in the recorded step, or return None."""
     if type(value) is not PagedKV or (pages := key.pages) is None or value.pages is not pages:
         return None
-    if (record := pages.record) is None or (last := record.attention) is None:
+    if (record := pages.record) is None or (recorded := record.attention) is None:
         return None
     if mask is not None and type(mask) is not CompactMask:
         return None
     start, stop = key.start, key.stop
     if (
-        last.module() is not module
-        or last.layout != _describe(module, query, key, mask, arguments)
+        recorded.module() is not module
+        or recorded.layout != _describe(module, query, key, mask, arguments)
         or value.stop != stop
         or (key.side, value.side) != ("k", "v")
         or api.is_observed(query)
     ):
         return None
-    spec = last.spec
+    spec = recorded.spec
     if mask is not None:
         scaling, causal, window, softcap, sinks, *_ = spec
         columns = mask.get_columns(start, stop)
         spec = AttentionSpec(scaling, causal, window, softcap, sinks, columns, None, mask.bounds)
-    attended: Tensor = last.attend(query, pages, key.lengths, start, stop, spec, key.schedule)
+    attended: Tensor = recorded.attend(query, pages, key.lengths, start, stop, spec, key.schedule)
     return attended
 
 
@@ -285,7 +287,7 @@ def _record(
     arguments: tuple[Any, ...],
     spec: AttentionSpec,
 ) -> None:
-    """Record a decode step whose update was recorded, unless something is unusual."""
+    """Record a decode step whose update was recorded, unless a later step needs more checks."""
     pages = key.pages
     if pages is None or spec.deterministic or query.shape[2] != 1:
         return
@@ -316,7 +318,7 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     module, query, key, _, spec, dropout, kwargs = call
     assert isinstance(key, PagedKV)
     indices = kwargs.get("indices")
-    other_kwargs = {name: x for name, x in kwargs.items() if name != "indices"}
+    kwargs_without_indices = {name: x for name, x in kwargs.items() if name != "indices"}
     projections, reason = None, ""
     # Stored latents have no gradient, but expanding them has a gradient for the weights.
     if latent.needs_gradient(module, query):
@@ -325,7 +327,7 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
         reason = _GRADIENT_REASON
     elif key.k_center is not None:
         reason = _CENTER_REASON
-    elif not dropout and not requires_dense(other_kwargs):
+    elif not dropout and not requires_dense(kwargs_without_indices):
         projections = latent.find_projections(module, key)
         reason = _PRODUCT_REASON
     if projections is None:
@@ -350,7 +352,7 @@ def drop_mask(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec
     Raises:
         ConfigError: The mask also hides earlier tokens, or the pages are too small.
     """
-    check_page_size(pages_of(key).page_size)
+    check_page_size(get_pages(key).page_size)
     mask = spec.mask
     if isinstance(mask, CompactMask):
         if not mask.is_checked:  # otherwise, an earlier layer of this step has checked it
@@ -376,7 +378,7 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)
-    pages = pages_of(key)
+    pages = get_pages(key)
     query = without_grad(query)
     if is_faster_dense(query, key.stop, pages, spec):
         return attend_densely(query, pages, key.lengths, spec, backend=key.backend)

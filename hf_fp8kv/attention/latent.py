@@ -51,19 +51,19 @@ class Projections:
 
     def absorb(self, query: Tensor, deterministic: bool = False) -> Tensor:
         """Project queries for keys `[B, H, T, N + P]` to queries for latents `[B, H, T, R + P]`."""
-        dim = self.key.shape[1]
+        key_dim = self.key.shape[1]
         batch, num_heads, num_tokens, width = query.shape
-        rows = query[..., :dim].transpose(0, 1).reshape(num_heads, batch * num_tokens, dim)
+        rows = query[..., :key_dim].transpose(0, 1).reshape(num_heads, batch * num_tokens, key_dim)
         if self._writes_to_output(query, deterministic):
             rank = self.key.shape[2]
-            latent_query = query.new_empty(num_heads, batch, num_tokens, rank + width - dim)
+            latent_query = query.new_empty(num_heads, batch, num_tokens, rank + width - key_dim)
             torch.bmm(rows, self.key, out=latent_query.flatten(1, 2)[..., :rank])
-            latent_query[..., rank:] = query[..., dim:].transpose(0, 1)
+            latent_query[..., rank:] = query[..., key_dim:].transpose(0, 1)
             return latent_query.transpose(0, 1)
         apply = compute_in_blocks if deterministic else _compute_at_once
         absorbed = apply(lambda block: _matmul(block, self.key), rows, 1)
         absorbed = absorbed.reshape(num_heads, batch, num_tokens, -1).transpose(0, 1)
-        return torch.cat([absorbed, query[..., dim:]], -1)
+        return torch.cat([absorbed, query[..., key_dim:]], -1)
 
     def expand(self, attended: Tensor, deterministic: bool = False) -> Tensor:
         """Project sums of latents, `[B, T, H, R]`, to values, `[B, T, H, V]`."""
@@ -152,11 +152,11 @@ def install_all(model: torch.nn.Module) -> None:
 @contextmanager
 def temporary_installs(model: torch.nn.Module) -> Iterator[None]:
     """Undo every `install` within the `with` block when the block ends."""
-    prepared = {module for module in model.modules() if _READS_STORED.is_set(module)}
+    installed_modules = {module for module in model.modules() if _READS_STORED.is_set(module)}
     try:
         yield
     finally:
-        remove_all(model, excluded=prepared)
+        remove_all(model, excluded=installed_modules)
 
 
 def remove_all(model: torch.nn.Module, excluded: Collection[torch.nn.Module] = ()) -> None:
@@ -228,10 +228,10 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
     Returns:
         The weight, or None if the projection does more than multiply, or changes between calls.
     """
-    cached = _WEIGHT.get(module)
+    cached_weight = _WEIGHT.get(module)
     rank = module.kv_lora_rank
     if torch.compiler.is_compiling():
-        if cached is None or cached.weight is None:
+        if cached_weight is None or cached_weight.weight is None:
             return None
         with torch.no_grad():
             identity = torch.eye(rank, dtype=like.dtype, device=like.device)
@@ -243,7 +243,7 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
     # Packed weights may be neither parameters nor buffers, so the projection itself is included.
     sources = [projection, *tensors]
     state = _describe_state(projection, tensors, like)
-    if cached is None or not cached.is_current(state, sources):
+    if cached_weight is None or not cached_weight.is_current(state, sources):
         weight = None
         if not projection.training:
             with torch.no_grad():
@@ -253,9 +253,9 @@ def _compute_weight(module: Any, projection: Any, like: Tensor) -> Tensor | None
                 weight = projection(torch.eye(rank, device="cpu").to(like)).T.contiguous()
                 if not all(map(_is_close, projection(inputs), inputs @ weight.T)):
                     weight = None
-        cached = _CachedWeight(state, sources, weight)
-        _WEIGHT.set(module, cached)
-    return cached.weight
+        cached_weight = _CachedWeight(state, sources, weight)
+        _WEIGHT.set(module, cached_weight)
+    return cached_weight.weight
 
 
 class _CachedWeight:

@@ -125,7 +125,7 @@ def _needs_complete_mask(
     q_offset: int | Tensor,
     kv_offset: int,
 ) -> bool:
-    """Return whether a compact mask cannot express what the queries see."""
+    """Return whether a compact mask cannot express which keys the queries attend to."""
     # A compact mask requires that the queries are the last stored tokens.
     if not request.is_preallocated and (
         isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..modeling.model_support import config_field, uses_interface
 
-# Model types that need a mask even where causality and a window suffice. Moshi's mask ignores
+# Model types that need a mask even if causality and a window suffice. Moshi's mask ignores
 # the window, which only its cache applies, after the first call. The modules of Pegasus-X's decoder
-# have is_causal=False. The others index the mask by query, or combine it with a second mask.
+# have is_causal=False. The other types index the mask by query, or combine it with a second mask.
 MODELS_NEEDING_MASK = frozenset(
     {"moshi", "pegasus_x", "qwen4_exp", "qwen4_exp_text", "t5gemma2", "t5gemma2_decoder"}
 )

@@ -44,8 +44,10 @@ def watched_attention(
 def get_attn_implementations(model: PreTrainedModel) -> dict[str, Any]:
     """Return the attention implementations by sub-config name. The key "" is the model itself."""
     configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
-    used = {name: x._attn_implementation for name, x in configs.items() if x is not None}
-    return {"": model.config._attn_implementation, **used}
+    sub_implementations = {
+        name: x._attn_implementation for name, x in configs.items() if x is not None
+    }
+    return {"": model.config._attn_implementation, **sub_implementations}
 
 
 def set_attn_implementations(model: PreTrainedModel, implementations: dict[str, Any]) -> None:

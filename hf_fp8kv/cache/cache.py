@@ -24,7 +24,7 @@ from ..modeling.model_support import (
     find_generating_model,
 )
 from ..modeling.tensor_parallel import TensorParallel
-from ..modeling.tensor_parallel import tensor_parallel as find_rank
+from ..modeling.tensor_parallel import tensor_parallel as find_split
 from ..ops.page_layout import make_page_layout
 from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
@@ -137,6 +137,7 @@ class FP8PagedCache(DynamicCache):
 
     config: PreTrainedConfig | None
     layers: list[Any]
+    # `modeling/exact_states.py` then passes unrounded K and V to this cache.
     takes_exact_states = True
     # The cached tokens as far as their ids are known, including the current step. `UNKNOWN` while
     # the cache changes, and None if the cache never received token ids.
@@ -155,7 +156,7 @@ class FP8PagedCache(DynamicCache):
     # Digest of the model and the options that computed the pages, or "".
     identity = ""
     # The result of `sample_model` for the model that filled the cache. None means that it is not
-    # known, and `NOT_KEPT` that no caller can use the cache again.
+    # known. `NOT_KEPT` means that the caller does not keep the cache, so no later call reuses it.
     model_sample: str | None = None
     # Number of sequences for which an empty preallocated cache has memory, -1 if layers differ, or
     # 0 if the cache has tokens or no memory.
@@ -192,7 +193,7 @@ class FP8PagedCache(DynamicCache):
         if isinstance(config, torch.nn.Module):
             model = find_generating_model(find_base_model(config))
             model_config = model.config
-            keywords["tensor_parallel"] = tensor_parallel or find_rank(model)
+            keywords["tensor_parallel"] = tensor_parallel or find_split(model)
         if model_config is not None:
             check_config(model_config)
         if model_config is not config:
@@ -215,12 +216,12 @@ class FP8PagedCache(DynamicCache):
         )
         self._initialize(PagedLayers(options, decoder, options.make_budget()))
         self.layers = self._paged.build_layers(skip_layers)
-        declared = "" if model_config is None else describe_kv_scales(model_config)
-        if declared and options.has_dynamic_scales:
+        declared_scales = "" if model_config is None else describe_kv_scales(model_config)
+        if declared_scales and options.has_dynamic_scales:
             warn_once(
-                f"this checkpoint declares static KV scales ({declared}), but this cache uses "
-                "dynamic scales instead. FP8PagedCache.from_pretrained(...) or scales=... uses the "
-                "static scales"
+                f"this checkpoint declares static KV scales ({declared_scales}), but this cache "
+                "uses dynamic scales instead. FP8PagedCache.from_pretrained(...) or scales=... "
+                "uses the static scales"
             )
 
     @classmethod
@@ -418,12 +419,12 @@ class FP8PagedCache(DynamicCache):
             return
         self._paged.check_crop(num_tokens)
         # `can_crop` is False for convolution layers, which can be cropped if they record the past.
-        can_crop_layers = (
+        are_croppable = (
             can_crop(layer, num_tokens)
             or (getattr(layer, "record_past", False) and layer.is_croppable)
             for layer in stock_layers
         )
-        if num_tokens and not all(can_crop_layers):
+        if num_tokens and not all(are_croppable):
             raise ConfigError(
                 "crop: expected stock layers that record the past, got a layer with a sliding "
                 "window or a state. Call activate_past_recording() before these tokens are written"
@@ -431,7 +432,7 @@ class FP8PagedCache(DynamicCache):
         with self._track_tokens(lambda batch: batch.crop(num_tokens)):
             self._paged.crop(num_tokens)
             for layer in stock_layers:
-                # Before transformers 5.24, layers without tokens raise an error.
+                # Before transformers 5.24, layers without tokens raise an error in `crop`.
                 is_initialized = getattr(layer, "is_initialized", True)
                 is_initialized |= getattr(layer, "is_indexer_initialized", False)
                 if is_initialized and (num_tokens or getattr(layer, "record_past", True)):
@@ -497,7 +498,7 @@ class FP8PagedCache(DynamicCache):
         self._select_sequences(sequences)
 
     def _select_sequences(self, sequences: torch.Tensor) -> None:
-        """Select sequences by index. An empty cache has none, so nothing changes."""
+        """Select sequences by index. An empty cache has no sequences, so it does not change."""
         if self._empty_batch and not self._count_tokens():
             return
         with self._track_tokens(lambda batch: batch.select(sequences)):
@@ -508,8 +509,8 @@ class FP8PagedCache(DynamicCache):
 
     def _count_sequences(self) -> int:
         """Return the number of sequences of all layers, 0 without memory, or -1 if they differ."""
-        counts = {self._paged.batch, *(len(x) for x in self._stock_tensors if x.ndim > 2)} - {0}
-        return 0 if not counts else -1 if len(counts) > 1 else counts.pop()
+        batches = {self._paged.batch, *(len(x) for x in self._stock_tensors if x.ndim > 2)} - {0}
+        return 0 if not batches else -1 if len(batches) > 1 else batches.pop()
 
     @property
     def _stock_tensors(self) -> list[torch.Tensor]:
@@ -580,9 +581,9 @@ class FP8PagedCache(DynamicCache):
         """Replace the layers of this empty cache by growing layers with its options and config."""
         self.take_contents(self._from_layers(paged))
 
-    def take_contents(self, other: "FP8PagedCache") -> None:
-        """Refer to the contents of another cache of this config. Both share them afterwards."""
-        vars(self).update(vars(other))  # in one call, which interruptions do not split
+    def take_contents(self, source: "FP8PagedCache") -> None:
+        """Share the contents of `source`, a cache of the same config, from now on."""
+        vars(self).update(vars(source))  # in one call, which interruptions do not split
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = fork = self.fork()
@@ -657,7 +658,8 @@ class FP8PagedCache(DynamicCache):
         """Return the bytes of the tokens of one sequence, in bf16 and in the pages of this cache.
 
         Paged layers count, each with the tokens in its window and without unused slots. Before the
-        first token, the sizes of K and V are read from the config. None means that it has none.
+        first token, the sizes of K and V are read from the config. None means that they are
+        not known.
         """
         dense_bytes = stored_bytes = 0.0
         for layer in self.paged_layers:

@@ -1,4 +1,4 @@
-"""How the keys and values of one layer are stored: its plan, static scales and center."""
+"""The encoding of one layer's keys and values: storage plan, static scales and center."""
 
 import torch
 
@@ -71,15 +71,15 @@ class Encoding:
         plan = self.plan
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and blocks.cached_pages is not None:
-            cached_plan, cached = blocks.cached_pages
+            cached_plan, cached_pages = blocks.cached_pages
             if (
                 plan is cached_plan
-                and table is cached.table
-                and cached.k.static_scale is self.k_scale
-                and cached.k.center is self.k_center
-                and cached.v.static_scale is self.v_scale
+                and table is cached_pages.table
+                and cached_pages.k.static_scale is self.k_scale
+                and cached_pages.k.center is self.k_center
+                and cached_pages.v.static_scale is self.v_scale
             ):
-                return cached
+                return cached_pages
         v_plan = plan.v if pool.v_dim else _NO_VALUES_PLAN
         pages = Pages(
             StoredSide(self.k_scale, self.k_center, plan.k.format, pool.k_dim, plan.k.rotated),

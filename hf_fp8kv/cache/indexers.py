@@ -48,7 +48,7 @@ class IndexerLayer(StaticIndexedLayer):
         return keys
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Store copies of tensors that `get_tensors` returned."""
+        """Store copies of tensors that `get_indexer_tensors` returned."""
         if (positions := tensors.get("indexer_position_ids")) is not None:
             self.indexer_position_ids = positions.clone()
         if (keys := tensors.get("indexer_keys")) is not None:
@@ -73,7 +73,7 @@ class IndexerLayer(StaticIndexedLayer):
     def move(self, device: torch.device) -> None:
         """Move all tensors to `device`, to new addresses."""
         with torch.inference_mode(False), torch.no_grad():
-            vars(self).update({name: x.to(device) for name, x in get_tensors(self).items()})
+            vars(self).update({name: x.to(device) for name, x in get_indexer_tensors(self).items()})
         self.indexer_device = device
         self._mark_addresses()
 
@@ -116,7 +116,7 @@ class IndexerLayer(StaticIndexedLayer):
             self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
 
 
-def get_tensors(indexer: IndexerLayer) -> dict[str, Tensor]:
+def get_indexer_tensors(indexer: IndexerLayer) -> dict[str, Tensor]:
     """Return the keys `[B, N, D]` and positions `[dims, B, N]` that exist, by attribute name."""
     tensors = {name: getattr(indexer, name) for name in INDEXER_TENSORS}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -16,23 +16,23 @@ from ..paging.lengths import AnyPositions, DeviceLength, HostLength
 from ..paging.offloading import OffloadedLayer
 from ..paging.page_pool import PagePool
 from .encoding import Encoding
-from .indexers import IndexerLayer, get_tensors
+from .indexers import IndexerLayer, get_indexer_tensors
 from .paged_tensor import PagedKV, make_handles
 
 
 @dataclass
 class DecodeRecord:
-    """What the decode steps of a layer have in common, for steps that only differ in values.
+    """A decode step of a layer, to repeat for steps that differ only in their values.
 
-    Nearly all host time of a decode step is spent on checks and lookups with the same results in
-    each step. `LayerStore.repeat` leaves them out. A record is an attribute of the `Pages`, so it
-    is dropped with them.
+    Nearly all host time of a decode step is spent on checks and lookups whose results are the same
+    in each step. `LayerStore.repeat` leaves them out. A record is an attribute of the `Pages`, so
+    it is dropped with them.
 
     Attributes:
         layout: Result of `describe_tokens`.
         write: `ops.write` for tokens of this layout and the pages of the record. None until a
-            second step reads the same pages, because beams and forks get other pages in each step.
-        attention: The call of the attention function that read the handles, or None.
+            second step reads the same pages, because beams and forks get new pages in each step.
+        attention: The recorded call of the attention function on the handles, or None.
     """
 
     layout: tuple[Any, ...] = ()
@@ -57,7 +57,8 @@ class LayerStore:
         pool: The pages, shared with forks.
         num_query_heads: Number of query heads in this process, or 0 if it is not known.
         indexer: Keys of the layer's indexer, or None.
-        next_store: Weak reference to the store of the next layer. The first follows the last.
+        next_store: Weak reference to the store of the next layer. The last layer refers to
+            the first.
     """
 
     def __init__(
@@ -223,9 +224,9 @@ class LayerStore:
         the errors of `LayerGroup.reserve`.
         """
         length, blocks = self.length, self.pool.blocks
-        if (cached := blocks.cached_pages) is None or type(length) is not HostLength:
+        if (plan_and_pages := blocks.cached_pages) is None or type(length) is not HostLength:
             return None
-        pages = cached[1]
+        pages = plan_and_pages[1]
         device = key.device
         record = pages.record
         if record is None or record.write is None or api.is_observed(key):
@@ -239,7 +240,7 @@ class LayerStore:
         positions = length.reserve(1, key.shape[0], device, backend, is_allocated=True)
         table, lengths = positions.locate(device)
         # The step may have allocated a page, or a fork may have recorded a step on its pages.
-        if table is not pages.table or blocks.cached_pages is not cached:
+        if table is not pages.table or blocks.cached_pages is not plan_and_pages:
             return None
         record.write(pages, key, value, lengths, None)
         handles = self.make_handles(pages, lengths, positions)
@@ -324,7 +325,9 @@ class LayerStore:
 
     def fork_from(self, source: "LayerStore", length: int) -> None:
         """Share the first `length` tokens of `source`, which has the pool of this new layer."""
-        tensors = get_tensors(source.indexer) if source.indexer is not None and length else {}
+        tensors = (
+            get_indexer_tensors(source.indexer) if source.indexer is not None and length else {}
+        )
         if "indexer_keys" in tensors:
             tensors["indexer_keys"] = tensors["indexer_keys"][:, :length]
         self.restore(length, tensors)
@@ -353,7 +356,7 @@ class LayerStore:
         table = source.group.table
         assert isinstance(length, DeviceLength)
         if self.indexer is not None and source.indexer is not None:
-            self.indexer.set_tensors(get_tensors(source.indexer))
+            self.indexer.set_tensors(get_indexer_tensors(source.indexer))
         if not source.is_initialized:
             return
         self.allocate(*pool.make_empty_kv(table.batch))
@@ -369,14 +372,14 @@ class LayerStore:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`."""
-        indexer_tensors = {} if self.indexer is None else get_tensors(self.indexer)
-        other = sum(tensor.nbytes for tensor in indexer_tensors.values())
+        indexer_tensors = {} if self.indexer is None else get_indexer_tensors(self.indexer)
+        indexer_bytes = sum(tensor.nbytes for tensor in indexer_tensors.values())
         if not self.is_initialized:
-            return {"other": other}
-        sizes = {"other": other, **self.pool.memory_footprint()}
+            return {"other": indexer_bytes}
+        sizes = {"other": indexer_bytes, **self.pool.memory_footprint()}
         sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.list_tensors())
-        num_used = len(np.unique(self.group.table.used_rows()))
+        num_used_pages = len(np.unique(self.group.table.used_rows()))
         if isinstance(self.length, DeviceLength):
-            num_used = len(self.pool.memory)  # every page belongs to a sequence
+            num_used_pages = len(self.pool.memory)  # every page belongs to a sequence
             sizes["tables"] += self.length.lengths.nbytes
-        return {**sizes, "used": num_used * self.pool.layout.size}
+        return {**sizes, "used": num_used_pages * self.pool.layout.size}

@@ -96,24 +96,26 @@ class CacheOptions:
                 f"dtype: expected a format, got {ADAPTIVE!r}, which needs the model. Pass the "
                 "model instead of its config: FP8PagedCache(model)"
             )
-        given_plan = parse_plan(plan)
+        parsed_plan = parse_plan(plan)
         formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
-        new_plan: LayerPlan | Mapping[int, LayerPlan]
+        resolved_plan: LayerPlan | Mapping[int, LayerPlan]
         if isinstance(scales, KVScales) and scales.plan is not None:
             _refuse_arguments(formats | {"plan": plan}, f"the scales ({scales.origin}) define")
-            new_plan = scales.plan
-        elif isinstance(given_plan, StoragePlan):
+            resolved_plan = scales.plan
+        elif isinstance(parsed_plan, StoragePlan):
             _refuse_arguments(formats | {"scales": scales}, "the plan defines")
-            assert given_plan.plan is not None
-            new_plan = given_plan.plan
-            scales = given_plan  # it holds the centers
-        elif given_plan is not None:
-            calibrated = scales if isinstance(scales, KVScales) else None
-            _refuse_arguments(formats | {"scales": calibrated}, "the plan defines")
-            new_plan = given_plan
+            assert parsed_plan.plan is not None
+            resolved_plan = parsed_plan.plan
+            scales = parsed_plan  # it holds the centers
+        elif parsed_plan is not None:
+            static_scales = scales if isinstance(scales, KVScales) else None
+            _refuse_arguments(formats | {"scales": static_scales}, "the plan defines")
+            resolved_plan = parsed_plan
         else:
-            new_plan = _make_layer_plan(formats, has_scales=scales is not None, is_latent=is_latent)
-        options = cls(plan=new_plan, scales=scales, **fields)
+            resolved_plan = _make_layer_plan(
+                formats, has_scales=scales is not None, is_latent=is_latent
+            )
+        options = cls(plan=resolved_plan, scales=scales, **fields)
         options.check()
         return options
 
@@ -184,14 +186,16 @@ class CacheOptions:
         if isinstance(self.plan, LayerPlan):
             k, v = self.plan
             if isinstance(self.scales, KVScales) and not k.is_auto:
-                layer = self.scales.layers.get(index)
-                k = replace(k, centered=layer is not None and layer.k_center is not None)
+                scales = self.scales.layers.get(index)
+                k = replace(k, centered=scales is not None and scales.k_center is not None)
             return LayerPlan(k, v)
         if index in self.plan:
             return self.plan[index]
-        raise self._mismatch(f"a plan for every paged layer, got none for layer {index}", "Add it")
+        raise self._make_error(
+            f"a plan for every paged layer, got none for layer {index}", "Add it"
+        )
 
-    def _mismatch(self, expected: str, advice: str = "") -> FP8KVError:
+    def _make_error(self, expected: str, advice: str = "") -> FP8KVError:
         """Return the error for scales or a plan of a different model. `advice` is for a plan."""
         if isinstance(self.scales, KVScales):
             name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
@@ -211,10 +215,10 @@ class CacheOptions:
         planned_layers = () if isinstance(self.plan, LayerPlan) else self.plan
         scaled_layers = self.scales.layers if isinstance(self.scales, KVScales) else paged_layers
         if missing := sorted(set(paged_layers).difference(scaled_layers)):
-            raise self._mismatch(f"scales for every paged layer, got none for layers {missing}")
+            raise self._make_error(f"scales for every paged layer, got none for layers {missing}")
         if extra := sorted(index for index in planned_layers if index >= num_layers):
             expected = f"only layers of the model, 0 to {num_layers - 1}, but also got {extra}"
-            raise self._mismatch(expected, "Leave them out")
+            raise self._make_error(expected, "Leave them out")
 
     def make_budget(self) -> PageBudget:
         """Return a page budget for a cache and its forks."""
@@ -275,10 +279,10 @@ def _make_layer_plan(
     formats: Mapping[str, object], *, has_scales: bool, is_latent: bool
 ) -> LayerPlan:
     """Return the plan of the arguments `dtype`, `key_dtype` and `value_dtype`, or the default."""
-    given = {name: parse_dtype(x, name) for name, x in formats.items() if x is not None}
-    default = given.get("dtype", STATIC_DTYPE if has_scales else DEFAULT_DTYPE)
-    k = given.get("key_dtype", default)
-    v = given.get("value_dtype", AUTO if is_latent else default)
+    parsed_formats = {name: parse_dtype(x, name) for name, x in formats.items() if x is not None}
+    default = parsed_formats.get("dtype", STATIC_DTYPE if has_scales else DEFAULT_DTYPE)
+    k = parsed_formats.get("key_dtype", default)
+    v = parsed_formats.get("value_dtype", AUTO if is_latent else default)
     # Rotation compensates for a narrow range. Static scales are for unrotated values.
     rotated_formats = () if has_scales else NARROW_FORMATS
     return LayerPlan(*(SidePlan(name, name in rotated_formats) for name in (k, v)))

@@ -72,7 +72,7 @@ class PagedLayers:
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
-        # The same of the previous step, or nothing if it says nothing about this step.
+        # The same for the previous step, or empty if it cannot be compared with the current step.
         self._last_layers: list[tuple[int, int]] = []
         self._has_mask_request = self._is_model_step = False
         # The attention module of the first layer, which `check_module` compares.
@@ -149,7 +149,7 @@ class PagedLayers:
     def build_layers(self, skip_layers: Collection[int | str]) -> list[Any]:
         """Return a layer for each layer of the config: paged if possible, otherwise transformers'.
 
-        Without a config, the list is empty.
+        Return an empty list without a config.
 
         Raises:
             ConfigError: An option needs a config, or does not fit it.
@@ -187,10 +187,12 @@ class PagedLayers:
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:
         """Return the paged layers and transformers' `stock_layers`, in the order of the model."""
-        paged = {layer.index: layer for layer in self.layers}
+        paged_by_index = {layer.index: layer for layer in self.layers}
         stock = iter(stock_layers)
-        num_layers = len(paged) + len(stock_layers)
-        layers = [paged[i] if i in paged else next(stock) for i in range(num_layers)]
+        num_layers = len(paged_by_index) + len(stock_layers)
+        layers = [
+            paged_by_index[i] if i in paged_by_index else next(stock) for i in range(num_layers)
+        ]
         self._match_widths(layers)
         return layers
 
@@ -261,7 +263,7 @@ class PagedLayers:
         return [lengths[x.group.window].get(x.length.member, 0) for x in self.stores]
 
     def make_mask_request(self, num_tokens: int, num_columns: int, start: int) -> MaskRequest:
-        """Return the request of this cache for a mask of these sizes.
+        """Return this cache's request for a mask of these sizes.
 
         Raise OutOfPagesError if the step exceeds `max_cache_len`, which static layers do not check.
         """
@@ -273,11 +275,11 @@ class PagedLayers:
         options = self.options
         max_tokens = self.stores[0].length.max_tokens if self.stores else options.max_cache_len
         is_empty = not self.stores or self.stores[0].length.is_empty
-        is_stored = not is_empty or options.prefill == "stored"
+        reads_pages = not is_empty or options.prefill == "stored"
         # Static layers of transformers return columns without tokens, which only a mask hides.
-        is_preallocated = is_stored and num_columns == max_tokens and not self._has_static_layers
+        is_preallocated = reads_pages and num_columns == max_tokens and not self._has_static_layers
         sizes = num_tokens, num_columns, start
-        return MaskRequest(sizes, is_preallocated, max_tokens is None, is_stored)
+        return MaskRequest(sizes, is_preallocated, max_tokens is None, reads_pages)
 
     # -- steps at constant addresses ---------------------------------------------------------
 
@@ -307,8 +309,8 @@ class PagedLayers:
             assert isinstance(store.length, HostLength)
             self._growing_lengths.append(store.length)
             window = store.group.window
-            fixed = reserved[window]
-            device_length = DeviceLength(fixed, fixed.add(store.pool))
+            fixed_pages = reserved[window]
+            device_length = DeviceLength(fixed_pages, fixed_pages.add(store.pool))
             device_length.allocate_lengths(tables[window], length)
             store.set_length(device_length)
             layer.is_compileable = True
@@ -324,11 +326,11 @@ class PagedLayers:
             return False
         lengths = self.read_lengths()
         # After an interrupted `reserve`, only the first layers are preallocated.
-        for growing, layer, store, length in zip(
+        for host_length, layer, store, length in zip(
             self._growing_lengths, self.layers, self.stores, lengths, strict=False
         ):
-            growing.group.lengths[growing.member] = length
-            store.set_length(growing)
+            host_length.group.lengths[host_length.member] = length
+            store.set_length(host_length)
             layer.is_compileable = False
         self._growing_lengths.clear()
         for group in self.groups.values():
@@ -397,7 +399,7 @@ class PagedLayers:
         is_comparable = was_model_step and self._is_model_step and self.stores
         self._last_layers = self._step_layers if is_comparable else []
         self._step_layers = []
-        # Read it once per step, because a read takes 2 us.
+        # The attention is read once per step, because a read takes 2 us.
         self._attention = getattr(self.config, "_attn_implementation", None)
 
     def check_module(self, module: torch.nn.Module) -> None:
@@ -412,8 +414,8 @@ class PagedLayers:
         if last_module is None or module is last_module:
             return
         num_tokens = self._step_layers[-1][1]
-        is_first = self.stores[0].length.count_stored() == num_tokens
-        if is_first or sample_weights(module) == sample_weights(last_module):
+        is_first_step = self.stores[0].length.count_stored() == num_tokens
+        if is_first_step or sample_weights(module) == sample_weights(last_module):
             self._module = weakref.ref(module)
             return
         self.undo_step(self.layers[0].index + 1, num_tokens)

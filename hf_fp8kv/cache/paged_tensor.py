@@ -53,10 +53,10 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
+        cls, tensors: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> Any:
-        (constants, dtype), device = context, next(iter(inner.values())).device
-        return cls.wrap(inner | dict(constants), size, dtype, device)
+        (constants, dtype), device = context, next(iter(tensors.values())).device
+        return cls.wrap(tensors | dict(constants), size, dtype, device)
 
     def _stable_hash_for_caching(self) -> str:
         names, context = self.__tensor_flatten__()
@@ -148,7 +148,7 @@ class PagedKV(LazyTensor):
     def dense(self) -> torch.Tensor:
         """Decode the stored bytes to a contiguous tensor."""
         return ops.gather(
-            pages_of(self),
+            get_pages(self),
             self.lengths,
             self.side,
             self.start,
@@ -159,7 +159,7 @@ class PagedKV(LazyTensor):
         )
 
 
-def pages_of(handle: PagedKV) -> Pages:
+def get_pages(handle: PagedKV) -> Pages:
     """Return the pages of a handle. Both handles of a layer have the same pages."""
     if not torch.compiler.is_compiling() and handle.pages is not None:
         return handle.pages

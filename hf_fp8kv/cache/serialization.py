@@ -24,7 +24,7 @@ from ..scales.kv_scales import wrap_scales
 from ..scales.layer_scales import ScaleData, parse_constant
 from ..utils.digests import compute_digest
 from ..utils.files import CACHE_FORMAT, parse_index, write_atomically
-from .indexers import INDEXER_TENSORS, get_tensors
+from .indexers import INDEXER_TENSORS, get_indexer_tensors
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .plans import parse_plan
@@ -45,7 +45,7 @@ Metadata = dict[str, Any]
 
 
 class History(NamedTuple):
-    """What is known of the calls that filled a cache.
+    """The known facts about the calls that filled a cache.
 
     Attributes:
         tokens: The cached tokens, or None if they are not known.
@@ -81,7 +81,7 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
             metadata: Metadata = {"index": index}
             layers.append(metadata)
             if store.indexer is not None:
-                indexer_tensors = get_tensors(store.indexer)
+                indexer_tensors = get_indexer_tensors(store.indexer)
                 metadata["indexer"] = list(indexer_tensors)
                 for name, tensor in indexer_tensors.items():
                     tensors[f"layers.{index}.{name}"] = tensor
@@ -176,8 +176,8 @@ def unpack(
         max_entries -= _check_count(f"{table_name}: entries", num_entries, 0, max_entries)
         rows = _pop_tensor(tensors, table_name, torch.int32, batch_size, num_used).cpu().numpy()
         num_pages = int(rows.max(initial=-1)) + 1
-        first_and_count = int(rows.min(initial=0)), len(np.unique(rows))
-        _check_same(f"{table_name}: pages", (0, num_pages), first_and_count)
+        page_bounds = int(rows.min(initial=0)), len(np.unique(rows))
+        _check_same(f"{table_name}: pages", (0, num_pages), page_bounds)
         table = _make_table(budget, rows, num_pages, first_page) if num_pages else None
         group = LayerGroup(budget, window, table)
         group.record_past = group_metadata["record_past"]
@@ -276,7 +276,9 @@ def save(
     """
     target = Path(path)
     metadata, tensors = pack(paged)
-    metadata["stock"] = [_pack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(stock_layers)]
+    metadata["stock"] = [
+        _pack_stock_layer(x, f"stock.{i}", tensors) for i, x in enumerate(stock_layers)
+    ]
     metadata["options"] = _pack_options(paged.options, tensors)
     metadata["model_sample"] = history.model_sample
     metadata["identity"] = history.identity
@@ -285,11 +287,11 @@ def save(
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(metadata)}
     header["digest"] = compute_digest(header, contiguous)
-    write_atomically({target: lambda part: save_file(contiguous, part, metadata=header)})
+    write_atomically({target: lambda temporary: save_file(contiguous, temporary, metadata=header)})
     return target
 
 
-def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Metadata:
+def _pack_stock_layer(layer: Any, name: str, tensors: Tensors) -> Metadata:
     """Return the metadata of a layer of transformers, and add its tensors to `tensors`."""
     class_name = type(layer).__name__
     metadata: Metadata = {"kind": class_name}
@@ -313,8 +315,8 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Metadata:
     metadata = {**vars(options), "plan": plans or [*map(str, plan)]}
     if isinstance(scales, KVScales):
         for i, layer in scales.layers.items():
-            named = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
-            tensors |= {f"scales.{i}.{name}": x for name, x in named.items() if x is not None}
+            fields = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
+            tensors |= {f"scales.{i}.{name}": x for name, x in fields.items() if x is not None}
         metadata["scales"] = {"format": scales.format, "layers": list(scales.layers)}
     return metadata
 
@@ -340,15 +342,17 @@ def load(
     for name in tensors:
         if device is not None and name.startswith(("layers.", "stock.")):
             tensors[name] = tensors[name].to(device)
-    stock = [_unpack_stock(x, f"stock.{i}", tensors) for i, x in enumerate(metadata["stock"])]
+    stock_layers = [
+        _unpack_stock_layer(x, f"stock.{i}", tensors) for i, x in enumerate(metadata["stock"])
+    ]
     options = _unpack_options(metadata["options"], tensors)
     history = History(_pop_tokens(tensors), metadata["model_sample"], metadata["identity"])
     _check_same("model_sample", True, isinstance(history.model_sample, str | None))
     _check_same("identity", str, type(history.identity))
-    paged = unpack(metadata, tensors, options, stock)
+    paged = unpack(metadata, tensors, options, stock_layers)
     if history.tokens is not None and paged.batch:
         _check_same("tokens: rows", paged.batch, len(history.tokens.ids))
-    return paged, stock, history
+    return paged, stock_layers, history
 
 
 def _pop_tokens(tensors: Tensors) -> Tokens | None:
@@ -357,20 +361,20 @@ def _pop_tokens(tensors: Tensors) -> Tokens | None:
     if ids is None:
         return None
     fields: Tensors = {}
-    for name, dims in _TOKEN_FIELDS.items():
+    for name, ndims in _TOKEN_FIELDS.items():
         x = tensors.pop(f"tokens.{name}", None)
         if x is None:
             continue
         _check_same(f"tokens.{name}: integers", False, x.is_floating_point() or x.is_complex())
-        is_expected = x.ndim in dims and x.shape[-1] <= ids.shape[-1]
-        rows = (1, len(ids)) if name == "positions" else (len(ids),)
-        _check_same(f"tokens.{name}: shape", True, is_expected and x.shape[-2] in rows)
+        has_expected_size = x.ndim in ndims and x.shape[-1] <= ids.shape[-1]
+        row_counts = (1, len(ids)) if name == "positions" else (len(ids),)
+        _check_same(f"tokens.{name}: shape", True, has_expected_size and x.shape[-2] in row_counts)
         fields[name] = x.long()
     return Tokens(**fields)
 
 
-def _unpack_stock(metadata: Metadata, name: str, tensors: Tensors) -> Any:
-    """Return the layer of transformers that `_pack_stock` packed, and remove its tensors."""
+def _unpack_stock_layer(metadata: Metadata, name: str, tensors: Tensors) -> Any:
+    """Return the layer of transformers that `_pack_stock_layer` packed, and remove its tensors."""
     if metadata["kind"] not in _STOCK_CLASSES:
         raise ConfigError(f"{name}: expected one of {_STOCK_CLASSES}, got {metadata['kind']!r}")
     window = _check_count(f"{name}: window", metadata["window"], 1) if "window" in metadata else 0

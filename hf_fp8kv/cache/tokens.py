@@ -1,7 +1,7 @@
 """The tokens of a cache, and the length of the prefix that a new prompt shares with them.
 
-A cache receives keys and values, but no token ids. `enable` passes the ids of a `generate()` call
-to the cache (prefix/generate.py).
+A cache receives keys and values, but not their token ids. `enable` passes the ids of a `generate()`
+call to the cache (prefix/generate.py).
 """
 
 from dataclasses import dataclass
@@ -61,44 +61,44 @@ class Tokens:
         """
         ids = self.ids[:, :width].to(device)
         fields = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids)
-        for field, given in zip(fields, (self.mask, self.features), strict=True):
-            if given is not None:
-                given = given[:, :width].to(device)
-                field[:, : given.shape[1]] = given  # a number other than 0 is True in a mask
+        for field, stored in zip(fields, (self.mask, self.features), strict=True):
+            if stored is not None:
+                stored = stored[:, :width].to(device)
+                field[:, : stored.shape[1]] = stored  # a number other than 0 is True in a mask
         positions = ids.new_empty((0, *ids.shape))
         if self.positions is not None:
-            given = self.positions[..., :width].to(device)
-            given = extend_positions(given.reshape(-1, *given.shape[-2:]), width)
-            positions = given.expand(-1, len(ids), -1)
+            stored = self.positions[..., :width].to(device)
+            stored = extend_positions(stored.reshape(-1, *stored.shape[-2:]), width)
+            positions = stored.expand(-1, len(ids), -1)
         return ids, fields[0], positions, fields[1]
 
-    def match(self, other: "Tokens") -> tuple[list[int], int]:
-        """Return the best row for each row of `other`, and the length of the shortest prefix found.
+    def match(self, prompt: "Tokens") -> tuple[list[int], int]:
+        """Return the best row for each row of `prompt`, and the length of the shortest prefix.
 
-        The best row has the longest prefix in common with the row of `other`. Among several such
+        The best row has the longest prefix in common with the row of `prompt`. Among several such
         rows, it is the row with the same index, or else the first of them. Tokens are equal if they
         have the same id, position and features, or are padding in both batches.
         """
         device = self.ids.device
-        width = min(self.length, other.length)
-        expanded = [batch.expand(width, device) for batch in (self, other) if width]
+        width = min(self.length, prompt.length)
+        expanded = [batch.expand(width, device) for batch in (self, prompt) if width]
         if not width or len(expanded[0][2]) != len(expanded[1][2]):  # numbers of position ids
-            return list(range(len(other.ids))), 0
-        (ids, mask, positions, features), other_expanded = expanded
+            return list(range(len(prompt.ids))), 0
+        (ids, mask, positions, features), expanded_prompt = expanded
         prefix_lengths = []
-        for row in range(len(other.ids)):
-            other_ids, other_mask, other_positions, other_features = (
-                x[..., row, :] for x in other_expanded
+        for row in range(len(prompt.ids)):
+            prompt_ids, prompt_mask, prompt_positions, prompt_features = (
+                x[..., row, :] for x in expanded_prompt
             )
-            is_same_token = (ids == other_ids) & (features == other_features)
-            is_same_token &= (positions == other_positions[:, None]).all(0)
-            is_equal = torch.where(mask & other_mask, is_same_token, mask == other_mask)
+            is_same_token = (ids == prompt_ids) & (features == prompt_features)
+            is_same_token &= (positions == prompt_positions[:, None]).all(0)
+            is_equal = torch.where(mask & prompt_mask, is_same_token, mask == prompt_mask)
             prefix_lengths.append(is_equal.long().cumprod(1).sum(1))
-        lengths_by_row = torch.stack(prefix_lengths).tolist()  # [row of `other`][row]
+        lengths_by_row = torch.stack(prefix_lengths).tolist()  # [row of `prompt`][row]
         best_lengths = [max(lengths) for lengths in lengths_by_row]
         best_rows = [
-            row if row < len(lengths) and lengths[row] == best else lengths.index(best)
-            for row, (lengths, best) in enumerate(zip(lengths_by_row, best_lengths, strict=True))
+            row if row < len(lengths) and lengths[row] == longest else lengths.index(longest)
+            for row, (lengths, longest) in enumerate(zip(lengths_by_row, best_lengths, strict=True))
         ]
         return best_rows, min(best_lengths)
 

@@ -431,17 +431,17 @@ MUTANTS = (
     ),
     Mutant(
         "repeat: a new block table is ignored", "cache/layer_store.py",
-        "if table is not pages.table or blocks.cached_pages is not cached:", "if False:",
+        "if table is not pages.table or blocks.cached_pages is not plan_and_pages:", "if False:",
         "tests/cache/test_repeated_steps.py",
     ),
     Mutant(
         "repeat: another call of attention is accepted", "attention/fp8_paged.py",
-        "or last.layout != _describe(module, query, key, mask, arguments)", "",
+        "or recorded.layout != _describe(module, query, key, mask, arguments)", "",
         "tests/cache/test_repeated_steps.py",
     ),
     Mutant(
         "capture: different steps are captured", "attention/capture.py",
-        "                if new != previous:", "                if False:",
+        "                if argument != old_argument:", "                if False:",
         "tests/attention/test_capture.py",
     ),
     Mutant(

@@ -18,7 +18,7 @@ from benchmarks.gpu.random_data import compute_output_error, make_layer_pages
 from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
-from hf_fp8kv.cache.paged_tensor import pages_of
+from hf_fp8kv.cache.paged_tensor import get_pages
 
 ON_GPU = torch.cuda.is_available()
 HEADS = Heads(8, 2, 64) if ON_GPU else TINY.heads
@@ -42,7 +42,7 @@ def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
         for layer in range(2):
             output = cache_steps.step(layer)
     final_case = Case((132, 132), HEADS)
-    return compute_output_error(output, cache_steps.query, pages_of(cache_steps.key), final_case)
+    return compute_output_error(output, cache_steps.query, get_pages(cache_steps.key), final_case)
 
 
 def main() -> int:
