@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import product
 
-from hf_fp8kv.formats import AUTO, DISTINCT
+from hf_fp8kv.formats import AUTO, DISTINCT_FORMATS
 from hf_fp8kv.ops import AttentionSpec
 
 
@@ -51,7 +51,7 @@ _STATIC_FLAGS = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 PAGE_FORMATS = (
     *(
         PageFormat(codec.name.removeprefix("fp8_") + " static" * is_static, codec.name, is_static)
-        for codec in DISTINCT
+        for codec in DISTINCT_FORMATS
         for is_static in _STATIC_FLAGS.get(codec.name, (False,))
     ),
     BF16,

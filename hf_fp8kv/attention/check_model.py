@@ -17,9 +17,9 @@ from ..modeling.exact_states import describe_rounding
 from ..modeling.model_support import (
     CACHE,
     caches_latents,
+    describe_cache_replacement,
     find_base_model,
     find_refusal,
-    find_replacement,
     with_cache,
 )
 from .capture import PRECISE_ERRORS, find_obstacle
@@ -141,7 +141,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         _report_layer(index, layer, uses_interface, paths, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    notes = describe_rounding(model), find_replacement(model.config)
+    notes = describe_rounding(model), describe_cache_replacement(model.config)
     note = ". ".join(filter(None, notes))
     return ModelReport(class_name, layers, "", paths is not None, note, obstacle)
 

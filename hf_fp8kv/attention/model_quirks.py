@@ -6,7 +6,7 @@ The sweep over architectures (docs/architectures.md) finds new model types with 
 
 from typing import Any
 
-from ..modeling.model_support import config_field, uses_interface
+from ..modeling.model_support import get_field, uses_interface
 
 # Model types that need a mask even if causality and a window suffice. Moshi's mask ignores
 # the window, which only its cache applies, after the first call. The modules of Pegasus-X's decoder
@@ -23,11 +23,11 @@ _FIELDS_NEEDING_MASK = ("kv_lora_rank", "index_topk", "index_n_heads")
 
 def adds_mask(config: Any) -> bool:
     """Return whether a model itself adds the mask to its scores, with any implementation."""
-    model_type = config_field(config, "model_type")
+    model_type = get_field(config, "model_type")
     return not uses_interface(type(config)) or model_type in MODELS_ADDING_MASK
 
 
 def needs_mask(config: Any) -> bool:
     """Return whether a model needs a mask even if causality and a window would suffice."""
-    has_field = any(config_field(config, name) is not None for name in _FIELDS_NEEDING_MASK)
-    return has_field or config_field(config, "model_type") in MODELS_NEEDING_MASK
+    has_field = any(get_field(config, name) is not None for name in _FIELDS_NEEDING_MASK)
+    return has_field or get_field(config, "model_type") in MODELS_NEEDING_MASK

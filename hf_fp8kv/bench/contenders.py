@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..cache.cache import FP8PagedCache
-from ..formats import DISTINCT
+from ..formats import DISTINCT_FORMATS
 
 Step = Callable[[], object]
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -24,7 +24,10 @@ QUANTIZED = "QuantizedCache fp8 + sdpa"
 FOLDED = "cat + folded sdpa"
 E4M3, E3M4, INT6 = "FP8PagedCache e4m3", "FP8PagedCache e3m4", "FP8PagedCache int6"
 PAGED: dict[str, dict[str, Any]] = {
-    **{f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name} for fmt in DISTINCT},
+    **{
+        f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name}
+        for fmt in DISTINCT_FORMATS
+    },
     f"{E4M3} static": {"dtype": "fp8_e4m3", "scales": 0.01},
     INT6: {"plan": "int6 rotated"},
 }

@@ -260,7 +260,7 @@ class LayerStore:
         if not self.is_initialized or (self.length.max_tokens is None and self.length.is_empty):
             return None
         self.fetch_pages()
-        positions = self.length.find_stored()
+        positions = self.length.find_stored_positions()
         table, lengths = positions.locate(self.encoding.device)
         return self.make_handles(self.encoding.make_pages(self.pool, table), lengths, positions)
 

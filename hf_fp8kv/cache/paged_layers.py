@@ -304,7 +304,7 @@ class PagedLayers:
             reserved[window] = FixedPages(self.budget, window, max_tokens, group.table)
             # Pages before the window are freed and never read, but need a valid number.
             device = self.stores[0].encoding.device
-            tables[window] = reserved[window].table_on(device).clamp(min=0)
+            tables[window] = reserved[window].get_device_table(device).clamp(min=0)
         for layer, store in zip(self.layers, self.stores, strict=True):
             assert isinstance(store.length, HostLength)
             self._growing_lengths.append(store.length)

@@ -40,9 +40,9 @@ class Scores:
         return QualityRow(cache, kl, self.kl.max().item(), top1, nll.exp().item(), len(self.kl))
 
     @classmethod
-    def concat(cls, parts: Iterable["Scores"]) -> "Scores":
+    def concat(cls, scores: Iterable["Scores"]) -> "Scores":
         """Concatenate the scores of several chunks or texts."""
-        fields = ((x.kl, x.top1_match, x.nll, x.total_variation) for x in parts)
+        fields = ((x.kl, x.top1_match, x.nll, x.total_variation) for x in scores)
         return cls(*map(torch.cat, zip(*fields, strict=True)))
 
 

@@ -70,7 +70,7 @@ class _ObservedCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def nan_error(layer: int, states: str) -> ConfigError:
+def make_nan_error(layer: int, states: str) -> ConfigError:
     """Return the error for NaN or infinity in the `states` of a layer: "K", "V" or both."""
     return ConfigError(
         f"layer {layer}: expected finite {states}, got NaN or infinity. Load the model in bfloat16 "

@@ -35,16 +35,16 @@ from ..modeling.methods import ModelAttribute
 from ..modeling.model_support import (
     accepts_argument,
     caches_latents,
-    config_field,
     find_base_model,
     find_max_positions,
+    get_field,
     has_rope,
 )
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import compute_digest, digest_decoder
-from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, nan_error
+from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, make_nan_error
 from .plan_files import find_plan_file, read_plan, share_plan, write_plan
 from .protection import MAX_BITS, MAX_KL, MAX_TRIES, MIN_BITS, protect_layers, widen_layers
 from .queries import Queries, observe_queries
@@ -196,16 +196,16 @@ def resolve_plan(
         check_bits(bits)
     dtype = keywords.get("dtype")
     is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
-    given = [x for x in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(x) is not None]
+    storage_names = [x for x in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(x) is not None]
     has_fewer_bits = bits is not None and bits < MAX_BITS
     must_choose = is_adaptive or has_fewer_bits
-    if must_choose and given:
+    if must_choose and storage_names:
         request = f"bits={bits}" if has_fewer_bits else f"dtype={ADAPTIVE!r}"
         raise ConfigError(
-            f"{given[0]}: expected None with {request}, got {keywords[given[0]]!r}. Pass one of "
-            "them"
+            f"{storage_names[0]}: expected None with {request}, got "
+            f"{keywords[storage_names[0]]!r}. Pass one of them"
         )
-    if given:
+    if storage_names:
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
     is_split = getattr(keywords.get("tensor_parallel"), "size", 1) > 1
     frozen_plans: dict[float, Plan | None] = _FROZEN_PLAN.get(model) or {}
@@ -216,7 +216,7 @@ def resolve_plan(
         with _choice_lock:
             plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
-        # Later processes take it. If the folder has a different plan, the model keeps this plan.
+        # Later processes read it. If the folder has a different plan, the model keeps this plan.
         share_plan(_find_shared_file(model, prefix_store, bits), plan, prefix_store)
     return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
 
@@ -294,8 +294,8 @@ def _find_plan(
         is_split = not must_choose and (is_split or _is_split(model))
         facts = (_compute_key(model, bits), find_input_device(model).type, is_split)
         key = compute_digest(facts, passes)
-        known_keys = (key, compute_digest(facts, Passes()))  # a plan of dtype="adaptive" is kept
-        if choice.key not in known_keys or (must_choose and choice.plan is None):
+        accepted_keys = (key, compute_digest(facts, Passes()))  # a plan of dtype="adaptive" is kept
+        if choice.key not in accepted_keys or (must_choose and choice.plan is None):
             if is_split:
                 raise ConfigError("the model is split over processes")
             if passes is None:
@@ -359,7 +359,7 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
     """
     config = model.config.get_text_config(decoder=True)
     num_embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    sizes = (num_embeddings, config_field(config, "vocab_size"))
+    sizes = (num_embeddings, get_field(config, "vocab_size"))
     vocab_size = min((n for n in sizes if isinstance(n, int) and n > 0), default=1)
     generator = torch.Generator("cpu").manual_seed(0)
     length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
@@ -444,9 +444,9 @@ def _choose(
             weights_digest=digest_decoder(model),
         )
         if bits < MAX_BITS:
-            narrow = replace(plan, layers=narrow_scales)
-            plan = widen_layers(narrow, plan, cache, errors, bits, max_extra_bytes)
-            return _describe_losses(model, plan, narrow, random_window, errors, bits)
+            six_bit_plan = replace(plan, layers=narrow_scales)
+            plan = widen_layers(six_bit_plan, plan, cache, errors, bits, max_extra_bytes)
+            return _describe_losses(model, plan, six_bit_plan, random_window, errors, bits)
         if not passes.max_tries:
             return plan
         return protect_layers(
@@ -532,7 +532,7 @@ def _choose_layer_plan(
         costs.append(torch.cat([k_cost, v_cost]).sum(1))
     total_costs = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
     if not all(map(math.isfinite, chain(*total_costs))):
-        raise nan_error(index, "K and V")
+        raise make_nan_error(index, "K and V")
     k_costs = total_costs[:num_k_plans]
     v_costs = total_costs[num_k_plans:]
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
@@ -562,9 +562,9 @@ def _choose_narrow_plan(
         for k, v in _NARROW_FORMATS
     ]
     *costs, e4m3_cost = _measure_costs(all_states, center, [*plans, _E4M3])[:, 1:].clamp(1e-30)
-    best = min(range(len(plans)), key=lambda i: costs[i][:2].sum())
-    k_cost, v_cost, square = costs[best]
-    return plans[best], torch.stack([
+    best_index = min(range(len(plans)), key=lambda i: costs[i][:2].sum())
+    k_cost, v_cost, square = costs[best_index]
+    return plans[best_index], torch.stack([
         k_cost / square, v_cost / square, (k_cost + v_cost) / e4m3_cost[:2].sum(0),
     ])  # fmt: skip
 
@@ -595,18 +595,20 @@ def _describe_losses(
             kl,
             e4m3_kl,
         )
-    wide, narrow = plan.plan or {}, narrow_plan.plan or {}
-    is_narrow = {n: [[x == y] for x, y in zip(wide[n], narrow[n], strict=True)] for n in errors}
+    wide_plans, narrow_plans = plan.plan or {}, narrow_plan.plan or {}
+    is_narrow = {
+        n: [[x == y] for x, y in zip(wide_plans[n], narrow_plans[n], strict=True)] for n in errors
+    }
     squares = {n: (x[:2] * torch.tensor(is_narrow[n])).sum(0).max() for n, x in errors.items()}
-    worst = max(squares, key=lambda index: squares[index])
+    worst_index = max(squares, key=lambda index: squares[index])
     return replace(plan, origin=(
-        f"{plan.origin}, largest expected error of attention {squares[worst].sqrt():.1%} in layer "
-        f"{worst}"
+        f"{plan.origin}, largest expected error of attention "
+        f"{squares[worst_index].sqrt():.1%} in layer {worst_index}"
     ))  # fmt: skip
 
 
 def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
-    """Return the index of the candidate of least cost among the good ones, or 0 if none is good.
+    """Return the index of the good candidate of least cost, or 0 if no candidate is good.
 
     `costs` is `[candidates][heads]`. A candidate is good if its cost in every head is at most
     `max_ratio` times the cost of the first candidate.

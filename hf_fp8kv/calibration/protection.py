@@ -98,7 +98,7 @@ def _choose_sides(
     protection = Protection(kl, kl, 0.0)
     sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
     for index, side in islice(sides, max_tries if kl > max_kl else 0):
-        candidate = _protect(plan, index, side, SidePlan(AUTO))
+        candidate = _replace_side(plan, index, side, SidePlan(AUTO))
         extra_bytes = _count_bytes(cache, candidate) / old_bytes - 1
         # A side that already has the model's dtype adds no bytes.
         if protection.extra_bytes < extra_bytes <= max_extra_bytes:
@@ -110,7 +110,7 @@ def _choose_sides(
     return replace(plan, protection=protection)
 
 
-def _protect(plan: StoragePlan, index: int, side: str, new_side: SidePlan) -> StoragePlan:
+def _replace_side(plan: StoragePlan, index: int, side: str, new_side: SidePlan) -> StoragePlan:
     """Return the plan with a new plan for K or V ("k" or "v") of a layer."""
     layer = plan.layers[index]
     layer_plan = LayerPlan.check(layer.plan, "plan")._replace(**{side: new_side})
@@ -148,23 +148,25 @@ def widen_layers(
     )
     gains = {}
     for index, side in product(errors, "kv"):
-        candidate = _protect(plan, index, side, getattr(wide_plan.layers[index].plan, side))
+        candidate = _replace_side(plan, index, side, getattr(wide_plan.layers[index].plan, side))
         num_bytes = _count_bytes(cache, candidate) - bytes_before
         if num_bytes > 0:
             gains[index, side] = float(errors[index]["kv".index(side)].mean()) / num_bytes
-    lossy = {n: wide_plan.layers[n] for n, x in errors.items() if x[2].max() > _MAX_ERROR_RATIO}
-    plan = replace(plan, layers={**plan.layers, **lossy})
+    lossy_layers = {
+        n: wide_plan.layers[n] for n, x in errors.items() if x[2].max() > _MAX_ERROR_RATIO
+    }
+    plan = replace(plan, layers={**plan.layers, **lossy_layers})
     num_bytes = _count_bytes(cache, plan)
     if num_bytes > max_bytes:
         min_bits = MIN_BITS + (num_bytes - bytes_before) / bytes_per_bit
         raise ConfigError(
             f"bits: expected at least {math.ceil(100 * min_bits) / 100} for this model, got "
-            f"{bits}, because in {len(lossy)} of {len(errors)} layers six bits have up to "
+            f"{bits}, because in {len(lossy_layers)} of {len(errors)} layers six bits have up to "
             f"{max(x[2].max() for x in errors.values()):.0f} times the squared error of E4M3. "
             "Leave it out for 8"
         )
     for index, side in sorted(gains, key=lambda key: -gains[key]):
-        candidate = _protect(plan, index, side, getattr(wide_plan.layers[index].plan, side))
+        candidate = _replace_side(plan, index, side, getattr(wide_plan.layers[index].plan, side))
         if _count_bytes(cache, candidate) <= max_bytes:
             plan = candidate
     return plan

@@ -21,7 +21,7 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import (
     AUTO,
     DEFAULT_DTYPE,
-    DISTINCT,
+    DISTINCT_FORMATS,
     FORMATS,
     STATIC_DTYPE,
     Format,
@@ -47,7 +47,7 @@ from .observe import (
     find_input_device,
     find_paged_layers,
     make_batches,
-    nan_error,
+    make_nan_error,
     observe,
 )
 from .texts import read_model_windows
@@ -158,13 +158,13 @@ def _measure_statistics(
 ) -> dict[int, LayerStatistics]:
     """Return the statistics of every layer on a text. Raise ConfigError for NaN or infinity."""
     num_tokens = sum(map(len, windows))
-    formats = list(dict.fromkeys((*DISTINCT, job.fmt)))
+    formats = list(dict.fromkeys((*DISTINCT_FORMATS, job.fmt)))
     stride = max(1, -(-num_tokens // _ERROR_TOKENS))
     tokens_read = Counter[int]()  # by layer, so that the sample continues across windows
     counts: dict[int, Tensor] = {}
     head_amax: dict[int, list[Tensor]] = {}
 
-    def count(index: int, k: Tensor, v: Tensor) -> None:
+    def add_counts(index: int, k: Tensor, v: Tensor) -> None:
         sample = slice(-tokens_read[index] % stride, None, stride)
         tokens_read[index] += len(k)
         layer = scales.for_layer(
@@ -177,7 +177,7 @@ def _measure_statistics(
             ]
         ).cpu()
         if not torch.isfinite(new_counts).all():
-            raise nan_error(index, "K and V of the text")
+            raise make_nan_error(index, "K and V of the text")
         new_amax = [x.float().abs().amax((0, 2)).cpu() for x in (k, v)]
         if index in counts:
             new_counts += counts[index]
@@ -187,7 +187,7 @@ def _measure_statistics(
 
     job.start_stage("statistics", num_tokens)
     for batch in make_batches(windows, 1):
-        observe(job.model, batch, job.layers, count)
+        observe(job.model, batch, job.layers, add_counts)
         job.bar.update(batch.num_tokens)
     return {
         index: LayerStatistics(

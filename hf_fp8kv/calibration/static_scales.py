@@ -32,7 +32,7 @@ from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.arguments import check_count
 from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
-from .observe import center_and_rotate, find_paged_layers, make_batches, nan_error, observe
+from .observe import center_and_rotate, find_paged_layers, make_batches, make_nan_error, observe
 from .plan_choice import LayerStates, read_states, sample_windows
 from .texts import read_model_windows
 
@@ -47,7 +47,7 @@ _LayerAmax = tuple[Tensor, Tensor]
 
 
 class _Storage(NamedTuple):
-    """What a layer stores: its plan, or None for any format, and the center of its K or None."""
+    """The storage of a layer: its plan, or None for any format, and the center of its K or None."""
 
     plan: LayerPlan | None
     center: Tensor | None  # [Hkv, Dk], float32
@@ -137,8 +137,8 @@ def calibrate(
 
         def observe_layer(index: int, k: Tensor, v: Tensor) -> None:
             amax = _compute_amax(index, k, v, storages[index])
-            if (known := layer_amax.get(index)) is not None:
-                amax = torch.maximum(known[0], amax[0]), torch.maximum(known[1], amax[1])
+            if (old_amax := layer_amax.get(index)) is not None:
+                amax = torch.maximum(old_amax[0], amax[0]), torch.maximum(old_amax[1], amax[1])
             layer_amax[index] = amax
 
         for states in states_by_call:
@@ -159,8 +159,8 @@ def calibrate(
     for index, (k_amax, v_amax) in sorted(layer_amax.items()):
         layer_plan, layer_center = storages[index]
         is_mixed = storages[index].rotates("k") or not may_transform_k
-        k_granularity = _coarsen(granularity, is_mixed=is_mixed)
-        v_granularity = _coarsen(granularity, is_mixed=storages[index].rotates("v"))
+        k_granularity = _coarsen_granularity(granularity, is_mixed=is_mixed)
+        v_granularity = _coarsen_granularity(granularity, is_mixed=storages[index].rotates("v"))
         k_scale = compute_scale(k_amax * margin, k_granularity)
         v_scale = compute_scale(v_amax * margin, v_granularity)
         layer_states = [x[index] for x in states_by_call if index in x]
@@ -218,7 +218,7 @@ def search_head_scales(
     return torch.stack(scales)[steps, torch.arange(len(min_scale), device="cpu")]
 
 
-def _coarsen(granularity: Granularity, *, is_mixed: bool) -> Granularity:
+def _coarsen_granularity(granularity: Granularity, *, is_mixed: bool) -> Granularity:
     """Return the granularity of values whose channels a rotation mixes, or does not mix."""
     return "head" if is_mixed and granularity == "channel" else granularity
 
@@ -242,14 +242,14 @@ def _parse_storages(
     model: PreTrainedModel, layers: frozenset[int], plan: Any, *, center: bool
 ) -> dict[int, _Storage]:
     """Return the plan of each layer with its center, if the plan has it."""
-    parsed = parse_plan(plan)
-    if parsed is None:
+    parsed_plan = parse_plan(plan)
+    if parsed_plan is None:
         return dict.fromkeys(layers, _Storage(None, None))
     centers: dict[int, Tensor | None] = {}
-    if isinstance(parsed, StoragePlan):
-        centers = {index: layer.k_center for index, layer in parsed.layers.items()}
-        parsed = parsed.plan or {}
-    options = CacheOptions(plan=parsed, scales=None)
+    if isinstance(parsed_plan, StoragePlan):
+        centers = {index: layer.k_center for index, layer in parsed_plan.layers.items()}
+        parsed_plan = parsed_plan.plan or {}
+    options = CacheOptions(plan=parsed_plan, scales=None)
     layer_plans = FP8PagedCache.from_options(model.config, options, ()).plan
     if not center and any(layer_plan.k.centered for layer_plan in layer_plans.values()):
         raise ConfigError("center: expected True for a plan with centers, got False. Omit center")
@@ -293,7 +293,7 @@ def _compute_amax(index: int, k: Tensor, v: Tensor, storage: _Storage) -> _Layer
     v_amax = center_and_rotate(v, None, rotated=storage.rotates("v")).abs().amax(0).cpu()
     for side, amax in (("K", k_amax), ("V", v_amax)):
         if not torch.isfinite(amax).all():
-            raise nan_error(index, side)
+            raise make_nan_error(index, side)
     return k_amax, v_amax
 
 

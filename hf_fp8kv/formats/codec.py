@@ -119,7 +119,7 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, much faster."""
+    """Return `decode(encode(x, fmt), fmt)` for finite float32 `x`, but without computing codes."""
     # Clamp first, because a value far beyond the maximum would not round to a finite value.
     return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
 

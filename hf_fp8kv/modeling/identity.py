@@ -151,6 +151,6 @@ def _unwrap(function: Any) -> Any:
     """Return the function inside torch.compile, torch.no_grad, torch.inference_mode or hf_fp8kv."""
     if _is_defined_in(function, ("torch._dynamo", "torch.utils._contextlib", "hf_fp8kv")):
         for name in ("_torchdynamo_orig_callable", "__wrapped__", "old_attribute"):
-            if (inner := getattr(function, name, None)) is not None:
-                return _unwrap(inner)
+            if (wrapped := getattr(function, name, None)) is not None:
+                return _unwrap(wrapped)
     return function

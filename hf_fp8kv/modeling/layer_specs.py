@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from ..errors import ConfigError
 
 # Model types whose code changes the number of KV heads in some layers.
-_TYPES_WITH_OTHER_HEADS = ("mimo_v2_flash",)
+_TYPES_CHANGING_HEADS = ("mimo_v2_flash",)
 
 
 def build_stock_layers(
@@ -45,8 +45,8 @@ def reuses_kv(config: PreTrainedConfig, index: int) -> bool:
 def find_kv_sizes(config: PreTrainedConfig, index: int) -> tuple[int, int, int] | None:
     """Return the KV heads, and the sizes of keys and values, of a layer of the whole model.
 
-    None means that only the model's code defines them, as for latents, or if it is not a part of
-    transformers.
+    None means that the config does not determine them, as for latents, or for models that are not
+    part of transformers.
     """
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[index]
@@ -56,7 +56,7 @@ def find_kv_sizes(config: PreTrainedConfig, index: int) -> tuple[int, int, int] 
     if (
         not is_builtin
         or names != ["num_key_value_heads"]
-        or config.model_type in _TYPES_WITH_OTHER_HEADS
+        or config.model_type in _TYPES_CHANGING_HEADS
     ):
         return None
     num_heads: int = fields["num_key_value_heads"]

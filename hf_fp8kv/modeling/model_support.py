@@ -26,7 +26,7 @@ ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 # Name of the argument for a cache in `generate()` and `forward`: "cache" since transformers 5.24.
 _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
-# Field of a config. Phi-3 computes all tokens again when a text grows past this length.
+# Field of a config. Phi-3 computes all tokens again when a sequence grows past this length.
 _REPLACEMENT_LENGTH = "original_max_position_embeddings"
 # Config fields that hold the number of positions.
 _POSITION_FIELDS = (
@@ -40,8 +40,8 @@ _POSITION_FIELDS = (
 is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
 
 
-# Attributes in which other wrappers keep the model.
-_WRAPPED_MODELS = ("module", "pretrained_model", "model")
+# Attributes in which wrappers of other packages keep the model.
+_WRAPPER_FIELDS = ("module", "pretrained_model", "model")
 
 
 def unwrap_model(model: Any) -> Any:
@@ -68,7 +68,7 @@ def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
     base = unwrap_model(model)
     if isinstance(base, PreTrainedModel) and hasattr(base, attribute or method or "forward"):
         return base
-    names = (x for x in _WRAPPED_MODELS if isinstance(getattr(base, x, None), PreTrainedModel))
+    names = (x for x in _WRAPPER_FIELDS if isinstance(getattr(base, x, None), PreTrainedModel))
     advice = "Load a model with AutoModelForCausalLM.from_pretrained(...)"
     if not isinstance(base, PreTrainedModel) and (name := next(names, "")):
         advice = f"Pass the model inside it (its attribute {name})"
@@ -78,30 +78,30 @@ def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
 
 
 def find_varying_rope(config: Any) -> str | None:
-    """Return the type of RoPE if its frequencies depend on the sequence's length, otherwise None.
+    """Return the type of RoPE if its frequencies depend on the sequence length, otherwise None.
 
     The RoPE fields of the config, and of its text config, are searched at any depth.
     """
     configs = (config, config.get_text_config(decoder=True))
     fields = ("rope_parameters", "rope_scaling")
-    text = str([getattr(owner, field, None) for owner in configs for field in fields])
+    text = str([getattr(source, field, None) for source in configs for field in fields])
     return next((name for name in ("dynamic", "longrope") if repr(name) in text), None)
 
 
 def changes_rope(config: Any, lengths: Collection[int]) -> bool:
-    """Return whether RoPE may have had different frequencies for texts of these lengths."""
-    border: int | None = getattr(config, _REPLACEMENT_LENGTH, None)
-    if border is not None:
-        return min(lengths) <= border < max(lengths)
+    """Return whether RoPE may have had different frequencies for sequences of these lengths."""
+    threshold: int | None = getattr(config, _REPLACEMENT_LENGTH, None)
+    if threshold is not None:
+        return min(lengths) <= threshold < max(lengths)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for fields in (rope, *rope.values()):  # of all layers, or of each type of layer
         if isinstance(fields, dict) and fields.get("rope_type") in ("dynamic", "longrope"):
-            border = config.max_position_embeddings
-            return max(lengths) > int(fields.get("original_max_position_embeddings", border))
+            threshold = config.max_position_embeddings
+            return max(lengths) > int(fields.get("original_max_position_embeddings", threshold))
     return False
 
 
-def config_field(config: Any, name: str) -> Any:
+def get_field(config: Any, name: str) -> Any:
     """Return a field of a config, or None. If layers differ, return the first value."""
     try:
         return getattr(config, name, None)
@@ -113,14 +113,14 @@ def config_field(config: Any, name: str) -> Any:
 def find_max_positions(model: PreTrainedModel) -> int:
     """Return the maximum number of positions in the config, or `sys.maxsize` if it has none."""
     config = model.config.get_text_config(decoder=True)
-    values = (config_field(config, name) for name in _POSITION_FIELDS)
+    values = (get_field(config, name) for name in _POSITION_FIELDS)
     limits = (int(n) for n in values if isinstance(n, int | float) and n > 1)
     return min(limits, default=sys.maxsize)
 
 
 def has_rope(model: PreTrainedModel) -> bool:
     """Return whether the config has RoPE parameters, for all layers or for each layer type."""
-    return bool(config_field(model.config.get_text_config(decoder=True), "rope_parameters"))
+    return bool(get_field(model.config.get_text_config(decoder=True), "rope_parameters"))
 
 
 @functools.cache
@@ -152,7 +152,7 @@ def caches_latents(config: Any) -> bool:
     Attention classes of such models have a method that expands latents. The config alone does not
     show whether a model with custom code caches latents, or how the model expands them.
     """
-    if config is None or config_field(config, "kv_lora_rank") is None:
+    if config is None or get_field(config, "kv_lora_rank") is None:
         return False
     config_class: type = type(config)
     model_class = find_model_class(config_class)
@@ -201,7 +201,7 @@ def find_refusal(cls: type[Any]) -> str:
     return ""
 
 
-def find_replacement(config: Any) -> str:
+def describe_cache_replacement(config: Any) -> str:
     """Return a note if `generate()` of a config's model replaces its cache between two steps."""
     if getattr(config, _REPLACEMENT_LENGTH, None) is None:
         return ""
@@ -224,15 +224,15 @@ def check_config(config: Any) -> None:
             "FP8PagedCache(model)"
         )
     reason = find_refusal(cls) if (cls := find_model_class(config_class)) else ""
-    if set(config_field(config, "layer_types") or ()) == {"linear_attention"}:
+    if set(get_field(config, "layer_types") or ()) == {"linear_attention"}:
         reason = "it has no attention layers"
-    elif config_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:
+    elif get_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:
         reason = "it does not list the layers of one decoder"
     if reason:
         raise ConfigError(
             f"expected the config of a model that can use this cache, got {config_class.__name__}: "
             f"{reason}"
         )
-    note = find_replacement(config)
+    note = describe_cache_replacement(config)
     if note and not is_for_enabled_model.get():
         warn_once(f"{note}. Call hf_fp8kv.enable(model)")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from .model_support import config_field, find_base_model
+from .model_support import find_base_model, get_field
 
 # Projections that compute keys, possibly fused with other projections, and the style of a plan that
 # splits heads over processes. With any other style, each process gathers and caches all heads.
@@ -63,7 +63,7 @@ def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
 def _splits_heads(model: Any) -> bool:
     """Return whether the plan of the decoder splits KV heads. An image encoder is ignored."""
     decoder = model.get_decoder()
-    prefix = next((f"{name}." for name, part in model.named_modules() if part is decoder), ".")
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is decoder), ".")
     return any(
         name.rpartition(".")[2] in _KEY_PROJECTIONS and style == _SPLIT_STYLE
         for name, style in (model.tp_plan or {}).items()
@@ -80,7 +80,7 @@ def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> 
     """Return the number of heads of a layer, from a field of the config, or None if not known."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
-    num_heads = config_field(config, field)
+    num_heads = get_field(config, field)
     if isinstance(num_heads, list | tuple):
         num_heads = num_heads[layer] if layer < len(num_heads) else None
     return num_heads if isinstance(num_heads, int) else None
@@ -88,7 +88,7 @@ def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> 
 
 def check_divides(config: Any, size: int) -> None:
     """Raise ConfigError unless the KV heads of every layer can be split over `size` processes."""
-    num_layers = value if isinstance(value := config_field(config, "num_hidden_layers"), int) else 1
+    num_layers = value if isinstance(value := get_field(config, "num_hidden_layers"), int) else 1
     counts = {count_kv_heads(config, index) for index in range(num_layers)}
     for num_heads in sorted(count for count in counts if count and count % size):
         divisors = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]

@@ -47,7 +47,7 @@ class BlockTable:
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.first_page = 0
-        # Results of `pages_of` by range of columns, and copies of the rows by device.
+        # Results of `find_pages` by range of columns, and copies of the rows by device.
         self._page_cache: dict[tuple[int, int], IntArray] = {}
         self._device_copies: dict[torch.device, torch.Tensor] = {}
         self.rows: IntArray = np.full((0, 0), NO_PAGE, np.int32)
@@ -79,7 +79,7 @@ class BlockTable:
         """Return a view of the columns in use, `[B, num_columns - first_page]`."""
         return self.rows[:, self.first_page :]
 
-    def pages_of(self, start: int, stop: int) -> IntArray:
+    def find_pages(self, start: int, stop: int) -> IntArray:
         """Return the pages in use for tokens `start` to `stop - 1`, ascending, without duplicates.
 
         The result is cached until the rows change.
@@ -127,12 +127,12 @@ class BlockTable:
         assert self.batch in (0, batch), (self.batch, batch)
         new_start = max(self.num_columns, start // self.page_size)
         num_new_columns = max(0, self._count_pages(stop) - new_start)
-        shared = self._find_entries_to_copy(start, stop)
-        if num_new_columns == 0 and not shared:
+        shared_entries = self._find_entries_to_copy(start, stop)
+        if num_new_columns == 0 and not shared_entries:
             return
         num_added = num_new_columns * batch
-        new_pages = self.allocator.allocate(num_added + len(shared))
-        entries = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
+        new_pages = self.allocator.allocate(num_added + len(shared_entries))
+        entries = tuple(np.array(shared_entries, np.int64).reshape(-1, 2).T)
         shared_pages = self.rows[entries]
         separate_pages = new_pages[num_added:]
         try:

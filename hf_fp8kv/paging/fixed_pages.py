@@ -85,7 +85,7 @@ class FixedPages(LayerGroup):
         for group, num_slots in group_slots:
             group.table.reserve(0, num_slots, batch, group.copy_pages)
             group.allocated_pages = group.pages_per_sequence
-        return self.table_on(device)
+        return self.get_device_table(device)
 
     def defer_allocation(self, batch: int, device: torch.device) -> torch.Tensor:
         """Return the result of `allocate`, and allocate when the block table is used on the host.
@@ -98,15 +98,15 @@ class FixedPages(LayerGroup):
         column = torch.arange(self.num_columns, dtype=torch.int32, device=device) % num_pages
         return first_page[:, None] + column
 
-    def table_on(self, device: torch.device) -> torch.Tensor:
+    def get_device_table(self, device: torch.device) -> torch.Tensor:
         """Return the page number of each logical page, `[B, num_columns]`, int32, on `device`."""
         columns = np.arange(self.num_columns, dtype=np.int32)
         return self.table.copy_to_device(device, columns % (self.ring_size or len(columns)))
 
-    def schedule(
+    def get_schedule(
         self, member: int, num_heads: int, num_rows: int, backend: str
     ) -> tuple[torch.Tensor | None, int]:
-        """Return a schedule for `num_rows` query rows per KV head, and the member that fills it.
+        """Return the schedule for `num_rows` query rows per KV head, and the member that fills it.
 
         The schedule has a constant address, and is None for a backend without schedules. The first
         member that calls this method fills the schedule in each step. A schedule assigns all
@@ -166,15 +166,15 @@ class FixedPages(LayerGroup):
             self.update_first_intact(member, member_length)
         stop_page = -(-length // size)
         for column in range(max(stop_page - ring_size, ring_size), stop_page):
-            swapped = [column, column % ring_size]
-            table.rows[:, swapped] = table.rows[:, swapped[::-1]]
+            columns = [column, column % ring_size]
+            table.rows[:, columns] = table.rows[:, columns[::-1]]
         self.allocated_pages = self.num_columns
 
     def read_lengths(self) -> dict[int, int]:
         """Return the number of tokens of each member that was called, by member. Synchronizes."""
         lengths = [x[:1] for x in self.device_lengths.values()]
-        on_host = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
-        return dict(zip(self.device_lengths, on_host, strict=True))
+        counts = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
+        return dict(zip(self.device_lengths, counts, strict=True))
 
     def update_first_intact(self, member: int, length: int) -> int:
         """Return the first token that the ring still holds when a member has `length` tokens."""

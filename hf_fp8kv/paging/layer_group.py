@@ -73,17 +73,17 @@ class Positions:
     @property
     def long_write(self) -> LongWrite | None:
         """The pages of a long call, or None."""
-        if (kept := self.first_kept_page) is None:
+        if (first_kept := self.first_kept_page) is None:
             return None
         rows, page_size = self._table.rows, self._table.page_size
         first_page = self.first // page_size
         old_pages = rows[:, first_page : -(-self.start // page_size)]
-        return LongWrite(first_page, old_pages, kept, rows[:, kept:])
+        return LongWrite(first_page, old_pages, first_kept, rows[:, first_kept:])
 
     def find_written_pages(self) -> IntArray:
         """Return the pages that the call writes, ascending, without duplicates."""
         first_kept = (self.first_kept_page or 0) * self._table.page_size
-        return self._table.pages_of(max(self.start, first_kept), self.stop)
+        return self._table.find_pages(max(self.start, first_kept), self.stop)
 
     def get_schedule(
         self, device: torch.device, num_heads: int, num_rows: int, backend: str
@@ -190,9 +190,9 @@ class LayerGroup:
             ConfigError: A token that is visible from `start` was already freed.
         """
         self.check_complete()
-        last = self.positions
-        if last and (last.start, last.stop, last.version) == (start, stop, self.table.version):
-            return last
+        call = self.positions
+        if call and (call.start, call.stop, call.version) == (start, stop, self.table.version):
+            return call
         other_groups = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in other_groups if group.length == start)]
         for group in groups:
@@ -278,7 +278,7 @@ class LayerGroup:
     def find_visible_pages(self, member: int) -> IntArray:
         """Return the pages of `member` that the next call reads, ascending, without duplicates."""
         length = self.lengths[member]
-        return self.table.pages_of(self.find_first_kept(length), length)
+        return self.table.find_pages(self.find_first_kept(length), length)
 
     def shrink(self, *, eager: bool = False) -> None:
         """Renumber the pages if few of them are in use, unless forks also hold pages.

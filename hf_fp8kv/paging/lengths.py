@@ -105,7 +105,7 @@ class HostLength:
         """Keep the first `length` tokens, and free pages that have left the window."""
         self.group.crop(self.num_stored - length, [self.member])
 
-    def find_stored(self) -> Positions:
+    def find_stored_positions(self) -> Positions:
         """Return the positions of all tokens that are visible to the next token."""
         group, stop = self.group, self.num_stored
         first = group.find_window_start(stop)
@@ -170,8 +170,10 @@ class DeviceLength:
 
     def share_schedule(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
         """Use the schedule of the group. Return the tensors with constant addresses."""
-        self._schedule, filler = self.group.schedule(self.member, num_heads, num_rows, backend)
-        self._schedule_arguments = (num_heads, backend) if filler == self.member else None
+        self._schedule, filling_member = self.group.get_schedule(
+            self.member, num_heads, num_rows, backend
+        )
+        self._schedule_arguments = (num_heads, backend) if filling_member == self.member else None
         return [x for x in (self.table, self.lengths, self._schedule) if x is not None]
 
     def reserve(
@@ -199,20 +201,20 @@ class DeviceLength:
         # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
         max_new_tokens = (ring_size - 1) * page_size - (self.group.window or 0) + 2
         if ring_size and num_tokens > max_new_tokens:
-            first, kept = map(self._find_first_ring_page, (self.lengths, new_lengths))
-            old_pages, kept_pages = map(self._find_ring_pages, (first, kept))
-            long_write = LongWrite(first, old_pages, kept, kept_pages)
+            first, first_kept = map(self._find_first_ring_page, (self.lengths, new_lengths))
+            old_pages, kept_pages = map(self._find_ring_pages, (first, first_kept))
+            long_write = LongWrite(first, old_pages, first_kept, kept_pages)
         stop = self.max_tokens
         return FixedPositions(num_tokens, self.table, new_lengths, 0, stop, long_write)
 
     def _find_first_ring_page(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the first logical page in the ring after `lengths` tokens, `[B, 1]`, int64."""
-        last = torch.div(lengths.long() - 1, self.group.page_size, rounding_mode="floor")
-        return (last - self.group.ring_size + 1).clamp(min=0)[:, None]
+        last_page = torch.div(lengths.long() - 1, self.group.page_size, rounding_mode="floor")
+        return (last_page - self.group.ring_size + 1).clamp(min=0)[:, None]
 
-    def _find_ring_pages(self, first: torch.Tensor) -> torch.Tensor:
-        """Return the pages of the ring from logical page `first` on, `[B, ring_size]`, int64."""
-        column = first + torch.arange(self.group.ring_size, device=first.device)
+    def _find_ring_pages(self, first_page: torch.Tensor) -> torch.Tensor:
+        """Return the ring's pages from logical page `first_page` on, `[B, ring_size]`, int64."""
+        column = first_page + torch.arange(self.group.ring_size, device=first_page.device)
         # Clamp, because tokens past the end are not stored, and a GPU cannot raise an error.
         return self.table.long().gather(1, column.clamp(max=self.table.shape[1] - 1))
 
@@ -244,7 +246,7 @@ class DeviceLength:
         """Return the group's schedule, or None if the backend has no schedules."""
         return self._schedule
 
-    def find_stored(self) -> FixedPositions:
+    def find_stored_positions(self) -> FixedPositions:
         """Return the pages of all positions, stored or not.
 
         A ring begins with the window of the next token. Finding its start needs a synchronization.
@@ -284,7 +286,7 @@ class DeviceLength:
 
     def update_table(self, device: torch.device) -> bool:
         """Apply a change of the block table or device. Return whether addresses have changed."""
-        table = self.group.table_on(device)
+        table = self.group.get_device_table(device)
         if (table.shape, device) == (self.table.shape, self.table.device):
             # Layers of a group share the tensor, so the first layer updates it for all.
             self.table.copy_(table)

@@ -128,12 +128,14 @@ class Blocks:
         is_block_start = np.bincount(np.concatenate(block_starts)) > 0
         is_run_end = (np.diff(pages) != 1) | is_block_start[pages[1:]]
         for run in np.split(pages, np.flatnonzero(is_run_end) + 1):
-            i, j = (np.searchsorted(starts, run[0], side="right") - 1 for starts in block_starts)
-            target_start = run[0] - block_starts[0][i]
-            source_start = run[0] - block_starts[1][j]
+            target_index, source_index = (
+                np.searchsorted(starts, run[0], side="right") - 1 for starts in block_starts
+            )
+            target_start = run[0] - block_starts[0][target_index]
+            source_start = run[0] - block_starts[1][source_index]
             count = len(run)
-            target_block = self.tensors[i]
-            source_block = source.tensors[j]
+            target_block = self.tensors[target_index]
+            source_block = source.tensors[source_index]
             rows = source_block[source_start : source_start + count]
             target_block[target_start : target_start + count].copy_(rows, non_blocking=not blocking)
 

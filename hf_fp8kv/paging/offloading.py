@@ -35,7 +35,7 @@ class OffloadBudget(PageBudget):
         self.layers: weakref.WeakSet[OffloadedLayer] = weakref.WeakSet()
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def find_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+    def get_stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """Return the stream for the copies of a device. None means that the host copies."""
         if device.type != "cuda":
             return None
@@ -58,7 +58,7 @@ class OffloadBudget(PageBudget):
         """
         self._evict_until_fit(layer, layer)
         if self.max_device_pages is None:
-            for other_layer in self._find_resident() - {layer}:
+            for other_layer in self._find_resident_layers() - {layer}:
                 other_layer.write_back()  # it is evicted soon, so copy while this layer computes
         layer.fetch(pages)
         layer.wait()
@@ -67,15 +67,15 @@ class OffloadBudget(PageBudget):
             self._evict_until_fit(layer, next_layer)
             next_layer.fetch(next_pages)
 
-    def _find_resident(self) -> "set[OffloadedLayer]":
+    def _find_resident_layers(self) -> "set[OffloadedLayer]":
         return {layer for layer in self.layers if layer.device_blocks.is_allocated}
 
     def _evict_until_fit(self, current: "OffloadedLayer", incoming: "OffloadedLayer") -> None:
         """Evict other layers until the pages of `incoming` fit."""
         num_layers = max(layer.index for layer in self.layers) + 1
-        evictable = self._find_resident() - {current, incoming}
-        by_next_use = sorted(evictable, key=lambda x: (x.index - current.index - 1) % num_layers)
-        while by_next_use and not self._can_hold(self._find_resident() | {incoming}):
+        candidates = self._find_resident_layers() - {current, incoming}
+        by_next_use = sorted(candidates, key=lambda x: (x.index - current.index - 1) % num_layers)
+        while by_next_use and not self._can_hold(self._find_resident_layers() | {incoming}):
             by_next_use.pop().evict()
 
     def _can_hold(self, layers: "set[OffloadedLayer]") -> bool:
@@ -117,7 +117,7 @@ class OffloadedLayer:
         # thread. So torch must not allocate this memory again before the copy ends.
         if self._copy_event is not None:
             for block in self.device_blocks.tensors:
-                stream = self.budget.find_stream(block.device)
+                stream = self.budget.get_stream(block.device)
                 assert stream is not None
                 block.record_stream(stream)
 
@@ -202,7 +202,7 @@ class OffloadedLayer:
 
     def _start_copy(self, source: Blocks, target: Blocks, pages: IntArray) -> None:
         device = self.device_blocks.tensors[0].device
-        stream = self.budget.find_stream(device)
+        stream = self.budget.get_stream(device)
         if stream is None:
             target.copy_from(source, pages, blocking=True)
             return

@@ -23,7 +23,14 @@ from . import save
 from .checkpoint.checkpoint import HubFolder, HubOptions, translate_hub_errors
 from .checkpoint.configs import find_text_config
 from .formats.base import TensorFormat, reduce_scales, to_json
-from .layer_scales import SKIP_ADVICE, LayerScales, ScaleData, check_ranks, parse_constant, scalar
+from .layer_scales import (
+    SKIP_ADVICE,
+    LayerScales,
+    ScaleData,
+    check_ranks,
+    make_scalar,
+    parse_constant,
+)
 from .load import read_checkpoint, read_file
 from .model_card import CARD_FILE, make_card
 from .read_options import ReadOptions
@@ -74,7 +81,7 @@ class KVScales(ScaleData):
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
         k, v = parse_constant(k, "k"), parse_constant(v, "v")
-        layer = LayerScales(scalar(k), scalar(v), source="uniform")
+        layer = LayerScales(make_scalar(k), make_scalar(v), source="uniform")
         return cls(dict.fromkeys(range(num_layers), layer), origin="uniform")
 
     @classmethod
@@ -323,20 +330,20 @@ class KVScales(ScaleData):
 _expanded_scales = WeakKeyDictionary[LayerScales, dict[tuple[int, ...], LayerScales]]()
 
 
-def _select_heads(num_all: int, num_heads: int, tp_rank: int, tp_size: int, label: str) -> slice:
-    """Return the slice of a rank's `num_heads` heads among all `num_all` heads."""
-    if num_all in (1, num_heads):
-        return slice(0, num_all)
-    if num_all == num_heads * tp_size:
+def _select_heads(num_stored: int, num_heads: int, tp_rank: int, tp_size: int, label: str) -> slice:
+    """Return the slice of a rank's `num_heads` heads among all `num_stored` heads."""
+    if num_stored in (1, num_heads):
+        return slice(0, num_stored)
+    if num_stored == num_heads * tp_size:
         return slice(tp_rank * num_heads, (tp_rank + 1) * num_heads)
     # Neighboring ranks have copies of one head if there are more ranks than heads.
-    if num_heads == 1 and tp_size % num_all == 0:
-        return slice(tp_rank * num_all // tp_size, tp_rank * num_all // tp_size + 1)
+    if num_heads == 1 and tp_size % num_stored == 0:
+        return slice(tp_rank * num_stored // tp_size, tp_rank * num_stored // tp_size + 1)
     total = "" if tp_size == 1 else f" (or {num_heads * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
-        f"{label}: expected {num_heads} heads{total}, got {num_all}. Use this model's scales, with "
-        "an entry for each KV head, and the rank of this process (hf_fp8kv.tensor_parallel(model) "
-        "returns it)"
+        f"{label}: expected {num_heads} heads{total}, got {num_stored}. Use this model's scales, "
+        "with an entry for each KV head, and the rank of this process "
+        "(hf_fp8kv.tensor_parallel(model) returns it)"
     )
 
 
@@ -402,7 +409,7 @@ def resolve_scales(
 
 
 def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> None:
-    """Warn once if scales were made for different weights or, without a digest, another model."""
+    """Warn once if scales were made for other weights or, without a digest, for another model."""
     if not isinstance(scales, KVScales):
         return
     name = type(model).__name__
@@ -410,21 +417,23 @@ def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> No
     if is_made_for_model is False:
         effect = _DYNAMIC_EFFECT if scales.is_dynamic else _STATIC_EFFECT
         warn_once(_STALE_WARNING % (scales.origin, name, effect))
-    elif is_made_for_model is None and (other := _find_other_model(scales, model.config)):
-        warn_once(_OTHER_MODEL_WARNING % (scales.origin, other, name))
+    elif is_made_for_model is None and (other_model := _describe_other_model(scales, model.config)):
+        warn_once(_OTHER_MODEL_WARNING % (scales.origin, other_model, name))
 
 
-def _find_other_model(scales: KVScales, config: Any) -> str:
-    """Describe a model that the scales were made for, or return "" if it may be this one.
+def _describe_other_model(scales: KVScales, config: Any) -> str:
+    """Describe the model of the scales, or return "" if it may be the model with this config.
 
     The text model of a multimodal model has a different type, and may use the same scales.
     """
-    made_for = scales.model_type
-    if made_for is None or (made_for in CONFIG_MAPPING and CONFIG_MAPPING[made_for].sub_configs):
+    model_type = scales.model_type
+    if model_type is None or (
+        model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type].sub_configs
+    ):
         return ""
     decoder = config.get_text_config(decoder=True)
-    if made_for not in (config.model_type, decoder.model_type):
-        return f"a model of type {made_for!r}"
+    if model_type not in (config.model_type, decoder.model_type):
+        return f"a model of type {model_type!r}"
     num_layers = max(scales.layers, default=-1) + 1
     num_draft_layers = getattr(decoder, "num_nextn_predict_layers", None) or 0
     if num_layers > getattr(decoder, "num_hidden_layers", num_layers) + num_draft_layers:

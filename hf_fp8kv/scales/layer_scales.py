@@ -35,7 +35,7 @@ def check_ranks(tp_rank: int, tp_size: int) -> None:
         )
 
 
-def scalar(value: float) -> torch.Tensor:
+def make_scalar(value: float) -> torch.Tensor:
     """Return a number as float32 on the CPU, independent of torch's default dtype and device."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
@@ -128,10 +128,12 @@ class LayerScales:
                     f"one, and no center of V, got {got} and the plan {self.plan}. Calibrate again"
                 )
         tensors = {"K": self.k, "V": self.v, "the center": self.k_center}
-        counts = {n: len(x) for n, x in tensors.items() if x is not None and x.ndim and len(x) > 1}
-        if len(set(counts.values())) > 1:
+        head_counts = {
+            n: len(x) for n, x in tensors.items() if x is not None and x.ndim and len(x) > 1
+        }
+        if len(set(head_counts.values())) > 1:
             raise ScaleError(
-                f"scales ({self.source}): expected the same number of heads, got {counts}. "
+                f"scales ({self.source}): expected the same number of heads, got {head_counts}. "
                 "Pass K, V and the center of the same layer"
             )
 

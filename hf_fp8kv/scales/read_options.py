@@ -81,12 +81,12 @@ class ReadOptions:
         kept = {index: layer for index, layer in layers.items() if index <= last_layer}
         if later_layers := format_list(index for index in layers if index > last_layer):
             logger.info("%s: excluded the layers %s, past the last layer", origin, later_layers)
-        gaps = format_list(index for index in expected if index not in kept)
-        if not kept or (gaps and self.strict):
+        missing = format_list(index for index in expected if index not in kept)
+        if not kept or (missing and self.strict):
             raise ScaleError(
                 f"{origin}: expected scales for {len(expected)} layers, got {len(kept)} without "
-                f"layers {gaps}. Use this model's scales, or pass strict=False (--lenient)"
+                f"layers {missing}. Use this model's scales, or pass strict=False (--lenient)"
             )
-        if gaps:
-            logger.warning("%s: layers without scales: %s", origin, gaps)
+        if missing:
+            logger.warning("%s: layers without scales: %s", origin, missing)
         return kept

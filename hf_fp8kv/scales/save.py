@@ -143,7 +143,7 @@ def open_base(
     if has_model and isinstance(format, TensorFormat) and not tensor_files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
     for file in sorted(set(tensor_files.values())):
-        names = {name for name, owner in tensor_files.items() if owner == file}
+        names = {name for name, file_name in tensor_files.items() if file_name == file}
         # An interrupted call may have removed a part of the scales.
         stored_names = {*read_header(source / file)[0], *(old_scales if overwrite else ())}
         if missing_names := names - stored_names:
@@ -243,8 +243,8 @@ def _change_weights(
         kept_names = [name for name in names if name not in removed_names]
         if len(kept_names) < len(names):
             rewrite = partial(_copy_tensors, path, kept_names, metadata) if kept_names else None
-            renamed = path.name == SINGLE_FILE and SINGLE_FILE in changes
-            changes[FIRST_FILE if renamed else path.name] = rewrite
+            is_renamed = path.name == SINGLE_FILE and SINGLE_FILE in changes
+            changes[FIRST_FILE if is_renamed else path.name] = rewrite
     for path in source.glob("*.safetensors.index.json") if removed_names else ():
         weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed_names}
         changes[path.name] = make_index(path, weight_map)
@@ -252,9 +252,11 @@ def _change_weights(
     return {name: content for name, content in changes.items() if name not in files}
 
 
-def _copy_tensors(source: Path, names: Collection[str], metadata: dict[str, str], to: Path) -> None:
+def _copy_tensors(
+    source: Path, names: Collection[str], metadata: dict[str, str], target: Path
+) -> None:
     with safe_open(source, "pt") as file:
-        save_file({name: file.get_tensor(name) for name in names}, to, metadata or None)
+        save_file({name: file.get_tensor(name) for name in names}, target, metadata or None)
 
 
 def _transfer_file(weights: Weights, source: Path, target: Path) -> None:

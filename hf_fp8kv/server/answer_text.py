@@ -57,13 +57,13 @@ class AnswerDecoder:
         self._forced_tool = forced_tool
         self._parser = parser = None if forced_tool is not None else parser
         self._tokenizer = tokenizer
-        self._skip_special = skips_special and parser is None
-        self._stream = DecodeStream([], skip_special_tokens=self._skip_special)
+        self._skips_special = skips_special and parser is None
+        self._stream = DecodeStream([], skip_special_tokens=self._skips_special)
         self._undecoded: list[int] = []  # tokens whose text has not been returned
         self._held_text, self.is_stopped = "", False
         self.num_tokens = self.num_calls = 0
         self._num_released_characters = 0
-        self._num_released = 0  # number of tokens that begin in the text that was returned
+        self._num_released_tokens = 0  # number of tokens that begin in the text that was returned
         self.text_ends = [0]  # lengths of the text after the first 0, 1, 2, ... tokens
         self._initial_parts = [] if parser is None else self._make_parts(parser.initial_events)
 
@@ -84,9 +84,9 @@ class AnswerDecoder:
         """Return the remaining parts, after the last token."""
         parts = [*self._initial_parts]
         if not self.is_stopped:
-            rest = self._decode_rest()
-            self.text_ends[-1] += len(rest)
-            parts += self._add_text(rest)
+            last_text = self._decode_remaining()
+            self.text_ends[-1] += len(last_text)
+            parts += self._add_text(last_text)
             parts += self._release_text(len(self._held_text))
         if self._forced_tool is not None:
             parts += self._read_calls(self._forced_tool)
@@ -100,7 +100,7 @@ class AnswerDecoder:
     @property
     def num_kept_tokens(self) -> int:
         """The number of tokens, except for the tokens of the stop string that ended the answer."""
-        return self._num_released if self.is_stopped else self.num_tokens
+        return self._num_released_tokens if self.is_stopped else self.num_tokens
 
     def _decode(self, token: int) -> str:
         """Return the text that a token completes."""
@@ -108,14 +108,14 @@ class AnswerDecoder:
         try:
             text: str | None = self._stream.step(self._tokenizer, token)
         except Exception:  # the stream fails if later tokens change the text of invalid UTF-8
-            text = self._decode_rest()
-            self._stream = DecodeStream([token], skip_special_tokens=self._skip_special)
+            text = self._decode_remaining()
+            self._stream = DecodeStream([token], skip_special_tokens=self._skips_special)
         if text is not None:
             self._undecoded.clear()
         return text or ""
 
-    def _decode_rest(self) -> str:
-        return str(self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special))
+    def _decode_remaining(self) -> str:
+        return str(self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special))
 
     def _add_text(self, text: str) -> list[AnswerPart]:
         self._held_text += text
@@ -140,21 +140,23 @@ class AnswerDecoder:
         text = self._held_text[:length]
         self._held_text = self._held_text[length:]
         self._num_released_characters += length
-        self._num_released = bisect_left(self.text_ends, self._num_released_characters)
+        self._num_released_tokens = bisect_left(self.text_ends, self._num_released_characters)
         if self._parser is not None:
             return self._make_parts(self._parser.feed(text))
-        return [AnswerPart(self._num_released, text)]
+        return [AnswerPart(self._num_released_tokens, text)]
 
     def _make_parts(self, events: Iterable[dict[str, Any]]) -> list[AnswerPart]:
         parts = []
         for chunk in response_events_to_chunks(list(events)):
             if isinstance(chunk, ToolCall):
                 self.num_calls += 1
-                parts.append(AnswerPart(self._num_released, call=(chunk.name, chunk.arguments)))
+                parts.append(
+                    AnswerPart(self._num_released_tokens, call=(chunk.name, chunk.arguments))
+                )
             elif isinstance(chunk, ReasoningText):
-                parts.append(AnswerPart(self._num_released, reasoning=str(chunk)))
+                parts.append(AnswerPart(self._num_released_tokens, reasoning=str(chunk)))
             else:
-                parts.append(AnswerPart(self._num_released, chunk))
+                parts.append(AnswerPart(self._num_released_tokens, chunk))
         return parts
 
     def _read_calls(self, tool: str) -> list[AnswerPart]:

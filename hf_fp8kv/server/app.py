@@ -43,7 +43,7 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none';style-src 'unsafe-inline';"
     "script-src 'unsafe-inline';connect-src 'self';frame-ancestors 'none'"
 }
-_OPEN_PATHS = ("/", "/health")  # that need no access token
+_OPEN_PATHS = ("/", "/health")  # paths that need no access token
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
 _LONG_INPUT_LENGTH = 100_000  # bytes of a body, or characters of a prompt
 _NUM_SHORT_JOBS = 8  # number of threads for short prompts, and for responses
@@ -191,8 +191,8 @@ class Application:
             if not self.is_stopping:
                 raise
             if not has_started:
-                answer = self._make_stopping_error().to_response()
-                await answer(scope, receive, send_and_record)
+                response = self._make_stopping_error().to_response()
+                await response(scope, receive, send_and_record)
         except Exception:  # `_make_error_response` has logged the error
             if scope[_TIMEOUT_KEY].expired():
                 status = _CLIENT_LEFT_STATUS

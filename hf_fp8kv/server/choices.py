@@ -24,7 +24,7 @@ _DEFAULT_NEW_TOKENS = 1024  # if a request does not limit its new tokens
 # Maximum number of answers to one request that run at once, which leaves room for other requests.
 _MAX_RUNNING_ANSWERS = 16
 # The function of transformers 5.18 has no argument for tools.
-_PARSER_TAKES_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
+_PARSER_ACCEPTS_TOOLS = "tools" in inspect.signature(build_response_parser).parameters
 
 
 @dataclass(eq=False)
@@ -79,8 +79,8 @@ class ChoiceMaker:
         for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
             if max(tokens, default=0) >= vocab_size:
                 raise make_value_error(field, f"tokens below {vocab_size}", max(tokens))
-        ids = None if body.ignore_eos else self._get_default(body, "eos_token_id")
-        end_tokens = [*(ids if isinstance(ids, list) else [ids]), *body.stop_token_ids]
+        end_ids = None if body.ignore_eos else self._get_default(body, "eos_token_id")
+        end_tokens = [*(end_ids if isinstance(end_ids, list) else [end_ids]), *body.stop_token_ids]
         has_prompt_logprobs = body.echo and body.num_top_tokens is not None
         choices: list[Choice] = []
         for prompt in prompts:
@@ -112,7 +112,7 @@ class ChoiceMaker:
     def _build_parser(self, body: AnyBody, prompt: list[int]) -> Any:
         if isinstance(body, CompletionBody):
             return None
-        tools = {"tools": body.template_tools} if _PARSER_TAKES_TOOLS else {}
+        tools = {"tools": body.template_tools} if _PARSER_ACCEPTS_TOOLS else {}
         served_model = self._served_model
         return build_response_parser(served_model.tokenizer, served_model.model, prompt, **tools)
 
@@ -225,15 +225,15 @@ class RunningRequest:
         num_unfinished = len(choices)
         try:
             while num_unfinished:
-                entries = [await self._queue.get()]
+                outcomes = [await self._queue.get()]
                 while not self._queue.empty():
-                    entries.append(self._queue.get_nowait())
-                parts = list(itertools.takewhile(lambda entry: isinstance(entry, tuple), entries))
+                    outcomes.append(self._queue.get_nowait())
+                parts = list(itertools.takewhile(lambda x: isinstance(x, tuple), outcomes))
                 num_unfinished -= sum(part is None for _, part in parts)
                 if parts:
                     yield parts
-                if len(parts) < len(entries):
-                    raise entries[len(parts)]
+                if len(parts) < len(outcomes):
+                    raise outcomes[len(parts)]
         finally:
             self._has_answers = False
             for task in tasks:
@@ -261,8 +261,8 @@ class RunningRequest:
         sequence = choice.sequence
         if choice.prompt_logprobs is not None and choice.is_first:
             num_top_tokens = sequence.num_top_tokens or 0
-            entries = await self._engine.score_prompt(sequence.prompt, num_top_tokens)
-            choice.prompt_logprobs += entries
+            logprobs = await self._engine.score_prompt(sequence.prompt, num_top_tokens)
+            choice.prompt_logprobs += logprobs
         if sequence.max_new_tokens > 0:
             await self._stream_parts(choice, started, per_step)
         else:

@@ -18,7 +18,7 @@ from .token_texts import TokenTexts
 # Parts of answers, each with its choice. None is the end of an answer.
 ChoiceParts = Sequence[tuple[Choice, AnswerPart | None]]
 # A token, whether it is the first token of its text, and the index of its first character.
-_PlacedEntry = tuple[TokenLogprob, bool, int]
+_PlacedLogprob = tuple[TokenLogprob, bool, int]
 DONE_EVENT = "data: [DONE]\n\n"
 
 
@@ -185,9 +185,9 @@ class _LogprobWriter:
 
         The log-probabilities of the prompt `echo` come first. None omits them.
         """
-        entries = [] if echo is None else self._find_prompt(echo)
+        entries = [] if echo is None else self._place_prompt(echo)
         new_entries = self._sequence.logprobs[self._num_sent : num_tokens]
-        entries += [self._find_next(entry) for entry in new_entries]
+        entries += [self._place_next(entry) for entry in new_entries]
         if is_chat:
             content = [self._format_entry(entry, is_first) for entry, is_first, _ in entries]
             return {"content": content, "refusal": None}
@@ -202,14 +202,14 @@ class _LogprobWriter:
             "text_offset": [offset for _, _, offset in entries],
         }
 
-    def _find_prompt(self, echo: Echo) -> list[_PlacedEntry]:
-        """Return the entries of the prompt with their places in its text."""
+    def _place_prompt(self, echo: Echo) -> list[_PlacedLogprob]:
+        """Return the log-probabilities of the prompt with their places in its text."""
         self._start = len(echo.text)
         entries = zip(self._prompt_logprobs or (), echo.offsets, strict=True)
         return [(entry, offset == 0, offset) for entry, offset in entries]
 
-    def _find_next(self, entry: TokenLogprob) -> _PlacedEntry:
-        """Return the next entry of the answer with its place in the text."""
+    def _place_next(self, entry: TokenLogprob) -> _PlacedLogprob:
+        """Return the next log-probability of the answer with its place in the text."""
         old_end, end = self._decoder.text_ends[self._num_sent : self._num_sent + 2]
         self._num_sent += 1
         offset = self._texts.find_offset(entry.token, old_end, end)
@@ -221,12 +221,12 @@ class _LogprobWriter:
         return None if omits else self._texts.get_bytes(token, is_first)
 
     def _map_top_tokens(self, entry: TokenLogprob, is_first: bool) -> dict[str, float | None]:
-        """Return log-probabilities by text. Tokens with a text of another token have their id."""
-        own_text = self._texts.get_text(entry.token, is_first)
+        """Return log-probabilities by text. Tokens with equal texts are named by their ids."""
+        chosen_text = self._texts.get_text(entry.token, is_first)
         logprobs = {}
         for token, logprob in {**dict(entry.top_tokens), entry.token: entry.logprob}.items():
             text = self._texts.get_text(token, is_first)
-            is_taken = token != entry.token and (text == own_text or text in logprobs)
+            is_taken = token != entry.token and (text == chosen_text or text in logprobs)
             logprobs[f"token_id:{token}" if is_taken else text] = logprob
         return logprobs
 
@@ -237,5 +237,5 @@ class _LogprobWriter:
 
     def _format_token(self, token: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
         text = self._texts.get_text(token, is_first)
-        data = self._get_bytes(token, is_first)
-        return {"token": text, "logprob": logprob, "bytes": list(data or b"")}
+        token_bytes = self._get_bytes(token, is_first)
+        return {"token": text, "logprob": logprob, "bytes": list(token_bytes or b"")}

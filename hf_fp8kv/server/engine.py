@@ -78,8 +78,8 @@ class Engine:
             model.device.type == "cpu"
             and batching.num_blocks is batching.max_memory_percent is None
         ):
-            share = min(_compute_cpu_bytes(model) / _count_free_bytes(), _MAX_CPU_SHARE)
-            batching = dataclasses.replace(batching, max_memory_percent=share)
+            memory_share = min(_compute_cpu_bytes(model) / _count_free_bytes(), _MAX_CPU_SHARE)
+            batching = dataclasses.replace(batching, max_memory_percent=memory_share)
         # The engine reserves memory for logits processors only if the configuration samples.
         config = model.generation_config.to_dict() | {"do_sample": True, "temperature": 0.7}
         manager = model.init_continuous_batching(
@@ -100,9 +100,9 @@ class Engine:
             logger.info("allocating pages, and filling them with zeros")
             with _log_growth():
                 manager.warmup()
-            max_stored: int = manager.max_request_tokens
-            if max_stored < 2:
-                raise ValueError(f"pages for {max_stored} tokens of a request")
+            max_stored_tokens: int = manager.max_request_tokens
+            if max_stored_tokens < 2:
+                raise ValueError(f"pages for {max_stored_tokens} tokens of a request")
             manager.start()
         except BaseException as error:
             self.stop()
@@ -114,7 +114,7 @@ class Engine:
             ) from error
         max_positions = getattr(text_config, "max_position_embeddings", None)
         # The last token of an answer is never stored.
-        limits = (max_stored + 1, max_positions, max_model_tokens)
+        limits = (max_stored_tokens + 1, max_positions, max_model_tokens)
         # Maximum number of tokens of a prompt and its answer.
         self.max_tokens = min(n for n in limits if isinstance(n, int) and n > 0)
         self._num_page_tokens = int(manager.continuous_batching_config.page_size)
@@ -238,14 +238,14 @@ class Engine:
         Raises:
             APIError: The engine does not run, or a logit is not a number.
         """
-        entries = [TokenLogprob(prompt[0], None, ())]
+        logprobs = [TokenLogprob(prompt[0], None, ())]
         async with self._scoring_lock:
             self._require_alive()
             cache = self._manager.make_cache()
             for start in range(0, len(prompt) - 1, _SCORING_CHUNK_TOKENS):
                 tokens = prompt[start : start + _SCORING_CHUNK_TOKENS + 1]
-                entries += await asyncio.to_thread(self._score_tokens, cache, tokens, num_top)
-        return entries
+                logprobs += await asyncio.to_thread(self._score_tokens, cache, tokens, num_top)
+        return logprobs
 
     @torch.no_grad()
     def _score_tokens(

@@ -18,7 +18,7 @@ class JobPool:
     A running job cannot be stopped. It holds its thread until its end, even without its request.
 
     Args:
-        name: What the jobs do.
+        name: Description of the jobs, for the names of threads.
         num_threads: Maximum number of jobs that run at once.
         max_waiting: Maximum number of jobs that wait. Requests with further jobs get status 429.
     """

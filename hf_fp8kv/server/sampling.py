@@ -59,16 +59,16 @@ class TokenRules:
                 tensors["bias"] = torch.tensor([*self.logit_bias.values()], device=scores.device)
             scores[tensors["bias_tokens"]] += tensors["bias"]
         if len(answer) < self.min_tokens:
-            blocked = [token for token in sequence.end_tokens if token < len(scores)]
-            scores[_make_index(blocked, scores)] = -math.inf
+            blocked_tokens = [token for token in sequence.end_tokens if token < len(scores)]
+            scores[_make_index(blocked_tokens, scores)] = -math.inf
         if self.repetition_penalty != 1:
             if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
                 tensors["prompt"] = _make_index(sequence.prompt, scores)
             # A token that occurs twice is penalized once.
-            index = torch.cat([tensors["prompt"], _make_index({*answer}, scores)])
-            old_scores = scores[index]
+            tokens = torch.cat([tensors["prompt"], _make_index({*answer}, scores)])
+            old_scores = scores[tokens]
             penalty = self.repetition_penalty
-            scores[index] = torch.where(old_scores > 0, old_scores / penalty, old_scores * penalty)
+            scores[tokens] = torch.where(old_scores > 0, old_scores / penalty, old_scores * penalty)
         if answer and (self.presence_penalty or self.frequency_penalty):
             counts = Counter(answer)
             frequencies = torch.tensor([*counts.values()], device=scores.device)
@@ -216,10 +216,10 @@ def transform_scores(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Ten
     """
     temperature, top_p, min_p = (row.view(torch.float32) for row in arguments[:3])
     top_k, keys = arguments[3], arguments[4]
-    on_cpu = scores.device.type == "cpu"
+    is_on_cpu = scores.device.type == "cpu"
 
     def may_apply(is_affected: torch.Tensor) -> bool:  # on a GPU, a read would synchronize
-        return not on_cpu or bool(is_affected.any())
+        return not is_on_cpu or bool(is_affected.any())
 
     if may_apply((temperature != 0) & (temperature != 1)):
         scores = scores / temperature.masked_fill(temperature == 0, 1.0)[:, None]
@@ -236,7 +236,7 @@ def transform_scores(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Ten
         # Nguyen et al. 2024. It can be last, because top-k and top-p keep probability ratios.
         threshold = scores.amax(-1, keepdim=True) + min_p.log()[:, None]  # -inf for 0
         scores = scores.masked_fill(scores < threshold, -math.inf)
-    if not on_cpu:
+    if not is_on_cpu:
         noise = make_gumbel_noise(keys, scores.shape[1])
         return scores + noise.masked_fill_((keys == 0)[:, None], 0.0)
     rows = keys.nonzero()[:, 0]  # greedy rows need no noise

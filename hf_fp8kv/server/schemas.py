@@ -654,8 +654,8 @@ def validate(
     for name, value in sorted(body.items()):
         field = prefix + name
         # `value` itself is the first of these values, and is not counted.
-        excess = itertools.islice(walk_values(value), _MAX_FIELD_VALUES + 1, None)
-        if name != "prompt" and any(True for _ in excess):
+        excess_values = itertools.islice(walk_values(value), _MAX_FIELD_VALUES + 1, None)
+        if name != "prompt" and any(True for _ in excess_values):
             raise make_value_error(field, f"at most {_MAX_FIELD_VALUES} values in total", value)
         if name in model.model_fields:
             fields[name] = value
@@ -676,11 +676,11 @@ def validate(
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)
-        detail = details[0]
-        field = _get_field(details[0])
-        rules = dict.fromkeys(_describe_rule(x) for x in details if _get_field(x) == field)
-        value = None if detail["type"] == "missing" else detail["input"]
+        errors = error.errors(include_url=False, include_context=False)
+        first_error = errors[0]
+        field = _get_field(errors[0])
+        rules = dict.fromkeys(_describe_rule(x) for x in errors if _get_field(x) == field)
+        value = None if first_error["type"] == "missing" else first_error["input"]
         raise make_value_error(prefix + field, " or ".join(rules)[:200], value) from None
 
 

@@ -69,20 +69,20 @@ class ServerConfig:
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a server that listens on `host`."""
     try:
-        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    addresses = [str(address[0]).partition("%")[0] for *_, address in entries]  # without the zone
+    addresses = [str(address[0]).partition("%")[0] for *_, address in infos]  # without the zone
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not accept connections yet. Raise ConfigError on failure."""
     try:
-        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # `localhost` may have addresses of IPv4 and IPv6. Prefer IPv4.
-        entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
-        family, socket_type, protocol, _, address = entries[0]
+        infos.sort(key=lambda info: info[0] != socket.AF_INET)
+        family, socket_type, protocol, _, address = infos[0]
         sock = socket.socket(family, socket_type, protocol)
         try:
             # Connections inherit the size. Larger buffers could hold megabytes for stalled clients.

@@ -53,11 +53,11 @@ def read_grammar(body: AnyBody) -> _Grammar | None:
     Raises:
         APIError: A grammar exceeds a limit, or two fields have a grammar.
     """
-    call_grammar = _read_tools(body)
-    output_grammar = _read_structured_outputs(body)
+    call_grammar = _read_tool_grammar(body)
+    output_grammar = _read_output_grammar(body)
     if call_grammar is not None and output_grammar is None:
         return call_grammar  # OpenAI's format fields apply to text. A forced call has no text
-    candidates = (call_grammar, _read_format(body), output_grammar)
+    candidates = (call_grammar, _read_format_grammar(body), output_grammar)
     grammars = [grammar for grammar in candidates if grammar is not None]
     if len(grammars) > 1:
         (field, _), (other_field, _) = grammars[:2]
@@ -66,7 +66,7 @@ def read_grammar(body: AnyBody) -> _Grammar | None:
     return grammars[0] if grammars else None
 
 
-def _read_format(body: AnyBody) -> _Grammar | None:
+def _read_format_grammar(body: AnyBody) -> _Grammar | None:
     if isinstance(body, CompletionBody):
         return None
     if isinstance(body, ResponseBody):
@@ -84,7 +84,7 @@ def _read_format(body: AnyBody) -> _Grammar | None:
     return _make_json_grammar(f"{schema_field}.schema", output_format.json_schema.schema_)
 
 
-def _read_structured_outputs(body: AnyBody) -> _Grammar | None:
+def _read_output_grammar(body: AnyBody) -> _Grammar | None:
     outputs = body.structured_outputs
     field = "structured_outputs"
     if outputs is None:
@@ -103,7 +103,7 @@ def _read_structured_outputs(body: AnyBody) -> _Grammar | None:
     return f"{field}.choice", lark_grammar
 
 
-def _read_tools(body: AnyBody) -> _Grammar | None:
+def _read_tool_grammar(body: AnyBody) -> _Grammar | None:
     """Return the grammar of a request that must call a tool, or None for other requests.
 
     If the request names a tool, the answer consists of the tool's arguments. Otherwise, the answer
@@ -147,18 +147,18 @@ def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
         raise make_field_error(field, message)
     objects = [value for value in walk_values(list(schemas)) if isinstance(value, dict)]
     # llguidance creates a state for each remainder, and for each combination of remainders.
-    divisors = [x["multipleOf"] for x in objects if isinstance(x.get("multipleOf"), int | float)]
-    numerators = [Fraction(str(n)).numerator for n in divisors if 0 < n < math.inf]
+    multiples = [x["multipleOf"] for x in objects if isinstance(x.get("multipleOf"), int | float)]
+    numerators = [Fraction(str(n)).numerator for n in multiples if 0 < n < math.inf]
     if sum(numerators) > _MAX_MULTIPLE or math.lcm(*numerators) > _MAX_MULTIPLE:
         expected = f"values of multipleOf with a sum and a multiple of at most {_MAX_MULTIPLE}"
         raise make_field_error(field, f"expected {expected}")
-    properties = [x["patternProperties"] for x in objects if "patternProperties" in x]
-    names = [name for x in properties if isinstance(x, dict) for name in x]
-    if len(names) > _MAX_PATTERN_PROPERTIES:
+    pattern_schemas = [x["patternProperties"] for x in objects if "patternProperties" in x]
+    key_patterns = [name for x in pattern_schemas if isinstance(x, dict) for name in x]
+    if len(key_patterns) > _MAX_PATTERN_PROPERTIES:
         expected = f"at most {_MAX_PATTERN_PROPERTIES} patternProperties"
         raise make_field_error(field, f"expected {expected}")
     patterns = [x["pattern"] for x in objects if isinstance(x.get("pattern"), str)]
-    if sum(map(len, names + patterns)) > MAX_REGEX_LENGTH:
+    if sum(map(len, key_patterns + patterns)) > MAX_REGEX_LENGTH:
         raise make_field_error(field, f"expected patterns of at most {MAX_REGEX_LENGTH} characters")
 
 
@@ -203,7 +203,7 @@ class Guide:
             raise APIError(500, message) from None
 
     def compute_mask(self, end_tokens: Iterable[int], vocab_size: int) -> np.ndarray:
-        """Return which tokens must not follow, `[V]` bool. `end_tokens` end the answer."""
+        """Return a mask of tokens that must not follow, `[V]`, bool. `end_tokens` end the text."""
         bits = np.unpackbits(~self._allowed_bits, count=vocab_size, bitorder="little")
         bits[[token for token in end_tokens if token < vocab_size]] = not self._is_accepting
         return bits.view(bool)
@@ -242,7 +242,7 @@ class Grammars:
         """Return the guide of a request, or None if the request has no grammar.
 
         Raises:
-            APIError: The request's fields or its grammar are wrong, or too complex.
+            APIError: The request's fields or its grammar are invalid, or too complex.
         """
         grammar = read_grammar(body)
         if grammar is None:

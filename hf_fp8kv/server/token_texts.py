@@ -28,7 +28,7 @@ class TokenTexts:
         self.special_tokens = frozenset(token_id for token_id, x in added_tokens if x.special)
         decoder = self._tokenizer.decoder
         self._decoder_state = b"" if decoder is None else decoder.__getstate__()  # JSON
-        self._byte_alphabet = {spelled: byte for byte, spelled in bytes_to_unicode().items()}
+        self._byte_alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
         self._bytes: dict[tuple[int, bool], bytes] = {}
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -59,10 +59,10 @@ class TokenTexts:
 
         Before the text grows, tokens that are parts of a character have the character's index.
         """
-        data = self.get_bytes(token, old_end == 0)
-        if end == old_end or not is_complete(data):
+        token_bytes = self.get_bytes(token, old_end == 0)
+        if end == old_end or not is_complete(token_bytes):
             return old_end
-        return max(end - len(data.decode()), old_end)
+        return max(end - len(token_bytes.decode()), old_end)
 
     def get_bytes(self, token: int, is_first: bool) -> bytes:
         """Return the bytes of a token. A part of a character is not valid UTF-8."""
@@ -71,10 +71,10 @@ class TokenTexts:
         return self._bytes[token, is_first]
 
     def get_text(self, token: int, is_first: bool) -> str:
-        """Return the text of a token. For a part of a character it is like `bytes:\\xf0\\x9f`."""
-        data = self.get_bytes(token, is_first)
-        text = data.decode(errors="backslashreplace")
-        return text if is_complete(data) else f"bytes:{text}"
+        """Return the text of a token, such as `bytes:\\xf0\\x9f` for a part of a character."""
+        token_bytes = self.get_bytes(token, is_first)
+        text = token_bytes.decode(errors="backslashreplace")
+        return text if is_complete(token_bytes) else f"bytes:{text}"
 
     def _compute_bytes(self, token: int, is_first: bool) -> bytes:
         prefix = [] if is_first else self._prefix_ids

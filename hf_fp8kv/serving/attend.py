@@ -141,8 +141,8 @@ class StoredLayer:
         scratch = self._layout.view_memory(memory)
         scratch = scratch._replace(k=self.pages.k, v=self.pages.v, table=table)
         positions = torch.arange(num_tokens, device=query.device)
-        page, slot = positions // page_size, positions % page_size
-        _copy_tokens(self.pages, chunk.old_slots, scratch, (page[:num_old], slot[:num_old]))
+        pages, slots = positions // page_size, positions % page_size
+        _copy_tokens(self.pages, chunk.old_slots, scratch, (pages[:num_old], slots[:num_old]))
         span = slice(chunk.first_token, chunk.first_token + chunk.num_new)
         lengths = chunk.old_lengths + chunk.num_new
         ops.write(scratch, key[:, :, span], value[:, :, span], lengths, self._backend)
@@ -156,7 +156,9 @@ class StoredLayer:
             backend=self._backend,
         )
         first_kept = num_tokens - len(chunk.kept_slots[0])
-        _copy_tokens(scratch, (page[first_kept:], slot[first_kept:]), self.pages, chunk.kept_slots)
+        _copy_tokens(
+            scratch, (pages[first_kept:], slots[first_kept:]), self.pages, chunk.kept_slots
+        )
 
 
 def _copy_tokens(source: Pages, source_slots: _Slots, target: Pages, target_slots: _Slots) -> None:

@@ -109,8 +109,8 @@ def require_enabled(model: Any) -> None:
     """Raise ConfigError unless `enable` was called on the model."""
     if find_factory(model) is None:
         raise ConfigError(
-            "model: expected a model that hf_fp8kv.serving.enable() was called on, got another "
-            f"{type(model).__name__}. Call enable() first"
+            "model: expected a model that hf_fp8kv.serving.enable() was called on, got a "
+            f"{type(model).__name__} without that call. Call enable() first"
         )
 
 
@@ -228,8 +228,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         run.
         """
         errors = [self._find_length_error(input_ids, max_new_tokens) for input_ids in inputs]
-        fitting = [x for x, error in zip(inputs, errors, strict=True) if error is None]
-        added_ids = iter(super().add_requests(fitting, max_new_tokens, *args, **kwargs))
+        fitting_inputs = [x for x, error in zip(inputs, errors, strict=True) if error is None]
+        added_ids = iter(super().add_requests(fitting_inputs, max_new_tokens, *args, **kwargs))
         request_ids = []
         for input_ids, error in zip(inputs, errors, strict=True):
             request_id = next(added_ids) if error is None else uuid.uuid4().hex
@@ -299,8 +299,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         if config.prefix_store is not None:
             page_size = self.continuous_batching_config.page_size
             identity = config.identify(self.model, page_size)
-        names = {"PagedAttentionCache": make_cache_class(config, identity, self._hash_key)}
-        processor = rebind_globals(StockManager._create_batch_processor, **names)(self)
+        replacements = {"PagedAttentionCache": make_cache_class(config, identity, self._hash_key)}
+        processor = rebind_globals(StockManager._create_batch_processor, **replacements)(self)
         order_streams(processor.inputs_and_outputs)
         # The thread of the engine may have a different current stream than this thread, which
         # zeroes the pages.

@@ -117,13 +117,13 @@ def plan_block_sizes(layouts: Mapping[str, Sequence[EngineLayout]]) -> dict[str,
     each kind leaves half a sector free on average. The cost of large sectors is therefore compared
     with the unused bytes, for memory of about 2,000 blocks.
     """
-    needed = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in layouts.items()}
+    min_sizes = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in layouts.items()}
 
     def fill_sector(num_largest: int) -> dict[str, int]:
-        sector_size = num_largest * max(needed.values())
-        block_counts = {kind: sector_size // size for kind, size in needed.items()}
+        sector_size = num_largest * max(min_sizes.values())
+        block_counts = {kind: sector_size // size for kind, size in min_sizes.items()}
         sector_size += -sector_size % (128 * math.lcm(*block_counts.values()))
         return {kind: sector_size // num_blocks for kind, num_blocks in block_counts.items()}
 
-    choices = {num_largest: fill_sector(num_largest) for num_largest in range(1, 65)}
-    return choices[min(choices, key=lambda n: sum(choices[n].values()) * (1 + n / 512))]
+    candidates = {num_largest: fill_sector(num_largest) for num_largest in range(1, 65)}
+    return candidates[min(candidates, key=lambda n: sum(candidates[n].values()) * (1 + n / 512))]

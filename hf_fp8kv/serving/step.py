@@ -156,18 +156,18 @@ class _Planner:
 
     def plan_layer(self, requests: Sequence[_Request], num_step_tokens: int) -> LayerWork:
         wrapping = [request for request in requests if self.wraps_ring(request)]
-        appended = [request for request in requests if not self.wraps_ring(request)]
-        slots = [self.locate_slots(x, x.num_stored, x.num_stored + x.num_new) for x in appended]
+        appending = [request for request in requests if not self.wraps_ring(request)]
+        slots = [self.locate_slots(x, x.num_stored, x.num_stored + x.num_new) for x in appending]
         page, slot = (np.concatenate(x) for x in zip((_EMPTY, _EMPTY), *slots, strict=True))
         written_tokens = None
         if wrapping:
-            spans = [np.arange(x.first_token, x.first_token + x.num_new) for x in appended]
+            spans = [np.arange(x.first_token, x.first_token + x.num_new) for x in appending]
             written_tokens = self.upload(np.concatenate([_EMPTY, *spans]), np.int64)
         return LayerWork(
             written_tokens,
             self.upload(page, np.int32)[:, None],
             self.upload(slot + 1, np.int32),
-            [self.plan_batch(group, num_step_tokens) for group in group_by_length(appended)],
+            [self.plan_batch(group, num_step_tokens) for group in group_by_length(appending)],
             [self.plan_chunk(request) for request in wrapping],
             num_step_tokens,
         )
@@ -209,10 +209,12 @@ class _Planner:
             page, slot = self.locate_slots(request, first, end)
             return self.upload(page, np.int64), self.upload(slot, np.int64)
 
-        old = upload_slots(max(find_first_visible(start, self.window), 0), start)
-        kept = upload_slots(max(find_first_visible(stop - 1, self.window), start), stop)
-        old_lengths = self.upload([len(old[0])], np.int32)
-        return RingChunk(self.window, request.first_token, request.num_new, old_lengths, old, kept)
+        old_slots = upload_slots(max(find_first_visible(start, self.window), 0), start)
+        kept_slots = upload_slots(max(find_first_visible(stop - 1, self.window), start), stop)
+        old_lengths = self.upload([len(old_slots[0])], np.int32)
+        return RingChunk(
+            self.window, request.first_token, request.num_new, old_lengths, old_slots, kept_slots
+        )
 
 
 def make_batch(
@@ -234,12 +236,12 @@ def make_batch(
         # Shorter requests are padded in front. A query of the padding is before the start of its
         # sequence, or repeats an existing query. Its result is not used.
         offsets = np.arange(num_queries) - num_queries
-        ends = np.array([request.first_token + request.num_new for request in group])[:, None]
-        padding = np.array([request.num_new for request in group])[:, None] + offsets < 0
-        queries = np.where(padding, ends - 1, ends + offsets).reshape(-1).astype(np.int64)
+        stops = np.array([request.first_token + request.num_new for request in group])[:, None]
+        is_padding = np.array([request.num_new for request in group])[:, None] + offsets < 0
+        queries = np.where(is_padding, stops - 1, stops + offsets).reshape(-1).astype(np.int64)
         tokens = targets = upload(queries, lengths.device)
-        if padding.any():
-            used_rows = np.flatnonzero(~padding).astype(np.int64)
+        if is_padding.any():
+            used_rows = np.flatnonzero(~is_padding).astype(np.int64)
             rows, targets = (upload(x, lengths.device) for x in (used_rows, queries[used_rows]))
     causal = num_queries > 1
     return AttendBatch(tokens, rows, targets, num_queries, table, lengths, max_length, causal)

@@ -419,7 +419,7 @@ def delayed_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedStream]:
             _start_copy(layer, source, target, pages)
 
     monkeypatch.setattr(OffloadedLayer, "_start_copy", start_copy)
-    monkeypatch.setattr(OffloadBudget, "find_stream", lambda *_: stream)
+    monkeypatch.setattr(OffloadBudget, "get_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     keep = stream.kept_tensors.append

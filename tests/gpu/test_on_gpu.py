@@ -30,7 +30,7 @@ from benchmarks.gpu.stage import Stage
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
-from hf_fp8kv.cache.paged_tensor import pages_of
+from hf_fp8kv.cache.paged_tensor import get_pages
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
 from tests.helpers.planned import centered_scales
 from tests.helpers.tiny_models import build_variant
@@ -526,7 +526,7 @@ def test_attention_in_a_step_of_generate_matches_the_reference(fmt, case, preall
         steps = CacheSteps(STAGE, fmt, case, 2, "triton", preallocated=preallocated)
         for layer in range(2):
             output = steps.step(layer)
-    assert compute_output_error(output, steps.query, pages_of(steps.key), case) < TOLERANCE
+    assert compute_output_error(output, steps.query, get_pages(steps.key), case) < TOLERANCE
 
 
 @needs_gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache, choose_plan
-from hf_fp8kv.cache.paged_tensor import pages_of
+from hf_fp8kv.cache.paged_tensor import get_pages
 from hf_fp8kv.vllm.dtypes import DTYPES
 
 from ..helpers.planned import protected_plan_for
@@ -177,7 +177,7 @@ def test_the_pool_holds_the_bytes_of_the_cache(load_model, prompts, serve, tmp_p
     for index, layer in enumerate(cache.layers):
         attention = layers[f"model.layers.{index}.self_attn.attn"]
         pages = attention.impl.view_stored_layer(attention.kv_cache).pages
-        expected = pages_of(layer.keys)
+        expected = get_pages(layer.keys)
         code_pairs = [(pages.k_codes, expected.k_codes), (pages.v_codes.mT, expected.v_codes.mT)]
         if scales is None:
             code_pairs.append((pages.token_scales, expected.token_scales))

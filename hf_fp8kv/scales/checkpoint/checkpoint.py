@@ -186,8 +186,8 @@ def read_configs(folder: Folder) -> Checkpoint:
     path = folder.find_file("config.json")
     modelopt_path = folder.find_file(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
-    modelopt = None if modelopt_path is None else read_json(modelopt_path, unique=False)
-    return Checkpoint(folder, config, modelopt, {})
+    modelopt_config = None if modelopt_path is None else read_json(modelopt_path, unique=False)
+    return Checkpoint(folder, config, modelopt_config, {})
 
 
 def find_indexed_tensors(folder: Folder) -> dict[str, str]:

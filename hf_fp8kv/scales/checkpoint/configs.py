@@ -44,7 +44,7 @@ _CACHE_ENTRIES = (
 _LAYERS_ENTRY = "kv_cache_quantized_layers"
 LAYER_ENTRIES = (_LAYERS_ENTRY, "kv_cache_schema_version", "kv_cache_deployment_supported")
 TGI_ENTRY = "kv_cache_torch_dtype"
-_TOP_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
+_TOP_LEVEL_ENTRIES = (TGI_ENTRY, "kv_cache_dtype")
 _STATIC_NAMES = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
 _FNUZ_NAMES = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
 _DYNAMIC_NAMES = ("dynamic", "fp8_per_token_head")
@@ -96,7 +96,7 @@ def iterate_configs(config: object, path: str = "") -> Iterator[tuple[str, Mappi
 
 def find_text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the innermost config of the language model."""
-    nested_config = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
+    nested_config = next(filter(None, (as_mapping(config.get(n)) for n in _TEXT_CONFIGS)), None)
     return config if nested_config is None else find_text_config(nested_config)
 
 
@@ -138,17 +138,17 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
             if block := as_mapping(owner.get(entry)):
                 block_dialect = find_dialect(entry, block) or "autofp8"
                 dialect = dialect or block_dialect
-                found = _parse_block(path + entry, block)
-                declarations += [replace(d, dialect=block_dialect) for d in found]
+                new_declarations = _parse_block(path + entry, block)
+                declarations += [replace(d, dialect=block_dialect) for d in new_declarations]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
-        found = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
-        declarations += [replace(d, dialect="modelopt") for d in found]
+        new_declarations = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
+        declarations += [replace(d, dialect="modelopt") for d in new_declarations]
     dialect = dialect or "tgi"
-    for entry in _TOP_ENTRIES:
+    for entry in _TOP_LEVEL_ENTRIES:
         for path, owner in configs:
-            found = _parse_entry(path + entry, owner.get(entry))
-            declarations += [replace(d, dialect=dialect) for d in found]
+            new_declarations = _parse_entry(path + entry, owner.get(entry))
+            declarations += [replace(d, dialect=dialect) for d in new_declarations]
     kinds = ("unsupported", "static", "dynamic")
     strongest = next(
         (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
@@ -205,9 +205,9 @@ def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaratio
 def _parse_layers(label: str, value: object) -> Iterator[Declaration]:
     """Yield the declaration of the quantized layers, if the entry lists any."""
     formats = {str(n): as_mapping(x).get("quant_algo") for n, x in as_mapping(value).items()}
-    others = [f"{name} with {x!r}" for name, x in formats.items() if x != "FP8"]
-    if others:
-        yield Declaration("unsupported", f"{label}: {format_list(others)}")
+    unsupported = [f"{name} with {x!r}" for name, x in formats.items() if x != "FP8"]
+    if unsupported:
+        yield Declaration("unsupported", f"{label}: {format_list(unsupported)}")
     elif formats:
         description = f"{label}: {len(formats)} layers with FP8"
         yield Declaration("static", description, quantized_layers=tuple(formats))
@@ -334,9 +334,9 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
                 pop_entries(block.get("quantization"), _CACHE_ENTRIES)
                 is_compressed = block.get("quant_method") == "compressed-tensors"
                 if is_compressed and not (groups or block.get("sparsity_config")):
-                    pop_entries(owner, (entry,))  # quantizes nothing
+                    pop_entries(owner, (entry,))  # the block quantizes nothing
         if not is_same_format:
-            pop_entries(owner, _TOP_ENTRIES)
+            pop_entries(owner, _TOP_LEVEL_ENTRIES)
     remaining = find_declaration(config, modelopt)
     if not is_same_format and remaining.kind != "none":
         raise ScaleError(

@@ -14,7 +14,7 @@ from ...formats import AUTO, FORMATS, LayerPlan
 from ...formats.rotation import compute_rotation_block
 from ...utils.files import PICKLE_SUFFIXES, convert_read_errors
 from ...utils.text import format_list
-from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData, scalar
+from ..layer_scales import FLOAT_DTYPES, LayerScales, ScaleData, make_scalar
 from ..read_options import ReadOptions
 from .checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from .configs import find_cached_layers, find_head_counts, find_text_config
@@ -179,16 +179,16 @@ def _add_rotation(
         size = config.get("hidden_size")
         count = config.get("num_attention_heads")
         head_dim = size // count if type(size) is type(count) is int and count > 0 else 0
-    block = compute_rotation_block(head_dim) if isinstance(head_dim, int) else 0
+    block_size = compute_rotation_block(head_dim) if isinstance(head_dim, int) else 0
     for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
         path = re.sub(ATTENTION_PATTERN.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
             sizes = {size for size, target in rotations if _is_target(path, target)}
-        if sizes != {block}:
+        if sizes != {block_size}:
             raise ScaleError(
-                f"{checkpoint.origin}: expected K rotated in blocks of {block}, the largest for "
-                f"heads of {head_dim!r}, got {format_list(sizes) or 'no rotation'} for {path}. Use "
-                "scales=None, which is dynamic, or calibrate"
+                f"{checkpoint.origin}: expected K rotated in blocks of {block_size}, the largest "
+                f"for heads of {head_dim!r}, got {format_list(sizes) or 'no rotation'} for {path}. "
+                "Use scales=None, which is dynamic, or calibrate"
             )
     plan = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
     return {index: replace(layer, plan=plan) for index, layer in layers.items()}
@@ -199,9 +199,9 @@ def _add_unquantized(
 ) -> dict[int, LayerScales]:
     """Add the layers that a declaration of quantized layers leaves out, in the model's dtype."""
     names = checkpoint.declaration.quantized_layers
-    declared = {int(match["layer"]) for name in names if (match := re.match(LAYER_REGEX, name))}
-    expected = find_cached_layers(checkpoint.origin, checkpoint.config) or ()
-    unquantized = {index for index in expected if declared and index not in declared}
+    quantized = {int(match["layer"]) for name in names if (match := re.match(LAYER_REGEX, name))}
+    cached_layers = find_cached_layers(checkpoint.origin, checkpoint.config) or ()
+    unquantized = {index for index in cached_layers if quantized and index not in quantized}
     if wrong_layers := format_list(sorted(unquantized & layers.keys())):
         raise ScaleError(
             f"{checkpoint.origin}: expected no scales of layers that are not quantized according "
@@ -210,7 +210,9 @@ def _add_unquantized(
     if not unquantized:
         return layers
     source = f"{checkpoint.origin}, not quantized"
-    layer = LayerScales(scalar(1.0), scalar(1.0), source=source, plan=LayerPlan.parse(AUTO, AUTO))
+    layer = LayerScales(
+        make_scalar(1.0), make_scalar(1.0), source=source, plan=LayerPlan.parse(AUTO, AUTO)
+    )
     plan = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
     return dict.fromkeys(unquantized, layer) | {n: replace(x, plan=plan) for n, x in layers.items()}
 
@@ -278,9 +280,11 @@ def _make_no_scales_error(checkpoint: Checkpoint) -> ScaleError:
     if pickles:
         got += f" (pickles are never loaded: {format_list(pickles)})"
     declaration = checkpoint.declaration
-    servers = ", so servers use 1.0" if declaration.kind == "static" and not likely_names else ""
+    server_note = (
+        ", so servers use 1.0" if declaration.kind == "static" and not likely_names else ""
+    )
     return ScaleError(
         f"{checkpoint.origin}: expected {KV_FILE}, {JSON_FILE}, or scale tensors such as "
         f"self_attn.{names} in the layers of the language model, {got}. The config declares "
-        f"{declaration.description}{servers}. Use scales=None, which is dynamic, or calibrate"
+        f"{declaration.description}{server_note}. Use scales=None, which is dynamic, or calibrate"
     )

@@ -69,7 +69,7 @@ TENSOR_NAMES = (
 )
 # Biases of ModelOpt's FP8_AFFINE: values for each head and channel, subtracted before scaling.
 BIAS_PATTERN = re.compile(_PREFIX_REGEX + r"(?P<side>[kv])_proj\.(?P=side)_bias")
-# Names of tensors that exist only for caches in other formats than FP8.
+# Names of tensors that exist only in checkpoints with a cache that is not FP8.
 FOREIGN_PATTERNS = tuple(
     (re.compile(_PREFIX_REGEX + suffix), cache)
     for suffix, cache in (
@@ -101,14 +101,18 @@ def match_tensors(
     scales: list[ScaleTensor] = []
     unknown_names: list[str] = []
     for name in names:
-        for entry in TENSOR_NAMES if ATTENTION_PATTERN.match(name) else ():
-            fmt = declaration.dialect if declaration.dialect in entry.formats else entry.formats[0]
+        for tensor_name in TENSOR_NAMES if ATTENTION_PATTERN.match(name) else ():
+            fmt = (
+                declaration.dialect
+                if declaration.dialect in tensor_name.formats
+                else tensor_name.formats[0]
+            )
             # An INT8 cache has the same names. Those are refused later, with the reason.
-            is_ambiguous = entry.needs_declaration and declaration.kind == "none"
-            if fmt and not is_ambiguous and (match := entry.pattern.fullmatch(name)):
+            is_ambiguous = tensor_name.needs_declaration and declaration.kind == "none"
+            if fmt and not is_ambiguous and (match := tensor_name.pattern.fullmatch(name)):
                 side = match.groupdict().get("side", "kv")
                 layer = int(match["layer"])
-                scales.append(ScaleTensor(entry.priority, layer, name, side, fmt))
+                scales.append(ScaleTensor(tensor_name.priority, layer, name, side, fmt))
                 break
         else:
             if LIKELY_SCALE_PATTERN.search(name):

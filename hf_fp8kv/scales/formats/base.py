@@ -173,29 +173,31 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         )
     loss_layers: dict[str, list[int]] = defaultdict(list)
     loss_layers["the formats of the plan are left out, servers store E4M3"] = [*(scales.plan or ())]
-    static: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    static_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for index, layer in scales.layers.items():
         k, v = layer.static
         if layer.k_center is not None:  # |K| <= max * scale + |center|
             loss_layers["K's scales are enlarged by the centers, which are left out"].append(index)
             headroom = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
             k = k + (headroom if k.ndim else headroom.max())
-        static[index] = k, v
-    num_heads = {index: max(len(x) if x.ndim else 1 for x in kv) for index, kv in static.items()}
+        static_scales[index] = k, v
+    num_heads = {
+        index: max(len(x) if x.ndim else 1 for x in kv) for index, kv in static_scales.items()
+    }
     # A layer with one scale gets the heads of the remaining layers, because all share a strategy.
     distinct_counts = {*num_heads.values()} - {1}
     default_count = distinct_counts.pop() if len(distinct_counts) == 1 else 0
     num_heads = {index: n if n > 1 else default_count for index, n in num_heads.items()}
     is_per_head = format.granularity == "head" and all(num_heads.values())
     layers = {}
-    for index, kv in static.items():
+    for index, kv in static_scales.items():
         k, v = (x.amax(1, keepdim=True) if x.ndim and is_per_head else x.max() for x in kv)
         if is_per_head:
             k, v = (x.expand(num_heads[index], 1).clone() for x in (k, v))
         for scale, reduced_scale in zip(kv, (k, v), strict=True):
             if scale.ndim and (scale != reduced_scale).any():
-                part = "head" if is_per_head else "layer"
-                loss_layers[f"the largest scale of each {part} is written"].append(index)
+                unit = "head" if is_per_head else "layer"
+                loss_layers[f"the largest scale of each {unit} is written"].append(index)
         if not format.has_separate_sides:
             if (k != v).any():
                 loss_layers["K and V share the larger scale"].append(index)

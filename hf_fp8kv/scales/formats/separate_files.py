@@ -16,7 +16,7 @@ from ...utils.files import convert_read_errors, parse_index, parse_metadata
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
-from ..layer_scales import LayerScales, ScaleData, parse_constant, scalar
+from ..layer_scales import LayerScales, ScaleData, make_scalar, parse_constant
 from ..measured_report import Protection
 from ..read_options import ReadOptions
 from .base import ScaleFormat, to_json
@@ -55,8 +55,10 @@ class HfFp8kv(ScaleFormat):
             metadata["protection"] = asdict(scales.protection)
         tensors: dict[str, torch.Tensor] = {}
         for index, layer in scales.layers.items():
-            named = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
-            tensors |= {f"layers.{index}.{n}": t.clone() for n, t in named.items() if t is not None}
+            fields = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
+            tensors |= {
+                f"layers.{index}.{n}": t.clone() for n, t in fields.items() if t is not None
+            }
         return {KV_FILE: to_safetensors(tensors, {METADATA_KEY: json.dumps(metadata)})}
 
 
@@ -83,14 +85,14 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
             tensors_by_layer.setdefault(parse_index(index), {})[suffix] = tensor
         layers = {
             index: LayerScales(
-                named.pop("k_scale", None),
-                named.pop("v_scale", None),
-                named.pop("k_center", None),
+                fields.pop("k_scale", None),
+                fields.pop("v_scale", None),
+                fields.pop("k_center", None),
                 f"{path}: layers.{index}",
                 plans.get(index),
-                **named,  # an error for other names
+                **fields,  # an error for other names
             )
-            for index, named in tensors_by_layer.items()
+            for index, fields in tensors_by_layer.items()
         }
         if (weights_digest := metadata.get("weights_digest")) is not None:
             bytes.fromhex(weights_digest)  # raises an error for anything else
@@ -138,22 +140,22 @@ class VllmJson(ScaleFormat):
 
     def describe_gaps(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
         config = {} if checkpoint is None else checkpoint.config
-        fact = "model_type is unknown and written as null, which vLLM and SGLang refuse"
-        return [] if scales.model_type or isinstance(config.get("model_type"), str) else [fact]
+        gap = "model_type is unknown and written as null, which vLLM and SGLang refuse"
+        return [] if scales.model_type or isinstance(config.get("model_type"), str) else [gap]
 
 
 def parse_json(path: Path, data: Config, read_options: ReadOptions, config: Config) -> ScaleData:
     """Return the scales of a `kv_cache_scales.json`. `config` is the config.json next to it."""
-    entry = data.get("kv_cache")
-    if not isinstance(entry, dict):
+    cache_entry = data.get("kv_cache")
+    if not isinstance(cache_entry, dict):
         raise ScaleError(
             f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
             f"{format_list(data) or 'nothing'}. This is not a {JSON_FILE}"
         )
-    if entry.get("dtype") != "float8_e4m3fn":
+    if cache_entry.get("dtype") != "float8_e4m3fn":
         raise ScaleError(
             f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got "
-            f"{format_value(entry.get('dtype'))}. Scales of other formats cannot be used"
+            f"{format_value(cache_entry.get('dtype'))}. Scales of other formats cannot be used"
         )
     model_type = data.get("model_type")
     if not isinstance(model_type, str | None) or ("model_type" not in data and read_options.strict):
@@ -169,13 +171,15 @@ def parse_json(path: Path, data: Config, read_options: ReadOptions, config: Conf
                 f"{message}. Use this model's scales, or pass strict=False (--lenient)"
             )
         logger.warning("%s", message)
-    ranks = _parse_ranks(path, entry.get("scaling_factor"))
+    ranks = _parse_ranks(path, cache_entry.get("scaling_factor"))
     if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
 
     def read_rank(rank: int) -> ScaleData:
         layers = {
-            index: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {index}")
+            index: LayerScales(
+                make_scalar(scale), make_scalar(scale), source=f"{path}: layer {index}"
+            )
             for index, scale in ranks[rank].items()
         }
         return ScaleData(layers, VllmJson.name, model_type, str(path))

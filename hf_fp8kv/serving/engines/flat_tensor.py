@@ -58,7 +58,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         stock_init(self, config=config, device=device, dtype=dtype, **kwargs)
         allocators = self.cache_allocators.values()
         self.windows = [getattr(allocator, "sliding_window", None) for allocator in allocators]
-        self._layer_kinds = {n: allocator.index for n, allocator in self.layer_to_allocator.items()}
+        self._layer_kinds = {i: allocator.index for i, allocator in self.layer_to_allocator.items()}
         pages: dict[int, Pages] = {}
         for kind, allocator in self.cache_allocators.items():
             kind_pages = view_layers(allocator._copy_view, layouts[kind])
@@ -71,7 +71,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             self._exchange = BlockExchange(prefix_store, self.identity, allocator, self._hasher)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Return how many tokens of a prompt are in the cache, like the engine. Count the hits."""
+        """Return the number of prompt tokens in the cache, like the engine. Count the hits."""
         scheduler = self.scheduler()
         state = None if scheduler is None else scheduler.waiting_requests.get(request_id)
         self._hasher.salt = _read_salt(state)
