@@ -92,7 +92,7 @@ class BlockExchange:
                 if not blocks:  # a running step may still write to free blocks
                     synchronize(self._block_rows.device)
                 block_hash, key = missing_blocks[len(blocks)]
-                blocks.append(self._take_block())
+                blocks.append(self._allocate_block())
                 self._block_rows[blocks[-1]].copy_(page.rows[0])
                 allocator.ledger.register_new_hash(blocks[-1], block_hash)
                 self._hashes_and_keys[blocks[-1]] = block_hash, key
@@ -105,8 +105,8 @@ class BlockExchange:
             for block in reversed(blocks):
                 if allocator.ledger.release(block):  # it has no hash, because loading failed
                     self._pool.free_blocks(self._group_index, [block])
-        is_first_look = missing_blocks and request_id not in self._missed_requests
-        if is_first_look and not num_cached and not blocks:
+        is_first_miss = missing_blocks and request_id not in self._missed_requests
+        if is_first_miss and not num_cached and not blocks:
             self._missed_requests.add(request_id)
             self._store.count(misses=1)
         if blocks:
@@ -126,7 +126,7 @@ class BlockExchange:
     def _has_free_block(self) -> bool:
         return bool(self._pool.count_free_blocks(self._group_index) or self._pool.num_free_sectors)
 
-    def _take_block(self) -> int:
+    def _allocate_block(self) -> int:
         """Return the number of a block that was free."""
         if not self._pool.count_free_blocks(self._group_index):
             self._pool.allocate_sector(self._group_index)

@@ -73,7 +73,7 @@ def prefill(
     try:
         if batch is not None:
             media = PromptMedia(method.model.config, input_ids, model_kwargs, config)
-            batch = _prepare(method, prompts, cache, batch, media, config, is_other_model)
+            batch = _reuse_tokens(method, prompts, cache, batch, media, config, is_other_model)
             if batch.positions is not None:
                 model_kwargs["position_ids"] = batch.positions
         try:
@@ -113,18 +113,18 @@ def _record_model(model: Any, cache: FP8PagedCache, config: Any, *, can_empty: b
     if config.is_assistant or cache.model_sample == NOT_KEPT:
         return False
     sample = sample_model(model)
-    is_other = cache.model_sample not in (None, sample) and bool(cache.get_seq_length())
-    if is_other and not can_empty:
+    is_other_model = cache.model_sample not in (None, sample) and bool(cache.get_seq_length())
+    if is_other_model and not can_empty:
         raise ConfigError(
             "expected a cache that this model has filled, got a cache of a different model, or of "
             "different weights or adapters. Pass the whole prompt, so that it can be computed "
             "again, or a new cache"
         )
     cache.model_sample = sample
-    return is_other
+    return is_other_model
 
 
-def _prepare(
+def _reuse_tokens(
     method: ModelMethod,
     prompts: StoredPrompts,
     cache: FP8PagedCache,
@@ -133,7 +133,7 @@ def _prepare(
     config: Any,
     is_other_model: bool,
 ) -> Tokens:
-    """Keep the tokens that a cache shares with a prompt, and restore more if possible.
+    """Keep the tokens that a cache shares with a prompt, and restore later tokens if possible.
 
     Return the prompt as the cache will hold it, `UNKNOWN` if it can never be compared.
     """
@@ -236,8 +236,8 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens, media: PromptMedia)
     rows, num_shared = cached_batch.match(batch)
     num_shared = min(num_shared, batch.length - 1)
     cached_rows = cached_batch.select(torch.tensor(rows, device="cpu"))
-    while num_shared != (start := batch.find_boundary(cached_rows.find_boundary(num_shared))):
-        num_shared = start
+    while num_shared != (boundary := batch.find_boundary(cached_rows.find_boundary(num_shared))):
+        num_shared = boundary
     if (
         not num_shared
         or changes_rope(cache.config, (cached_batch.length, batch.length, num_shared))
@@ -260,7 +260,7 @@ def _keep_shared_prefix(cache: FP8PagedCache, batch: Tokens, media: PromptMedia)
 
 
 def _record_kept_tokens(cache: FP8PagedCache, batch: Tokens | None, error: BaseException) -> None:
-    """Record which part of `batch` the cache holds after a call that raised `error`.
+    """Record the tokens of `batch` that the cache holds after a call that raised `error`.
 
     Errors of this package are raised before a layer stores anything. transformers' layers cannot be
     rolled back, and all other errors may occur anywhere. In both cases the cache is emptied.
@@ -323,8 +323,8 @@ def _continue_media(cached_batch: Tokens, batch: Tokens) -> Tokens:
 def get_candidate_generator(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
     """Begin assisted decoding.
 
-    Assisted decoding has no prefill. It computes the whole prompt, also on a used cache, so the
-    cache is emptied. `method.arguments` holds `reuse_prefix`, as in `enable`.
+    Assisted decoding has no prefill. It computes the whole prompt even if the cache has tokens, so
+    the cache is emptied. `method.arguments` holds `reuse_prefix`, as in `enable`.
     """
     model_kwargs = kwargs["model_kwargs"]
     generation_config = kwargs["generation_config"]

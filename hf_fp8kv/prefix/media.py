@@ -29,8 +29,8 @@ _BIDIRECTIONAL_PROMPTS = ("paligemma", "hrm_text")
 _MODALITIES = ("image", "video", "audio", "speech")
 # The argument with the features of each modality that `generate()` computes before the prefill,
 # since transformers 5.24, and the attribute of the call's generation config with their inputs.
-_ENCODED = "mm_encoder_outputs"
-_ENCODED_INPUTS = "_hf_fp8kv_encoded_inputs"
+_ENCODER_OUTPUTS = "mm_encoder_outputs"
+_ENCODER_INPUTS = "_hf_fp8kv_encoded_inputs"
 
 
 def keep_encoder_inputs(
@@ -46,14 +46,14 @@ def keep_encoder_inputs(
     are kept for the prefill, which compares them.
     """
     old_arguments = dict(model_kwargs)
-    passed_features = dict(model_kwargs.get(_ENCODED) or {})
+    passed_features = dict(model_kwargs.get(_ENCODER_OUTPUTS) or {})
     arguments: dict[str, Any] = method.original_method(
         inputs, model_kwargs, model_input_name, config
     )
-    if _ENCODED in arguments:
+    if _ENCODER_OUTPUTS in arguments:
         encoder_inputs = {name: x for name, x in old_arguments.items() if name not in arguments}
-        encoder_inputs[_ENCODED] = passed_features  # computed by the caller
-        setattr(config, _ENCODED_INPUTS, encoder_inputs)
+        encoder_inputs[_ENCODER_OUTPUTS] = passed_features  # computed by the caller
+        setattr(config, _ENCODER_INPUTS, encoder_inputs)
     return arguments
 
 
@@ -94,14 +94,14 @@ class PromptMedia:
             for name, x in arguments.items()
             if name not in (*_NEUTRAL_ARGUMENTS, *_TOKEN_TYPES) and not _is_empty(x)
         }
-        encoded: dict[str, Any] = self._passed.pop(_ENCODED, {})
-        self._encoded = {name: x for name, x in encoded.items() if x is not None}
-        self._encoded_masks = {
+        encoded: dict[str, Any] = self._passed.pop(_ENCODER_OUTPUTS, {})
+        self._outputs = {name: x for name, x in encoded.items() if x is not None}
+        self._output_masks = {
             modality: _find_placeholders(model_config, ids, (modality,))
-            for modality in self._encoded
+            for modality in self._outputs
         }
         # Without inputs of the encoder, the caller has computed the features.
-        encoder_inputs = getattr(generation_config, _ENCODED_INPUTS, self._encoded)
+        encoder_inputs = getattr(generation_config, _ENCODER_INPUTS, self._outputs)
         inputs = {**self._passed, **encoder_inputs}
         inputs = {name: x for name, x in inputs.items() if not _is_empty(x)}
         self._starts: list[int] = []  # first column of each image
@@ -118,7 +118,7 @@ class PromptMedia:
     def _digest_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Find the tokens of each image, and return their digests, `[B, N]`."""
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim}
-        others = {name: x for name, x in inputs.items() if name not in tensors}
+        constants = {name: x for name, x in inputs.items() if name not in tensors}
         self._sizes = self._find_sizes(list(tensors.values()))
         parts_by_name = {name: _divide(x, self._sizes) or [x] for name, x in tensors.items()}
         features = torch.zeros_like(ids)
@@ -128,8 +128,8 @@ class PromptMedia:
             stop = int(columns.max()) + 1
             self._starts.append(start)
             values = {name: _hash_values(x[index]) for name, x in parts_by_name.items()}
-            digest = compute_digest(others, values)
-            # The digest is longer than one number, so neighboring tokens have its parts in turn.
+            digest = compute_digest(constants, values)
+            # A digest is several numbers, which are assigned to consecutive tokens in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
             indices = torch.arange(stop - start) % len(words)
             features[rows[0] : rows[-1] + 1, start:stop] = words[indices].to(ids.device)
@@ -145,14 +145,14 @@ class PromptMedia:
         run_of_placeholder = starts.flatten().cumsum(0)[self.placeholders.flatten()]
         num_placeholders = len(run_of_placeholder)
         candidates: list[list[int]] = [run_of_placeholder.unique(return_counts=True)[1].tolist()]
-        for output in self._encoded.values():
+        for output in self._outputs.values():
             parts = output.get("pooler_output") if isinstance(output, dict) else None
             if parts is not None and all(isinstance(x, Tensor) for x in parts):
                 candidates.append([len(x.reshape(-1, x.shape[-1])) for x in parts])
         first_row = torch.zeros(1, dtype=torch.int64)
         can_divide = all(
-            _select_vectors(output, int(self._encoded_masks[modality].sum()), first_row) is not None
-            for modality, output in self._encoded.items()
+            _select_vectors(output, int(self._output_masks[modality].sum()), first_row) is not None
+            for modality, output in self._outputs.items()
         )
         for sizes in candidates if can_divide else []:
             divides_inputs = all(_divide(x, sizes) is not None for x in tensors)
@@ -174,24 +174,24 @@ class PromptMedia:
 
         `num_tokens` does not divide an image.
         """
-        kept = [i for i, start in enumerate(self._starts) if start >= num_tokens]
-        if len(kept) == len(self._starts):
+        kept_images = [i for i, start in enumerate(self._starts) if start >= num_tokens]
+        if len(kept_images) == len(self._starts):
             return
         for name, x in self._passed.items():
-            if kept:
+            if kept_images:
                 parts = x.split(_list_lengths(x, self._sizes))
-                self._arguments[name] = torch.cat([parts[i] for i in kept])
+                self._arguments[name] = torch.cat([parts[i] for i in kept_images])
             else:
                 del self._arguments[name]
-        encoded: dict[str, Any] = {}
-        for modality, mask in self._encoded_masks.items():
+        outputs: dict[str, Any] = {}
+        for modality, mask in self._output_masks.items():
             indices = mask.flatten().cumsum(0).view_as(mask) - 1
             rows = indices[:, num_tokens:][mask[:, num_tokens:]]
             if len(rows):
-                output = self._encoded[modality]
-                encoded[modality] = _select_vectors(output, int(mask.sum()), rows)
-        if self._encoded:
-            self._arguments[_ENCODED] = encoded
+                output = self._outputs[modality]
+                outputs[modality] = _select_vectors(output, int(mask.sum()), rows)
+        if self._outputs:
+            self._arguments[_ENCODER_OUTPUTS] = outputs
 
 
 def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) -> Tensor:
@@ -222,8 +222,8 @@ def _list_lengths(x: Tensor, sizes: list[int]) -> list[int]:
     """Return the length of each image along the first axis of `x`, or [] if it is not known."""
     if len(x) == len(sizes):
         return [1] * len(sizes)
-    length, rest = divmod(len(x), sum(sizes))  # several patches for each placeholder
-    return [] if rest or x.ndim > 3 else [length * size for size in sizes]
+    length, remainder = divmod(len(x), sum(sizes))  # several patches for each placeholder
+    return [] if remainder or x.ndim > 3 else [length * size for size in sizes]
 
 
 def _divide(x: Tensor, sizes: list[int]) -> list[Tensor] | None:
@@ -250,7 +250,7 @@ def _select_vectors(output: Any, num_vectors: int, rows: Tensor) -> Any:
     """Return the features at `rows` of encoded features, in the same containers.
 
     Features of several layers are in a list. Entries of a dictionary that do not have `num_vectors`
-    vectors are not changed. None means that no entry has.
+    vectors are not changed. None means that no entry has this number of vectors.
     """
     if isinstance(output, dict):
         selected = {name: _select_vectors(x, num_vectors, rows) for name, x in output.items()}

@@ -282,11 +282,11 @@ class PrefixStore:
                 for key, page in pages.items():
                     if lock_fd is None or not self._can_write:
                         break
-                    file = self._file_path(key)
-                    if os.path.lexists(file):
+                    path = self._file_path(key)
+                    if os.path.lexists(path):
                         continue  # a different process has written the page
                     contents = pack(key, page)
-                    if not self._folder.put(lock_fd, file.name, contents, names):
+                    if not self._folder.put(lock_fd, path.name, contents, names):
                         break  # the prompt fills the store, but its beginning is stored
                     self.count(bytes_written=len(contents))
         except MemoryError:

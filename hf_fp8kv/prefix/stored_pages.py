@@ -170,11 +170,11 @@ class StoredPrompts:
 
         def check(page: Page) -> None:
             if not metadata:
-                for layer, entry in zip(layers, page.metadata, strict=True):
-                    pool = serialization.make_pool(entry, options, layer.index, cpu)
+                for layer, fields in zip(layers, page.metadata, strict=True):
+                    pool = serialization.make_pool(fields, options, layer.index, cpu)
                     metadata.append(serialization.describe_pool(pool))
                     sizes.append(pool.layout.size)
-                    options.layer_scales(layer.index, *entry["shape"])  # or raise ScaleError
+                    options.layer_scales(layer.index, *fields["shape"])  # or raise ScaleError
             if page.metadata != metadata or [*map(len, page.rows)] != sizes:
                 raise ValueError("its metadata or sizes differ from the pages of this cache")
 
