@@ -11,7 +11,8 @@ from .caches import UNQUANTIZED, Contender
 from .predictions import prefill
 from .tasks import Haystack, Question
 
-_MIN_CORRECT_SHARE = 0.5  # of unquantized answers. A task with fewer is too hard for the model
+# Minimum share of correct answers with the unquantized cache. Below it, a task is too hard.
+_MIN_CORRECT_SHARE = 0.5
 _MAX_ROWS = 8  # maximum number of questions in a call. Each row copies the haystack's states
 
 

@@ -122,7 +122,7 @@ def _round_blocks(states: torch.Tensor, max_code: int) -> torch.Tensor:
     return rounded_blocks.flatten(-2)[..., :size]
 
 
-def _paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
+def _make_paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
     """Return a function that makes a cache with these options for a model."""
     return lambda model: FP8PagedCache(model.config, **options)
 
@@ -137,8 +137,8 @@ def _imitate_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
 CONTENDERS = {
     "default": Contender('FP8PagedCache, dtype="adaptive"', FP8PagedCache),
-    "fp8_e3m4": Contender('FP8PagedCache, dtype="fp8_e3m4"', _paged(dtype="fp8_e3m4")),
-    "fp8": Contender('FP8PagedCache, dtype="fp8"', _paged(dtype="fp8")),
+    "fp8_e3m4": Contender('FP8PagedCache, dtype="fp8_e3m4"', _make_paged(dtype="fp8_e3m4")),
+    "fp8": Contender('FP8PagedCache, dtype="fp8"', _make_paged(dtype="fp8")),
     "6-bit": Contender(
         "FP8PagedCache, bits=6",
         lambda model: FP8PagedCache(model.config, **resolve_plan(model, {"bits": 6})),
@@ -147,7 +147,9 @@ CONTENDERS = {
         "FP8PagedCache, the checkpoint's scales",
         lambda model: FP8PagedCache.from_pretrained(str(model.name_or_path), config=model.config),
     ),
-    "fp8-1.0": Contender('FP8PagedCache, dtype="fp8", scale 1.0', _paged(dtype="fp8", scales=1.0)),
+    "fp8-1.0": Contender(
+        'FP8PagedCache, dtype="fp8", scale 1.0', _make_paged(dtype="fp8", scales=1.0)
+    ),
     "q8_0": Contender(
         "q8_0 of llama.cpp (rounding only)", _imitate_q8_0(127), 8 + 16 / _BLOCK_SIZE
     ),
@@ -186,7 +188,7 @@ def choose_contenders(
     refusals: dict[str, str] = {}
     for name in names or default_names:
         contender = CONTENDERS.get(name) or Contender(
-            f"FP8PagedCache, {name}", _paged(plan=name.split(" + ") if " + " in name else name)
+            f"FP8PagedCache, {name}", _make_paged(plan=name.split(" + ") if " + " in name else name)
         )
         try:
             contender.make(model)
@@ -200,7 +202,9 @@ def choose_contenders(
         else:
             contenders[name] = contender
     if scales is not None:
-        scales_contender = Contender(f"FP8PagedCache, scales of {scales}", _paged(scales=scales))
+        scales_contender = Contender(
+            f"FP8PagedCache, scales of {scales}", _make_paged(scales=scales)
+        )
         scales_contender.make(model)
         contenders["scales"] = scales_contender
     if not contenders:

@@ -19,7 +19,7 @@ UNQUANTIZED_PAGES = Contender("", lambda model: FP8PagedCache(model.config, dtyp
 WINDOW_TOKENS = 32  # tokens of an answer whose divergences are averaged
 _SLOPE_WINDOWS = 4  # windows whose divergences are averaged for a point of a slope
 _TEMPERATURE = 0.7
-# maximum numbers of tokens and of logits of a call
+# Maximum numbers of tokens and of logits of a call.
 _MAX_CHUNK_TOKENS = 128
 _MAX_LOGITS = 1 << 26
 _FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
@@ -79,13 +79,13 @@ def sample_answers(
     chunk_size = max(min(_MAX_CHUNK_TOKENS, _MAX_LOGITS // prompts.logits[rows].numel()), 1)
     with _speed_up_few_rows(model):
         for positions in torch.arange(length).split(chunk_size):
-            steps = []
+            step_logits = []
             for position in positions.tolist():
                 answers[:, position] = ids[:, 0]
-                steps.append(compute_logits(model, ids, cache, {}, scored=True))
-                ids = sample_tokens(steps[-1], position + 1)
+                step_logits.append(compute_logits(model, ids, cache, {}, scored=True))
+                ids = sample_tokens(step_logits[-1], position + 1)
             chunk_ids = answers[:, positions]
-            logits = torch.cat(steps, 1)
+            logits = torch.cat(step_logits, 1)
             for name, contender in compared.items():
                 other = compute_logits(model, chunk_ids, other_caches[name], {}, scored=True)
                 exact, quantized = (other, logits) if contender is UNQUANTIZED else (logits, other)

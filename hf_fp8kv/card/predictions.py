@@ -21,7 +21,7 @@ from ..calibration.divergence import Scores, compute_logits, compute_scores
 from ..scales import KVScales
 from .caches import UNQUANTIZED, Contender, States
 
-EXACT, STORED = "exact", "stored"  # what a prompt attends to, as in `prefill` of `FP8PagedCache`
+EXACT, STORED = "exact", "stored"  # states that a prompt attends to, as in `FP8PagedCache`
 _LOST_ERROR = 0.5  # relative error from which on a stored token counts as lost
 _EPSILON = 1e-30
 

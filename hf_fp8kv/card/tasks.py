@@ -146,17 +146,17 @@ class Writer:
             ids += self.encode(part.text)
             answer = self.encode(part.answer)
             wrong_answers = [self.encode(x) for x in part.wrong_answers]
-            scored = []
+            tokens = []
             for n, token in enumerate(answer):
                 wrong_ids = {x[n] for x in wrong_answers if x[:n] == answer[:n] and x[n:]} - {token}
                 if wrong_ids:
-                    scored.append(AnswerToken(len(ids) + n - 1, token, tuple(sorted(wrong_ids))))
-            if not scored:
+                    tokens.append(AnswerToken(len(ids) + n - 1, token, tuple(sorted(wrong_ids))))
+            if not tokens:
                 raise ConfigError(
                     f"tasks: expected different tokens for {part.answer!r} and "
                     f"{', '.join(map(repr, part.wrong_answers))}, got the same tokens"
                 )
-            answers.append(tuple(scored))
+            answers.append(tuple(tokens))
             ids += answer
         return Question(torch.tensor([ids[:-1]]), tuple(answers))
 
