@@ -28,7 +28,7 @@ _CONNECTORS = (
 
 
 def refuse_connectors(name: str | None, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a connector that may read blocks as something else.
+    """Raise ConfigError for a connector that may misread blocks, or read the wrong blocks.
 
     Args:
         name: Name of a connector, or None.

@@ -1,4 +1,4 @@
-"""Attention on vLLM's CPU platform, by the plugin for its own dtypes and by vLLM for others."""
+"""Attention on vLLM's CPU platform, by the plugin for its own dtypes, otherwise by vLLM."""
 
 from typing import Any
 

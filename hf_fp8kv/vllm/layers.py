@@ -177,7 +177,8 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         has_windows = len({layer.sliding_window for layer, _ in layers}) > 1
         for layer, size in layers:
             backend = layer.attn_backend
-            if layer.impl is self and not hasattr(backend, "slot"):  # else weights are loaded again
+            # The backend has the attribute if weights are loaded again.
+            if layer.impl is self and not hasattr(backend, "slot"):
                 all_sizes = sizes if has_windows else {size}
                 layer.attn_backend = customize_backend(backend, size, frozenset(all_sizes))
 

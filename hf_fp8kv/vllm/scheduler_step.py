@@ -79,17 +79,17 @@ def plan_step(
     num_tokens = int(starts[-1])
     slots = slots[:num_tokens]
     pages = torch.div(slots, page_size, rounding_mode="floor").to(torch.int32)[:, None]
-    ends = (slots % page_size + 1).to(torch.int32)
+    slot_ends = (slots % page_size + 1).to(torch.int32)
     written_tokens = None
     if slots.is_cpu and bool((slots < 0).any()):
         written_tokens = (slots >= 0).nonzero()[:, 0]
-        pages, ends = pages[written_tokens], ends[written_tokens]
+        pages, slot_ends = pages[written_tokens], slot_ends[written_tokens]
     counts = np.diff(starts)
     rows = [_Row(int(i), int(counts[i]), int(starts[i])) for i in np.flatnonzero(counts)]
     max_length = min(max_length, table.shape[1] * page_size)
     groups = group_by_length(rows)
     batches = [_plan_batch(group, num_tokens, lengths, table, max_length) for group in groups]
-    return LayerWork(written_tokens, pages, ends, batches, [], num_tokens)
+    return LayerWork(written_tokens, pages, slot_ends, batches, [], num_tokens)
 
 
 def _plan_batch(

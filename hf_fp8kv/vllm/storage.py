@@ -95,13 +95,13 @@ def read_storage(
     Raises:
         ConfigError, ScaleError: An option is invalid, or conflicts with another option.
     """
-    given = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
-    if not isinstance(given, Mapping) or given.keys() - _DEFAULT_OPTIONS.keys():
+    passed = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(passed, Mapping) or passed.keys() - _DEFAULT_OPTIONS.keys():
         raise ConfigError(
             f"--additional-config {_KEY}: expected a dict of {', '.join(_DEFAULT_OPTIONS)}, got "
-            f"{given!r}. Omit other entries"
+            f"{passed!r}. Omit other entries"
         )
-    options = {**_DEFAULT_OPTIONS, **given}  # in the order of the defaults
+    options = {**_DEFAULT_OPTIONS, **passed}  # in the order of the defaults
     for name, types, expected in (
         ("scales", str | float | int | None, "a path, a repository id or a number"),
         ("plan", str | None, "a path, a repository id or text"),
