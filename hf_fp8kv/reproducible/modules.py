@@ -259,10 +259,10 @@ class FunctionWatch(TorchDispatchMode):
         if name in _ELEMENTWISE_FUNCTIONS and args[0].shape[:-1].numel() >= self._num_tokens:
             self.found_name = name
         if name in _MATMULS:
-            a, b = args[-2:]
+            left, right = args[-2:]
             # RoPE multiplies single factors, and latent attention multiplies blocks of columns.
-            is_exact = a.shape[-1] == 1 or b.shape[-1] == BLOCK_ROWS
-            if a.shape[-2] >= self._num_tokens and not is_exact:
+            is_exact = left.shape[-1] == 1 or right.shape[-1] == BLOCK_ROWS
+            if left.shape[-2] >= self._num_tokens and not is_exact:
                 self.found_name = name
         return function(*args, **(kwargs or {}))
 

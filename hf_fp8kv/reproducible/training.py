@@ -117,8 +117,8 @@ class StoredRounding:
             return attended, None
         key, value = self.read(handles, key, value)
         gradient_spec = spec._replace(deterministic=False)
-        dense, _ = attend_dense(call._replace(key=key, value=value, spec=gradient_spec))
-        return straight_through(dense, attended.to(dense.dtype)), None
+        dense_output, _ = attend_dense(call._replace(key=key, value=value, spec=gradient_spec))
+        return straight_through(dense_output, attended.to(dense_output.dtype)), None
 
     def _attend_padded(self, call: Call, mask: CompactMask) -> Tensor:
         """Move padded sequences to the first positions, as in a cache without padding, and attend.
