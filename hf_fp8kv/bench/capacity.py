@@ -55,7 +55,7 @@ FP8_OPTIONS: dict[str, dict[str, Any]] = {
 GIB = 2**30
 MEMORY_SHARE = 0.9  # share of the free memory that pages may use, the engine's default on a GPU
 PAGE_SIZE = 256  # tokens
-MAX_BATCH_TOKENS, MAX_REQUESTS = 8192, 256  # of a step, whose activations need memory
+MAX_BATCH_TOKENS, MAX_REQUESTS = 8192, 256  # maxima of a step, whose activations need memory
 
 
 def plan_tokens(

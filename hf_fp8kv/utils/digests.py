@@ -19,7 +19,7 @@ from .files import WEIGHT_SUFFIXES
 _WORDS_PER_CHECKSUM = 1 << 20  # number of four-byte words
 # Random ids of models whose weights cannot be sampled.
 _model_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_known_digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
+_cached_digests: weakref.WeakKeyDictionary[Any, tuple[object, str]] = weakref.WeakKeyDictionary()
 
 
 def compute_digest(*facts: object) -> str:
@@ -132,9 +132,9 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
         (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
         for name, x in tensors.items()
     ]
-    known_state, known_digest = _known_digests.get(model, (None, ""))
-    if known_state == state:
-        return known_digest
+    cached_state, cached_digest = _cached_digests.get(model, (None, ""))
+    if cached_state == state:
+        return cached_digest
     if missing_names := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(
             f"prefix_store: expected all weights in this process, got {missing_names[0]!r} on no "
@@ -148,7 +148,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
             if name not in zero_names
         ]
     )
-    _known_digests[model] = (state, digest)
+    _cached_digests[model] = (state, digest)
     return digest
 
 
@@ -160,8 +160,8 @@ def _find_zero_adapters(tensors: dict[str, torch.Tensor]) -> set[str]:
     """
     adapters: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name in tensors:
-        layer, _, rest = name.partition(".lora_")
-        kind, _, adapter = rest.partition(".")
+        layer, _, suffix = name.partition(".lora_")
+        kind, _, adapter = suffix.partition(".")
         if kind:
             adapters.setdefault((layer, adapter.partition(".")[0]), []).append((kind, name))
     return {
