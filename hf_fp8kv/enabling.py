@@ -52,7 +52,7 @@ _ENGINE_METHOD = "init_continuous_batching"
 OFFLOADED = "offloaded"
 # Types of PEFT adapters that put trained keys and values into the cache, before the prompt.
 _PREFIX_TUNING_TYPES = ("PREFIX_TUNING", "CARTRIDGE")
-_CACHE_KEYWORDS = tuple(inspect.signature(FP8PagedCache).parameters)[1:]  # without the config
+_CACHE_KEYWORDS = tuple(inspect.signature(FP8PagedCache).parameters)[1:]  # except the config
 _KEYWORDS = (*_CACHE_KEYWORDS, "deterministic", "training", "reuse_prefix", "prefix_store")
 _Model = TypeVar("_Model")
 _Sizes = tuple[MemoryFootprint | None, float, float]
@@ -63,7 +63,7 @@ _last_uses: "weakref.WeakKeyDictionary[Any, _LastUse]" = weakref.WeakKeyDictiona
 
 @dataclass(frozen=True)
 class Summary:
-    """What the last `generate()` of an enabled model stored. Its `str` is for people.
+    """The tokens that the last `generate()` of an enabled model stored, and how. `str` formats it.
 
     Attributes:
         report: How each layer uses the cache, and why.
@@ -155,12 +155,12 @@ def enable(
     """
     base = find_generating_model(find_base_model(model, "generate", _PREPARE_METHOD))
     _check_arguments(base, cache_keywords, reuse_prefix=reuse_prefix, prefix_store=prefix_store)
-    check_bits(bits)  # None has a meaning for `resolve_plan` only
-    given_keywords = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
-    cache_keywords = resolve_plan(base, {**given_keywords, "bits": bits}, prefix_store=prefix_store)
+    check_bits(bits)  # raises an error for None, which only `resolve_plan` accepts
+    passed = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
+    cache_keywords = resolve_plan(base, {**passed, "bits": bits}, prefix_store=prefix_store)
     # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.
     is_default = any(
-        cache_keywords.get(name) is not None and given_keywords.get(name) in (None, ADAPTIVE)
+        cache_keywords.get(name) is not None and passed.get(name) in (None, ADAPTIVE)
         for name in ("dtype", "plan")
     )
     if training is not None or prefix_store is not None or deterministic:
@@ -196,9 +196,9 @@ def enable(
     if deterministic:
         install_deterministic(base, __name__)
     sizes = cache.count_bytes()
-    text = "" if sizes is None else f", {sizes[1]:,.0f} bytes per token, {sizes[0]:,.0f} in bf16"
+    note = "" if sizes is None else f", {sizes[1]:,.0f} bytes per token, {sizes[0]:,.0f} in bf16"
     logger.info(
-        "generate() of %s stores %s%s", type(base).__name__, summarize_plan(cache.plan), text
+        "generate() of %s stores %s%s", type(base).__name__, summarize_plan(cache.plan), note
     )
     return model
 
@@ -250,7 +250,7 @@ def _choose_methods(
         methods["_optimize_model_for_decode"] = (capturing.decode,)
         prepare_method = "prepare_inputs_for_generation"
         methods[prepare_method] = (capturing.prepare_inputs, *methods[prepare_method])
-    if _ENGINE_METHOD not in vars(base):  # else hf_fp8kv.serving.enable was called
+    if _ENGINE_METHOD not in vars(base):  # otherwise, hf_fp8kv.serving.enable was called
         methods[_ENGINE_METHOD] = (_refuse_engine,)
     return methods
 
