@@ -28,7 +28,7 @@ _MAX_SEPARATE_TOKENS = 256
 # A `torch.library.custom_op` would take six times as long to dispatch.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-# By the dispatcher's name of an operation: its function for the dispatcher.
+# Functions of the operations for the dispatcher, by the dispatcher's names of the operations.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
@@ -44,20 +44,20 @@ def _operation(function: _Operation) -> _Operation:
     hints = typing.get_type_hints(function)
     result_type = hints.pop("return")
     names = list(hints)
-    first = list(hints.values()).index(Tensor)
+    observed_index = list(hints.values()).index(Tensor)
     parameters = inspect.signature(function).parameters.values()
     defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
     plain_names = [x for x in names if not hasattr(hints[x], "_fields")]
     record_names = [x for x in ("spec", "pages") if x in hints]
     types = dict(pair for n in plain_names + record_names for pair in _flatten_hint(n, hints[n]))
 
-    def run(*args: Any, **replaced: Any) -> Any:
+    def run(*args: Any, **overrides: Any) -> Any:
         arguments = dict(zip(plain_names, args, strict=False))
         if record_names:
             arguments["pages"] = unflatten(args[-len(PAGE_FIELDS) :])
         if "spec" in hints:
             arguments["spec"] = AttentionSpec(*args[len(plain_names) : -len(PAGE_FIELDS)])
-        return function(**arguments | replaced)
+        return function(**arguments | overrides)
 
     mutates = result_type is type(None)
     vars(run)["__signature__"] = inspect.Signature(
@@ -80,7 +80,7 @@ def _operation(function: _Operation) -> _Operation:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_observed(args[first]):
+        if not is_observed(args[observed_index]):
             return function(*args, **kwargs)
         arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
         fields = [arguments[x] for x in plain_names]
@@ -294,7 +294,7 @@ def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
 
 
 def is_observed(x: Tensor) -> bool:
-    """Return whether anything observes an operation on `x`, which needs the dispatcher then."""
+    """Return whether something observes an operation on `x`, which then needs the dispatcher."""
     return bool(
         torch.compiler.is_dynamo_compiling()
         or torch.is_grad_enabled()
@@ -337,11 +337,11 @@ def _attend_per_token(
     outputs = []
     host_lengths = None if backend in CHECKS_ON_DEVICE else token_lengths.tolist()
     chunk_size = _MAX_SEPARATE_TOKENS if host_lengths is None else 1
-    for first in range(0, len(token_queries), chunk_size):
-        chunk = slice(first, first + chunk_size)
+    for chunk_start in range(0, len(token_queries), chunk_size):
+        chunk = slice(chunk_start, chunk_start + chunk_size)
         end = stop
         if host_lengths is not None:
-            end = min(stop, max(start + 1, host_lengths[first]))
+            end = min(stop, max(start + 1, host_lengths[chunk_start]))
         num_columns = -(-end // pages.page_size)
         chunk_pages = pages._replace(table=pages.table[sequences[chunk], :num_columns])
         mask, bias = (select_tokens(x, chunk, end) for x in (spec.mask, spec.bias))

@@ -111,13 +111,13 @@ def group_by_block(
     Args:
         pages: The pages.
         numbers: Page numbers, `[B, T]`.
-        exists: Which pages exist, `[B, T]`, bool. The numbers of missing pages are ignored.
+        exists: Whether each page exists, `[B, T]`, bool. The numbers of missing pages are ignored.
 
     This synchronizes with the device.
     """
     token_index = exists.nonzero(as_tuple=True)
-    existing = numbers[token_index].cpu().numpy()
-    for block, indices, row_indices in _find_rows(list_blocks(pages), existing):
+    existing_pages = numbers[token_index].cpu().numpy()
+    for block, indices, row_indices in _find_rows(list_blocks(pages), existing_pages):
         yield block, row_indices, tuple(axis[indices] for axis in token_index)
 
 

@@ -1,4 +1,4 @@
-"""Attention of a stored prompt over dense copies of its keys and values, where cuDNN is faster."""
+"""Attention of a stored prompt over dense copies of its keys and values, if cuDNN is faster."""
 
 import functools
 
@@ -29,7 +29,7 @@ def is_faster_dense(query: Tensor, stop: int, pages: Pages, spec: AttentionSpec)
         query: Queries, `[B, Hq, T, D]`.
         stop: Number of tokens of the longest sequence. If it is T, no sequence may be shorter.
         pages: The stored keys and values.
-        spec: What attention computes.
+        spec: Parameters of the attention.
     """
     if query.shape[2] < _MIN_TOKENS or not list_sdpa_backends(query, stop):
         return False
@@ -60,7 +60,7 @@ def attend_densely(
 
 
 def list_sdpa_backends(query: Tensor, num_keys: int) -> list[SDPBackend]:
-    """Return the order in which torch tries its backends for a causal prompt, or [] for its own.
+    """Return the order in which torch tries its backends for a causal prompt. [] keeps its order.
 
     torch tries FlashAttention-2 first. On an H100 or H200, cuDNN takes half of its time. On other
     GPUs it is often slower, and with gradients it was not measured.

@@ -65,11 +65,11 @@ def check_sizes(
         if name in ("sinks", "bounds"):
             sizes = ((num_q_heads,),) if name == "sinks" else ((1, batch), (2,))
         has_shape = x.ndim == len(sizes) and all(
-            n in allowed for n, allowed in zip(x.shape, sizes, strict=True)
+            n in allowed_sizes for n, allowed_sizes in zip(x.shape, sizes, strict=True)
         )
         has_dtype = is_bool_mask or x.is_floating_point() or (name == "bounds" and x.dtype is _INT)
         if not has_shape or not has_dtype or x.device != device:
-            expected = ", ".join(" | ".join(map(str, allowed)) for allowed in sizes)
+            expected = ", ".join(" | ".join(map(str, allowed_sizes)) for allowed_sizes in sizes)
             _raise_mismatch(name, f"[{expected}]", device, x)
 
 

@@ -19,7 +19,7 @@ def find_first_visible(query_position: _Position, window: int) -> _Position:
 def find_visible(
     lengths: Tensor, num_tokens: int, start: int, stop: int, causal: bool, window: int
 ) -> Tensor:
-    """Return which stored positions are visible to each query, `[B, T, stop - start]`, bool.
+    """Return whether each position is visible to each query, `[B, T, stop - start]`, bool.
 
     The queries are the last `num_tokens` tokens: query `t` is at position `lengths[b] - T + t`.
     """
@@ -38,7 +38,7 @@ def find_mask_bounds(is_visible: Tensor, start: int) -> Tensor:
     """Return the first visible position, and the last hidden position plus one, `[B, 2]`, int32.
 
     Args:
-        is_visible: Which positions from `start` on are visible in a mask, `[B, N]`, bool.
+        is_visible: Whether a mask shows each position from `start` on, `[B, N]`, bool.
         start: Position of the first column.
 
     If no position is visible, the first result is `start + N`. If no position is hidden, the second

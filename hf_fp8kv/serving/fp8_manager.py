@@ -109,8 +109,8 @@ def require_enabled(model: Any) -> None:
     """Raise ConfigError unless `enable` was called on the model."""
     if find_factory(model) is None:
         raise ConfigError(
-            "model: expected a model that hf_fp8kv.serving.enable() was called on, got a "
-            f"{type(model).__name__} without that call. Call enable() first"
+            "model: expected a model that hf_fp8kv.serving.enable() was called on, got another "
+            f"{type(model).__name__}. Call enable() first"
         )
 
 

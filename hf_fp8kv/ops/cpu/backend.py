@@ -18,7 +18,7 @@ from ..torch import backend as torch_backend
 from . import build, prompts, records
 from .records import CODES, KINDS, make_rows_contiguous
 
-# Minimum number of stored values per thread. With fewer values a thread does not pay.
+# Minimum number of stored values per thread. A thread with fewer values costs more than it saves.
 MIN_THREAD_VALUES = 1 << 16
 # Sums are computed separately for each span of this number of tokens, and then added in a fixed
 # order. If heads and queries give fewer units of work per thread than MIN_THREAD_UNITS, spans are

@@ -24,8 +24,8 @@ class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be
         The tag names no version of glibc, so PyPI accepts the wheel only after `auditwheel repair`.
         """
         if sys.version_info < _MIN_PYTHON:
-            needed, got = (".".join(map(str, x[:2])) for x in (_MIN_PYTHON, sys.version_info))
-            raise SystemExit(f"hf-fp8kv: expected Python {needed} or newer, got {got}")
+            required, got = (".".join(map(str, x[:2])) for x in (_MIN_PYTHON, sys.version_info))
+            raise SystemExit(f"hf-fp8kv: expected Python {required} or newer, got {got}")
         try:
             _build_module["build"]()
         except (OSError, subprocess.CalledProcessError) as error:
@@ -41,8 +41,8 @@ class ReadmeHook(MetadataHookInterface):  # type: ignore[misc]
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set the README of the package, with links to the repository in `[project.urls]`."""
-        files = f"{metadata['urls']['Repository']}/blob/main/"
+        root = f"{metadata['urls']['Repository']}/blob/main/"
         text = (Path(self.root) / "README.md").read_text("utf-8")
-        text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{files.replace('/blob/', '/raw/')}", text)
-        text = re.sub(r"(\]\()(?!https?:|#|mailto:)", rf"\1{files}", text)
+        text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{root.replace('/blob/', '/raw/')}", text)
+        text = re.sub(r"(\]\()(?!https?:|#|mailto:)", rf"\1{root}", text)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

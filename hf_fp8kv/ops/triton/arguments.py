@@ -154,7 +154,7 @@ _make_unique_constants = functools.cache(Constants)
 
 
 @functools.cache
-def _with_config(constants: Constants, config: LaunchConfig) -> Constants:
+def _add_config(constants: Constants, config: LaunchConfig) -> Constants:
     return replace(constants, config=config)
 
 
@@ -185,7 +185,7 @@ class AttentionArgs(NamedTuple):
 
     def options(self, config: LaunchConfig) -> dict[str, object]:
         """Return the constexpr parameter of a kernel, and Triton's options."""
-        return {"CALL": _with_config(self.constants, config), **config.options()}
+        return {"CALL": _add_config(self.constants, config), **config.options()}
 
 
 def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
@@ -209,11 +209,13 @@ def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
     return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size, stored_size)
 
 
-def _choose_side_codec(side: StoredSide, dtype: torch.dtype, target: Target, fp32: bool) -> Codec:
+def _choose_side_codec(
+    side: StoredSide, dtype: torch.dtype, target: Target, is_float32: bool
+) -> Codec:
     stored = _TRITON_DTYPES.get(dtype, tl.float16)
-    fp32 = fp32 or dtype == torch.float32
-    keep_nan = side.static_scale is not None
-    codec = choose_codec(side.format, target, stored, fp32, keep_nan)
+    is_float32 = is_float32 or dtype == torch.float32
+    keeps_nan = side.static_scale is not None
+    codec = choose_codec(side.format, target, stored, is_float32, keeps_nan)
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
@@ -236,9 +238,9 @@ def prepare(
     target = get_target(query.device)
     if query.stride(3) != 1:
         query = query.contiguous()
-    fp32 = query.dtype == torch.float32
-    k_codec = _choose_side_codec(pages.k, pages.k_dtype, target, fp32)
-    v_codec = _choose_side_codec(pages.v, pages.v_dtype, target, fp32)
+    is_float32 = query.dtype == torch.float32
+    k_codec = _choose_side_codec(pages.k, pages.k_dtype, target, is_float32)
+    v_codec = _choose_side_codec(pages.v, pages.v_dtype, target, is_float32)
     # The center's part of the logits only matters next to a term that lacks it: a softcap or sinks.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
     k, v = make_pointers(pages, "k"), make_pointers(pages, "v")

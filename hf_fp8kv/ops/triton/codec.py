@@ -3,7 +3,7 @@
 If the hardware converts a format, a cast decodes it. Otherwise the bits of a code are shifted to
 their positions in float16. The result then lacks a power of two, `Codec.factor`, which callers
 multiply into a scale. Codes of fewer than 8 bits are unpacked to four quarters of a vector first.
-The shift loses the NaN of a format. `keep_nan` restores it at twice the
+The shift loses the NaN of a format. `keeps_nan` restores it at twice the
 cost. This is only needed with static scales, because the dynamic scale of a vector with NaN is NaN.
 """
 
@@ -63,22 +63,24 @@ class Codec:
 
 
 @functools.cache
-def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_nan: bool) -> Codec:
+def choose_codec(
+    name: str, target: Target, stored: tl.dtype, is_float32: bool, keeps_nan: bool
+) -> Codec:
     """Return how kernels for `target` decode the format `name`.
 
-    `stored` is the dtype of values in "auto". With `fp32` the operands of the dot product are
-    float32. With `keep_nan` the NaN of the format survives decoding.
+    `stored` is the dtype of values in "auto". With `is_float32` the operands of the dot product are
+    float32. With `keeps_nan` the NaN of the format survives decoding.
     """
     has_assembly = target.is_nvidia and not target.interpreted
     register = "r" if target.is_nvidia else "v"
-    constraint = "" if target.interpreted or fp32 else f"={register},0"
+    constraint = "" if target.interpreted or is_float32 else f"={register},0"
     if name == AUTO:
-        return Codec(AS_IS.value, tl.float32 if fp32 else stored, constraint=constraint)
+        return Codec(AS_IS.value, tl.float32 if is_float32 else stored, constraint=constraint)
     fmt = FORMATS[name]
     is_cast = target.converts(fmt)
     # The hardware converts to float16 on NVIDIA, and to bfloat16 on AMD.
     operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
-    operand = tl.float32 if fp32 else operand
+    operand = tl.float32 if is_float32 else operand
     if is_cast:
         assert fmt.torch_dtype is not None
         return Codec(CAST.value, operand, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint)
@@ -90,7 +92,7 @@ def choose_codec(name: str, target: Target, stored: tl.dtype, fp32: bool, keep_n
     assert fmt.max_code << shift < 0x7C00, f"{name}: the largest shifted code overflows float16"
     assert fmt.inf_code is None or fmt.inf_code << shift == 0x7C00, f"{name}: unknown infinity"
     nan_code = -1
-    if keep_nan and fmt.inf_code is None:
+    if keeps_nan and fmt.inf_code is None:
         nan_code = 0x80 if fmt.has_unsigned_zero else 0x7F
     assembly = make_shift_ptx(shift, nan_code) if has_assembly else ""
     unpacking = _UNPACKING[fmt.bits] if has_assembly and fmt.bits < 8 else ""

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import Span, Strides, attend_rows, find_rows, finish_rows, write_rows
-from .replay import Variables, shape_and_strides
+from .replay import Variables, describe_shape
 from .schedule import count_schedule_rows, fill_schedule, get_max_parts
 from .softmax import per_column, per_row
 from .target import allocate, cdiv, launch
@@ -54,7 +54,7 @@ def describe_layout(
     if is_dense or not supports_call(query, pages, spec):
         return None
     return (
-        shape_and_strides(query),
+        describe_shape(query),
         None if schedule is None else schedule.shape,
         scaling,
         causal,
@@ -202,9 +202,9 @@ def _estimate_call_programs(args: AttentionArgs, config: LaunchConfig) -> int:
     """Return the number of `_attend` programs per SM that a schedule assumes."""
     workload = args.workload
     # The number is only known for the launch parameters that `Family.resources` describes.
-    is_other = workload.has_float32_operands or workload.is_latent or workload.width > 256
-    other_config = config if is_other or config.rows > FEW_ROWS else None
-    return estimate_programs(args.target, config.rows, other_config, latent=workload.is_latent)
+    is_unlisted = workload.has_float32_operands or workload.is_latent or workload.width > 256
+    guessed_config = config if is_unlisted or config.rows > FEW_ROWS else None
+    return estimate_programs(args.target, config.rows, guessed_config, latent=workload.is_latent)
 
 
 @triton.jit(

@@ -32,7 +32,7 @@ def gather(
     tile_tokens = choose_tile_size(pages.page_size)
     sizes = make_side_sizes(pages, side)
     target = get_target(out.device)
-    codec = choose_codec(stored.format, target, tl.float32, fp32=True, keep_nan=True)
+    codec = choose_codec(stored.format, target, tl.float32, is_float32=True, keeps_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(

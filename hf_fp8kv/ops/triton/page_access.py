@@ -44,7 +44,7 @@ def load_quarters(ptrs, part_size, mask, CODEC: tl.constexpr):
     Args:
         ptrs: Pointers to the bytes of the first of the parts of `unpack`.
         part_size: Distance of two parts, in bytes.
-        mask: Which bytes are loaded, or None.
+        mask: Whether each byte is loaded. None means all.
     """
     low = None
     first = load_padded(ptrs, mask, mask is not None)

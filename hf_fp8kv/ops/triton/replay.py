@@ -110,7 +110,7 @@ def describe_pages(pages: Pages) -> SharedTensors:
 Variables: TypeAlias = tuple[Sequence[torch.Tensor | None], dict[str, int]]
 
 
-def shape_and_strides(x: torch.Tensor | None) -> Hashable:
+def describe_shape(x: torch.Tensor | None) -> Hashable:
     """Return the part of a call's layout that depends on one tensor."""
     return None if x is None else (x.shape, x.stride())
 
@@ -135,7 +135,7 @@ def replayed(
 
     def decorate(operation: _Operation) -> _Operation:
         def describe(args: tuple[Any, ...]) -> Any:
-            call_layout = layout(*args) if _is_usual() else None
+            call_layout = layout(*args) if _allows_replay() else None
             if call_layout is None:
                 return None
             tensors, integers = variables(*args)
@@ -184,7 +184,7 @@ def replayed(
                 is_same = device.type != "cuda" or device.index == torch.cuda.current_device()
                 for address in addresses:
                     is_same &= address is None or not address & 15
-                if is_same and _is_usual() and get_target(device) is target:
+                if is_same and _allows_replay() and get_target(device) is target:
                     return replay(addresses + shared_addresses, **integers)
                 return run(*args)
 
@@ -196,7 +196,7 @@ def replayed(
     return decorate
 
 
-def _is_usual() -> bool:
+def _allows_replay() -> bool:
     """Return whether launches can be replayed, and no hooks or changed settings affect them."""
     runtime, compilation = knobs.runtime, knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -254,7 +254,7 @@ def _compile_replay(
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         handles = compiled.function, compiled.packed_metadata
-        # No metadata and no hooks, because `_is_usual` excludes them.
+        # No metadata and no hooks, because `_allows_replay` excludes them.
         elements = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(bind, handles), *["None"] * 3]
         for parameter, x in zip(kernel.params, args, strict=False):
             if parameter.name not in integers:

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .replay import Variables, replayed, shape_and_strides
+from .replay import Variables, describe_shape, replayed
 from .softmax import find_last_before_window
 from .target import cdiv, get_target, launch, next_power_of_2
 from .tuning import MAX_DECODE_TOKENS, ScheduleConfig, choose_schedule_config, estimate_programs
@@ -92,7 +92,7 @@ def describe_layout(
     """Return the properties that a recorded launch depends on, or None if it is not recorded."""
     if programs_per_sm or num_tokens > MAX_DECODE_TOKENS:
         return None
-    return shape_and_strides(schedule), lengths.shape, num_tokens, window, num_head_blocks
+    return describe_shape(schedule), lengths.shape, num_tokens, window, num_head_blocks
 
 
 def list_variables(

@@ -64,7 +64,7 @@ def apply_softcap_and_bias(x, softcap, view, position, CALL: tl.constexpr):
 
 @triton.jit
 def find_visible(position, rows, view, CALL: tl.constexpr):
-    """Return which tokens of a tile are visible to each row, and which to any row.
+    """Return whether each token of a tile is visible to each row, and to any row.
 
     The first result is `[ROWS, TILE]`, or `[TILE, ROWS]` if swapped. The second is `[TILE]`.
     """

@@ -273,16 +273,18 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
         return _choose_latent_config(target, workload)
     width = workload.width
     rows = workload.rows
-    float32 = workload.has_float32_operands
+    is_float32 = workload.has_float32_operands
     max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
-    rows = min(max_rows, 16 if float32 and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS)
+    rows = min(
+        max_rows, 16 if is_float32 and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS
+    )
     swapped_table = family.decode.get(rows, {})
-    is_swapped = not float32 and width <= max(swapped_table, default=0)
+    is_swapped = not is_float32 and width <= max(swapped_table, default=0)
     table = swapped_table if is_swapped else family.decode_rows_first
-    config = _look_up(_DECODE_FLOAT32 if float32 else table, width)
+    config = _look_up(_DECODE_FLOAT32 if is_float32 else table, width)
     tile, registers = config.tile, config.registers
-    if workload.has_16_bit_side and not float32:
+    if workload.has_16_bit_side and not is_float32:
         tile = max(16, tile // 2)  # the same number of bytes
     if workload.has_bias:
         registers = None
@@ -290,8 +292,8 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
         registers = _MANY_REGISTERS
     # Half of the unmasked tile. Masks or a bias with values for each query and token would spill in
     # a tile of that size.
-    has_values = workload.has_query_masks or workload.has_bias
-    masked_tile = 16 if has_values else max(16, tile // 2)
+    has_query_values = workload.has_query_masks or workload.has_bias
+    masked_tile = 16 if has_query_values else max(16, tile // 2)
     config = replace(
         config,
         tile=tile,
@@ -308,16 +310,16 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     family = get_family(target)
     if workload.is_latent:
         return _choose_latent_config(target, workload)
-    float32 = workload.has_float32_operands
-    config = _look_up(_EXTEND_FLOAT32 if float32 else family.extend, workload.width)
-    lacks_registers = not float32 and not family.has_warp_groups
-    fewer_stages = lacks_registers and workload.has_16_bit_side
+    is_float32 = workload.has_float32_operands
+    config = _look_up(_EXTEND_FLOAT32 if is_float32 else family.extend, workload.width)
+    lacks_registers = not is_float32 and not family.has_warp_groups
+    needs_fewer_stages = lacks_registers and workload.has_16_bit_side
     config = replace(
         config,
-        stages=max(1, config.stages + workload.is_widened - fewer_stages),
+        stages=max(1, config.stages + workload.is_widened - needs_fewer_stages),
         masked_tile=max(16, config.tile // 2),
     )
-    if family.has_warp_groups and not float32:
+    if family.has_warp_groups and not is_float32:
         config = _share_tiles(config, workload)
     if lacks_registers and target.is_nvidia and workload.has_query_masks:
         config = replace(config, registers=_MANY_REGISTERS)

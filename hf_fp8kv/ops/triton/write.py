@@ -20,7 +20,7 @@ from .encoder import (
     to_bfloat16,
 )
 from .page_access import load_page_offset, point_to_head
-from .replay import Variables, replayed, shape_and_strides
+from .replay import Variables, describe_shape, replayed
 from .rotation import lay_out_like, rotate
 from .target import get_target, launch
 from .tuning import MAX_DECODE_TOKENS
@@ -42,7 +42,7 @@ def describe_layout(
     # Each length of a prompt would need a recording, and the number of recordings is limited.
     if key.shape[2] > MAX_DECODE_TOKENS:
         return None
-    return shape_and_strides(key), shape_and_strides(value)
+    return describe_shape(key), describe_shape(value)
 
 
 def list_variables(
