@@ -113,12 +113,11 @@ def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None
     if error is None:
         return  # the package has handled the error, or keeps the result of an earlier call
     try:
-        snapshot = describe(cache)
-    except ConfigError as refusal:
-        snapshot = None
-        refused_with = str(refusal)
+        snapshot, refusal = describe(cache), ""
+    except ConfigError as config_error:
+        snapshot, refusal = None, str(config_error)
     if snapshot is None:
-        assert "reset" in refused_with, (place, refused_with)
+        assert "reset" in refusal, (place, refusal)
     elif call_name != "steps":  # which may end after any step
         assert any(is_same(snapshot, describe(x)) for x in (before, after)), place
     if fork is not None:
@@ -128,8 +127,8 @@ def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None
     new_cache = make_cache(kind)
     for num_tokens in (20, 1):
         keys, expected = add_tokens(cache, num_tokens, 5), add_tokens(new_cache, num_tokens, 5)
-        for layer, (actual, right) in enumerate(zip(keys, expected, strict=True)):
-            assert_same(actual, right, (place, layer))
+        for layer, (actual, expected_keys) in enumerate(zip(keys, expected, strict=True)):
+            assert_same(actual, expected_keys, (place, layer))
     assert count_lost_pages(cache) == 0, place
     assert cache.budget.num_held == new_cache.budget.num_held, place
     # All memory is freed with the cache.

@@ -197,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         calls=st.lists(st.tuples(st.integers(0, NUM_LAYERS - 1), st.integers(1, 9)), max_size=3),
     )
     def step_in_any_order(self, data: st.DataObject, calls: list[tuple[int, int]]) -> None:
-        """Layers may be called in any order, more than once or not at all, as by an early exit."""
+        """Layers may be called in any order, several times, or not at all after an early exit."""
         branch = self.pick(data)
         if branch.keys is None or max(branch.lengths) + 27 > MAX_LEN:
             return
@@ -231,16 +231,16 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_budget)
     @rule(data=st.data(), num_kept=st.integers(1, 30))
     def keep_some_tokens(self, data: st.DataObject, num_kept: int) -> None:
-        """Libraries that drop tokens assign the kept keys and values of each layer."""
+        """Libraries that drop tokens assign the remaining keys and values of each layer."""
         branch = self.pick(data)
         if branch.keys is None or not min(branch.lengths):
             return
         for layer, keys in enumerate(branch.keys):
-            kept = torch.randperm(keys.shape[2], generator=self.generator)[:num_kept]
+            indices = torch.randperm(keys.shape[2], generator=self.generator)[:num_kept]
             stored = branch.cache.layers[layer]
-            stored.keys = stored.keys[:, :, kept]
-            stored.values = stored.values[:, :, kept]
-            branch.keys[layer] = keys[:, :, kept]
+            stored.keys = stored.keys[:, :, indices]
+            stored.values = stored.values[:, :, indices]
+            branch.keys[layer] = keys[:, :, indices]
         branch.is_partial = True
 
     @rule(data=st.data(), num_tokens=st.integers(0, 25))

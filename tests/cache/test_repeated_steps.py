@@ -79,10 +79,6 @@ def bound_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def no_change(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 class Decoder:
     """Layers of a model, whose steps have seeded queries, keys and values."""
 
@@ -94,7 +90,7 @@ class Decoder:
         self.cache = FP8PagedCache(config, backend=backend, page_size=16, **options)
         self.modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
         self.generator = torch.Generator().manual_seed(0)
-        self.convert = self.convert_query = no_change
+        self.convert = self.convert_query = lambda states: states
         self.keywords: dict[str, Any] = {"sliding_window": window}
 
     def decode(self, num_steps: int) -> None:
@@ -120,7 +116,7 @@ class Decoder:
         return results
 
 
-# Each backend, and each kind of step that a backend stores or reads in its own way.
+# Each backend, and each kind of step for which a backend has separate code.
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("backend", "padded", "options"),
@@ -145,9 +141,9 @@ def test_repeated_steps_give_the_same_results(
             monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
             monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
         decoder = Decoder(backend, **options)
-        results = decoder.step(PROMPT_TOKENS)
+        run_results = decoder.step(PROMPT_TOKENS)
         for step in range(34):
-            results += decoder.step(3 if step == 9 else 1, padded=padded)
+            run_results += decoder.step(3 if step == 9 else 1, padded=padded)
             if step in (5, 20) and "window" not in options:
                 decoder.cache.crop(-2)
             if step == 25:
@@ -157,14 +153,14 @@ def test_repeated_steps_give_the_same_results(
         caches.append((decoder.cache, fork))
         decoder.cache = fork
         for _ in range(4):
-            results += decoder.step(padded=padded)
-        outputs.append(results)
+            run_results += decoder.step(padded=padded)
+        outputs.append(run_results)
         if repeats:
             repeated = counts.updates, counts.attention
     assert min(repeated) > 44, repeated
     assert (bound_calls.count("write"), bound_calls.count("attend")) == repeated
-    for x, y in zip(*outputs, strict=True):
-        assert_same(x, y)
+    for actual, expected_result in zip(*outputs, strict=True):
+        assert_same(actual, expected_result)
     for cache, expected in zip(*caches, strict=True):
         assert cache.host_length() == expected.host_length()
         for layer, expected_layer in zip(cache.paged_layers, expected.paged_layers, strict=True):
@@ -172,15 +168,14 @@ def test_repeated_steps_give_the_same_results(
             assert_same(layer.values.dense(), expected_layer.values.dense())
 
 
-def change_dtype(decoder: Decoder) -> None:
-    decoder.cache.reset()
-    decoder.convert = torch.Tensor.bfloat16
-    decoder.step(PROMPT_TOKENS)
-
-
 def reset(decoder: Decoder) -> None:
     decoder.cache.reset()
     decoder.step(PROMPT_TOKENS)
+
+
+def change_dtype(decoder: Decoder) -> None:
+    decoder.convert = torch.Tensor.bfloat16
+    reset(decoder)
 
 
 def move(decoder: Decoder) -> None:
@@ -202,15 +197,15 @@ def add_keywords(**keywords: Any) -> Callable[[Decoder], None]:
     return lambda decoder: decoder.keywords.update(keywords)
 
 
-def change_strides(x: torch.Tensor) -> torch.Tensor:
-    return x.repeat(1, 1, 1, 2)[..., :32]
+def change_strides(states: torch.Tensor) -> torch.Tensor:
+    return states.repeat(1, 1, 1, 2)[..., :32]
 
 
-def make_subclass(x: torch.Tensor) -> torch.Tensor:
-    return x.as_subclass(TensorSubclass)
+def make_subclass(states: torch.Tensor) -> torch.Tensor:
+    return states.as_subclass(TensorSubclass)
 
 
-# Changes before a step, which may return a context of the step. No update is repeated then.
+# Changes before a step. A change may return a context for the step. The update is not repeated.
 UNUSUAL_STEPS: dict[str, Callable[[Decoder], Any]] = {
     "dtype": change_dtype, "reset": reset, "moved": move,
     "strides": set_attributes(convert=change_strides),
@@ -218,7 +213,7 @@ UNUSUAL_STEPS: dict[str, Callable[[Decoder], Any]] = {
     "gradients": lambda _: torch.enable_grad(), "mode": lambda _: NameRecorder(),
     "profiler": lambda _: profile(),
 }  # fmt: skip
-# Changes after which updates are repeated, and calls of attention are not.
+# Changes before a step. The update is repeated, but the call of attention is not.
 UNUSUAL_ATTENTION: dict[str, Callable[[Decoder], Any]] = {
     "sinks": add_keywords(s_aux=torch.zeros(4)), "softcap": add_keywords(softcap=9.0),
     "bias": add_keywords(position_bias=torch.zeros(1, 4, 1, PROMPT_TOKENS + 5)),
@@ -305,8 +300,8 @@ def test_a_step_with_removed_sequences_is_refused(counts: Counts) -> None:
     decoder.cache.batch_select_indices(torch.tensor([1]))
     with pytest.raises(ConfigError, match="expected 1 sequences, which the cache holds, got 2"):
         decoder.step()
-    one = torch.ones(1, 2, 1, 32)
-    keys, _ = decoder.cache.update(one, one, 0)
+    states = torch.ones(1, 2, 1, 32)
+    keys, _ = decoder.cache.update(states, states, 0)
     assert keys.shape == (1, 2, PROMPT_TOKENS + 4, 32)
 
 
@@ -316,9 +311,9 @@ def test_a_layer_that_was_emptied_gets_an_exact_token(counts: Counts) -> None:
     decoder.decode(3)
     assert counts.updates
     decoder.cache.layers[0].reset()
-    key = torch.randn(BATCH, 2, 1, 32)
-    keys, _ = decoder.cache.update(key, key, 0)
-    assert torch.equal(keys, key)
+    states = torch.randn(BATCH, 2, 1, 32)
+    keys, _ = decoder.cache.update(states, states, 0)
+    assert torch.equal(keys, states)
 
 
 @torch.no_grad()
@@ -328,11 +323,11 @@ def test_a_tensor_that_changes_in_place_changes_the_attention(name: str, counts:
     value = torch.tensor(2.0)
     decoder.keywords[name] = value
     decoder.decode(3)
-    old = counts.attention
-    assert old
+    num_repeats = counts.attention
+    assert num_repeats
     value.fill_(0.5)
     decoder.step()
-    assert counts.attention == old
+    assert counts.attention == num_repeats
 
 
 def test_a_compact_mask_is_contiguous() -> None:
@@ -378,8 +373,8 @@ def test_prompts_prefer_cudnn_on_an_h100(
     assert not requested
 
 
-class _Stored(Decoder):
-    """A layer of 16 bits with a stored prompt."""
+class StoredPrompt(Decoder):
+    """A layer in bfloat16 with a stored prompt."""
 
     def __init__(self, num_tokens: int = 40, **options: Any) -> None:
         options = {"prefill": "stored", "dtype": "fp8_e3m4", **options}
@@ -392,12 +387,11 @@ class _Stored(Decoder):
     def attend(self, mask: Any = None, **keywords: Any) -> torch.Tensor:
         attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
         keywords = {"sliding_window": None, **keywords}
-        attended, _ = attend(self.modules[0], self.query, self.key, self.value, mask, **keywords)
-        return attended
+        return attend(self.modules[0], self.query, self.key, self.value, mask, **keywords)[0]
 
 
 def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dense copy of the stored values is read instead of pages, where this is faster."""
+    """Attention reads a dense copy of the stored values instead of pages if this is faster."""
     dense_calls: list[torch.Size] = []
     attend = dense_prompts.scaled_dot_product_attention
 
@@ -407,7 +401,7 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(dense_prompts, "scaled_dot_product_attention", record)
     monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 40)
-    stored = _Stored()
+    stored = StoredPrompt()
     with torch.no_grad():
         expected = stored.attend(scaling=0.5)
         monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: (9, 0))
@@ -429,9 +423,9 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
             {"is_causal": False}, {"s_aux": torch.zeros(4)},
         ):  # fmt: skip
             stored.attend(**keywords)
-        _Stored(39).attend()
-        _Stored(max_cache_len=50).attend()
-        chunk = _Stored()
+        StoredPrompt(39).attend()
+        StoredPrompt(max_cache_len=50).attend()
+        chunk = StoredPrompt()
         states = (torch.randn(BATCH, 2, 40, 32).bfloat16() for _ in range(2))
         chunk.key, chunk.value = chunk.cache.update(*states, 0)
         chunk.attend()
