@@ -1,7 +1,7 @@
 """Tests in which each allocation, or each operation on a file, fails once while an engine runs.
 
-Afterwards the engine has ended with that error, or all its answers are right. The engine can start
-again, no page is lost, and no partial file is left.
+Afterwards the engine has ended with that error, or all its answers are correct. The engine can
+start again, no page is lost, and no partial file is left.
 """
 
 import gc
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -59,12 +60,18 @@ def _no_log() -> Iterator[None]:
 
 def make_prompts() -> list[list[int]]:
     """Return prompts that share pages, and that need more pages than the engine has."""
-    first, second = ([(seed * n) % 89 + 3 for n in range(1, 60)] for seed in (7, 31))
-    return [first, first[:40] + second[:9], second, first[:18], second[:33] + first[:5]]
+    first_ids, second_ids = ([(seed * n) % 89 + 3 for n in range(1, 60)] for seed in (7, 31))
+    return [
+        first_ids,
+        first_ids[:40] + second_ids[:9],
+        second_ids,
+        first_ids[:18],
+        second_ids[:33] + first_ids[:5],
+    ]
 
 
 class Engines:
-    """A model with its engines, a prefix store that they share, and the right answers."""
+    """A model with its engines, a prefix store that they share, and the expected answers."""
 
     def __init__(self, name: str, folder: Path | None) -> None:
         self.model, _ = build_variant(name, max_position_embeddings=512, **MODEL_OPTIONS[name])
@@ -117,7 +124,7 @@ class Engines:
                 self.store.flush()
 
     def check_outputs(self, manager: Any, place: Any, *, has_failed: bool) -> None:
-        """Assert that the engine has ended with the fault, or that its answers are right."""
+        """Assert that the engine has ended with the fault, or that its answers are correct."""
         error = manager.background_thread_status.fatal_error
         assert error is None or (has_failed and str(error).endswith(FAULT_MESSAGES)), (place, error)
         for answer, request_id in zip(self.answers, self.request_ids, strict=True):
@@ -199,19 +206,15 @@ def check_faults(
     return len(lines)
 
 
-def test_a_thread_that_does_not_start_restores_the_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_does_not_start_restores_the_attention() -> None:
     engines = Engines("gqa", None)
     manager = engines.make_manager()
-    with monkeypatch.context() as patch:
-
-        def fail(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="new thread"):
-            manager.start()
+    fail = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    with (
+        mock.patch.object(threading.Thread, "start", fail),
+        pytest.raises(RuntimeError, match="new thread"),
+    ):
+        manager.start()
     assert engines.model.config._attn_implementation == "sdpa"
     engines.check_engine(manager, "a thread that does not start")
     serving.disable(engines.model)

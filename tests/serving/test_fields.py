@@ -37,7 +37,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 from transformers.cli.serving.utils import build_response_parser  # noqa: E402
 
 from hf_fp8kv.server import sampling  # noqa: E402
-from hf_fp8kv.server.answer_text import AnswerDecoder  # noqa: E402
+from hf_fp8kv.server.answer_text import AnswerDecoder, AnswerPart  # noqa: E402
 from hf_fp8kv.server.choices import Choice, RunningRequest  # noqa: E402
 from hf_fp8kv.server.structured import Grammars  # noqa: E402
 
@@ -127,19 +127,21 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, op
 def test_logprobs_of_a_chat_match_the_model(server, model):
     fields = {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
     (choice,) = get_choices(server, CHAT, **fields)
-    (content,) = (part["content"] for part in choice["logprobs"])
-    assert "".join(entry["token"] for entry in content) == choice["text"]
-    expected = compute_logprobs(model, encode("why" + choice["text"]))
-    for position, entry in enumerate(content, 2):
-        largest = expected[position].max().item()
-        torch.testing.assert_close(entry["logprob"], largest, **LOGPROB_TOLERANCE)
-        assert entry["top_logprobs"][0] == {x: entry[x] for x in ("token", "logprob", "bytes")}
-        assert bytes(entry["bytes"]).decode() == entry["token"]
-        assert len(entry["top_logprobs"]) == 2
+    (tokens,) = (part["content"] for part in choice["logprobs"])
+    assert "".join(token_logprob["token"] for token_logprob in tokens) == choice["text"]
+    expected_logprobs = compute_logprobs(model, encode("why" + choice["text"]))
+    for position, token_logprob in enumerate(tokens, 2):
+        largest = expected_logprobs[position].max().item()
+        torch.testing.assert_close(token_logprob["logprob"], largest, **LOGPROB_TOLERANCE)
+        assert token_logprob["top_logprobs"][0] == {
+            x: token_logprob[x] for x in ("token", "logprob", "bytes")
+        }
+        assert bytes(token_logprob["bytes"]).decode() == token_logprob["token"]
+        assert len(token_logprob["top_logprobs"]) == 2
     (streamed,) = get_choices(server, CHAT, **fields, stream=True)
     parts = [part["content"] for part in streamed["logprobs"] if part["content"]]
     streamed_tokens = [[x["token"] for x in part] for part in parts]
-    assert streamed_tokens == [[entry["token"]] for entry in content]
+    assert streamed_tokens == [[token_logprob["token"]] for token_logprob in tokens]
 
 
 def make_tokenizer(decoder: str) -> Tokenizer:
@@ -239,12 +241,12 @@ def test_the_bytes_of_tokens_are_the_text(byte_server):
     for request in requests:
         for stream in (False, True):
             (answer,) = get_choices(server, CHAT, **fields, **request, stream=stream)
-            entries = [*chain.from_iterable(part["content"] for part in answer["logprobs"])]
-            data = b"".join(bytes(entry["bytes"]) for entry in entries)
+            token_logprobs = [*chain.from_iterable(part["content"] for part in answer["logprobs"])]
+            data = b"".join(bytes(token_logprob["bytes"]) for token_logprob in token_logprobs)
             assert data.decode() == answer["text"]
             assert "structured_outputs" not in request or answer["text"] == choice
-            for entry in entries:
-                for token in (entry, *entry["top_logprobs"]):
+            for token_logprob in token_logprobs:
+                for token in (token_logprob, *token_logprob["top_logprobs"]):
                     data = bytes(token["bytes"])
                     spelling = data.decode(errors="backslashreplace")
                     is_partial = "\ufffd" in data.decode(errors="replace")
@@ -294,9 +296,9 @@ def test_an_answer_and_its_logprobs_end_before_a_stop_string(server, path, strea
 
 def test_logprobs_of_impossible_tokens_are_finite():
     minus_infinity = float("-inf")
-    (entry,) = sampling.make_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
-    assert entry.logprob == -9999
-    assert min(logprob for _, logprob in entry.top_tokens) == -9999
+    (token_logprob,) = sampling.make_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
+    assert token_logprob.logprob == -9999
+    assert min(logprob for _, logprob in token_logprob.top_tokens) == -9999
 
 
 @pytest.mark.parametrize(("path", "stream"), [(CHAT, True), (COMPLETIONS, False)])
@@ -375,7 +377,7 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, num_answer
     running, num_running = set[int](), list[int]()
     started: list[int] = []  # indices of the choices, in the order of their starts
 
-    class Engine:
+    class RecordingEngine:
         async def stream(self, sequence, *, per_step):
             started.append(sequence.prompt[0])
             running.add(sequence.prompt[0])
@@ -393,7 +395,7 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, num_answer
 
     async def run() -> int:
         metrics = SimpleNamespace(unfinished_answers=Counter(), record_end=lambda _: None)
-        request = RunningRequest(Engine(), metrics)
+        request = RunningRequest(RecordingEngine(), metrics)
         return sum([len(parts) async for parts in request.run(choices, streaming=False)])
 
     assert asyncio.run(run()) == 120  # each answer has a part with text and a final part
@@ -404,16 +406,12 @@ def test_answers_of_one_request_leave_room_for_other_requests(folder, num_answer
 
 
 def test_several_answers_share_one_grammar(server, monkeypatch):
-    requests, compile_grammar = [], Grammars.compile
-    monkeypatch.setattr(
-        Grammars,
-        "compile",
-        lambda self, request: requests.append(request) or compile_grammar(self, request),
-    )
+    compile_grammar = Mock(side_effect=Grammars.compile)
+    monkeypatch.setattr(Grammars, "compile", lambda *arguments: compile_grammar(*arguments))
     fields = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1.2, "repetition_penalty": 1.5}
     fields |= {"structured_outputs": {"regex": "[a-f]{3,10}[g-z]{5}"}}
     texts = [choice["text"] for choice in get_choices(server, **fields, n=3, seed=4)]
-    assert len(requests) == 1
+    assert compile_grammar.call_count == 1
     assert texts == [get_choices(server, **fields, seed=seed)[0]["text"] for seed in (4, 5, 6)]
     assert len(set(texts)) == 3
 
@@ -547,8 +545,8 @@ def test_a_response_calls_a_named_tool(server):
     tools = [{"type": "function", **function} for function in (WEATHER, CLOCK)]
     tool_choice = {"type": "function", "name": "weather"}
     fields = {"input": "why", "tools": tools, "tool_choice": tool_choice, "max_output_tokens": 60}
-    items = server.answer(RESPONSES, **fields)["output"]
-    (call,) = [item for item in items if item["type"] == "function_call"]
+    output_items = server.answer(RESPONSES, **fields)["output"]
+    (call,) = [item for item in output_items if item["type"] == "function_call"]
     assert call["name"] == "weather"
     assert json.loads(call["arguments"])["day"] in ("today", "tomorrow")
 
@@ -615,6 +613,14 @@ class BracketParser:
         return None, []
 
 
+def join_text(parts: list[AnswerPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def join_reasoning(parts: list[AnswerPart]) -> str:
+    return "".join(part.reasoning for part in parts)
+
+
 def make_byte_decoder(**options: object) -> AnswerDecoder:
     """Return a decoder for tokens of single bytes, as in models with SentencePiece."""
     vocabulary = {"a": 0, "b": 1, "\u2581c": 2}
@@ -632,8 +638,7 @@ def test_undecodable_bytes_do_not_end_an_answer():
     for _ in range(100):
         byte_tokens = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
         decoder = make_byte_decoder(stop_strings=["b"])
-        parts = decoder.add_tokens([0, *byte_tokens, 2, 1, 0, 2])
-        text = "".join(part.text for part in parts)
+        text = join_text(decoder.add_tokens([0, *byte_tokens, 2, 1, 0, 2]))
         assert decoder.is_stopped
         assert decoder.finish() == []
         assert (text[0], text[-2:]) == ("a", " c")
@@ -649,8 +654,8 @@ def test_a_stop_string_ends_a_parsed_answer(folder, parser, reasoning):
         if not decoder.is_stopped:
             parts += decoder.add_tokens([token])
     parts += decoder.finish()
-    assert "".join(part.reasoning for part in parts) == reasoning
-    assert "".join(part.text for part in parts) == ("EN" if parser else "[so it is]EN[")
+    expected_text = "EN" if parser else "[so it is]EN["
+    assert (join_text(parts), join_reasoning(parts)) == (expected_text, reasoning)
     assert [part.num_tokens for part in parts] == sorted(part.num_tokens for part in parts)
     assert decoder.num_tokens == text.index("]END") + 4
 
@@ -667,8 +672,7 @@ def test_reasoning_and_calls_are_parsed_in_the_format_of_a_model(folder, all_at_
     for chunk in [tokens] if all_at_once else [[token] for token in tokens]:
         parts += decoder.add_tokens(chunk)
     parts += decoder.finish()
-    assert "".join(part.reasoning for part in parts) == "so"
-    assert "".join(part.text for part in parts) == "well"
+    assert (join_text(parts), join_reasoning(parts)) == ("well", "so")
     assert [part.call for part in parts if part.call] == [("f", '{"x": 1}')] * 2
     assert decoder.num_calls == 2
 
@@ -678,11 +682,10 @@ def test_an_incomplete_message_keeps_its_text(folder, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     decoder = AnswerDecoder(tokenizer, parser=BracketParser())
     parts = [*decoder.add_tokens(encode("[so]half")), *decoder.finish()]
-    assert "".join(part.text for part in parts) == "half"
-    assert "".join(part.reasoning for part in parts) == "so"
+    assert (join_text(parts), join_reasoning(parts)) == ("half", "so")
 
 
 def test_tokens_of_an_incomplete_character_are_not_lost():
     decoder = make_byte_decoder()
     parts = [*decoder.add_tokens([0, 3 + 0xC3]), *decoder.finish()]
-    assert "".join(part.text for part in parts) == "a\ufffd"
+    assert join_text(parts) == "a\ufffd"

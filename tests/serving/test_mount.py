@@ -190,9 +190,9 @@ def test_a_waiting_job_of_a_closed_pool_gets_503():
         pool.close()
         may_continue.set()
         await running_job
-        with pytest.raises(APIError) as info:
+        with pytest.raises(APIError) as error_info:
             await job
-        return info.value
+        return error_info.value
 
     error = asyncio.run(run())
     assert (error.status, error.code) == (503, "stopping")

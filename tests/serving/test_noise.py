@@ -50,8 +50,10 @@ def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> 
     assert len(set(map(tuple, tokens))) == 4
     assert not set(map(tuple, sample_tokens(model, prompt_ids, seed=4))) & set(map(tuple, tokens))
     config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
-    first, second = (sample_tokens(model, prompt_ids, seed=seed, config=config) for seed in (1, 2))
-    assert first == second != tokens  # the seed of the config overrides torch's seed
+    first_tokens, second_tokens = (
+        sample_tokens(model, prompt_ids, seed=seed, config=config) for seed in (1, 2)
+    )
+    assert first_tokens == second_tokens != tokens  # the seed of the config overrides torch's seed
     answers = sample_tokens(model, prompts()[:3], num_answers=3)
     assert len(set(map(tuple, answers))) == 9
     assert sample_tokens(model, prompts()[:1], num_answers=3) == answers[:3]

@@ -78,6 +78,11 @@ def llama() -> Iterator[Any]:
     serving.disable(model)
 
 
+@pytest.fixture
+def served_llama(llama: Any) -> Any:
+    return serving.enable(llama)
+
+
 def check_tokens(model: Any, *, is_exact: bool | None, **options: Any) -> None:
     """Compare generate_batch(), with whole prompts and chunks of 16 tokens, with generate()."""
     # Triton's interpreter takes a minute for three prompts.
@@ -123,7 +128,9 @@ class TestSameTokens:
         ("name", "make_options", "is_exact"),
         [*CASES, *(pytest.param(*case, marks=FULL) for case in SLOW_CASES)],
     )
-    def test_eight_prompts(self, name: str, make_options: Any, is_exact: bool | None) -> None:
+    def test_eight_prompts_get_the_tokens_of_generate(
+        self, name: str, make_options: Any, is_exact: bool | None
+    ) -> None:
         model = make_model(name)
         check_tokens(model, is_exact=is_exact, **make_options(model))
 
@@ -140,10 +147,10 @@ class TestSameTokens:
             assert compute_greedy_deficit(reference, prompt, answer) > 0.3
 
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", None])
-    def test_decode_steps_with_block_tables(
+    def test_decode_steps_with_block_tables_give_the_same_tokens(
         self, llama: Any, dtype: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Steps run eagerly, but as in CUDA graphs, the host reads no tensors of a step."""
+        """The steps are eager. As in CUDA graphs, the host reads no tensors of a step."""
         scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
         plan = protected_plan_for(llama) if dtype is None else None
         expected = enable(llama, prompts(), scales=scales, dtype=dtype, plan=plan)
@@ -162,7 +169,7 @@ class TestSameTokens:
         assert len(batch_sizes) < 2 * NEW_TOKENS
         assert max(batch_sizes) > 1
 
-    def test_generate_with_a_paged_cache(self, llama: Any) -> None:
+    def test_generate_with_a_paged_cache_gives_the_same_tokens(self, llama: Any) -> None:
         prompt = prompts()[5]
         (expected,) = enable(llama, [prompt], scales=head_scales(llama))
         output = llama.generate(
@@ -226,7 +233,7 @@ class TestSharedPages:
 
     @pytest.mark.parametrize("is_protected", [False, True], ids=["static scales", "layer 0 in K"])
     def test_few_pages_give_the_same_tokens(self, is_protected: bool) -> None:
-        """The pages are enough for about two requests, so other requests wait or restart."""
+        """The pages are enough for about two requests, so requests wait or restart."""
         model = make_model("gemma2")
         prompt_ids = prompts()
         options = {"plan": protected_plan_for(model)} if is_protected else {}
@@ -236,9 +243,9 @@ class TestSharedPages:
 
 def count_shared_tokens(manager: Any, prompt: list[int], *args: Any, **options: Any) -> int:
     """Return how many tokens of a new request are in the engine's pages."""
-    old = serving.read_usage(manager)
+    old_usage = serving.read_usage(manager)
     request_answer(manager, prompt, *args, **options)
-    return int(serving.read_usage(manager).prefix_tokens - old.prefix_tokens)
+    return int(serving.read_usage(manager).prefix_tokens - old_usage.prefix_tokens)
 
 
 def is_enabled(model: Any) -> bool:
@@ -246,12 +253,11 @@ def is_enabled(model: Any) -> bool:
 
 
 class TestManagers:
-    def test_disable_restores_a_model(self, llama: Any) -> None:
-        serving.enable(llama)
+    def test_disable_restores_a_model(self, served_llama: Any) -> None:
         new_model = make_model("llama")
         FP8PagedCache(new_model)  # the model keeps its plan
-        assert set(vars(serving.disable(llama))) == set(vars(new_model))
-        assert not llama._forward_pre_hooks
+        assert set(vars(serving.disable(served_llama))) == set(vars(new_model))
+        assert not served_llama._forward_pre_hooks
 
     def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
         llama.set_attn_implementation("sdpa")
@@ -264,12 +270,13 @@ class TestManagers:
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in str(manager.get_result(timeout=60).error)
 
-    def test_a_changed_attention_fails_the_requests_of_a_running_manager(self, llama: Any) -> None:
-        serving.enable(llama)
+    def test_a_changed_attention_fails_the_requests_of_a_running_manager(
+        self, served_llama: Any
+    ) -> None:
         stock_model = make_model("llama")
         stock_model.set_attn_implementation("sdpa")
         for model, attention, message in (
-            (llama, "paged|eager", "Do not change the attention"),
+            (served_llama, "paged|eager", "Do not change the attention"),
             (stock_model, "fp8_paged", "an engine with FP8 pages"),
         ):
             manager = model.init_continuous_batching(greedy(), batching())
@@ -278,8 +285,7 @@ class TestManagers:
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
 
-    def test_a_second_model_in_a_different_thread_stays_stock(self, llama: Any) -> None:
-        serving.enable(llama)
+    def test_a_second_model_in_a_different_thread_stays_stock(self, served_llama: Any) -> None:
         barrier = threading.Barrier(2)
 
         def make_managers(model: Any) -> list[tuple[str, str]]:
@@ -293,7 +299,7 @@ class TestManagers:
             return class_names
 
         with ThreadPoolExecutor(2) as pool:
-            class_names, stock_names = pool.map(make_managers, (llama, make_model("llama")))
+            class_names, stock_names = pool.map(make_managers, (served_llama, make_model("llama")))
         assert class_names == [("FP8Manager", "Cache")] * 3
         assert stock_names == [("ContinuousBatchingManager", "PagedAttentionCache")] * 3
 
@@ -315,11 +321,10 @@ class TestManagers:
             for _ in range(3):
                 assert torch.equal(run_generate(), expected)
 
-    def test_least_recently_used_prefixes_are_evicted(self, llama: Any) -> None:
-        """The engine evicts the least recently used prefix from its end, only as far as needed."""
-        serving.enable(llama)
+    def test_least_recently_used_prefixes_are_evicted(self, served_llama: Any) -> None:
+        """The engine evicts pages from the end of this prefix, and only as many as needed."""
         prompt_ids = [[n + 3] * (6 * PAGE + 1) for n in range(5)]
-        with open_manager(llama, pages=32) as manager:
+        with open_manager(served_llama, pages=32) as manager:
 
             def count_cached_tokens(index: int) -> int:
                 return count_shared_tokens(manager, prompt_ids[index], 2)
@@ -335,8 +340,8 @@ class TestManagers:
         self, llama: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The engine's hash has 64 bits and no key, so equal hashes can be computed offline."""
-        first, second = prompts()[5:7]
-        prompt_ids = [first, second[::-1], [first[0] + 1, *first[1:]]]
+        first_prompt, second_prompt = prompts()[5:7]
+        prompt_ids = [first_prompt, second_prompt[::-1], [first_prompt[0] + 1, *first_prompt[1:]]]
         expected = enable(llama, prompt_ids, scales=head_scales(llama))
         monkeypatch.setattr(
             cache_allocator, "compute_block_hash", lambda parent, tokens: (parent or 0) + 1
@@ -349,10 +354,9 @@ class TestManagers:
             assert serving.read_usage(manager).prefix_tokens == 0
         assert tokens == expected
 
-    def test_only_requests_with_the_same_salt_share_pages(self, llama: Any) -> None:
-        serving.enable(llama)
+    def test_only_requests_with_the_same_salt_share_pages(self, served_llama: Any) -> None:
         options = [{}, *({"cache_salt": salt} for salt in ("a", "b", "a\0", "\ud800"))]
-        with open_manager(llama) as manager:
+        with open_manager(served_llama) as manager:
             for num_shared in (0, 48):
                 counts = [count_shared_tokens(manager, prompts()[5], **x) for x in options]
                 assert counts == [num_shared] * 5
@@ -360,22 +364,21 @@ class TestManagers:
                 with pytest.raises(ConfigError, match="cache_salt: expected a string"):
                     manager.add_request(prompts()[5], cache_salt=salt)
 
-    def test_salts_of_requests_in_one_step_are_kept_apart(self, llama: Any) -> None:
-        serving.enable(llama)
-        first, second = prompts()[5], prompts()[5][::-1]
-        with open_manager(llama) as manager:
-            manager.add_request(first, cache_salt="a", max_new_tokens=2)
-            manager.add_request(second, cache_salt="b", max_new_tokens=2)
+    def test_salts_of_requests_in_one_step_are_kept_apart(self, served_llama: Any) -> None:
+        prompt, reversed_prompt = prompts()[5], prompts()[5][::-1]
+        with open_manager(served_llama) as manager:
+            manager.add_request(prompt, cache_salt="a", max_new_tokens=2)
+            manager.add_request(reversed_prompt, cache_salt="b", max_new_tokens=2)
             wait_for_results(manager, 2)
-            for prompt, salt, num_shared in (
-                (first, "b", 0), (second, "a", 0), (first, "a", 48), (second, "b", 48),
+            for ids, salt, num_shared in (
+                (prompt, "b", 0), (reversed_prompt, "a", 0), (prompt, "a", 48),
+                (reversed_prompt, "b", 48),
             ):  # fmt: skip
-                assert count_shared_tokens(manager, prompt, cache_salt=salt) == num_shared
+                assert count_shared_tokens(manager, ids, cache_salt=salt) == num_shared
 
-    def test_forked_requests_keep_the_salt(self, llama: Any) -> None:
-        serving.enable(llama)
+    def test_forked_requests_keep_the_salt(self, served_llama: Any) -> None:
         prompt = prompts()[5]
-        with open_manager(llama, greedy(num_return_sequences=3)) as manager:
+        with open_manager(served_llama, greedy(num_return_sequences=3)) as manager:
             manager.add_request(prompt, cache_salt="a")
             answers = [*wait_for_results(manager, 3).values()]
             assert answers[0] == answers[1] == answers[2]
@@ -384,19 +387,18 @@ class TestManagers:
                 ids = prompt + answers[0]
                 assert count_shared_tokens(manager, ids, cache_salt=salt) == num_shared
 
-    def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
-        serving.enable(llama)
+    def test_a_persistent_manager_keeps_its_prefixes(self, served_llama: Any) -> None:
         answers = []
         for num_hits in range(2):
-            outputs = llama.generate_batch(
+            outputs = served_llama.generate_batch(
                 prompts()[5:6], greedy(), continuous_batching_config=batching(),
                 persistent_manager=True,
             )  # fmt: skip
             answers += [output.generated_tokens for output in outputs.values()]
-            assert serving.read_usage(llama).prefix_hits == num_hits
+            assert serving.read_usage(served_llama).prefix_hits == num_hits
         assert answers[0] == answers[1]
-        serving.disable(llama)
-        assert not hasattr(llama, "_cached_continuous_batching_manager")
+        serving.disable(served_llama)
+        assert not hasattr(served_llama, "_cached_continuous_batching_manager")
 
     def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
         serving.enable(llama, dtype="fp8_e3m4")
@@ -423,14 +425,13 @@ class TestStockEngine:
         assert llama._cached_continuous_batching_manager is original
         llama.destroy_cached_continuous_batching_manager()
 
-    def test_models_can_be_copied_and_freed(self, llama: Any) -> None:
-        serving.enable(llama)
-        for copied in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
+    def test_models_can_be_copied_and_freed(self, served_llama: Any) -> None:
+        for copied in (copy.deepcopy(served_llama), pickle.loads(pickle.dumps(served_llama))):
             assert is_enabled(copied)
             serving.disable(copied)
             assert not copied._forward_pre_hooks
             assert not is_enabled(copied)
-        assert is_enabled(llama)
+        assert is_enabled(served_llama)
         reference = weakref.ref(copied)
         del copied
         gc.collect()
@@ -461,20 +462,16 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            (
-                "diffllama",
-                "Packing changes its logits",
-            ),  # its attention does not receive the engine's cache
-            (
-                "bart",
-                "changes its logits|get_seq_length",
-            ),  # derives positions from the cache length
-            ("roberta", "changes its logits|get_seq_length"),  # its positions do not begin at 0
-            ("deepseek_v3", "pages were made"),  # its keys have a different size than planned
+            # The attention of this model does not receive the engine's cache.
+            ("diffllama", "Packing changes its logits"),
+            # These models derive positions from the cache length, or positions do not begin at 0.
+            ("bart", "changes its logits|get_seq_length"),
+            ("roberta", "changes its logits|get_seq_length"),
+            ("deepseek_v3", "pages were made"),  # keys have a different size than planned
             ("bamba", "linear_attention"),
-            ("dots3_note_text", "expected layers"),  # has layers of several sizes and an indexer
+            ("dots3_note_text", "expected layers"),  # layers of several sizes, and an indexer
             ("seq2seq/t5", "encoder"),
-            ("bloom", "attention"),  # does not look up an attention function
+            ("bloom", "attention"),  # no lookup of an attention function
         ],
     )
     def test_unsupported_models_are_rejected(self, name: str, message: str) -> None:
@@ -493,15 +490,13 @@ class TestErrors:
         ("name", "options"),
         [
             ("llama", {}), ("gpt_oss", {"sliding_window": 1}), ("gpt_oss", {"sliding_window": 3}),
+            # Up to transformers 5.20, this model runs sdpa by default, which has no softcap.
             ("gemma2", MODEL_OPTIONS["gemma2"]),
         ],
         ids=str,
     )  # fmt: skip
     def test_supported_models_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
-        """The probe accepts rounding, a missing softcap, and windows shorter than its sequences.
-
-        Up to transformers 5.20, gemma2 runs sdpa by default, which has no softcap.
-        """
+        """The probe accepts rounding, a missing softcap, and windows shorter than its sequences."""
         for dtype in (torch.float16, torch.bfloat16):
             model = build_variant(name, **options)[0].to(dtype).train()
             attention = model.config._attn_implementation
@@ -510,9 +505,8 @@ class TestErrors:
             assert model.training
 
     @pytest.mark.parametrize("page_size", [24, 2048])
-    def test_an_invalid_page_size_is_rejected(self, llama: Any, page_size: int) -> None:
-        serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching(page_size=page_size))
+    def test_an_invalid_page_size_is_rejected(self, served_llama: Any, page_size: int) -> None:
+        manager = served_llama.init_continuous_batching(greedy(), batching(page_size=page_size))
         with pytest.raises(ConfigError, match="power of two"):
             manager.warmup()
 
@@ -534,7 +528,7 @@ class TestErrors:
 
 
 class AdapterWrapper:
-    """A stand-in for PEFT's wrapper, which passes unknown attributes on to the model."""
+    """A stand-in for PEFT's wrapper, which has the attributes of the model."""
 
     def __init__(self, model: Any, is_prompt_learning: bool = False) -> None:
         self._model = model
@@ -560,7 +554,7 @@ class TestAdapters:
         assert not is_enabled(llama)
 
     def test_trained_tokens_are_refused(self, llama: Any) -> None:
-        """An engine would answer without the tokens that such an adapter puts before a prompt."""
+        """An engine would omit the tokens that such an adapter adds before a prompt."""
         with pytest.raises(ConfigError, match=r"adds trained tokens.*Use generate\(\)"):
             serving.enable(AdapterWrapper(llama, is_prompt_learning=True))
         assert not is_enabled(llama)
@@ -595,11 +589,10 @@ class TestRequestLimit:
 
     @pytest.mark.parametrize("is_running", [False, True])
     def test_a_request_that_outgrows_the_pages_is_refused(
-        self, llama: Any, is_running: bool
+        self, served_llama: Any, is_running: bool
     ) -> None:
-        """The engine continues. Without pages, the first request allocates them."""
-        serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching(pages=6))
+        """The engine still answers shorter requests. The first request allocates the pages."""
+        manager = served_llama.init_continuous_batching(greedy(), batching(pages=6))
         if is_running:
             manager.start()
         for num_tokens, max_new_tokens in ((1000, 1), (3, 1000), (1000, None)):
@@ -619,21 +612,22 @@ class TestRunningEngines:
         expected = generate_each(llama, prompt_ids, scales=scales)
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
-        first, second = (llama.init_continuous_batching(greedy(), batching()) for _ in range(2))
-        with run_manager(second):
-            with run_manager(first):
-                request_answer(first, prompt_ids[0], 2)
+        stopping_manager, manager = (
+            llama.init_continuous_batching(greedy(), batching()) for _ in range(2)
+        )
+        with run_manager(manager):
+            with run_manager(stopping_manager):
+                request_answer(stopping_manager, prompt_ids[0], 2)
             assert llama.config._attn_implementation == "fp8_paged"
-            assert request_answers(second, prompt_ids) == expected
+            assert request_answers(manager, prompt_ids) == expected
         assert llama.config._attn_implementation == "sdpa"
-        with run_manager(second):  # again, after the attention was restored
-            assert request_answer(second, prompt_ids[1]) == expected[1]
+        with run_manager(manager):  # again, after the attention was restored
+            assert request_answer(manager, prompt_ids[1]) == expected[1]
         assert llama.config._attn_implementation == "sdpa"
 
-    def test_an_empty_prompt_does_not_affect_other_requests(self, llama: Any) -> None:
-        serving.enable(llama)
-        (expected,) = generate_batch(llama, [[5, 6]])
-        assert generate_batch(llama, [[], [5, 6]])[1] == expected
+    def test_an_empty_prompt_does_not_affect_other_requests(self, served_llama: Any) -> None:
+        (expected,) = generate_batch(served_llama, [[5, 6]])
+        assert generate_batch(served_llama, [[], [5, 6]])[1] == expected
 
     def test_enable_rejects_a_model_with_a_running_stock_manager(self) -> None:
         model = build_variant("llama", attn_implementation="sdpa")[0]
@@ -754,9 +748,9 @@ class DelayedStream:
     def __init__(self) -> None:
         self.operations: list[Callable[[], Any]] = []
 
-    def wait_stream(self, other: "DelayedStream") -> None:
-        while other.operations:
-            other.operations.pop(0)()
+    def wait_stream(self, stream: "DelayedStream") -> None:
+        while stream.operations:
+            stream.operations.pop(0)()
 
     def synchronize(self) -> None:
         pass
@@ -767,7 +761,7 @@ class TestStreams:
     def test_late_fills_do_not_change_the_tokens(
         self, llama: Any, max_blocks: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An engine fills its static tensors on the current stream, and reads them on another."""
+        """An engine fills static tensors on the current stream, and computes on its own stream."""
         expected = enable(llama, prompts())
         current, compute = DelayedStream(), DelayedStream()
         prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors

@@ -164,7 +164,7 @@ def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_tok
         text, reason = complete(server_with_end_token, **constrain(json=PERSON), **sampling)
         assert is_person(text)
         assert reason == "stop"
-        # This text may end after any token. A model without an end token continues.
+        # The next text may end after any token. A model without an end token continues.
         fields = constrain(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
         text, reason = complete(server_with_end_token, **fields, stream=stream)
         assert re.fullmatch(r"[a-f]+", text)
@@ -297,7 +297,7 @@ INVALID_GRAMMARS = {
 
 # Each rule, and each limit of a grammar, has one case.
 @pytest.mark.parametrize(("payload", "field"), INVALID_GRAMMARS.values(), ids=INVALID_GRAMMARS)
-def test_a_bad_grammar_is_rejected_with_its_field(server, payload, field):
+def test_an_invalid_grammar_is_rejected_with_its_field(server, payload, field):
     fields = CHAT_FIELDS | payload
     status, text, _ = server.ask(CHAT, raw=json.dumps(fields).replace("Infinity", "1e999").encode())
     error = json.loads(text)["error"]
