@@ -132,23 +132,23 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
         pytest.param("first", marks=pytest.mark.full),
     ],
 )
+@torch.no_grad()
 def test_a_compiled_model_is_enabled(is_called: str) -> None:
     model, inputs = build("llama")
     compiled: Any = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        if is_called == "first":
-            compiled(**inputs)
-        assert enable(compiled, training="stored") is compiled
-        digest = generate_digest(compiled, inputs)
-        cache = FP8PagedCache(compiled, prefill="stored")
-        assert digest == read_digest(cache) == choose_plan(compiled).digest
-        expected = model(**inputs).logits
-        if is_called != "never":
-            assert_same(compiled(**inputs).logits, expected)
-            assert_same(compiled(**inputs, **{CACHE: cache}).logits, expected)
-        disable(compiled)
-        last_model = model if is_called == "never" else compiled
-        assert not torch.equal(last_model(**inputs).logits, expected)
+    if is_called == "first":
+        compiled(**inputs)
+    assert enable(compiled, training="stored") is compiled
+    digest = generate_digest(compiled, inputs)
+    cache = FP8PagedCache(compiled, prefill="stored")
+    assert digest == read_digest(cache) == choose_plan(compiled).digest
+    expected = model(**inputs).logits
+    if is_called != "never":
+        assert_same(compiled(**inputs).logits, expected)
+        assert_same(compiled(**inputs, **{CACHE: cache}).logits, expected)
+    disable(compiled)
+    last_model = model if is_called == "never" else compiled
+    assert not torch.equal(last_model(**inputs).logits, expected)
 
 
 def test_a_cache_of_another_wrapper_is_refused() -> None:
@@ -330,12 +330,12 @@ def test_cross_attention_stays_plain(name: str) -> None:
     assert cache.host_length()
 
 
+@torch.no_grad()
 def test_a_part_of_a_model_has_a_cache() -> None:
     """BLIP-2 generates with a part of the model, and a base model has no `generate()`."""
     model, inputs = build("llama")
     cache = FP8PagedCache(model.model)
-    with torch.no_grad():
-        model.model(**inputs, **{CACHE: cache})
+    model.model(**inputs, **{CACHE: cache})
     assert cache.host_length() == inputs["input_ids"].shape[1]
 
 

@@ -240,12 +240,12 @@ def test_a_failed_allocation_or_file_leaves_a_usable_cache(
 @pytest.mark.parametrize("num_stored", [0, 20])
 @pytest.mark.parametrize("name", ["llama", "sliding_and_full"])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=["growing", "preallocated"])
+@torch.no_grad()
 def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
     options, name, num_stored, tmp_path
 ):
     """Layer 0 has stored its tokens, layer 1 has not. Transformers' caches continue silently."""
-    model, _ = build_variant(name)
-    model.set_attn_implementation("fp8_paged")
+    model, _ = build_variant(name, attn_implementation="fp8_paged")
     ids = torch.arange(60)[None] + 4
     next_ids = ids[:, num_stored : num_stored + 3]
     cache = FP8PagedCache(model.config, dtype="model", prefill="stored", page_size=8, **options)
@@ -254,40 +254,38 @@ def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    with torch.no_grad():
-        if num_stored:
-            model(ids[:, :num_stored], past_key_values=cache)
-            model(ids[:, :num_stored], past_key_values=new_cache)
-        uses = [lambda: model(ids[:, 40:], past_key_values=cache)]
-        if num_stored:  # before that, layers without tokens may be layers that store none
-            uses += [lambda: cache.crop(-5), cache.fork, lambda: cache.save(tmp_path / "cache")]
-            uses += [lambda: cache.batch_select_indices(torch.tensor([0]))]
-        for use in uses[::-1]:
-            hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
-            for _ in range(2 if use is uses[0] else 1):
-                with pytest.raises(KeyboardInterrupt):
-                    model(next_ids, past_key_values=cache)
-            hook.remove()
-            if use is uses[0]:  # errors between the interruption and the use hide nothing
-                with pytest.raises(ConfigError, match="which the cache holds"):
-                    model(next_ids.repeat(2, 1), past_key_values=cache)
-            with pytest.raises(ConfigError, match=r"interrupted (a change|the last call)"):
-                use()
-            # The call after the interruptions has moved the window on.
-            if options or (use is uses[0] and num_stored and name == "sliding_and_full"):
-                cache.reset()
-                if num_stored:
-                    model(ids[:, :num_stored], past_key_values=cache)
-            assert {int(layer.get_seq_length()) for layer in cache.layers} == {num_stored}
-        cache.fork()
-        logits = model(ids[:, num_stored:], past_key_values=cache).logits
-        assert torch.equal(logits, model(ids[:, num_stored:], past_key_values=new_cache).logits)
+    if num_stored:
+        model(ids[:, :num_stored], past_key_values=cache)
+        model(ids[:, :num_stored], past_key_values=new_cache)
+    uses = [lambda: model(ids[:, 40:], past_key_values=cache)]
+    if num_stored:  # before that, layers without tokens may be layers that store none
+        uses += [lambda: cache.crop(-5), cache.fork, lambda: cache.save(tmp_path / "cache")]
+        uses += [lambda: cache.batch_select_indices(torch.tensor([0]))]
+    for use in uses[::-1]:
+        hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
+        for _ in range(2 if use is uses[0] else 1):
+            with pytest.raises(KeyboardInterrupt):
+                model(next_ids, past_key_values=cache)
+        hook.remove()
+        if use is uses[0]:  # errors between the interruption and the use hide nothing
+            with pytest.raises(ConfigError, match="which the cache holds"):
+                model(next_ids.repeat(2, 1), past_key_values=cache)
+        with pytest.raises(ConfigError, match=r"interrupted (a change|the last call)"):
+            use()
+        # The call after the interruptions has moved the window on.
+        if options or (use is uses[0] and num_stored and name == "sliding_and_full"):
+            cache.reset()
+            if num_stored:
+                model(ids[:, :num_stored], past_key_values=cache)
+        assert {int(layer.get_seq_length()) for layer in cache.layers} == {num_stored}
+    cache.fork()
+    logits = model(ids[:, num_stored:], past_key_values=cache).logits
+    assert torch.equal(logits, model(ids[:, num_stored:], past_key_values=new_cache).logits)
 
 
 @pytest.mark.parametrize("num_stored", [0, 20])
 def test_a_call_that_attention_refuses_changes_nothing(num_stored):
-    model, _ = build_variant("llama")
-    model.set_attn_implementation("fp8_paged")
+    model, _ = build_variant("llama", attn_implementation="fp8_paged")
     ids = torch.arange(60)[None] + 4
     cache = FP8PagedCache(model.config, dtype="model", prefill="stored")
     new_cache = FP8PagedCache(model.config, dtype="model", prefill="stored")

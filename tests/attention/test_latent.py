@@ -286,17 +286,16 @@ def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) ->
     assert ("more than a multiplication by weights" in str(report)) is (path == "dense")
 
 
+@torch.no_grad()
 def test_changed_weights_take_effect() -> None:
     model, inputs = build_model("deepseek_v3")
     assert_same_as_sdpa(model, inputs)
     first_module = find_attention_modules(model)[0]
-    with torch.no_grad():
-        first_module.kv_b_proj.weight.mul_(-1)
+    first_module.kv_b_proj.weight.mul_(-1)
     assert_same_as_sdpa(model, inputs)
     replace_projections(model, AdapterLinear)
     assert_same_as_sdpa(model, inputs)
-    with torch.no_grad():
-        first_module.kv_b_proj.down.weight.mul_(-3)
+    first_module.kv_b_proj.down.weight.mul_(-3)
     assert_same_as_sdpa(model, inputs)
     first_module.kv_b_proj.scaling["default"] = 5.0
     assert_same_as_sdpa(model, inputs)
@@ -439,13 +438,13 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     one, center = torch.ones(()), torch.ones(1, model.config.kv_lora_rank)
     scales = KVScales({n: LayerScales(one, one, center) for n in range(2)})
 
+    @torch.no_grad()
     def read_warning(**options: Any) -> str:
         monkeypatch.setattr(warn_once, "_logged_messages", set())
         caplog.clear()
         cache = make_cache(model, **options)
-        with torch.no_grad():
-            model(**inputs, past_key_values=cache)
-            model(next_ids, past_key_values=cache)
+        model(**inputs, past_key_values=cache)
+        model(next_ids, past_key_values=cache)
         return caplog.text
 
     assert "latents" not in read_warning()

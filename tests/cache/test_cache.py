@@ -227,6 +227,7 @@ def test_scales_of_a_different_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["mimo_v2_flash", "deepseek_v3", "falcon", "gemma4_text"])
+@torch.no_grad()
 def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str) -> None:
     """The code of these models changes the heads, or their config has a size for each layer."""
     model, inputs = build_variant(name, attn_implementation="eager")
@@ -237,9 +238,8 @@ def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str)
         i: LayerScales(torch.full((x.num_heads, x.k_dim), 0.1), torch.full((x.num_heads, 1), 0.1))
         for i, x in pools.items()
     })  # fmt: skip
-    with torch.no_grad():
-        cache = FP8PagedCache(model.config, scales=scales)
-        model(ids, past_key_values=cache)
+    cache = FP8PagedCache(model.config, scales=scales)
+    model(ids, past_key_values=cache)
     assert cache.get_seq_length() == 9
 
 
@@ -327,13 +327,13 @@ def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> 
         cache.get_mask_sizes(1, 0)
 
 
+@torch.no_grad()
 def test_short_prompts_and_masks_are_refused() -> None:
     """For these prompts, `generate()` calls the model with a short mask or without tokens."""
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config)
     ids = torch.arange(2, 22)[None]
-    with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
+    model(input_ids=ids, past_key_values=cache)
     stored_k = cache.layers[0].keys.dense()
     for num_tokens, num_padding, message in (
         (4, 0, "adds no tokens"), (10, 0, "adds no tokens"), (4, 1, "adds no tokens"),

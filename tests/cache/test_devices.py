@@ -154,6 +154,7 @@ def test_the_cpu_backend_refuses_tokens_on_a_different_device():
 
 
 @pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
+@torch.no_grad()
 def test_a_model_may_be_on_two_devices(capacity):
     """The hooks of accelerate move the tensors between layers, and do not change the cache."""
     fields = {"num_hidden_layers": NUM_LAYERS, "attn_implementation": "fp8_paged"}
@@ -167,11 +168,10 @@ def test_a_model_may_be_on_two_devices(capacity):
     options = {"page_size": 8, "backend": "torch", **capacity}
     cache = FP8PagedCache(model.config, scales=make_scales(), **options)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    with torch.no_grad():
-        for stop in (9, 12, 13):
-            start = int(cache.get_seq_length())
-            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
-            assert out.logits.shape[:2] == (2, stop - start)
+    for stop in (9, 12, 13):
+        start = int(cache.get_seq_length())
+        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        assert out.logits.shape[:2] == (2, stop - start)
     assert out.past_key_values is cache
     for layer, device in zip(cache.layers, devices, strict=True):
         if device == CPU or not capacity:

@@ -114,15 +114,15 @@ class TestUnquantized:
             assert_same(tokens, generate_stock(name, **keywords), (keywords, max_len))
 
     @for_each_model
+    @torch.no_grad()
     def test_drafts_are_rolled_back(self, name: str, prefill: str, attention: str) -> None:
         model, inputs = get_model(name, attention)
         prompt = select_unpadded(inputs)
         expected = generate_stock(name, is_unpadded=True)
         draft, _ = build_variant(name, attn_implementation=get_stock_attention(name))
-        with torch.no_grad():
-            for weight in draft.parameters():
-                if weight.ndim > 1:
-                    weight.add_(0.02 * weight.std() * torch.randn_like(weight))
+        for weight in draft.parameters():
+            if weight.ndim > 1:
+                weight.add_(0.02 * weight.std() * torch.randn_like(weight))
         lookup, assistant = {"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}
         for keywords, max_len in ((lookup, None), (assistant, 60)):
             cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)

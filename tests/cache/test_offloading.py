@@ -147,8 +147,9 @@ def test_offloading_does_not_change_the_tokens(
 def test_encoder_decoders_give_the_same_tokens(name: str, dtype: str | None) -> None:
     """The keys of cross-attention are written once and read in each step."""
     layers_field = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
-    model, inputs = build_variant(name, **{"num_decoder_layers": 4, layers_field: 4})
-    model.set_attn_implementation("fp8_paged")
+    model, inputs = build_variant(
+        name, **{"num_decoder_layers": 4, layers_field: 4}, attn_implementation="fp8_paged"
+    )
     options = {"dtype": dtype, "page_size": PAGE_SIZE}
     expected = None
     for offloading in ({}, {"offloading": True}, {"offloading": 1}):
@@ -435,8 +436,9 @@ def delayed_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedStream]:
 )
 def test_late_copies_do_not_change_the_tokens(calls: str, offloading: dict[str, Any]) -> None:
     """The next layer is fetched, and pages are returned, while a layer computes."""
-    model, inputs = build_variant("sliding_and_full", num_hidden_layers=NUM_LAYERS, **MIXED)
-    model.set_attn_implementation("fp8_paged")
+    model, inputs = build_variant(
+        "sliding_and_full", num_hidden_layers=NUM_LAYERS, **MIXED, attn_implementation="fp8_paged"
+    )
     keywords = {**GREEDY, **CALLS[calls]}
     expected = model.generate(
         **inputs, past_key_values=FP8PagedCache(model.config, page_size=PAGE_SIZE), **keywords

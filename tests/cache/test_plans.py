@@ -253,6 +253,7 @@ def read_pages(folder: Path) -> list[bytes]:
 
 
 @pytest.mark.full
+@torch.no_grad()
 def test_one_plan_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, a preallocated cache, a prefix store, an engine and training store equal bytes."""
     model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS)
@@ -273,11 +274,10 @@ def test_one_plan_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monke
         trained_rows.append(handles[0].block)
         return handles
 
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        enable(model, page_size=16, training="stored", **options)
-        monkeypatch.setattr(StoredRounding, "store", record_pages)
-        model(ids, use_cache=False)
+    model(ids, past_key_values=cache)
+    enable(model, page_size=16, training="stored", **options)
+    monkeypatch.setattr(StoredRounding, "store", record_pages)
+    model(ids, use_cache=False)
     disable(model)
     serving.enable(model, prefix_store=stores[3], **options)
     with open_manager(model) as manager:

@@ -390,6 +390,7 @@ class StoredPrompt(Decoder):
         return attend(self.modules[0], self.query, self.key, self.value, mask, **keywords)[0]
 
 
+@torch.no_grad()
 def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads a dense copy of the stored values instead of pages if this is faster."""
     dense_calls: list[torch.Size] = []
@@ -402,40 +403,39 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dense_prompts, "scaled_dot_product_attention", record)
     monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 40)
     stored = StoredPrompt()
-    with torch.no_grad():
-        expected = stored.attend(scaling=0.5)
-        monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: (9, 0))
-        assert not dense_calls
-        actual = stored.attend(scaling=0.5)
-        with torch.autocast("cpu", torch.float16):
-            assert stored.attend().dtype == torch.bfloat16
-        assert dense_calls == [(BATCH, 2, 40, 32)] * 2
-        assert actual.is_contiguous()
-        # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
-        assert (actual - expected).float().norm() <= 2**-8 * expected.float().norm()
-        dense_calls.clear()
-        is_token = torch.ones(BATCH, 40, dtype=torch.bool)
-        is_token[0, :3] = False
-        for keywords in (
-            {"mask": make_compact(is_token, 0, 40, 0, 40)},
-            {"mask": torch.ones(BATCH, 1, 40, 40, dtype=torch.bool).tril()},
-            {"position_bias": torch.zeros(1, 4, 40, 40)}, {"softcap": 5.0}, {"sliding_window": 10},
-            {"is_causal": False}, {"s_aux": torch.zeros(4)},
-        ):  # fmt: skip
-            stored.attend(**keywords)
-        StoredPrompt(39).attend()
-        StoredPrompt(max_cache_len=50).attend()
-        chunk = StoredPrompt()
-        states = (torch.randn(BATCH, 2, 40, 32).bfloat16() for _ in range(2))
-        chunk.key, chunk.value = chunk.cache.update(*states, 0)
-        chunk.attend()
-        for name, value in (("_MAX_HEAD_DIM", 16), ("_MAX_DENSE_BYTES", BATCH * 2 * 40 * 64)):
-            with monkeypatch.context() as context:
-                context.setattr(dense_prompts, name, value)
-                stored.attend()
-        stored.query = stored.query.float()
-        stored.attend()
-        stored.query = stored.query.bfloat16()
-        DETERMINISTIC.set(stored.modules[0], True)
-        stored.attend()
+    expected = stored.attend(scaling=0.5)
+    monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: (9, 0))
+    assert not dense_calls
+    actual = stored.attend(scaling=0.5)
+    with torch.autocast("cpu", torch.float16):
+        assert stored.attend().dtype == torch.bfloat16
+    assert dense_calls == [(BATCH, 2, 40, 32)] * 2
+    assert actual.is_contiguous()
+    # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
+    assert (actual - expected).float().norm() <= 2**-8 * expected.float().norm()
+    dense_calls.clear()
+    is_token = torch.ones(BATCH, 40, dtype=torch.bool)
+    is_token[0, :3] = False
+    for keywords in (
+        {"mask": make_compact(is_token, 0, 40, 0, 40)},
+        {"mask": torch.ones(BATCH, 1, 40, 40, dtype=torch.bool).tril()},
+        {"position_bias": torch.zeros(1, 4, 40, 40)}, {"softcap": 5.0}, {"sliding_window": 10},
+        {"is_causal": False}, {"s_aux": torch.zeros(4)},
+    ):  # fmt: skip
+        stored.attend(**keywords)
+    StoredPrompt(39).attend()
+    StoredPrompt(max_cache_len=50).attend()
+    chunk = StoredPrompt()
+    states = (torch.randn(BATCH, 2, 40, 32).bfloat16() for _ in range(2))
+    chunk.key, chunk.value = chunk.cache.update(*states, 0)
+    chunk.attend()
+    for name, value in (("_MAX_HEAD_DIM", 16), ("_MAX_DENSE_BYTES", BATCH * 2 * 40 * 64)):
+        with monkeypatch.context() as context:
+            context.setattr(dense_prompts, name, value)
+            stored.attend()
+    stored.query = stored.query.float()
+    stored.attend()
+    stored.query = stored.query.bfloat16()
+    DETERMINISTIC.set(stored.modules[0], True)
+    stored.attend()
     assert not dense_calls

@@ -239,14 +239,14 @@ def test_scales_do_not_depend_on_the_order_of_texts(biased_model, batch_size):
     assert actual.digest == expected.digest
 
 
+@torch.no_grad()
 def test_padding_does_not_affect_scales():
     """Token 0 pads a batch. In this model, its embedding is far larger than all others."""
     model = build_variant("llama")[0]
-    with torch.no_grad():
-        model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
-        for layer in model.model.layers:
-            layer.input_layernorm.weight.fill_(1.0)
-            layer.input_layernorm.variance_epsilon = 1e12  # so that the norm does not scale it down
+    model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.fill_(1.0)
+        layer.input_layernorm.variance_epsilon = 1e12  # so that the norm does not scale it down
     expected, actual = (
         calibrate(model, make_texts(5), batch_size=size, **OPTIONS) for size in (1, 5)
     )
@@ -333,10 +333,10 @@ def test_calibration_leaves_the_model_unchanged():
     assert model.config._attn_implementation == "eager"
 
 
+@torch.no_grad()
 def test_nan_in_v_is_an_error_that_names_the_layer():
     model = build_variant("llama")[0]
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+    model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
     with pytest.raises(ConfigError, match="layer 1: expected finite V, got NaN"):
         calibrate(model, make_texts(), **OPTIONS)
 

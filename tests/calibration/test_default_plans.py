@@ -61,6 +61,7 @@ def make_model(name: str = "llama", **fields: Any) -> Any:
     return build_variant(name, **LONG_CONTEXT, **fields)[0]
 
 
+@torch.no_grad()
 def make_protected_model() -> Any:
     """Return a tiny model whose keys have a large bias in the first layer, which RoPE rotates.
 
@@ -68,8 +69,7 @@ def make_protected_model() -> Any:
     """
     model = make_model("qwen2", layer_types=["full_attention"] * 4, num_hidden_layers=4)
     bias = model.model.layers[0].self_attn.k_proj.bias
-    with torch.no_grad():
-        bias.copy_(100 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(0)))
+    bias.copy_(100 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(0)))
     return model
 
 

@@ -81,6 +81,7 @@ def make_random_windows(*lengths: int) -> list[torch.Tensor]:
         ("gemma3_text", {"query_pre_attn_scalar": 7}, 100, 100),
     ],
 )
+@torch.no_grad()
 def test_queries_match_the_attention_of_the_model(name, config, num_tokens, window):
     """Queries are from the last three quarters. Their weights are rows of the model's attention."""
     model, (ids,) = build_variant(name, **config)[0], make_random_windows(num_tokens)
@@ -89,8 +90,7 @@ def test_queries_match_the_attention_of_the_model(name, config, num_tokens, wind
     call_with_queries(model, batch, lambda i, k, v, queries: calls.append(queries))
     eager = build_variant(name, attn_implementation="eager", **config)[0]
     eager.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        attention = eager(input_ids=ids[None], output_attentions=True).attentions
+    attention = eager(input_ids=ids[None], output_attentions=True).attentions
     assert len(calls) == len(attention)
     positions = torch.linspace(num_tokens // 4, num_tokens - 1, min(64, num_tokens)).long()
     assert (positions[0], positions[-1]) == (num_tokens // 4, num_tokens - 1)

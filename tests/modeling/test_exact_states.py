@@ -100,11 +100,11 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
 def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatch):
     _, declared = models
 
+    @torch.no_grad()
     def run_all() -> list[torch.Tensor]:
         config = declared.config
         caches = DynamicCache(config=config), StaticCache(config=config, max_cache_len=80)
-        with torch.no_grad():
-            logits = [declared(IDS, use_cache=False).logits]
+        logits = [declared(IDS, use_cache=False).logits]
         return logits + [step for cache in caches for step in run_model(declared, cache)]
 
     run_model(declared, FP8PagedCache(declared.config))
@@ -265,6 +265,7 @@ def test_exact_states_do_not_affect_other_threads(models):
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
+@torch.no_grad()
 def test_a_compiled_step_gives_the_logits_of_the_original_weights(models):
     original, declared = models
     for model in models:
@@ -272,11 +273,10 @@ def test_a_compiled_step_gives_the_logits_of_the_original_weights(models):
     caches = [FP8PagedCache(model.config, max_cache_len=80) for model in models]
     expected = run_model(original, caches[0])
     torch.compiler.reset()
-    with torch.no_grad():
-        declared(IDS[:, :63], past_key_values=caches[1])
-        # Before 0.20, hooks of compressed-tensors cannot be compiled without graph breaks.
-        fullgraph = "__getattr__" in vars(exact_states_module._find_wrapper_class())
-        step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
-        for position in (63, 64):
-            logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits
-            torch.testing.assert_close(logits, expected[position - 62])
+    declared(IDS[:, :63], past_key_values=caches[1])
+    # Before 0.20, hooks of compressed-tensors cannot be compiled without graph breaks.
+    fullgraph = "__getattr__" in vars(exact_states_module._find_wrapper_class())
+    step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
+    for position in (63, 64):
+        logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits
+        torch.testing.assert_close(logits, expected[position - 62])

@@ -411,11 +411,11 @@ def test_a_restored_cache_is_compared_with_the_prompt(restore: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
+@torch.no_grad()
 def test_a_restored_cache_without_ids_is_refused(restore: Any, tmp_path: Path) -> None:
     chat = Chat("gqa")
     ids = chat.make_ids(30)
-    with torch.no_grad():
-        chat.model(input_ids=ids[:, :20], past_key_values=chat.cache)
+    chat.model(input_ids=ids[:, :20], past_key_values=chat.cache)
     chat.cache = restore(chat.cache, tmp_path)
     with pytest.raises(ConfigError, match="the ids of its tokens"):
         chat.check_answer(ids)
@@ -424,10 +424,10 @@ def test_a_restored_cache_without_ids_is_refused(restore: Any, tmp_path: Path) -
     assert chat.check_answer(ids)[1] == 10
 
 
+@torch.no_grad()
 def change_weights(model: Any) -> None:
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.data.mul_(1.01)
+    for weight in model.parameters():
+        weight.data.mul_(1.01)
 
 
 def change_rope(model: Any) -> None:
@@ -466,12 +466,12 @@ def test_tokens_of_a_different_model_are_computed_again(
         partial(accelerate.cpu_offload, execution_device="cpu"),
     ],
 )  # fmt: skip
+@torch.no_grad()
 def test_models_whose_weights_cannot_be_read_are_told_apart(hide_weights: Any) -> None:
     model, _ = build_variant("gqa", max_position_embeddings=512)
     different_model = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, weight in different_model.named_parameters():
-            weight.mul_(1.0 if "embed" in name else 1.5)
+    for name, weight in different_model.named_parameters():
+        weight.mul_(1.0 if "embed" in name else 1.5)
     model, different_model = (enable(hide_weights(x), **STORED) for x in (model, different_model))
     cache, ids = FP8PagedCache(model, **STORED), torch.arange(2, 30)[None]
     for owner, num_reused in ((model, 0), (model, 27), (different_model, 27)):
@@ -489,18 +489,17 @@ def test_models_with_sparse_weights_can_generate() -> None:
     assert answer.shape[1] == ids.shape[1] + 9
 
 
+@torch.no_grad()
 def test_tokens_stored_without_attention_leave_no_check_behind() -> None:
     """The next model that runs may be a different model without a cache."""
-    model, inputs = build_variant("gqa")
-    model.set_attn_implementation("fp8_paged")
+    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     different_model = copy.deepcopy(model)
     change_weights(different_model)
     cache, ids = FP8PagedCache(model), inputs["input_ids"]
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        states = torch.zeros_like(cache.layers[0].keys[:, :, :1])
-        cache.update(states, states, 0)
-        different_model(ids, use_cache=False)
+    model(ids, past_key_values=cache)
+    states = torch.zeros_like(cache.layers[0].keys[:, :, :1])
+    cache.update(states, states, 0)
+    different_model(ids, use_cache=False)
 
 
 def test_new_tokens_after_a_different_model_are_refused() -> None:
@@ -532,8 +531,9 @@ def test_a_reloaded_model_reuses_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_new_tokens", [1, 4])
 def test_a_cache_of_a_different_model_is_refused_without_enable(max_new_tokens: int) -> None:
     """Attention over pages compares the weights of the first layer."""
-    model, inputs = build_variant("gqa", max_position_embeddings=512)
-    model.set_attn_implementation("fp8_paged")
+    model, inputs = build_variant(
+        "gqa", max_position_embeddings=512, attn_implementation="fp8_paged"
+    )
     cache, ids = FP8PagedCache(model), inputs["input_ids"][:1]
     greedy = {**GREEDY, "max_new_tokens": max_new_tokens}
     answer = model.generate(ids, past_key_values=cache, **greedy)

@@ -361,6 +361,7 @@ def test_tokens_added_by_a_model_are_not_stored(tmp_path: Path) -> None:
     assert_same(repeated_answer, answer, "the cache has more tokens than the prompt")
 
 
+@torch.no_grad()
 def test_code_of_known_libraries_keeps_the_store_enabled(tmp_path: Path) -> None:
     user = StoreUser(tmp_path)
     layers = user.model.model.layers
@@ -368,8 +369,7 @@ def test_code_of_known_libraries_keeps_the_store_enabled(tmp_path: Path) -> None
     layers[0].mlp.forward = torch.compile(layers[0].mlp.forward, backend="eager")
     layers[1].mlp.forward = torch.no_grad()(layers[1].mlp.forward)
     add_hook_to_module(user.model.model.layers[0], AlignDevicesHook("cpu", io_same_device=True))
-    with torch.no_grad():
-        user.model(input_ids=make_ids(4), output_hidden_states=True)  # transformers adds hooks
+    user.model(input_ids=make_ids(4), output_hidden_states=True)  # transformers adds hooks
     assert user.check_answer(make_ids(40)) == 40
     assert user.check_answer(make_ids(40)) == 8
     assert StoreUser(tmp_path).check_answer(make_ids(40)) == 8

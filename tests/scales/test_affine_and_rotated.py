@@ -24,11 +24,11 @@ ROTATED_PLAN = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
 IDS = torch.arange(3, 51)[None]
 
 
+@torch.no_grad()
 def run_model(folder: Path) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return the logits of the model in a folder, and K and V of its layers, `[1, Hkv, T, D]`."""
     cache = DynamicCache()
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(folder)(IDS, past_key_values=cache).logits
+    logits = AutoModelForCausalLM.from_pretrained(folder)(IDS, past_key_values=cache).logits
     return logits, [(layer.keys.float(), layer.values.float()) for layer in cache.layers]
 
 
@@ -65,6 +65,7 @@ def save_affine(plain_folder: Path, folder: Path, shift: float) -> Path:
     return write_checkpoint(plain_folder, folder, quantization_config, tensors)
 
 
+@torch.no_grad()
 def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_path):
     folder = save_affine(plain_folder, tmp_path / "affine", 3.0)
     scales, tensors = KVScales.from_pretrained(folder), load_file(folder / "model.safetensors")
@@ -77,8 +78,7 @@ def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_pa
         assert ((k - layer.k_center[:, None]).abs() <= 448 * layer.k * (1 + 1e-6)).all()
         assert (v.abs() <= 448 * layer.v[:, None] * (1 + 1e-6)).all()
     model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
-    with torch.no_grad():
-        output = model(IDS, past_key_values=FP8PagedCache(model.config, scales=scales)).logits
+    output = model(IDS, past_key_values=FP8PagedCache(model.config, scales=scales)).logits
     assert (output - logits).norm() < 0.05 * logits.norm()
 
 
@@ -109,6 +109,7 @@ def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
     return write_checkpoint(plain_folder, folder, make_rotation_config(**changes), tensors)
 
 
+@torch.no_grad()
 def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
     scales = KVScales.from_pretrained(save_rotated(plain_folder, tmp_path / "rotated"))
     assert scales.plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
@@ -117,8 +118,7 @@ def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
         assert layer.k.item() == pytest.approx(rotate(k).abs().max().item() / 448)
     model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, scales=scales)
-    with torch.no_grad():
-        output = model(IDS, past_key_values=cache).logits
+    output = model(IDS, past_key_values=cache).logits
     assert cache.plan[0] == ROTATED_PLAN
     assert (output - logits).norm() < 0.05 * logits.norm()
     # Scales for rotated K cannot be saved for a server.
@@ -216,6 +216,7 @@ def save_partial(plain_folder, folder, formats, scale_layers, *, in_second_confi
 
 
 @pytest.mark.parametrize("in_second_config", [False, True])
+@torch.no_grad()
 def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
     plain_folder, tmp_path, in_second_config
 ):
@@ -229,8 +230,7 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
     assert scales.layers[1].k == 1.25
     model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, scales=scales)
-    with torch.no_grad():
-        model(IDS, past_key_values=cache)
+    model(IDS, past_key_values=cache)
     _, exact = run_model(plain_folder)
     for index, layer in enumerate(cache.layers):
         keys = densify(layer.keys).float()

@@ -48,16 +48,16 @@ def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.mark.parametrize(
     "name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.1.self_attn.v_proj"]
 )
+@torch.no_grad()
 def test_any_changed_value_changes_the_digest(model_scales: KVScales, name: str) -> None:
     """`digest_weights` also detects changes below the precision of bfloat16."""
     model = make_model()
     exact_digest = digest_weights(model)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(-1)  # the output head does not affect the digest
-        for factor, expected in ((1 + 2**-20, True), (1 + 2**-6, False)):
-            model.model.get_submodule(name).weight[-1, -1] *= factor
-            assert model_scales.made_for(model) is expected
-            assert digest_weights(model) != exact_digest
+    model.lm_head.weight.mul_(-1)  # the output head does not affect the digest
+    for factor, expected in ((1 + 2**-20, True), (1 + 2**-6, False)):
+        model.model.get_submodule(name).weight[-1, -1] *= factor
+        assert model_scales.made_for(model) is expected
+        assert digest_weights(model) != exact_digest
 
 
 def test_saving_and_wrapping_keep_the_digest(model_scales: KVScales, tmp_path: Path) -> None:
@@ -79,16 +79,16 @@ def add_adapter(module: torch.nn.Module, **tensors: torch.Tensor) -> None:
         module.add_module(f"lora_{kind}", torch.nn.ParameterDict({"default": parameter}))
 
 
+@torch.no_grad()
 def test_an_adapter_changes_the_digest_if_it_has_an_effect(model_scales: KVScales) -> None:
     """The magnitude of DoRA scales the whole weight, even if lora_B is zero."""
     model = make_model()
     adapter = model.model.layers[0].self_attn.k_proj
     add_adapter(adapter, A=torch.ones(4, 64), B=torch.zeros(32, 4))
     assert model_scales.made_for(model) is True
-    with torch.no_grad():
-        adapter.lora_B["default"][0, 0] = 1e-3
-        assert model_scales.made_for(model) is False
-        adapter.lora_B["default"].zero_()
+    adapter.lora_B["default"][0, 0] = 1e-3
+    assert model_scales.made_for(model) is False
+    adapter.lora_B["default"].zero_()
     add_adapter(adapter, magnitude_vector=torch.ones(32))
     assert model_scales.made_for(model) is False
 

@@ -32,6 +32,7 @@ _MODEL_OPTIONS = {
 _WEIGHT_FACTORS = {"llama4_text": 3, "gemma3n_text": 2, "bert": 3}
 
 
+@torch.no_grad()
 def save_random_model(name, folder):
     """Save a tiny random model of transformers to a folder, and return the model."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -40,20 +41,19 @@ def save_random_model(name, folder):
     torch.manual_seed(1)
     auto_class = AutoModel if name == "bert" else AutoModelForCausalLM
     model = auto_class.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(_WEIGHT_FACTORS[name])
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(_WEIGHT_FACTORS[name])
     model.save_pretrained(folder)
     return model
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_int8"])
+@torch.no_grad()
 def test_chunked_attention_gives_the_first_tokens_of_transformers(prompts, serve, tmp_path, dtype):
     model = save_random_model("llama4_text", tmp_path)
     first_tokens = generate(serve(str(tmp_path), dtype), prompts, 1)[0]
-    with torch.no_grad():
-        logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
     assert [ids[0] for ids in first_tokens] == [int(x.argmax()) for x in logits]
 
 

@@ -156,6 +156,7 @@ def test_the_number_of_blocks_matches_the_bytes_of_a_token(load_model, serve, tm
         ("hf_fp8kv_static", None), ("hf_fp8kv", None), ("hf_fp8kv", "K"),
     ],
 )  # fmt: skip
+@torch.no_grad()
 def test_the_pool_holds_the_bytes_of_the_cache(load_model, prompts, serve, tmp_path, dtype, sides):
     """Compare each code and scale in vLLM's pool, token by token."""
     model, folder = load_model("llama")
@@ -172,8 +173,7 @@ def test_the_pool_holds_the_bytes_of_the_cache(load_model, prompts, serve, tmp_p
     config = llm.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context
     cache = FP8PagedCache(model.config, prefill="stored", page_size=32, **options)
-    with torch.no_grad():
-        model(torch.tensor([prompt]), past_key_values=cache)
+    model(torch.tensor([prompt]), past_key_values=cache)
     for index, layer in enumerate(cache.layers):
         attention = layers[f"model.layers.{index}.self_attn.attn"]
         pages = attention.impl.view_stored_layer(attention.kv_cache).pages
