@@ -2,10 +2,10 @@
 
 import copy
 import gc
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import CompileConfig
+from transformers import CompileConfig, MaxLengthCriteria
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, check_model, enable
 from hf_fp8kv.attention import capture
@@ -110,23 +110,24 @@ def test_the_plan_of_a_model_gives_the_bits_of_eager_steps(monkeypatch: pytest.M
         assert step.num_replays == (NEW_TOKENS - 4 if is_long else 2 * 4), options
 
 
-def test_a_call_grows_and_captures_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chat whose pages are reserved for 17 tokens at a time, with a growing cache in between."""
+def test_a_call_captures_again_after_its_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each capture reserves pages for 17 tokens. Between two captures, the cache is growing."""
     monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", 17)
     model, inputs = build_variant("sliding_and_full")
     sizes: list[int] = []
 
     def chat(run: Callable[..., Any]) -> list[Any]:
-        first = run(model, inputs, max_new_tokens=60)
-        cache = first[CACHE]
-        ids = torch.cat([first.sequences, first.sequences[:, -3:]], 1)
-        second = run(
+        first_result = run(model, inputs, max_new_tokens=60)
+        cache = first_result[CACHE]
+        ids = torch.cat([first_result.sequences, first_result.sequences[:, -3:]], 1)
+        next_result = run(
             model, {"input_ids": ids}, max_new_tokens=40, past_key_values=cache,
             stopping_criteria=[lambda *_, **__: bool(sizes.append(cache._paged.batch))],
         )  # fmt: skip
         assert not cache.is_compileable
         states = [x.dense() for layer in cache.paged_layers for x in (layer.keys, layer.values)]
-        return [first, second, cache.host_length(), cache.memory_footprint().used_bytes, states]
+        used_bytes = cache.memory_footprint().used_bytes
+        return [first_result, next_result, cache.host_length(), used_bytes, states]
 
     *expected, states = chat(run_eagerly)
     steps: list[CapturedStep] = []
@@ -138,8 +139,8 @@ def test_a_call_grows_and_captures_again(monkeypatch: pytest.MonkeyPatch) -> Non
         return result
 
     *actual, captured_states = chat(run)
-    for x, y in zip(actual[:2], expected[:2], strict=True):
-        assert_equal(x, y)
+    for actual_result, expected_result in zip(actual[:2], expected[:2], strict=True):
+        assert_equal(actual_result, expected_result)
     assert actual[2] == expected[2]
     assert actual[3] <= expected[3]  # pages that have left a window are freed after the call
     assert all(map(torch.equal, captured_states, states))
@@ -149,7 +150,7 @@ def test_a_call_grows_and_captures_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("growth", [64, pytest.param(1024, marks=pytest.mark.full)])
 def test_reserved_bytes_are_bounded(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.15 times the bytes of a growing cache, and pages for the reserved tokens."""
+    """The bound is 1.15 times the pages of all tokens, including the reserved tokens."""
     monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", growth)
     model, _ = build_variant("gqa", max_position_embeddings=4096)
     cache = FP8PagedCache(model.config, **OPTIONS)
@@ -166,10 +167,6 @@ def test_reserved_bytes_are_bounded(growth: int, monkeypatch: pytest.MonkeyPatch
     assert step.num_replays > 100
     num_pages = 2 * 2 * (420 + growth) / 8  # of two layers and two sequences
     assert max(sizes) <= 1.15 * num_pages
-
-
-def stop_at_length(length: int) -> Callable[..., torch.Tensor]:
-    return lambda ids, *_, **__: torch.full((len(ids),), ids.shape[1] >= length)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +200,7 @@ def test_models_that_graphs_do_not_support_run_eagerly(
     ],
     ids=str,
 )
-def test_other_calls_run_eagerly(keywords: Any, options: Any) -> None:
+def test_calls_that_are_not_captured_run_eagerly(keywords: Any, options: Any) -> None:
     model, inputs = build_variant("gqa")
     inputs = {name: x[1:] for name, x in inputs.items()}  # assisted decoding needs one sequence
     expected = run_eagerly(model, inputs, options, **keywords)
@@ -213,7 +210,8 @@ def test_other_calls_run_eagerly(keywords: Any, options: Any) -> None:
 
 
 def test_a_budget_without_room_for_reserved_pages_leaves_an_eager_call() -> None:
-    keywords = {"max_new_tokens": 100, "stopping_criteria": [stop_at_length(30)]}
+    # The call reserves pages for 100 tokens.
+    keywords = {"max_new_tokens": 100, "stopping_criteria": [MaxLengthCriteria(30)]}
     step = compare(lambda: build_variant("gqa"), options={"max_pages": 10}, **keywords)
     assert "max_pages" in step.reason
 
@@ -235,39 +233,39 @@ def test_a_compile_config_selects_torch_compile(monkeypatch: pytest.MonkeyPatch)
     assert len(compiled) == 1
 
 
-# -- steps that a graph cannot repeat: each function changes an MLP, and returns the reason --------
+# -- steps that a graph cannot repeat: each function changes the input of an MLP -------------------
 
 
-def read_value(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (1 if float(x.sum()) < 1e9 else 2)
+def read_value(mlp: Any, states: torch.Tensor) -> torch.Tensor:
+    return states * (1 if float(states.sum()) < 1e9 else 2)
 
 
-def choose_rows(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + x[x > 1e9].sum()
+def choose_rows(mlp: Any, states: torch.Tensor) -> torch.Tensor:
+    return states + states[states > 1e9].sum()
 
 
-def count_in_python(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+def count_in_python(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     mlp.count = getattr(mlp, "count", 0) + 1
-    return x + 1e-3 * mlp.count
+    return states + 1e-3 * mlp.count
 
 
-def make_constant(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+def make_constant(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     mlp.count = getattr(mlp, "count", 0) + 1
-    return x + torch.tensor([1e-3 * mlp.count])
+    return states + torch.tensor([1e-3 * mlp.count])
 
 
-def replace_state(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    mlp.state = getattr(mlp, "state", 0 * x[:, -1:]) * 0.5 + x[:, -1:]
-    return x + mlp.state
+def replace_state(mlp: Any, states: torch.Tensor) -> torch.Tensor:
+    mlp.state = getattr(mlp, "state", 0 * states[:, -1:]) * 0.5 + states[:, -1:]
+    return states + mlp.state
 
 
-def draw(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.dropout(x, 0.1)
+def draw(mlp: Any, states: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(states, 0.1)
 
 
-def alternate(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+def alternate(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     mlp.count = getattr(mlp, "count", 0) + 1
-    return x * 2 if mlp.count % 2 else x.neg()
+    return states * 2 if mlp.count % 2 else states.neg()
 
 
 @pytest.mark.parametrize(
@@ -429,18 +427,10 @@ def test_threads_have_their_own_graphs() -> None:
     prompts = [{name: x.roll(i, 0) for name, x in inputs.items()} for i in range(2)]
     expected = [run_eagerly(model, prompt) for prompt in prompts]
     enable(model, capture=True, **OPTIONS)
-    results: dict[int, Any] = {}
-    with recorded_graphs() as steps:
-        threads = [
-            threading.Thread(target=lambda i=i: results.update({i: generate(model, prompts[i])}))
-            for i in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for i in range(2):
-        assert torch.equal(results[i].sequences, expected[i].sequences)
+    with recorded_graphs() as steps, ThreadPoolExecutor(2) as pool:
+        results = [*pool.map(lambda prompt: generate(model, prompt), prompts)]
+    for result, expected_result in zip(results, expected, strict=True):
+        assert torch.equal(result.sequences, expected_result.sequences)
     assert [x.num_replays for x in steps] == [NEW_TOKENS - 4] * 2
 
 
@@ -472,11 +462,11 @@ def test_a_graph_is_freed_with_its_call() -> None:
 
 
 def test_a_replay_calls_few_functions_of_torch() -> None:
-    """From the call of the forward to the replay. Reads of shapes and devices do not count."""
+    """The test counts calls before the replay, except reads of shapes and devices."""
     names: list[list[str]] = []
     names_before_replays: list[list[str]] = []
 
-    class Counter(TorchFunctionMode):
+    class CallRecorder(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             if getattr(func, "__name__", "") != "__get__":
                 names[-1].append(str(func))
@@ -493,7 +483,7 @@ def test_a_replay_calls_few_functions_of_torch() -> None:
 
     def count(step: CapturedStep, **keywords: Any) -> Any:
         names.append([])
-        with Counter():
+        with CallRecorder():
             return call(step, **keywords)
 
     with pytest.MonkeyPatch.context() as patch, recorded_graphs(Graph):

@@ -132,7 +132,7 @@ def test_a_compact_mask_matches_the_complete_mask(
 
 
 def test_a_request_applies_to_one_mask_of_one_cache() -> None:
-    """Other masks are complete, as only a preallocated cache has free columns after the queries."""
+    """Other masks are complete, because they may be for a different cache."""
     token_mask, pattern, config = MASK_ROWS.bool(), hf.causal_mask_function, LlamaConfig()
     cache, larger_cache = make_cache(9, 31), make_cache(9, 40)
     calls = [make_arguments(x, 3, pattern, token_mask) for x in (cache, larger_cache)]
@@ -282,11 +282,10 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
         for node in graph.graph.nodes:
             if ".attend" in str(node.target):
                 values = [getattr(x, "meta", {}).get("example_value") for x in node.args]
-                candidates = [
-                    x for x in values if x is not None and x.dtype in (torch.uint8, torch.bool)
-                ]
-                candidates = [x for x in candidates if x.shape[1] == 1 and x.shape[3] == CAPACITY]
-                mask_heights.append(candidates[0].shape[2] if candidates else None)
+                mask_dtypes = (torch.uint8, torch.bool)
+                tensors = [x for x in values if x is not None and x.dtype in mask_dtypes]
+                masks = [x for x in tensors if x.shape[1] == 1 and x.shape[3] == CAPACITY]
+                mask_heights.append(masks[0].shape[2] if masks else None)
         return graph.forward
 
     step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=record_masks)
@@ -299,8 +298,8 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
         ids = make_prompt(5, tokens=5, pad=0)["input_ids"]
         padded_mask = None
         if mask is not None:
-            padded_mask = torch.nn.functional.pad(mask, (0, 5), value=1)
-            padded_mask = torch.nn.functional.pad(padded_mask, (0, CAPACITY - length - 5))
+            new_columns = (torch.arange(CAPACITY - length) < 5).long().expand(2, -1)
+            padded_mask = torch.cat([mask, new_columns], 1)
         positions = torch.arange(length, length + 5).expand(2, -1)
         inputs_of_step = {"attention_mask": padded_mask, "position_ids": positions}
         logits.append(forward(ids, past_key_values=cache, **inputs_of_step).logits)
@@ -401,7 +400,7 @@ def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, capacity: i
     module = AttentionLayer(num_groups=2)
     arguments = {"query": torch.randn(3, 4, 8, 16), "attention_mask": torch.zeros(3, 1, 8, 72)}
     expected, _ = fp8_paged_attention(module, key=key, value=value, **arguments)
-    for name, pattern, x in MISMATCHES:
+    for name, pattern, tensor in MISMATCHES:
         with pytest.raises(ConfigError, match=pattern):
-            fp8_paged_attention(module, key=key, value=value, **{**arguments, name: x})
+            fp8_paged_attention(module, key=key, value=value, **{**arguments, name: tensor})
     assert_same(fp8_paged_attention(module, key=key, value=value, **arguments)[0], expected)

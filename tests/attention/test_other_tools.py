@@ -54,13 +54,13 @@ def wrap_functions() -> Iterator[None]:
 
 
 @contextmanager
-def press_model(model: Any, score: Score, num_kept: int) -> Iterator[None]:
-    """After each call of a layer, keep the `num_kept` tokens of each head that score highest."""
+def press_model(model: Any, score: Score, num_remaining: int) -> Iterator[None]:
+    """After each call of a layer, keep the tokens of each head with the highest scores."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         layer = kwargs[CACHE].layers[module.layer_idx]
         keys, values = layer.keys, layer.values
-        indices = score(keys).topk(num_kept, dim=-1).indices
+        indices = score(keys).topk(num_remaining, dim=-1).indices
         indices = indices[..., None].expand(-1, -1, -1, module.head_dim)
         layer.keys = keys.gather(2, indices).contiguous()
         layer.values = values.gather(2, indices).contiguous()
@@ -103,24 +103,24 @@ SCORES: dict[str, Score] = {
 }
 
 
-# Each score once. The numbers of kept tokens end before, at and after the end of a page.
+# Each score once. The remaining tokens end before, at and after the end of a page.
 @pytest.mark.parametrize(
-    ("name", "num_kept"), [("norm", 17), ("sinks and last", 16), ("random", 15)]
+    ("name", "num_remaining"), [("norm", 17), ("sinks and last", 16), ("random", 15)]
 )
-def test_pressed_caches_match_dynamic_cache(name: str, num_kept: int) -> None:
+def test_pressed_caches_match_dynamic_cache(name: str, num_remaining: int) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
-    press = press_model(stock_model, SCORES[name], num_kept)
+    press = press_model(stock_model, SCORES[name], num_remaining)
     expected = compute_logits(stock_model, DynamicCache(), press)
     with wrap_functions():
         cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
-        actual = compute_logits(model, cache, press_model(model, SCORES[name], num_kept))
-        assert cache.get_seq_length() == num_kept
+        actual = compute_logits(model, cache, press_model(model, SCORES[name], num_remaining))
+        assert cache.get_seq_length() == num_remaining
         assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3)
         fp8_cache = FP8PagedCache(model.config, page_size=16)
-        logits = compute_logits(model, fp8_cache, press_model(model, SCORES[name], num_kept))
+        logits = compute_logits(model, fp8_cache, press_model(model, SCORES[name], num_remaining))
         assert logits.isfinite().all()
-        assert fp8_cache.layers[1].get_seq_length() == num_kept
+        assert fp8_cache.layers[1].get_seq_length() == num_remaining
 
 
 def test_functions_accept_dropout_by_position() -> None:
@@ -167,7 +167,7 @@ def test_a_write_to_stored_keys_names_the_remedy() -> None:
 
 
 def test_handles_convert_like_dense_tensors() -> None:
-    """These methods read the memory of a tensor without an operation."""
+    """Conversions read the memory of a tensor without an operation of torch."""
     cache = FP8PagedCache(build_variant("gqa")[0].config, dtype="model")
     states = torch.randn(1, 2, 9, 16)
     cache.update(states, states, 0)
@@ -251,18 +251,20 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     length = expected.past_key_values.get_seq_length()
     assert length == prefix_length + 13 + 5
     assert enable(wrapper, dtype="auto") is wrapper
-    out = wrapper.generate(**options)
-    assert isinstance(out.past_key_values, FP8PagedCache)
-    assert out.past_key_values.get_seq_length() == length
-    assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
+    result = wrapper.generate(**options)
+    assert isinstance(result.past_key_values, FP8PagedCache)
+    assert result.past_key_values.get_seq_length() == length
+    assert torch.allclose(
+        torch.cat(result.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3
+    )
     enable(wrapper)
     fp8_cache = wrapper.generate(**options).past_key_values
-    sizes = [cache.memory_footprint().used_bytes for cache in (fp8_cache, out.past_key_values)]
+    sizes = [cache.memory_footprint().used_bytes for cache in (fp8_cache, result.past_key_values)]
     assert sizes[0] < sizes[1] / 2
     assert disable(wrapper) is wrapper
-    stock_out = wrapper.generate(**options)
-    assert type(stock_out.past_key_values) is DynamicCache
-    assert_same(stock_out.sequences, expected.sequences)
+    stock_result = wrapper.generate(**options)
+    assert type(stock_result.past_key_values) is DynamicCache
+    assert_same(stock_result.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("prefix_length", [0, 5])
@@ -271,12 +273,14 @@ def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
     wrapper = PeftWrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = wrapper.generate(**options)
-    out = enable(wrapper, dtype="auto").generate(**options)
+    result = enable(wrapper, dtype="auto").generate(**options)
     for name in ("self_attention_cache", "cross_attention_cache"):
-        expected_cache, cache = (getattr(x.past_key_values, name) for x in (expected, out))
+        expected_cache, cache = (getattr(x.past_key_values, name) for x in (expected, result))
         assert isinstance(cache, FP8PagedCache)
         assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix_length
-    assert torch.allclose(torch.cat(out.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
+    assert torch.allclose(
+        torch.cat(result.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3
+    )
     disable(wrapper)
     assert_same(wrapper.generate(**options).sequences, expected.sequences)
 

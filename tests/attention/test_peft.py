@@ -84,14 +84,14 @@ def test_captured_steps_follow_the_adapter(is_wrapped: bool) -> None:
             model.set_adapter(name)
             randomize(model, seed=len(name))
         enable(model, dtype="fp8_e3m4", page_size=PAGE_SIZE, **options)
-        user, results = model.eval() if is_wrapped else base.eval(), []
+        caller, results = model.eval() if is_wrapped else base.eval(), []
         for name in ("first", "second", "first"):
             model.set_adapter(name)
-            results.append(user.generate(**inputs, **keywords))
+            results.append(caller.generate(**inputs, **keywords))
         with model.disable_adapter():
-            results.append(user.generate(**inputs, **keywords))
+            results.append(caller.generate(**inputs, **keywords))
         model.merge_adapter()
-        results.append(user.generate(**inputs, **keywords))
+        results.append(caller.generate(**inputs, **keywords))
         return [(x.sequences, torch.stack(x.logits)) for x in results]
 
     expected = run()
@@ -113,14 +113,14 @@ def test_three_processes_share_a_folder(tmp_path: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert not process.returncode, process.stderr[-3000:]
-        for method, result in json.loads(process.stdout.splitlines()[-1]).items():
+        for method, result_of_method in json.loads(process.stdout.splitlines()[-1]).items():
             case = f"{method}, process {number}"
-            assert result["is_equal"], case
+            assert result_of_method["is_equal"], case
             # LoRA changes weights, so its pages have other keys. The 60 tokens fill seven pages.
             counts = (1, 7 * number) if method == "LoRA" else (int(seed == 0), 7 * (number > 1))
-            assert (result["hits"], result["pages"]) == counts, case
+            assert (result_of_method["hits"], result_of_method["pages"]) == counts, case
             assert ("is not used" in process.stderr) == (seed > 0), case
-            answers.setdefault(method, set()).add(str(result["answer"]))
+            answers.setdefault(method, set()).add(str(result_of_method["answer"]))
     assert all(len(texts) == 3 for texts in answers.values()), "an adapter has no effect"
 
 
@@ -139,16 +139,22 @@ def test_a_model_with_an_adapter_has_a_plan(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "first", "second"), [pytest.param(*x, id=x[0]) for x in SETTINGS]
+    ("name", "fields", "first_settings", "second_settings"),
+    [pytest.param(*x, id=x[0]) for x in SETTINGS],
 )
 def test_settings_of_adapters_keep_pages_apart(
-    name: str, fields: dict[str, Any], first: Any, second: Any, tmp_path: Path
+    name: str, fields: dict[str, Any], first_settings: Any, second_settings: Any, tmp_path: Path
 ) -> None:
     """Only the same adapter with the same settings finds the pages, in any process."""
     peft = pytest.importorskip("peft")
     ids = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(1))
     store = PrefixStore(tmp_path)
-    for settings, num_hits in ((first, 0), (second, 0), (first, 1), (second, 2)):
+    for settings, num_hits in (
+        (first_settings, 0),
+        (second_settings, 0),
+        (first_settings, 1),
+        (second_settings, 2),
+    ):
         base, _ = build_variant("gqa", max_position_embeddings=512)
         config = {"target_modules": ["q_proj", "o_proj"], **fields, **settings}
         model = randomize(peft.get_peft_model(base, getattr(peft, name)(**config)).eval(), seed=1)

@@ -1,6 +1,6 @@
-"""Tests of the lengths of a preallocated cache, after errors and in compiled code.
+"""Tests of the lengths of the layers of a preallocated cache in compiled code.
 
-The reference for dtype="auto" is transformers' DynamicCache, whose layers have separate lengths.
+test_machine.py tests the lengths of layers in eager code.
 """
 
 from collections import Counter
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from transformers import DynamicCache
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import densify
@@ -33,17 +32,10 @@ ORDERS = {
 }
 
 
-def make_config(name: str = "llama") -> Any:
-    fields = {}
-    if name == "gemma3_text":
-        fields["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
-    return make_causal_config(name, num_hidden_layers=NUM_LAYERS, **fields)
-
-
-def make_caches(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, DynamicCache]:
+def make_cache(name: str = "llama", **fields: Any) -> FP8PagedCache:
+    config = make_causal_config(name, num_hidden_layers=NUM_LAYERS, **fields)
     options = {"dtype": "auto", "page_size": 8, "prefill": "stored", "max_cache_len": MAX_LEN}
-    config = make_config(name)
-    return FP8PagedCache(config, **options, **keywords), DynamicCache(config=config)
+    return FP8PagedCache(config, **options)
 
 
 def make_states(layer: int, num_tokens: int, seed: int) -> torch.Tensor:
@@ -55,32 +47,8 @@ def make_states(layer: int, num_tokens: int, seed: int) -> torch.Tensor:
 def run_step(cache: Any, layers: list[int], num_tokens: int, seed: int) -> None:
     """Store random tokens in these layers, in this order."""
     for call_index, layer in enumerate(layers):
-        x = make_states(layer, num_tokens, 10 * seed + call_index)
-        cache.update(x, -x, layer)
-
-
-def check_lengths(cache: FP8PagedCache, stock_cache: DynamicCache) -> None:
-    """Assert the length and the tokens of each layer."""
-    for layer, stock_layer in zip(cache.layers, stock_cache.layers, strict=True):
-        length = int(stock_layer.get_seq_length())
-        assert int(layer.get_seq_length()) == length
-        for actual, expected in (
-            (layer.keys, stock_layer.keys),
-            (layer.values, stock_layer.values),
-        ):
-            assert_same(actual.dense()[:, :, :length], expected)
-    assert cache.host_length() == max(int(x.get_seq_length()) for x in stock_cache.layers)
-
-
-def test_the_shortest_layer_does_not_write_into_shared_pages() -> None:
-    """An early exit left the last layers behind, and then all sequences became the same."""
-    cache, stock_cache = make_caches()
-    for each_cache in (cache, stock_cache):
-        run_step(each_cache, [0, 1, 2, 3], 15, 0)
-        run_step(each_cache, [0, 1], 1, 1)  # page 1 is full in these layers
-        each_cache.reorder_cache(torch.tensor([1, 1, 1]))
-        run_step(each_cache, [0, 1, 2, 3], 3, 2)
-    check_lengths(cache, stock_cache)
+        states = make_states(layer, num_tokens, 10 * seed + call_index)
+        cache.update(states, -states, layer)
 
 
 class LayerStack(torch.nn.Module):
@@ -90,12 +58,13 @@ class LayerStack(torch.nn.Module):
         super().__init__()
         self.order = order
 
-    def forward(self, x: torch.Tensor, cache: Any, width: int) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cache: Any, width: int) -> torch.Tensor:
         for call_index, layer in enumerate(self.order):
-            key, value = cache.update(x + layer, call_index - x, layer)
+            handles = cache.update(states + layer, call_index - states, layer)
+            key, value = (densify(handle)[:, :, :width] for handle in handles)
             # Sum over the columns, because a preallocated cache has more columns than tokens.
-            x = x + densify(key)[:, :, :width].sum(2, True) + densify(value)[:, :, :width].mean()
-        return x
+            states = states + key.sum(2, True) + value.mean()
+        return states
 
 
 @pytest.mark.parametrize(
@@ -105,7 +74,7 @@ def test_lengths_are_correct_in_compiled_steps(name: str) -> None:
     """Each order is compiled to one graph."""
     order = ORDERS[name]
     stacks = {tuple(layers): LayerStack(layers) for layers in order}
-    caches = [make_caches()[0] for _ in range(2)]
+    caches = [make_cache() for _ in range(2)]
     compiled = {
         layers: torch.compile(stack, fullgraph=True, dynamic=False, backend="eager")
         for layers, stack in stacks.items()
@@ -140,7 +109,7 @@ def test_lengths_are_correct_in_compiled_steps(name: str) -> None:
 @pytest.mark.parametrize("has_breaks", [False, True])
 def test_compiled_first_calls_may_have_graph_breaks(has_breaks: bool) -> None:
     """After a graph break in a step, the next regions store tokens in the remaining layers."""
-    cache, reference = make_caches()[0], make_caches()[0]
+    cache, reference = make_cache(), make_cache()
     stack = LayerStack([0, 1])
     inputs = [make_states(0, num_tokens, seed) for seed, num_tokens in enumerate((9, 1))]
     expected = [stack(x, reference, MAX_LEN) for x in inputs]
@@ -161,9 +130,12 @@ def test_compiled_first_calls_may_have_graph_breaks(has_breaks: bool) -> None:
     assert counters["stats"]["unique_graphs"] > (2 if has_breaks else 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_compiled_step_advances_each_layer_once(name: str) -> None:
-    cache, _ = make_caches(name)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("llama", {}), ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 2})],
+)
+def test_a_compiled_step_advances_each_layer_once(name: str, fields: dict[str, Any]) -> None:
+    cache = make_cache(name, **fields)
     run_step(cache, [0, 1, 2, 3], 9, 0)
     counts_by_graph: list[Counter[str]] = []
     backend = make_counting_backend(counts_by_graph)

@@ -7,16 +7,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from transformers import PreTrainedConfig
 
-from hf_fp8kv import ConfigError, FP8PagedCache
+from hf_fp8kv import ConfigError
 from hf_fp8kv.modeling.layer_specs import read_config
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
 from hf_fp8kv.modeling.tensor_parallel import count_kv_heads
-from tests.helpers.tiny_models import make_causal_config
-
-
-def test_skip_layers_accepts_a_single_index() -> None:
-    cache = FP8PagedCache(make_causal_config("llama", num_hidden_layers=3), skip_layers=1)
-    assert [layer.index for layer in cache.paged_layers] == [0, 2]
 
 
 def test_a_folder_without_a_config_is_rejected(tmp_path: Path) -> None:
