@@ -1,4 +1,4 @@
-"""Tests of `hf-fp8kv card`: its values are correct, defects are found, and a card resumes."""
+"""Tests of `hf-fp8kv card`: the values, the findings, and a card that resumes."""
 
 import itertools
 import json
@@ -169,7 +169,7 @@ def test_unsupported_models_are_rejected(name, model_folder, tmp_path):
 
 
 def test_changed_settings_discard_saved_parts(tmp_path):
-    """A card never combines results of different caches or weights."""
+    """A card never combines results for different caches or weights."""
     parts = measure.Parts(tmp_path / "parts.json", {"caches": ["default"]})
     assert parts.get("one", lambda: 1) == 1
     assert measure.Parts(tmp_path / "parts.json", {"caches": ["default"]}).get("one", dict) == 1
@@ -220,9 +220,12 @@ def test_planted_defects_of_stored_states_are_found():
         "1 stored tokens are lost (at 40).": lambda model: TokenLosingCache(model.config),
         "The centers do not fit": make_wrongly_centered_cache,
     }
-    for finding, make_cache in defects.items():
+    for expected_finding, make_cache in defects.items():
         findings = find_defects(Contender("defect", make_cache), model, states)
-        assert any(text.startswith(finding) for text in findings), (finding, findings)
+        assert any(text.startswith(expected_finding) for text in findings), (
+            expected_finding,
+            findings,
+        )
 
 
 def test_predictions_along_an_answer_match_decoding():
@@ -293,13 +296,13 @@ def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
     haystack = Haystack(ids, tuple(questions))
     contenders = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
     with paged_attention(model):
-        entry = run_task(model, [haystack], contenders)
+        task_result = run_task(model, [haystack], contenders)
         # The model answers most of these questions wrongly, so the task is dropped.
         hard_haystack = replace(haystack, questions=haystack.questions[7:])
-        hard_entry = run_task(model, [hard_haystack], contenders)
-    assert (entry["asked"], entry["right"]) == (10, 8)
-    assert entry["caches"] == {"whole": {"lost": 0, "won": 0}}
-    assert (hard_entry["dropped"], hard_entry["caches"]) == (True, {})
+        hard_result = run_task(model, [hard_haystack], contenders)
+    assert (task_result["asked"], task_result["right"]) == (10, 8)
+    assert task_result["caches"] == {"whole": {"lost": 0, "won": 0}}
+    assert (hard_result["dropped"], hard_result["caches"]) == (True, {})
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -106,10 +106,10 @@ def test_bits_choose_the_formats(run, command):
 
 
 def test_sampling_is_reproducible_with_a_seed(generate):
-    first, repeated, other = (
+    first_tokens, repeated_tokens, tokens_of_other_seed = (
         generate("--temperature", "5", "--seed", seed)["runs"][0]["token_ids"] for seed in "112"
     )
-    assert first == repeated != other
+    assert first_tokens == repeated_tokens != tokens_of_other_seed
 
 
 def test_chat_uses_the_template(generate, run, model_folder, tmp_path):
@@ -204,9 +204,9 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
 
 
 def test_help_names_the_commands_and_version_prints_the_version(run):
-    out, _ = run("--help")
+    help_text, _ = run("--help")
     for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
-        assert name in out
+        assert name in help_text
     assert run("--version")[0].strip() == find_version("hf-fp8kv")
 
 

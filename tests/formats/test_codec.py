@@ -156,8 +156,8 @@ each_kind = pytest.mark.parametrize("kind", INPUT_KINDS)
 @functools.cache
 def compute_expected_codes(kind: str, spec: Spec) -> torch.Tensor:
     """Return the expected codes of the inputs of a kind."""
-    x = make_inputs(kind, spec)
-    return round_to_codes(x.double().numpy(), spec, torch.signbit(x).numpy())
+    inputs = make_inputs(kind, spec)
+    return round_to_codes(inputs.double().numpy(), spec, torch.signbit(inputs).numpy())
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -205,21 +205,21 @@ def test_every_code_decodes_to_its_definition(fmt, device):
 @each_format
 def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     spec = SPECS[fmt.name]
-    x = make_inputs(kind, spec)
-    assert_codes(encode(x.to(device), fmt), compute_expected_codes(kind, spec), spec)
+    inputs = make_inputs(kind, spec)
+    assert_codes(encode(inputs.to(device), fmt), compute_expected_codes(kind, spec), spec)
 
 
 def test_codes_do_not_depend_on_shapes_and_strides():
-    fmt, x = FORMATS["fp8_e4m3"], torch.randn(6, 10) * 1000
-    x_copy = x.clone()
-    codes = encode(x, fmt)
-    assert torch.equal(x, x_copy), "the input must not change"
-    assert torch.equal(encode(x.T, fmt), codes.T)
-    assert torch.equal(encode(x[::2, 1::3], fmt), codes[::2, 1::3])
-    assert torch.equal(encode(x[2, 3], fmt), codes[2, 3])
+    fmt, values = FORMATS["fp8_e4m3"], torch.randn(6, 10) * 1000
+    original_values = values.clone()
+    codes = encode(values, fmt)
+    assert torch.equal(values, original_values), "the input must not change"
+    assert torch.equal(encode(values.T, fmt), codes.T)
+    assert torch.equal(encode(values[::2, 1::3], fmt), codes[::2, 1::3])
+    assert torch.equal(encode(values[2, 3], fmt), codes[2, 3])
     assert torch.equal(decode(codes.T, fmt), decode(codes, fmt).T)
     assert decode(codes[2, 3], fmt).shape == ()
-    assert encode(x[:0], fmt).shape == decode(codes[:0], fmt).shape == (0, 10)
+    assert encode(values[:0], fmt).shape == decode(codes[:0], fmt).shape == (0, 10)
 
 
 # -- dynamic scales --------------------------------------------------------------------------------
@@ -227,10 +227,10 @@ def test_codes_do_not_depend_on_shapes_and_strides():
 
 @each_format
 def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt):
-    x = torch.tensor([[1.0, value, 0.0] for value in (NAN, -NAN, INF, -INF, 2.0)])
-    scale = compute_dynamic_scale(x, fmt)
+    vectors = torch.tensor([[1.0, value, 0.0] for value in (NAN, -NAN, INF, -INF, 2.0)])
+    scale = compute_dynamic_scale(vectors, fmt)
     assert scale.isnan().tolist() == [True] * 4 + [False]
-    codes = encode(x * scale.float().reciprocal()[:, None], fmt)
+    codes = encode(vectors * scale.float().reciprocal()[:, None], fmt)
     assert decode(codes, fmt).isnan().all(1).tolist() == [True] * 4 + [False]
 
 
@@ -238,18 +238,18 @@ def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_is_read_as_nan(fmt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_are_per_vector_and_correct_for_every_16_bit_value(fmt, dtype, device):
     # Each positive finite value has a vector: half of the value, and the negative value.
-    x = make_float32_grid() if dtype == torch.float32 else EVERY_16_BIT_PATTERN.view(dtype)
-    largest = x[x.isfinite() & (x >= 0)]
-    x = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
-    scale = compute_dynamic_scale(x.to(device), fmt).cpu()
-    assert scale.shape == x.shape[:-1]
+    vectors = make_float32_grid() if dtype == torch.float32 else EVERY_16_BIT_PATTERN.view(dtype)
+    largest = vectors[vectors.isfinite() & (vectors >= 0)]
+    vectors = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
+    scale = compute_dynamic_scale(vectors.to(device), fmt).cpu()
+    assert scale.shape == vectors.shape[:-1]
     # numpy rounds as IEEE 754 specifies. Rounding up to bfloat16 adds 1 to the upper half.
     quotient = largest.float().numpy() / np.float32(fmt.max)
     bits = np.maximum(quotient, np.float32(MIN_SCALE)).view(np.uint32)
     expected_bits = (bits >> 16) + (bits & 0xFFFF > 0)
     assert np.array_equal(scale.view(torch.int16).numpy().view(np.uint16), expected_bits)
     # No value saturates. The quotient, the reciprocal and the product round by 2^-24 each.
-    scaled = x[:, 1].float() * scale.float().reciprocal()
+    scaled = vectors[:, 1].float() * scale.float().reciprocal()
     assert scaled.abs().max() <= fmt.max * (1 + 2.0**-22)
     # Rounding up costs less than 2^-7, which is less than half of the last step, or a step of int8.
     tolerance = 1 if fmt.name == "int8" else 0
@@ -277,15 +277,17 @@ GOLDEN_DIGESTS = {
 def test_codes_values_and_scales_match_earlier_versions(name):
     fmt = FORMATS[name]
     # The values are not random, because generators may differ between versions of torch.
-    x = (torch.arange(80 * 64) * 2654435761 % 2**32 - 2**31).float() * 2.0**-31
-    vectors = x.view(80, 64) ** 3 * 2.0 ** torch.arange(-40, 40)[:, None]
-    results = [
+    values = (torch.arange(80 * 64) * 2654435761 % 2**32 - 2**31).float() * 2.0**-31
+    vectors = values.view(80, 64) ** 3 * 2.0 ** torch.arange(-40, 40)[:, None]
+    encoded_tensors = [
         encode(torch.cat([make_float32_grid(), make_float32_ties(SPECS[name])]), fmt),
         decode(ALL_CODES[:: 1 << SPECS[name].unused_bits], fmt).nan_to_num(nan=-12345.0),
         compute_dynamic_scale(vectors, fmt),
         codec.search_scale(vectors, fmt),
     ]
-    digest = hashlib.sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in results))
+    digest = hashlib.sha256(
+        b"".join(values.view(torch.uint8).numpy().tobytes() for values in encoded_tensors)
+    )
     assert digest.hexdigest()[:16] == GOLDEN_DIGESTS[name]
 
 
@@ -325,14 +327,16 @@ def flushed_subnormals() -> Iterator[None]:
 def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
     spec = SPECS[fmt.name]
     codes = [encode(make_inputs(kind, spec), fmt) for kind in INPUT_KINDS]
-    x = make_float32_grid()[:, None]
-    values, scales = decode(ALL_CODES, fmt), compute_dynamic_scale(x, fmt)
+    vectors = make_float32_grid()[:, None]
+    values, scales = decode(ALL_CODES, fmt), compute_dynamic_scale(vectors, fmt)
     torch.set_flush_denormal(False)
     make_code_table.cache_clear()
     for kind, actual in zip(INPUT_KINDS, codes, strict=True):
         assert_codes(actual, compute_expected_codes(kind, spec), spec)
     assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
-    assert torch.equal(scales.view(torch.int16), compute_dynamic_scale(x, fmt).view(torch.int16))
+    assert torch.equal(
+        scales.view(torch.int16), compute_dynamic_scale(vectors, fmt).view(torch.int16)
+    )
 
 
 def test_a_table_created_in_inference_mode_is_an_ordinary_tensor():
@@ -348,14 +352,14 @@ def test_a_table_created_in_inference_mode_is_an_ordinary_tensor():
 
 def test_the_default_dtype_has_no_effect():
     fmt = FORMATS["fp8_e3m4"]
-    x = torch.randn(64)
-    codes, values = encode(x, fmt), decode(ALL_CODES, fmt)
-    scale = compute_dynamic_scale(x, fmt)
+    inputs = torch.randn(64)
+    codes, values = encode(inputs, fmt), decode(ALL_CODES, fmt)
+    scale = compute_dynamic_scale(inputs, fmt)
     make_code_table.cache_clear()
     torch.set_default_dtype(torch.float64)
-    assert torch.equal(encode(x, fmt), codes)
+    assert torch.equal(encode(inputs, fmt), codes)
     assert torch.equal(decode(ALL_CODES, fmt).view(torch.int32), values.view(torch.int32))
-    assert torch.equal(compute_dynamic_scale(x, fmt), scale)
+    assert torch.equal(compute_dynamic_scale(inputs, fmt), scale)
     make_code_table.cache_clear()
 
 

@@ -19,14 +19,14 @@ def make_hadamard(size: int) -> torch.Tensor:
 )
 def test_rotation_multiplies_blocks_by_a_hadamard_matrix(dim, block):
     assert compute_rotation_block(dim) == block
-    x = torch.randn(3, 5, dim)
-    expected = x.double().unflatten(-1, (-1, block)) @ make_hadamard(block)
+    vectors = torch.randn(3, 5, dim)
+    expected = vectors.double().unflatten(-1, (-1, block)) @ make_hadamard(block)
     # Each of the log2(block) sums is rounded once, relative to the norm of the vector.
-    bound = 2.0**-23 * x.double().norm(dim=-1).max()
-    assert (rotate(x).double() - expected.flatten(-2)).abs().max() <= bound
-    assert (rotate(rotate(x)).double() - x).abs().max() <= 2 * bound
+    bound = 2.0**-23 * vectors.double().norm(dim=-1).max()
+    assert (rotate(vectors).double() - expected.flatten(-2)).abs().max() <= bound
+    assert (rotate(rotate(vectors)).double() - vectors).abs().max() <= 2 * bound
 
 
 def test_sixteen_bit_values_are_widened_first():
-    x = torch.randn(2, 64).bfloat16()
-    assert torch.equal(rotate(x), rotate(x.float()))
+    vectors = torch.randn(2, 64).bfloat16()
+    assert torch.equal(rotate(vectors), rotate(vectors.float()))

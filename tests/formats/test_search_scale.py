@@ -17,28 +17,28 @@ FORMAT_NAMES = sorted(FORMATS)
 def test_the_chosen_scale_is_proportional_to_the_magnitude(name):
     """At the smallest magnitude, the squares of errors underflow to zero in float32."""
     fmt = FORMATS[name]
-    x = torch.randn(200, 64) * fmt.max / 3  # scales of about 1
-    expected = search_scale(x, fmt).double()
-    assert len((expected / compute_dynamic_scale(x, fmt).double()).unique()) > 8
+    vectors = torch.randn(200, 64) * fmt.max / 3  # scales of about 1
+    expected = search_scale(vectors, fmt).double()
+    assert len((expected / compute_dynamic_scale(vectors, fmt).double()).unique()) > 8
     for power in (-95, -60, -1, 30, 80):
-        scales = search_scale(x * 2.0**power, fmt).double()
+        scales = search_scale(vectors * 2.0**power, fmt).double()
         assert torch.equal(scales, expected * 2.0**power)
 
 
 # -- gain in accuracy ------------------------------------------------------------------------------
 
 
-def compute_squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
+def compute_squared_error(vectors: Tensor, scale: Tensor, name: str) -> Tensor:
     """Return the squared error of each vector, in float64, if it is stored with `scale`."""
     fmt = FORMATS[name]
-    codes = encode(x * scale.float().reciprocal()[..., None], fmt)
+    codes = encode(vectors * scale.float().reciprocal()[..., None], fmt)
     decoded = decode(codes, fmt).double() * scale.double()[..., None]
-    return (decoded - x.double()).square().sum(-1)
+    return (decoded - vectors.double()).square().sum(-1)
 
 
-def list_candidate_scales(x: Tensor, name: str) -> list[Tensor]:
+def list_candidate_scales(vectors: Tensor, name: str) -> list[Tensor]:
     """Return the candidate scales of an octave, computed in float64."""
-    first_scale = compute_dynamic_scale(x, FORMATS[name]).double()
+    first_scale = compute_dynamic_scale(vectors, FORMATS[name]).double()
     scales = []
     for index in range(codec.SEARCH_STEPS):
         mantissa, exponent = torch.frexp(
@@ -51,17 +51,24 @@ def list_candidate_scales(x: Tensor, name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_best_scale_of_an_octave_is_chosen(name):
-    x = torch.cat([torch.randn(300, 64), torch.randn(2, 300, 64).prod(0)])
-    chosen_scales = search_scale(x, FORMATS[name])
-    scales = torch.stack(list_candidate_scales(x, name))
+    vectors = torch.cat([torch.randn(300, 64), torch.randn(2, 300, 64).prod(0)])
+    chosen_scales = search_scale(vectors, FORMATS[name])
+    scales = torch.stack(list_candidate_scales(vectors, name))
     assert (scales == chosen_scales).any(0).all()
-    min_errors = torch.stack([compute_squared_error(x, scale, name) for scale in scales]).amin(0)
+    min_errors = torch.stack(
+        [compute_squared_error(vectors, scale, name) for scale in scales]
+    ).amin(0)
     # The search ranks rounded errors, and the first scale is among the candidates.
-    assert (compute_squared_error(x, chosen_scales, name) <= 1.02 * min_errors).all()
-    base_errors = compute_squared_error(x, compute_dynamic_scale(x, FORMATS[name]), name)
+    assert (compute_squared_error(vectors, chosen_scales, name) <= 1.02 * min_errors).all()
+    base_errors = compute_squared_error(
+        vectors, compute_dynamic_scale(vectors, FORMATS[name]), name
+    )
     assert (min_errors <= base_errors).all()
     if name in ("fp8_e4m3", "fp8_e3m4"):
-        ratio = compute_squared_error(x, chosen_scales, name)[:300].sum() / base_errors[:300].sum()
+        ratio = (
+            compute_squared_error(vectors, chosen_scales, name)[:300].sum()
+            / base_errors[:300].sum()
+        )
         assert ratio.sqrt() <= 0.92, "docs/architecture.md promises this for Gaussian vectors"
 
 
@@ -72,9 +79,9 @@ def test_the_best_scale_of_an_octave_is_chosen(name):
 )
 def test_the_largest_value_never_saturates(max_value, name, fractions):
     fmt = FORMATS[name]
-    x = torch.tensor([max_value, *(fraction * max_value for fraction in fractions)])
-    scale = search_scale(x, fmt)
-    scaled = x * scale.float().reciprocal()
+    vector = torch.tensor([max_value, *(fraction * max_value for fraction in fractions)])
+    scale = search_scale(vector, fmt)
+    scaled = vector * scale.float().reciprocal()
     # The reciprocal is rounded, so the quotient may be slightly above the format's largest value.
     assert scaled[0] <= fmt.max * (1 + 2.0**-22)
     decoded = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
@@ -85,11 +92,15 @@ def test_the_largest_value_never_saturates(max_value, name, fractions):
 @pytest.mark.parametrize("dim", [1, 80])
 def test_dynamic_errors_of_several_formats_match_the_reference(dim: int) -> None:
     """The values have all magnitudes or are zero, and are stored as V in each format."""
-    x = torch.randn(len(FORMAT_NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim))
-    x *= torch.logspace(-35, 30, 200)[:, None]
-    x[..., ::7, 1:] = 0.0
-    errors_by_format = codec.compute_dynamic_errors(x, tuple(FORMATS[n] for n in FORMAT_NAMES))
-    for name, values, errors in zip(FORMAT_NAMES, x, errors_by_format, strict=True):
+    vectors = torch.randn(
+        len(FORMAT_NAMES), 1, 2, 200, dim, generator=torch.Generator().manual_seed(dim)
+    )
+    vectors *= torch.logspace(-35, 30, 200)[:, None]
+    vectors[..., ::7, 1:] = 0.0
+    errors_by_format = codec.compute_dynamic_errors(
+        vectors, tuple(FORMATS[n] for n in FORMAT_NAMES)
+    )
+    for name, values, errors in zip(FORMAT_NAMES, vectors, errors_by_format, strict=True):
         side = StoredSide(None, None, name, dim)
         codes, scales = reference.quantize(values, side, search=False)
         expected = decode(codes, FORMATS[name]) * scales.float()[..., None] - values

@@ -21,7 +21,6 @@ from tests.helpers import server_rules
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import corrupt_config, list_sides, list_values, scale_error
 
-TENSOR_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark")
 # Functions that read a format in the same way as a server.
 READERS = {
     "autofp8": server_rules.read_as_sglang,
@@ -293,11 +292,11 @@ def test_scales_are_saved_with_a_model(tmp_path, request, source, old_format, fo
 def assert_loads_the_same(source: Path, copy: Path) -> None:
     """Assert that transformers loads equal weights from both folders, without missing keys."""
     expected_model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    loaded, loading_info = AutoModelForCausalLM.from_pretrained(
         copy, dtype="auto", output_loading_info=True
     )
-    assert not info["missing_keys"]
-    assert all(name.endswith("_scale") for name in info["unexpected_keys"])
+    assert not loading_info["missing_keys"]
+    assert all(name.endswith("_scale") for name in loading_info["unexpected_keys"])
     state, expected = loaded.state_dict(), expected_model.state_dict()
     assert {n for n in state if not n.endswith("_scale")} == set(expected)
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
@@ -444,7 +443,7 @@ def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, hub, mo
 
 # Each replaced format once, and each way to declare a cache.
 @pytest.mark.parametrize(
-    ("old", "new", "has_entries"),
+    ("old_format", "new_format", "has_config"),
     [
         ("modelopt", "quark", False),
         ("quark", "compressed-tensors", False),
@@ -452,15 +451,17 @@ def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, hub, mo
         ("tgi", "modelopt", True),
     ],
 )
-def test_scales_without_weights_can_change_format(tmp_path, model_folder, old, new, has_entries):
+def test_scales_without_weights_can_change_format(
+    tmp_path, model_folder, old_format, new_format, has_config
+):
     folder = tmp_path / "folder"
-    if has_entries:  # the folder has the config of a model without weights
+    if has_config:  # the folder has the config of a model without weights
         folder.mkdir()
-        shutil.copy(add_scales(model_folder, tmp_path / "copy", old) / "config.json", folder)
+        shutil.copy(add_scales(model_folder, tmp_path / "copy", old_format) / "config.json", folder)
     else:
-        random_scales("tensor", 1).save_pretrained(folder, format=old)
+        random_scales("tensor", 1).save_pretrained(folder, format=old_format)
     scales = random_scales("tensor", 2)
-    scales.save_pretrained(folder, format=new, overwrite=True)
+    scales.save_pretrained(folder, format=new_format, overwrite=True)
     assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
 
 

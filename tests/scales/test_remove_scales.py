@@ -39,25 +39,31 @@ def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("weights", ["copy", "link"])
 def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder, weights):
     """LLM Compressor writes scales into the files of the weights."""
-    old = tmp_path / "old"
-    save_with_scales(old, plain_folder, 2)
+    old_folder = tmp_path / "old"
+    save_with_scales(old_folder, plain_folder, 2)
     for target in ("compressed-tensors", "hf_fp8kv"):
-        new = tmp_path / target
-        options = {"checkpoint": old, "weights": weights, "overwrite": True}
-        NEW_SCALES.save_pretrained(new, format=target, **options)
-        assert_same(KVScales.from_pretrained(new), NEW_SCALES)
-        remaining, expected = load_all_tensors(new), load_file(plain_folder / "model.safetensors")
+        new_folder = tmp_path / target
+        options = {"checkpoint": old_folder, "weights": weights, "overwrite": True}
+        NEW_SCALES.save_pretrained(new_folder, format=target, **options)
+        assert_same(KVScales.from_pretrained(new_folder), NEW_SCALES)
+        remaining, expected = (
+            load_all_tensors(new_folder),
+            load_file(plain_folder / "model.safetensors"),
+        )
         assert all(torch.equal(remaining.pop(name), tensor) for name, tensor in expected.items())
         assert len(remaining) == (2 * LAYERS if target == "compressed-tensors" else 0)
-        new_index = json.loads((new / INDEX_FILE).read_text())
-        assert new_index["weight_map"].keys() == load_all_tensors(new).keys()
+        new_index = json.loads((new_folder / INDEX_FILE).read_text())
+        assert new_index["weight_map"].keys() == load_all_tensors(new_folder).keys()
         assert new_index["metadata"] == {"mine": 2}  # the size of the old tensors was removed
-        with safe_open(new / "model-0.safetensors", "pt") as file:
+        with safe_open(new_folder / "model-0.safetensors", "pt") as file:
             assert file.metadata() == {"format": "pt"}
     # Each shard in the same folder is rewritten as a whole.
-    NEW_SCALES.save_pretrained(old, format="compressed-tensors", overwrite=True)
-    assert_same(KVScales.from_pretrained(old), NEW_SCALES)
-    assert load_all_tensors(old).keys() == load_all_tensors(tmp_path / "compressed-tensors").keys()
+    NEW_SCALES.save_pretrained(old_folder, format="compressed-tensors", overwrite=True)
+    assert_same(KVScales.from_pretrained(old_folder), NEW_SCALES)
+    assert (
+        load_all_tensors(old_folder).keys()
+        == load_all_tensors(tmp_path / "compressed-tensors").keys()
+    )
 
 
 def save_with_scales(folder: Path, plain_folder: Path, num_files: int) -> None:
@@ -71,8 +77,8 @@ def save_with_scales(folder: Path, plain_folder: Path, num_files: int) -> None:
         save_file(dict(tensors), folder / "model.safetensors")
         return
     weight_map = {}
-    for i in range(num_files):
-        file, file_tensors = f"model-{i}.safetensors", dict(tensors[i::num_files])
+    for file_index in range(num_files):
+        file, file_tensors = f"model-{file_index}.safetensors", dict(tensors[file_index::num_files])
         save_file(file_tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(file_tensors, file)
     index = {"metadata": {"total_size": 1, "mine": 2}, "weight_map": weight_map}
@@ -116,16 +122,15 @@ def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypat
 
 
 def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
-    old = tmp_path / "old"
-    old.mkdir()
+    old_folder = tmp_path / "old"
+    old_folder.mkdir()
     outputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     tensors = load_file(plain_folder / "model.safetensors")
-    for layer in range(LAYERS):
-        for side in "kv":
-            name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
-            tensors[name] = torch.tensor([0.25])
-    save_file(tensors, old / "model.safetensors", {"format": "pt"})
+    for layer, side in itertools.product(range(LAYERS), "kv"):
+        name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
+        tensors[name] = torch.tensor([0.25])
+    save_file(tensors, old_folder / "model.safetensors", {"format": "pt"})
     config = json.loads((plain_folder / "config.json").read_text())
     groups = {
         "group_0": {"targets": ["Linear"], "weights": weights},
@@ -133,14 +138,14 @@ def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
         "group_2": {"targets": ["re:.*v_proj"], "weights": weights, "output_activations": outputs},
     }
     old_block = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (old / "config.json").write_text(json.dumps(config | {"quantization_config": old_block}))
-    assert KVScales.from_pretrained(old).layers[0].k == 0.25
+    (old_folder / "config.json").write_text(json.dumps(config | {"quantization_config": old_block}))
+    assert KVScales.from_pretrained(old_folder).layers[0].k == 0.25
     for target in ("compressed-tensors", "hf_fp8kv"):
-        new = tmp_path / target
-        NEW_SCALES.save_pretrained(new, format=target, checkpoint=old, overwrite=True)
-        assert_same(KVScales.from_pretrained(new), NEW_SCALES)
-        assert not [name for name in load_all_tensors(new) if "output_scale" in name]
-        block = json.loads((new / "config.json").read_text())["quantization_config"]
+        new_folder = tmp_path / target
+        NEW_SCALES.save_pretrained(new_folder, format=target, checkpoint=old_folder, overwrite=True)
+        assert_same(KVScales.from_pretrained(new_folder), NEW_SCALES)
+        assert not [name for name in load_all_tensors(new_folder) if "output_scale" in name]
+        block = json.loads((new_folder / "config.json").read_text())["quantization_config"]
         group = {"targets": ["re:.*v_proj"], "weights": weights}
         assert block["config_groups"] == {"group_0": groups["group_0"], "group_2": group}
         assert ("kv_cache_scheme" in block) == (target == "compressed-tensors")

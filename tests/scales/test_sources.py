@@ -325,9 +325,12 @@ def test_ranks_of_a_json_are_selected_or_merged(tmp_path, caplog):
 def test_strict_errors_become_warnings_without_strict(tmp_path, caplog):
     write_scales(tmp_path / "kv_cache_scales.json", {"0": {"0": 0.5, "2": 0.25, "7": 1.0}})
     config_path = tmp_path / "config.json"
-    for config, got in (('{"model_type": "qwen2"}', "got 'llama'"), ('{"n_layer": 4}', "layers 7")):
+    for config, message in (
+        ('{"model_type": "qwen2"}', "got 'llama'"),
+        ('{"n_layer": 4}', "layers 7"),
+    ):
         config_path.write_text(config)
-        with scale_error(got):
+        with scale_error(message):
             KVScales.from_pretrained(tmp_path)
     config_path.write_text('{"model_type": "qwen2", "n_layer": 4}')
     assert list(KVScales.from_pretrained(tmp_path, strict=False).layers) == [0, 2]
@@ -348,13 +351,13 @@ JSON_FILE, NATIVE_FILE = "kv_cache_scales.json", "kv_scales.safetensors"
 SHARD, INDEX_FILE = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 
 
-def corrupt_json(old: str, new: str) -> Corrupt:
-    """Return a function that replaces `old` with `new` in kv_cache_scales.json."""
+def corrupt_json(old_text: str, new_text: str) -> Corrupt:
+    """Return a function that replaces `old_text` in kv_cache_scales.json."""
 
     def corrupt(folder: Path) -> None:
-        text = (folder / JSON_FILE).read_text()
-        assert old in text
-        (folder / JSON_FILE).write_text(text.replace(old, new, 1))
+        contents = (folder / JSON_FILE).read_text()
+        assert old_text in contents
+        (folder / JSON_FILE).write_text(contents.replace(old_text, new_text, 1))
 
     return corrupt
 

@@ -26,7 +26,7 @@ vllm = pytest.importorskip("vllm")
 def test_a_restart_reads_only_files_of_the_same_bytes(
     load_model, prompts, serve, tmp_path, changed, monkeypatch
 ):
-    """The paths and the names do not change, only the contents of the files."""
+    """Only the contents of the files change, not their paths and names."""
     from transformers import AutoModelForCausalLM
 
     folder, source = tmp_path / "model", tmp_path / "source"
@@ -109,7 +109,7 @@ def lmcache_options(tmp_path):
 def test_lmcache_returns_only_blocks_of_the_same_bytes(
     load_model, prompts, lmcache_options, serve, tmp_path, mode, monkeypatch
 ):
-    """Its server outlives the engines, and the names of files do not change."""
+    """LMCache's server outlives the engines, and the names of files do not change."""
     model, folder = load_model("llama")
     transfer_config = {
         "kv_connector": "LMCacheMPConnector",

@@ -57,10 +57,10 @@ class Layer:
         self.spec = AttentionSpec(HEAD_DIM**-0.5, True, window, softcap, sinks)
 
     def attend(self, query, key, value, work):
-        out = torch.full((1, *query.shape), torch.nan, dtype=query.dtype)
+        output = torch.full((1, *query.shape), torch.nan, dtype=query.dtype)
         inputs = (x.transpose(0, 1)[None] for x in (query, key, value))
-        self.stored_layer.attend(*inputs, work, self.spec, out)
-        return out[0]
+        self.stored_layer.attend(*inputs, work, self.spec, output)
+        return output[0]
 
     def attend_in_bfloat16(self, *tensors_and_work):
         *tensors, work = tensors_and_work
@@ -172,11 +172,11 @@ def test_a_step_matches_the_reference(backend, gap, kind, attention):
     layer = Layer(kind, backend, gap=gap, **ATTENTION_OPTIONS[attention])
     memory, requests = layer.memory, Requests(seed=6)
     for counts in STEPS[: 3 if backend == "triton" else None]:
-        query, starts, out = requests.run_step(counts, layer.attend)
+        query, starts, output = requests.run_step(counts, layer.attend)
         for index, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
                 expected = compute_expected(requests, index, query[start:stop], layer)
-                torch.testing.assert_close(out[start:stop], expected, rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(output[start:stop], expected, rtol=2e-4, atol=2e-4)
     assert (memory[:, memory.shape[1] - gap :] == 0xFF).all()
     used_blocks = requests.table[:, : -(-max(map(len, requests.keys)) // BLOCK_SIZE)].unique()
     is_unused = torch.ones(NUM_BLOCKS, dtype=torch.bool)
@@ -187,16 +187,16 @@ def test_a_step_matches_the_reference(backend, gap, kind, attention):
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 @pytest.mark.usefixtures("interpreted")
 def test_a_deterministic_request_does_not_depend_on_the_steps(backend):
-    """The request is one step, or it shares several steps with a second request."""
+    """The request has one step, or it shares several steps with a second request."""
     generator = torch.Generator().manual_seed(9)
-    num_tokens, other = 40, (18, 1, 1, 20)
+    num_tokens, second_counts = 40, (18, 1, 1, 20)
     tokens = [
-        torch.randn((num_tokens + sum(other), n, HEAD_DIM), generator=generator)
+        torch.randn((num_tokens + sum(second_counts), n, HEAD_DIM), generator=generator)
         for n in (NUM_QUERY_HEADS, NUM_HEADS, NUM_HEADS)
     ]
     table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
     results = []
-    for counts, other_counts in (([num_tokens], [0]), ([20, 1, 10, 9], other)):
+    for counts, other_counts in (([num_tokens], [0]), ([20, 1, 10, 9], second_counts)):
         layer = Layer("dynamic", backend)
         layer.spec = layer.spec._replace(deterministic=True)
         outputs, ends = [], [0, 0]
@@ -250,15 +250,15 @@ def test_a_replayed_step_uses_the_current_requests(kind):
                 requests.keys[index] = torch.cat([requests.keys[index], key[[row]]])
                 requests.values[index] = torch.cat([requests.values[index], value[[row]]])
         work = make_masked_decode_work(lengths, table, slots, BLOCK_SIZE)
-        out = layer.attend(query, key, value, work)
+        output = layer.attend(query, key, value, work)
         for row, index in enumerate(indices):
             if row == row_without_slot:
                 blocks = requests.table[index].long()
                 assert torch.equal(memory[blocks], old_memory[blocks])
-                assert not out[row].any()
+                assert not output[row].any()
                 continue
             expected = compute_expected(requests, index, query[[row]], layer)
-            torch.testing.assert_close(out[[row]], expected, rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(output[[row]], expected, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_tokens_without_a_slot_are_not_stored():
 
 @torch.no_grad()
 def test_whole_prompts_are_read_densely_on_an_h100(monkeypatch):
-    """Prompts that are padded to the length of a longer prompt, or continue, are not."""
+    """Pages are read for prompts that are padded to a longer prompt or that continue."""
     monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 18)
     dense_calls = []
     attend_densely = attend.attend_densely
