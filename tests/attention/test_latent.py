@@ -76,8 +76,8 @@ def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, 
     """Return the generated tokens with the prompt, and the logits of the generated tokens."""
     options = {"max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, **options}
     outputs = {"output_logits": True, "return_dict_in_generate": True}
-    result = model.generate(**inputs, past_key_values=cache, **options, **outputs)
-    return result.sequences, torch.stack(result.logits, 1)
+    output = model.generate(**inputs, past_key_values=cache, **options, **outputs)
+    return output.sequences, torch.stack(output.logits, 1)
 
 
 def assert_same_outputs(actual: Any, expected: Any) -> None:
@@ -165,9 +165,9 @@ def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Wat
     expected = model(ids, attention_mask=mask, use_cache=False).logits
 
     def check_chunk(cache: FP8PagedCache, start: int, stop: int) -> None:
-        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        result = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
         is_token = mask[:, start:stop].bool()
-        actual, expected_logits = out.logits[is_token], expected[:, start:stop][is_token]
+        actual, expected_logits = result.logits[is_token], expected[:, start:stop][is_token]
         tolerances = {"atol": LOGITS_TOLERANCE, "rtol": LOGITS_TOLERANCE}
         torch.testing.assert_close(actual, expected_logits, **tolerances)
 
@@ -205,8 +205,8 @@ def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:
 class RoundedLinear(nn.Linear):
     """A stand-in for quantized layers, whose input is not multiplied by `weight` itself."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, (self.weight * 16).round() / 16)
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(states, (self.weight * 16).round() / 16)
 
 
 class AdapterLinear(nn.Module):
@@ -219,8 +219,8 @@ class AdapterLinear(nn.Module):
         self.up = nn.Linear(2, base.out_features, bias=False)
         self.scaling = {"default": 1.0}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.up(self.down(x)) * self.scaling["default"]
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(states) + self.up(self.down(states)) * self.scaling["default"]
 
 
 class PackedLinear(nn.Module):
@@ -230,8 +230,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed = (factor * base.weight.detach(),)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.packed[0].T
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states @ self.packed[0].T
 
 
 def make_rounded(base: nn.Linear) -> nn.Module:
@@ -323,8 +323,8 @@ def test_adapters_may_differ_by_sequence() -> None:
     factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)
 
     class AdapterPerSequence(AdapterLinear):
-        def forward(self, x: torch.Tensor, factors: Any = 1.0) -> torch.Tensor:
-            return self.base_layer(x) + self.up(self.down(x)) * factors
+        def forward(self, states: torch.Tensor, factors: Any = 1.0) -> torch.Tensor:
+            return self.base_layer(states) + self.up(self.down(states)) * factors
 
     def add_factors(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "factors": factors}
@@ -435,8 +435,8 @@ def test_training_through_stored_latents_is_refused() -> None:
 def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
     next_ids = torch.tensor([[5], [9]])
-    one, center = torch.ones(()), torch.ones(1, model.config.kv_lora_rank)
-    scales = KVScales({n: LayerScales(one, one, center) for n in range(2)})
+    constant, center = torch.ones(()), torch.ones(1, model.config.kv_lora_rank)
+    scales = KVScales({n: LayerScales(constant, constant, center) for n in range(2)})
 
     @torch.no_grad()
     def read_warning(**options: Any) -> str:

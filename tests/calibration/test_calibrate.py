@@ -87,8 +87,8 @@ def test_a_scale_is_the_largest_magnitude_times_the_margin(llama, granularity, m
     dims = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}[granularity]
     shape = {"tensor": (), "head": (2, 1), "channel": (2, 16)}[granularity]
     for index, states in observe_kv(llama, windows, STARTS).items():
-        for scale, x in zip(scales.layers[index].static, states, strict=True):
-            expected = x.abs().amax(dims, keepdim=True)[0].reshape(shape) * margin / 448
+        for scale, values in zip(scales.layers[index].static, states, strict=True):
+            expected = values.abs().amax(dims, keepdim=True)[0].reshape(shape) * margin / 448
             if granularity == "head":
                 assert ((scale >= 0.999 * expected) & (scale < 2 * expected)).all()
             else:
@@ -129,14 +129,14 @@ def test_the_scale_of_a_head_costs_least(plan, side):
     layer_plan = None if plan is None else LayerPlan(side_plan, side_plan)
     min_scale = torch.tensor([[0.011], [0.013]])
     scale = search_head_scales(side, min_scale, [(k, v, queries)], layer_plan)
-    fmt, x = FORMATS[side_plan.format], k if side == "k" else v
-    stored = rotate(x) if side_plan.rotated else x
+    fmt, values = FORMATS[side_plan.format], k if side == "k" else v
+    stored = rotate(values) if side_plan.rotated else values
     scales = torch.stack([min_scale * 2.0 ** (step / 16) for step in range(16)])
     costs = []
     for candidate in scales * fmt.scale_from_e4m3:
         decoded = decode(encode(stored / candidate, fmt), fmt) * candidate
         decoded = rotate(decoded) if side_plan.rotated else decoded
-        costs.append(queries.compute_cost(side, decoded - x))
+        costs.append(queries.compute_cost(side, decoded - values))
     is_chosen = (scales == scale)[..., 0]
     chosen_costs = torch.where(is_chosen, torch.stack(costs), math.inf).min(0).values
     assert is_chosen.sum(0).tolist() == [1, 1]
@@ -191,9 +191,9 @@ def test_scales_cover_the_stored_values_of_a_plan(biased_model):
         assert (layer.k_center is not None) == layer.plan.k.centered
         if layer.plan.k.centered:
             k = k - layer.k_center
-        for side, x in (("k", k), ("v", v)):
-            x = rotate(x) if getattr(layer.plan, side).rotated else x
-            expected = x.abs().amax() / 448
+        for side, values in (("k", k), ("v", v)):
+            values = rotate(values) if getattr(layer.plan, side).rotated else values
+            expected = values.abs().amax() / 448
             torch.testing.assert_close(getattr(layer, side), expected, rtol=1e-4, atol=0)
 
 

@@ -183,30 +183,30 @@ def test_a_second_process_runs_no_pass(own_plan: Any, home: Path) -> None:
 
 
 def damage_file(path: Path, kind: str) -> None:
-    contents = path.read_bytes()
+    original_bytes = path.read_bytes()
     path.unlink()
     if kind == "plan of another model":
         resolve_plan(make_model(seed=1), {})
         list_plan_files(path.parents[1])[0].replace(path)
     elif kind == "link":
-        path.with_name("target").write_bytes(contents)
+        path.with_name("target").write_bytes(original_bytes)
         path.symlink_to("target")
     elif kind == "pipe":
         os.mkfifo(path)
     else:
-        middle = len(contents) - 40  # in a center
-        flipped = bytes([contents[middle] ^ 1])
-        path.write_bytes(contents[:middle] + flipped + contents[middle + 1 :])
+        index = len(original_bytes) - 40  # in a center
+        flipped = bytes([original_bytes[index] ^ 1])
+        path.write_bytes(original_bytes[:index] + flipped + original_bytes[index + 1 :])
 
 
 @pytest.mark.parametrize("kind", ["flipped", "link", "pipe", "plan of another model"])
 def test_a_damaged_file_is_replaced(kind: str, own_plan: Any, home: Path, caplog: Any) -> None:
     resolve_plan(make_model(), {})
     (path,) = list_plan_files(home)
-    contents = path.read_bytes()
+    original_bytes = path.read_bytes()
     damage_file(path, kind)
     assert resolve_and_count(make_model()) == (own_plan.digest, NUM_PASSES)
-    assert path.read_bytes() == contents
+    assert path.read_bytes() == original_bytes
     assert not path.is_symlink()
     assert not caplog.messages
 
@@ -238,9 +238,6 @@ def test_a_model_that_cannot_be_sampled_has_no_file(own_plan: Any, home: Path) -
     assert resolve_and_count(copy.deepcopy(model)) == (own_plan.digest, NUM_PASSES)
 
 
-# -- changed models --------------------------------------------------------------------------------
-
-
 # -- failures --------------------------------------------------------------------------------------
 
 
@@ -256,18 +253,18 @@ def raise_in_layer(model: Any, error: BaseException) -> None:
     model.model.layers[1].register_forward_hook(fail)
 
 
-def make_failing_model(kind: str) -> Any:
-    if kind == "no attention layer":
+def make_failing_model(failure: str) -> Any:
+    if failure == "no attention layer":
         return build_variant("mamba")[0]
     model = make_model()
-    if kind == "NaN":
+    if failure == "NaN":
         with torch.no_grad():
             model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
-    elif kind == "own code":
+    elif failure == "own code":
         raise_in_layer(model, CustomError("two\nlines"))
-    elif kind == "memory":
+    elif failure == "memory":
         raise_in_layer(model, torch.OutOfMemoryError("CUDA out of memory"))
-    elif kind == "config":
+    elif failure == "config":
         model.config.to_dict = lambda: 1 / 0
     return model
 
@@ -402,8 +399,8 @@ def test_a_model_split_over_processes_is_plain(
     assert not inputs
     (message,) = caplog.messages
     assert "the model is split over processes" in message
-    given = resolve_plan(model, {**keywords, "plan": tmp_path / "plan"})
-    assert given["plan"].digest == own_plan.digest
+    resolved = resolve_plan(model, {**keywords, "plan": tmp_path / "plan"})
+    assert resolved["plan"].digest == own_plan.digest
 
 
 # -- counts ----------------------------------------------------------------------------------------
@@ -470,16 +467,16 @@ def test_random_tokens_are_not_special() -> None:
         "audio_token_id", "boi_token_index", "eoa_token_id", "special_token_ids", "pad_index",
         "vision_start_token_id", "audio_token_index", "codec_bos_id",
     )  # fmt: skip
-    used, ids = {}, [*dict.fromkeys(window)]
+    name_by_token, ids = {}, [*dict.fromkeys(window)]
     for name, token in zip(names, ids, strict=False):
         setattr(model.config, name, [[token]] if name.endswith("ids") else token)
-        used[token] = name
+        name_by_token[token] = name
     model.generation_config.forced_bos_token_id = ids[-1]
     model.generation_config.eos_token_id = ids[-3:-1]
-    used |= dict.fromkeys(ids[-3:], "generation_config")
+    name_by_token |= dict.fromkeys(ids[-3:], "generation_config")
     new_window = read_window(model)
-    assert not used.keys() & {*new_window}
-    assert all(x == y or x in used for x, y in zip(window, new_window, strict=True))
+    assert not name_by_token.keys() & {*new_window}
+    assert all(x == y or x in name_by_token for x, y in zip(window, new_window, strict=True))
 
 
 def test_random_tokens_are_tokens_of_text() -> None:
@@ -523,19 +520,19 @@ def other_choices() -> Iterator[None]:
 def test_a_prefix_store_keeps_the_first_plan_of_each_model(
     store: PrefixStore, own_plan: Any, home: Path
 ) -> None:
-    first = make_model()
-    assert resolve_and_count(first, store) == (own_plan.digest, NUM_PASSES)
+    first_model = make_model()
+    assert resolve_and_count(first_model, store) == (own_plan.digest, NUM_PASSES)
     assert len(list_plan_files(store.path)) == 1
     with other_choices():
-        model = make_model()
+        second_model = make_model()
         list_plan_files(home)[0].unlink()
         for keywords in ({}, {"dtype": "adaptive"}):
-            assert resolve_and_count(model, store, **keywords) == (own_plan.digest, 0)
-        other_digest, num_passes = resolve_and_count(model)  # without the store
+            assert resolve_and_count(second_model, store, **keywords) == (own_plan.digest, 0)
+        other_digest, num_passes = resolve_and_count(second_model)  # without the store
         assert num_passes == NUM_PASSES
         assert other_digest != own_plan.digest
-        assert resolve_and_count(model, store) == (own_plan.digest, 0)
-        assert resolve_plan(model, {"dtype": "fp8"}, prefix_store=store)["plan"] is None
+        assert resolve_and_count(second_model, store) == (own_plan.digest, 0)
+        assert resolve_plan(second_model, {"dtype": "fp8"}, prefix_store=store)["plan"] is None
         assert resolve_and_count(make_model(seed=1), store)[0] != own_plan.digest
     assert len(list_plan_files(store.path)) == 2
     assert (store.usage().files, store.usage().bytes) == (0, 0)
@@ -565,10 +562,10 @@ def test_a_damaged_plan_in_a_store_is_replaced(store: PrefixStore, own_plan: Any
     model = make_model()
     resolve_plan(model, {}, prefix_store=store)
     (path,) = list_plan_files(store.path)
-    contents = path.read_bytes()
+    original_bytes = path.read_bytes()
     damage_file(path, "flipped")
     assert resolve_and_count(model, store) == (own_plan.digest, 0)
-    assert path.read_bytes() == contents
+    assert path.read_bytes() == original_bytes
 
 
 def test_a_store_without_a_lock_keeps_no_plan(

@@ -197,8 +197,8 @@ def test_a_layer_with_large_keys_has_int8_for_k_and_int4_for_v(protected_model: 
     losses = []
     for first_formats in (("int8", "int4"), ("int6", "int6")):
         k, v = first_formats
-        first = plan.plan[0]
-        layer_plan = LayerPlan(replace(first.k, format=k), replace(first.v, format=v))
+        first_plan = plan.plan[0]
+        layer_plan = LayerPlan(replace(first_plan.k, format=k), replace(first_plan.v, format=v))
         layers = {**plan.layers, 0: replace(plan.layers[0], plan=layer_plan)}
         losses.append(measure_stored_prompt(protected_model, replace(plan, layers=layers)))
     assert losses[0] < 0.5 * losses[1]
@@ -206,13 +206,13 @@ def test_a_layer_with_large_keys_has_int8_for_k_and_int4_for_v(protected_model: 
 
 @pytest.mark.parametrize("bits", [6.25, 7, 7.75])
 def test_bits_bound_the_mean_of_all_values(protected_model: Any, bits: float) -> None:
-    wide = choose_plan(protected_model, max_extra_bytes=0).plan
+    eight_bit_plan = choose_plan(protected_model, max_extra_bytes=0).plan
     plan = choose_plan(protected_model, bits=bits, max_extra_bytes=0)
     sides = [(n, side) for n in plan.plan for side in (0, 1)]
     all_bits = [FORMATS[plan.plan[n][side].format].bits for n, side in sides]
     assert bits - 0.5 < sum(all_bits) / len(all_bits) <= bits
     assert all(
-        plan.plan[n][side] == wide[n][side]
+        plan.plan[n][side] == eight_bit_plan[n][side]
         for n, side in sides
         if FORMATS[plan.plan[n][side].format].bits == 8 and plan.plan[n].v.format != "int4"
     )

@@ -76,8 +76,8 @@ def test_nonzero_values_that_become_zero_underflow(monkeypatch, name):
 
 def test_shares_are_of_the_values_of_all_texts(monkeypatch):
     """Three of 10 tokens of K saturate, and 6 of 10 tokens of V. The texts have 2 and 8 tokens."""
-    short, long = make_values(500.0, 1.0), make_values(*[500.0] * 2, *[1.0] * 6)
-    texts = [(short, long[:2]), (long, short.repeat(4, 1, 1))]
+    short_values, long_values = make_values(500.0, 1.0), make_values(*[500.0] * 2, *[1.0] * 6)
+    texts = [(short_values, long_values[:2]), (long_values, short_values.repeat(4, 1, 1))]
     stats = measure_layer(monkeypatch, texts, make_scales(1.0, 1.0))
     assert stats.k.saturated == pytest.approx(0.3)
     assert stats.v.saturated == pytest.approx(0.6)
@@ -100,10 +100,12 @@ def test_nan_in_a_text_is_an_error_that_names_the_layer(monkeypatch):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def compute_error(x: torch.Tensor, stored_x: torch.Tensor, unit: torch.Tensor, fmt) -> float:
+def compute_error(
+    values: torch.Tensor, stored_values: torch.Tensor, unit: torch.Tensor, fmt
+) -> float:
     """Return the error of `stored_x` after encoding by the specification, relative to `x`."""
-    error = decode(encode(stored_x / unit, fmt), fmt) * unit - stored_x
-    return (error.double().square().sum() / x.double().square().sum()).sqrt().item()
+    error = decode(encode(stored_values / unit, fmt), fmt) * unit - stored_values
+    return (error.double().square().sum() / values.double().square().sum()).sqrt().item()
 
 
 @pytest.mark.parametrize(("name", "is_centered"), [("fp8_e4m3", True), ("fp8_e4m3fnuz", False)])
@@ -116,23 +118,25 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     center = torch.randn(NUM_HEADS, 6) if is_centered else None
     stats = measure_layer(monkeypatch, [(k, v)], make_scales(k_scale, v_scale, center), name)
     names = dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", name))
-    error_names = [*names, *(f"dynamic {n}" for n in names)]
+    error_names = [*names, *(f"dynamic {format_name}" for format_name in names)]
     assert list(stats.k.error) == list(stats.v.error) == error_names
     stored_x = k - center if is_centered else k
     units = stored_x / (k_scale * FORMATS[name].scale_from_e4m3)
     saturated_share = (units.abs() > SATURATION_LIMITS[name]).double().mean().item()
     assert stats.k.saturated == pytest.approx(saturated_share)
     assert stats.k.amax == tuple(k.abs().amax((0, 2)).tolist())
-    for n in names:
-        fmt = FORMATS[n]
+    for format_name in names:
+        fmt = FORMATS[format_name]
         dynamic_k = search_scale(k, fmt).float()[..., None]
         dynamic_v = compute_dynamic_scale(v, fmt).float()[..., None]
         unit = fmt.scale_from_e4m3
-        assert stats.k.error[n] == pytest.approx(compute_error(k, stored_x, k_scale * unit, fmt))
-        assert stats.v.error[n] == pytest.approx(compute_error(v, v, v_scale * unit, fmt))
+        assert stats.k.error[format_name] == pytest.approx(
+            compute_error(k, stored_x, k_scale * unit, fmt)
+        )
+        assert stats.v.error[format_name] == pytest.approx(compute_error(v, v, v_scale * unit, fmt))
         k_error, v_error = compute_error(k, k, dynamic_k, fmt), compute_error(v, v, dynamic_v, fmt)
-        assert stats.k.error[f"dynamic {n}"] == pytest.approx(k_error, rel=1e-3)
-        assert stats.v.error[f"dynamic {n}"] == pytest.approx(v_error, rel=1e-3)
+        assert stats.k.error[f"dynamic {format_name}"] == pytest.approx(k_error, rel=1e-3)
+        assert stats.v.error[f"dynamic {format_name}"] == pytest.approx(v_error, rel=1e-3)
 
 
 def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
@@ -245,9 +249,9 @@ def test_static_scales_that_are_much_worse_cause_a_warning(static_kl, has_warnin
 
 
 def test_the_digest_covers_every_value_and_shape():
-    one, per_head, per_channel = torch.tensor(1.0), torch.ones(2, 1), torch.ones(2, 4)
+    per_tensor, per_head, per_channel = torch.tensor(1.0), torch.ones(2, 1), torch.ones(2, 4)
     sides = [(per_head, per_head), (2 * per_head, per_head), (per_head, 2 * per_head)]
-    sides += [(one, per_head), (per_head, one), (torch.ones(1, 2), per_head)]
+    sides += [(per_tensor, per_head), (per_head, per_tensor), (torch.ones(1, 2), per_head)]
     sides += [(per_head, per_channel), (per_head, per_head, 0 * per_channel)]
     sides += [(per_head, per_head, 1e-6 * per_channel)]
     layers = [make_scales(*tensors) for tensors in sides]

@@ -22,8 +22,8 @@ POSITIONS = torch.tensor([2, 4, 6])
 @pytest.fixture
 def states() -> tuple[torch.Tensor, torch.Tensor]:
     """Return random queries, `[Hq, len(POSITIONS), D]`, and keys, `[N, Hkv, D]`."""
-    q = torch.randn(NUM_HEADS * GROUP_SIZE, len(POSITIONS), DIM)
-    return q, torch.randn(NUM_TOKENS, NUM_HEADS, DIM)
+    queries = torch.randn(NUM_HEADS * GROUP_SIZE, len(POSITIONS), DIM)
+    return queries, torch.randn(NUM_TOKENS, NUM_HEADS, DIM)
 
 
 def compute_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
 @pytest.mark.parametrize(
-    ("item", "expected"),
+    ("text", "expected"),
     [
         ("a b c", [A, B, C]),
         ({"text": "a b c", "messages": None}, [A, B, C]),
@@ -84,8 +84,8 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
         ([np.int64(A), B], [A, B]),
     ],
 )
-def test_each_type_of_item_is_tokenized(item, expected):
-    for texts in ([item], (item,), iter([item])):
+def test_each_type_of_text_is_tokenized(text, expected):
+    for texts in ([text], (text,), iter([text])):
         with torch.device("meta"):  # a default device does not matter
             (window,) = read_texts(texts)
         assert window.tolist() == expected
@@ -93,15 +93,15 @@ def test_each_type_of_item_is_tokenized(item, expected):
         assert window.untyped_storage().nbytes() == 4 * len(expected)  # not a view of the text
 
 
-def test_columns_and_token_ids_are_read_as_given():
+def test_columns_and_token_ids_are_read_unchanged():
     rows = [[A, B], [C, D]]
     assert list_window_ids(read_texts(torch.tensor(rows))) == rows
     windows = read_texts([{"body": "a b"}, {"body": "c d"}], text_column="body")
     assert list_window_ids(windows) == rows
     # Token ids need no tokenizer, and are copied.
-    given_ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
-    windows = read_texts([given_ids], None)
-    given_ids.zero_()
+    ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
+    windows = read_texts([ids], None)
+    ids.zero_()
     assert list_window_ids(windows) == [[A, 1 << 30]]
 
 
@@ -141,8 +141,8 @@ LINE_IDS = [CHAT_IDS, CHAT_IDS, [A, B, C], [A, B], [A, B]]
 )
 def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom):
     path = tmp_path / name
-    content = bom + newline.join(LINES).encode()
-    path.write_bytes(content)
+    file_bytes = bom + newline.join(LINES).encode()
+    path.write_bytes(file_bytes)
     for texts in (path, str(path)):
         windows = read_texts(texts)
         assert list_window_ids(windows) == LINE_IDS
@@ -155,8 +155,8 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
 def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
     path = tmp_path / name
     paragraphs = ["a a a", "b b\nb b", "c c c c c c c c c", "d"]
-    content = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
-    path.write_bytes(content)
+    file_bytes = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
+    path.write_bytes(file_bytes)
     windows = read_texts(path, make_tokenizer(bos=True), max_length=12)
     assert list_window_ids(windows) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
@@ -279,8 +279,8 @@ def test_blank_lines_use_no_memory(tmp_path):
 )
 def test_invalid_texts_are_rejected(tmp_path, texts, options, fragments):
     if isinstance(texts, tuple):
-        name, content = texts
-        (texts := tmp_path / name).write_bytes(content)
+        name, file_bytes = texts
+        (texts := tmp_path / name).write_bytes(file_bytes)
     with pytest.raises(ConfigError, match="expected") as error:
         read_texts(texts, **options)
     message = str(error.value)

@@ -93,10 +93,10 @@ def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
     for deterministic in (False, True, True):
         keywords = {"deterministic": deterministic, "page_size": PAGE_SIZE}
         enable(model, prefix_store=PrefixStore(tmp_path), **keywords)
-        out = model.generate(
+        result = model.generate(
             ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
         )
-        logits[out.past_key_values.memory_footprint().restored_tokens] = out.logits[0]
+        logits[result.past_key_values.memory_footprint().restored_tokens] = result.logits[0]
     # The first two calls restore no pages, and the third call restores two pages.
     assert sorted(logits) == [0, 32]
     assert torch.equal(logits[32], logits[0])
@@ -157,16 +157,16 @@ def test_modules_keep_their_results(module: torch.nn.Module, shape: tuple[int, .
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.extra = copy.deepcopy(module)
     states = torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0))
-    results = []
+    outputs_and_gradients = []
     for switch in (disable, lambda model: enable(model, deterministic=True)):
         switch(model)
         model.extra.zero_grad()
         inputs = states.clone().requires_grad_()
-        out = model.extra(inputs)
-        (out.sin() * torch.arange(out.shape[-1])).sum().backward()
+        output = model.extra(inputs)
+        (output.sin() * torch.arange(output.shape[-1])).sum().backward()
         weights = [weight.grad for weight in model.extra.parameters()]
-        results.append([out, inputs.grad, *weights])
-    torch.testing.assert_close(*results)
+        outputs_and_gradients.append([output, inputs.grad, *weights])
+    torch.testing.assert_close(*outputs_and_gradients)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 5])
@@ -194,11 +194,11 @@ def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> 
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, backend=backend)
     ids, options = make_ids(2, 130), {"prefill": "stored", "backend": backend}
-    cache, other_cache = (
+    cache, second_cache = (
         FP8PagedCache(model, page_size=size, **options) for size in (PAGE_SIZE, page_size)
     )
     logits, _ = read_chunks(model, ids[:1], [130], cache)
-    assert torch.equal(read_chunks(model, ids, [40, 1, 89], other_cache)[0][:1], logits)
+    assert torch.equal(read_chunks(model, ids, [40, 1, 89], second_cache)[0][:1], logits)
 
 
 def test_refused_calls_store_no_tokens() -> None:

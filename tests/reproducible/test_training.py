@@ -136,10 +136,12 @@ def test_the_rounding_matches_a_cache(name: str, kind: str, dtype: torch.dtype) 
     states = torch.randn(2, 2, 2, NUM_TOKENS, 16, generator=generator).to(dtype)
     rounding = StoredRounding(FP8PagedCache(**options).options, 1, *states)
     rounded_states = rounding.read(rounding.store(*states), *states)
-    for x, handle, rounded_x in zip(states, cache.update(*states, 1), rounded_states, strict=True):
-        assert rounded_x.dtype == dtype
-        assert torch.equal(rounded_x, handle.dense().to(dtype))
-        assert not torch.equal(rounded_x, x)
+    for states_of_side, handle, rounded in zip(
+        states, cache.update(*states, 1), rounded_states, strict=True
+    ):
+        assert rounded.dtype == dtype
+        assert torch.equal(rounded, handle.dense().to(dtype))
+        assert not torch.equal(rounded, states_of_side)
 
 
 @torch.no_grad()
