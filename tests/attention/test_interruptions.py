@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -250,10 +251,7 @@ def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
     next_ids = ids[:, num_stored : num_stored + 3]
     cache = FP8PagedCache(model.config, dtype="model", prefill="stored", page_size=8, **options)
     new_cache = FP8PagedCache(model.config, dtype="model", prefill="stored", page_size=8, **options)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     if num_stored:
         model(ids[:, :num_stored], past_key_values=cache)
         model(ids[:, :num_stored], past_key_values=new_cache)

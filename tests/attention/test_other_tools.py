@@ -6,8 +6,10 @@ The tests imitate kvpress and PEFT, which need not be installed.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -136,12 +138,7 @@ def test_functions_accept_dropout_by_position() -> None:
 def test_functions_are_wrapped_if_kvpress_was_imported_first(
     is_loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrapped_functions: list[Any] = []
-
-    def attention_patch(function: Any) -> Any:
-        wrapped_functions.append(function)
-        return lambda *args, **kwargs: function(*args, **kwargs)
-
+    attention_patch = mock.Mock(side_effect=partial)
     kvpress = SimpleNamespace(attention_patch=attention_patch) if is_loaded else None
     monkeypatch.setitem(sys.modules, "kvpress.attention_patch", kvpress)  # type: ignore[arg-type]
     function = AttentionInterface._global_mapping["fp8_paged"]
@@ -150,7 +147,7 @@ def test_functions_are_wrapped_if_kvpress_was_imported_first(
         registered = AttentionInterface._global_mapping["fp8_paged"]
     finally:
         AttentionInterface._global_mapping["fp8_paged"] = function
-    assert wrapped_functions == [fp8_paged_attention] * is_loaded
+    assert attention_patch.call_args_list == [mock.call(fp8_paged_attention)] * is_loaded
     assert (registered is fp8_paged_attention) != is_loaded
 
 

@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -414,14 +415,15 @@ def test_a_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.Mon
     """The file is synced before it is renamed, and the folder afterwards."""
     calls: list[tuple[str, int]] = []
     fsync, replace = os.fsync, os.replace
-
-    def record(call: str, inode: int) -> None:
-        calls.append((call, inode))
-
-    monkeypatch.setattr(os, "fsync", lambda fd: (record("sync", os.fstat(fd).st_ino), fsync(fd)))
     monkeypatch.setattr(
-        os, "replace", lambda a, b: (record("replace", os.stat(a).st_ino), replace(a, b))
+        os, "fsync", lambda fd: (calls.append(("sync", os.fstat(fd).st_ino)), fsync(fd))
     )
+    monkeypatch.setattr(
+        os, "replace",
+        lambda source, target: (
+            calls.append(("replace", os.stat(source).st_ino)), replace(source, target)
+        ),
+    )  # fmt: skip
     for save in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
         calls.clear()
         target = tmp_path / save.__name__
@@ -448,11 +450,7 @@ def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None
 def test_a_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_cache("empty").save(tmp_path / "cache")
     old_content = path.read_bytes()
-
-    def fail(*_: object) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError("no room")))
     for target in (path, tmp_path / "new"):
         with pytest.raises(OSError, match="no room"):
             make_cache("sliding").save(target)

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -120,17 +121,12 @@ def test_copies_contain_the_indexer(model, cache_options, ids, tmp_path):
 
 def test_a_step_that_does_not_fit_is_undone(model, ids):
     cache = fill_cache(model, ids, max_pages=8)
-    update, must_fail = cache.paged_layers[1].update, True
-
-    def update_or_fail(*args, **kwargs):
-        if must_fail:
-            raise OutOfPagesError.for_tokens(0, 0, 2)
-        return update(*args, **kwargs)
-
-    cache.paged_layers[1].update = update_or_fail
-    with pytest.raises(OutOfPagesError):
+    error = OutOfPagesError.for_tokens(0, 0, 2)
+    with (
+        mock.patch.object(cache.paged_layers[1], "update", side_effect=error),
+        pytest.raises(OutOfPagesError),
+    ):
         model(ids[:, :2], past_key_values=cache)
-    must_fail = False
     assert cache.paged_layers[0].indexer_keys.shape[1] == ids.shape[1]
     assert_same_continuation(model, cache, ids)
 

@@ -6,6 +6,7 @@ test_benchmarks.py counts the calls of such a step, and helpers/replays.py compa
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -340,14 +341,8 @@ def test_a_compact_mask_is_contiguous() -> None:
 def test_prompts_prefer_cudnn_on_an_h100(
     capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requested: list[list[str]] = []
-    kernel = fp8_paged.sdpa_kernel
-
-    def record(backends: Any, set_priority: bool) -> Any:
-        requested.append([x.name for x in backends])
-        return kernel(backends, set_priority=set_priority)
-
-    monkeypatch.setattr(fp8_paged, "sdpa_kernel", record)
+    kernel = mock.Mock(side_effect=fp8_paged.sdpa_kernel)
+    monkeypatch.setattr(fp8_paged, "sdpa_kernel", kernel)
     monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: capability)
     module, attend = AttentionLayer(2, 0).eval(), ALL_ATTENTION_FUNCTIONS["fp8_paged"]
 
@@ -357,9 +352,10 @@ def test_prompts_prefer_cudnn_on_an_h100(
 
     with torch.no_grad():
         run(512)
+        requested = [[x.name for x in call.args[0]] for call in kernel.call_args_list]
         expected = [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]]
         assert requested == (expected if capability == (9, 0) else [])
-        requested.clear()
+        kernel.reset_mock()
         run(511)
         run(512, torch.ones(1, 1, 512, 512, dtype=torch.bool))
         run(512, is_causal=False)
@@ -370,7 +366,7 @@ def test_prompts_prefer_cudnn_on_an_h100(
             run(512)
     with torch.enable_grad():
         run(512)
-    assert not requested
+    assert not kernel.called
 
 
 class StoredPrompt(Decoder):
@@ -393,27 +389,22 @@ class StoredPrompt(Decoder):
 @torch.no_grad()
 def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads a dense copy of the stored values instead of pages if this is faster."""
-    dense_calls: list[torch.Size] = []
-    attend = dense_prompts.scaled_dot_product_attention
-
-    def record(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        dense_calls.append(key.shape)
-        return attend(query, key, *args, **kwargs)
-
-    monkeypatch.setattr(dense_prompts, "scaled_dot_product_attention", record)
+    attend = mock.Mock(side_effect=dense_prompts.scaled_dot_product_attention)
+    monkeypatch.setattr(dense_prompts, "scaled_dot_product_attention", attend)
     monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 40)
     stored = StoredPrompt()
     expected = stored.attend(scaling=0.5)
     monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: (9, 0))
-    assert not dense_calls
+    assert not attend.called
     actual = stored.attend(scaling=0.5)
     with torch.autocast("cpu", torch.float16):
         assert stored.attend().dtype == torch.bfloat16
-    assert dense_calls == [(BATCH, 2, 40, 32)] * 2
+    key_shapes = [call.args[1].shape for call in attend.call_args_list]
+    assert key_shapes == [(BATCH, 2, 40, 32)] * 2
     assert actual.is_contiguous()
     # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
     assert (actual - expected).float().norm() <= 2**-8 * expected.float().norm()
-    dense_calls.clear()
+    attend.reset_mock()
     is_token = torch.ones(BATCH, 40, dtype=torch.bool)
     is_token[0, :3] = False
     for keywords in (
@@ -438,4 +429,4 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
     stored.query = stored.query.bfloat16()
     DETERMINISTIC.set(stored.modules[0], True)
     stored.attend()
-    assert not dense_calls
+    assert not attend.called

@@ -5,8 +5,8 @@ cache whose scales are much too small.
 """
 
 import gc
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -246,20 +246,14 @@ def test_serving_gives_the_answers_of_the_original_weights(models):
 def test_exact_states_do_not_affect_other_threads(models):
     _, declared = models
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
-    thread_logits: list[torch.Tensor] = []
-
-    def run_in_thread() -> None:
-        thread_logits.extend(run_model(declared, DynamicCache(config=declared.config)))
-
     with exact_states():
         with exact_states():
             pass
         exact_logits = run_model(declared, DynamicCache(config=declared.config))
         assert differ_clearly(exact_logits, rounded_logits)
-        thread = threading.Thread(target=run_in_thread)
-        thread.start()
-        thread.join()
-    assert_same(thread_logits, rounded_logits)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(run_model, declared, DynamicCache(config=declared.config))
+    assert_same(future.result(), rounded_logits)
     with pytest.raises(KeyError), exact_states():
         raise KeyError
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)

@@ -156,15 +156,11 @@ class TestSameTokens:
         expected = enable(llama, prompts(), scales=scales, dtype=dtype, plan=plan)
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
-        batch_sizes: list[int] = []
-
-        def make_and_record(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> Any:
-            batch_sizes.append(len(lengths))
-            return make_decode_work(table, lengths, page_size)
-
-        monkeypatch.setattr(common, "make_decode_work", make_and_record)
+        make_work = mock.Mock(side_effect=make_decode_work)
+        monkeypatch.setattr(common, "make_decode_work", make_work)
         with run_manager(manager):
             assert request_answers(manager, prompts()) == expected
+        batch_sizes = [len(call.args[1]) for call in make_work.call_args_list]
         assert len(batch_sizes) > NEW_TOKENS / 2  # one call per step, not per layer
         assert len(batch_sizes) < 2 * NEW_TOKENS
         assert max(batch_sizes) > 1

@@ -4,7 +4,9 @@ import math
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import transformers
@@ -87,14 +89,12 @@ def test_concurrent_conversions_wait_for_each_other(model_folder, conversions, m
         fake_convert(source, partial_folder)
 
     monkeypatch.setattr(demo_model, "convert", convert_when_allowed)
-    threads = [threading.Thread(target=demo_model.demo_model_path) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert has_started.wait(60)
-    assert not model_folder.exists()
-    may_continue.set()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(demo_model.demo_model_path) for _ in range(2)]
+        assert has_started.wait(60)
+        assert not model_folder.exists()
+        may_continue.set()
+    assert {future.result() for future in futures} == {model_folder}
     assert len(conversions) == 1
     assert list_visible_names(model_folder.parent) == [demo_model.NAME]
     assert capsys.readouterr().err.count("Converting smollm2-135m-instruct once, to ") == 1
@@ -132,15 +132,10 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
 
 
 def test_the_error_for_a_full_disk_names_hf_home(tmp_path, monkeypatch):
-    class FullDiskModel:
-        @staticmethod
-        def from_pretrained(*_, **__):
-            return FullDiskModel()
-
-        def save_pretrained(self, _folder):
-            raise SafetensorError("no space left on device")
-
+    loader = mock.Mock()
+    error = SafetensorError("no space left on device")
+    loader.from_pretrained.return_value.save_pretrained.side_effect = error
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(transformers, name, FullDiskModel)
+        monkeypatch.setattr(transformers, name, loader)
     with pytest.raises(OSError, match=r"cannot write .*copy: no space left.*HF_HOME"):
         demo_model.convert(tmp_path / "x.gguf", tmp_path / "copy")

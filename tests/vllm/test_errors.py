@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -59,17 +60,12 @@ class TestWithoutVLLM:
             storage = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
             assert storage.options.scales.layers[0].k.shape == shape
 
-    def test_scales_are_read_from_the_revision_of_the_checkpoint(self, monkeypatch, tmp_path):
-        make_scales("head").save_pretrained(tmp_path)
-        requests = []
-
-        def from_pretrained(name, **options):
-            requests.append((name, options["revision"]))
-            return KVScales.from_file(tmp_path / "kv_scales.safetensors")
-
+    def test_scales_are_read_from_the_revision_of_the_checkpoint(self, monkeypatch):
+        from_pretrained = mock.Mock(return_value=make_scales("head"))
         monkeypatch.setattr(KVScales, "from_pretrained", from_pretrained)
         read_storage("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
-        assert requests == [("org/model", "v2")]
+        (call,) = from_pretrained.call_args_list
+        assert (call.args, call.kwargs["revision"]) == (("org/model",), "v2")
 
     def test_static_scales_are_refused_for_a_dynamic_dtype(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)

@@ -4,6 +4,7 @@ The backend "triton" runs in Triton's interpreter, with the calls that vLLM woul
 """
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -282,14 +283,8 @@ def test_tokens_without_a_slot_are_not_stored():
 def test_whole_prompts_are_read_densely_on_an_h100(monkeypatch):
     """Pages are read for prompts that are padded to a longer prompt or that continue."""
     monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 18)
-    dense_calls = []
-    attend_densely = attend.attend_densely
-
-    def record(query, *args, **kwargs):
-        dense_calls.append(len(query))
-        return attend_densely(query, *args, **kwargs)
-
-    monkeypatch.setattr(attend, "attend_densely", record)
+    attend_densely = mock.Mock(side_effect=attend.attend_densely)
+    monkeypatch.setattr(attend, "attend_densely", attend_densely)
     results = []
     for capability in (None, (9, 0)):
         monkeypatch.setattr(dense_prompts, "_read_capability", lambda _, x=capability: x)
@@ -297,7 +292,7 @@ def test_whole_prompts_are_read_densely_on_an_h100(monkeypatch):
             layer, requests = Layer("dynamic", "torch"), Requests(seed=6)
             for counts in steps:
                 results.append(requests.run_step(counts, layer.attend_in_bfloat16)[2])
-    assert dense_calls == [2]
+    assert [len(call.args[0]) for call in attend_densely.call_args_list] == [2]
     for expected, actual in zip(results[:3], results[3:], strict=True):
         # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
         assert (actual - expected).norm() <= 2**-8 * expected.norm()
