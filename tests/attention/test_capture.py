@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def assert_equal(actual: Any, expected: Any) -> None:
     """Assert that two calls of `generate` returned the same tokens and the same bits of logits."""
     assert torch.equal(actual.sequences, expected.sequences)
     assert all(map(torch.equal, actual.logits, expected.logits))
+
+
+def run_at(length: int, action: Callable[[], Any]) -> Callable[..., torch.Tensor]:
+    """Return a criterion that runs `action` at a length, and that never ends a call."""
+
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if ids.shape[1] == length:
+            action()
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    return criterion
 
 
 def compare(
@@ -352,17 +364,12 @@ def test_a_failed_capture_leaves_an_eager_call() -> None:
     assert step.reason == "a stream is invalid"
 
 
-def test_an_exception_in_a_processor_leaves_a_growing_cache() -> None:
+def test_an_exception_in_a_criterion_leaves_a_growing_cache() -> None:
     model, inputs = build_variant("gqa")
     cache = FP8PagedCache(model.config, **OPTIONS)
-
-    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] == 25:
-            raise ValueError("stop")
-        return scores
-
+    fail = run_at(26, mock.Mock(side_effect=ValueError("stop")))
     with pytest.raises(ValueError, match="stop"):
-        run_captured(model, inputs, past_key_values=cache, logits_processor=[fail])
+        run_captured(model, inputs, past_key_values=cache, stopping_criteria=[fail])
     assert not cache.is_compileable
     assert cache.host_length() == 25
     assert cache.fork().host_length() == 25
@@ -380,26 +387,21 @@ def test_a_cache_that_changes_between_steps_is_captured_again(
 ) -> None:
     model, inputs = build_variant("gqa")
     cache = FP8PagedCache(model.config, **OPTIONS)
-    forks = []
-
-    def change(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        if ids.shape[1] == 25:
-            if operation == "fork":
-                forks.append(cache.fork())
-            elif operation == "save":
-                forks.append(FP8PagedCache.load(cache.save(tmp_path / "cache")))
-            else:
-                cache.reorder_cache(torch.tensor([0, 1]))
-        return torch.zeros(len(ids), dtype=torch.bool)
-
+    copies: list[Any] = []
+    actions: dict[str, Callable[[], Any]] = {
+        "fork": lambda: copies.append(cache.fork()),
+        "save": lambda: copies.append(FP8PagedCache.load(cache.save(tmp_path / "cache"))),
+        "reorder": lambda: cache.reorder_cache(torch.tensor([0, 1])),
+    }
     expected = run_eagerly(model, inputs, max_new_tokens=48)
-    keywords = {"past_key_values": cache, "stopping_criteria": [change], "max_new_tokens": 48}
+    criteria = [run_at(25, actions[operation])]
+    keywords = {"past_key_values": cache, "stopping_criteria": criteria, "max_new_tokens": 48}
     actual, step = run_captured(model, inputs, **keywords)
     assert_equal(actual, expected)
     # The step after the change is eager, and then two steps are described and one is captured.
     assert step is not None
     assert step.num_replays == 47 - 3 - 4
-    assert all(fork.host_length() == 24 for fork in forks)
+    assert all(copied_cache.host_length() == 24 for copied_cache in copies)
 
 
 def test_a_preallocated_cache_that_swaps_sequences_is_captured_again() -> None:
@@ -408,12 +410,7 @@ def test_a_preallocated_cache_that_swaps_sequences_is_captured_again() -> None:
 
     def run(call: Callable[..., Any]) -> Any:
         cache = FP8PagedCache(model.config, **OPTIONS, max_cache_len=64)
-
-        def swap(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            if ids.shape[1] == 25:
-                cache.reorder_cache(torch.tensor([1, 0]))
-            return torch.zeros(len(ids), dtype=torch.bool)
-
+        swap = run_at(25, lambda: cache.reorder_cache(torch.tensor([1, 0])))
         return call(model, inputs, past_key_values=cache, stopping_criteria=[swap])
 
     expected = run(run_eagerly)
