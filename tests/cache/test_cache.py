@@ -75,8 +75,8 @@ def test_copies_of_a_preallocated_cache_allocate_equal_pages(name: str, tmp_path
     footprint = cache.memory_footprint()
     copies = [cache.fork(), pickle.loads(pickle.dumps(cache)),
              FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]  # fmt: skip
-    for copied in copies:
-        assert copied.memory_footprint() == footprint
+    for copied_cache in copies:
+        assert copied_cache.memory_footprint() == footprint
 
 
 def test_copies_have_the_attributes_of_a_subclass() -> None:
@@ -87,10 +87,10 @@ def test_copies_have_the_attributes_of_a_subclass() -> None:
 
     cache = NamedCache("first")
     add_tokens(cache, 5)
-    for copied in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
-        assert type(copied) is NamedCache
-        copied.name += ", copied"
-        assert copied.name == "first, copied"
+    for copied_cache in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
+        assert type(copied_cache) is NamedCache
+        copied_cache.name += ", copied"
+        assert copied_cache.name == "first, copied"
     assert cache.name == "first"
 
 
@@ -136,15 +136,19 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
 # -- layers that are not paged -------------------------------------------------------------------
 
 
-def test_skipped_layers_are_not_paged() -> None:
-    mixed_config = make_config("gemma3_text")
-    layer_types = mixed_config.layer_types
-    by_type = FP8PagedCache(mixed_config, skip_layers=["sliding_attention"])
-    for layer_type, layer in zip(layer_types, by_type.layers, strict=True):
-        assert (type(layer).__name__ == "FP8PagedLayer") == (layer_type != "sliding_attention")
-    by_index = FP8PagedCache(mixed_config, skip_layers=(0, -1))
-    is_stock = [type(layer).__name__ != "FP8PagedLayer" for layer in by_index.layers]
-    assert is_stock == [True, *[False] * (len(layer_types) - 2), True]
+@pytest.mark.parametrize(
+    ("skipped", "expected"),
+    [
+        (["sliding_attention"], [1, 3]),
+        ("full_attention", [0, 2]),
+        ((0, -1), [1, 2]),
+        (1, [0, 2, 3]),
+    ],
+)
+def test_skipped_layers_are_not_paged(skipped: Any, expected: list[int]) -> None:
+    fields = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    cache = FP8PagedCache(make_config("gemma3_text", **fields), skip_layers=skipped)
+    assert [layer.index for layer in cache.paged_layers] == expected
 
 
 # -- refused calls change nothing ----------------------------------------------------------------
@@ -199,7 +203,7 @@ def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scales_of_a_different_model_are_refused() -> None:
-    """The config defines the heads and their sizes, so no call of the model is needed."""
+    """The config defines the heads and their sizes, so the error precedes the first call."""
     constant, config = torch.tensor(0.1), make_config()
     invalid_layers = {
         "expected 2 heads, got 4": LayerScales(torch.full((4, 1), 0.1), constant),  # per query head
@@ -263,7 +267,7 @@ def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
         "K on a different device": (k_token.to("meta"), k_token, 0),
     }
     for case, (key, value, layer) in invalid_calls.items():
-        # Autocast in one turn changes the dtype, not the model.
+        # Autocast during a single call changes the dtype, not the model.
         is_dtype = case in ("dtype", "two dtypes")
         message = r"torch\.float32.*torch\.autocast" if is_dtype else "expected"
         with pytest.raises(ConfigError, match=message) as caught:
@@ -354,7 +358,7 @@ def test_short_prompts_and_masks_are_refused() -> None:
             model(**inputs, past_key_values=cache)
     assert_same(cache.layers[0].keys.dense(), stored_k)
     assert cache.get_seq_length() == 20
-    for rows in (1, 3):  # one row applies to all sequences
+    for rows in (1, 3):  # a single row applies to all sequences
         mask = torch.ones(rows, 5, dtype=torch.long)
         logits = model(input_ids=ids[:, :5].expand(3, -1), attention_mask=mask).logits
         assert_same(logits, model(input_ids=ids[:, :5].expand(3, -1)).logits)
@@ -388,7 +392,7 @@ def test_invalid_crops_and_sequences_are_refused(
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_a_file_is_not_blamed_for_a_path_or_a_device(tmp_path: Path) -> None:
+def test_errors_about_a_path_or_a_device_do_not_mention_a_damaged_file(tmp_path: Path) -> None:
     cache = FP8PagedCache(make_config())
     add_tokens(cache, 5)
     path = cache.save(tmp_path / "cache.safetensors")
@@ -440,8 +444,8 @@ def test_convolution_layers_are_cropped_with_paged_layers() -> None:
     cache.activate_past_recording()
     cache.layers[0].lazy_initialization(conv_states=state[..., :3])
     cache.layers[0].update_conv_state(state)
-    k = make_keys(20)
-    cache.update(k, -k, 1)
+    keys = make_keys(20)
+    cache.update(keys, -keys, 1)
     with pytest.raises(OutOfPagesError):
         cache.update(make_keys(29), make_keys(29), 1)
     assert cache.host_length() == 20

@@ -42,8 +42,8 @@ def add_tokens(
     all_stored, keys = [], []
     for index in range(len(cache.layers)):
         cache.get_mask_sizes(num_tokens, index)
-        k = torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
-        all_stored.append(cache.update(k, -k, index)[0])
+        states = torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
+        all_stored.append(cache.update(states, -states, index)[0])
     for index, (layer, stored) in enumerate(zip(cache.layers, all_stored, strict=True)):
         length, start = int(layer.get_seq_length()), getattr(stored, "start", 0)
         dense = stored.dense() if isinstance(stored, PagedKV) else stored
@@ -97,8 +97,8 @@ def describe(cache: FP8PagedCache) -> Snapshot:
     return lengths, add_tokens(fork, 1, 9, cache._paged.batch or BATCH)
 
 
-def is_same(first: Snapshot, second: Snapshot) -> bool:
-    return first[0] == second[0] and all(map(torch.equal, first[1], second[1]))
+def is_same(snapshot: Snapshot, expected: Snapshot) -> bool:
+    return snapshot[0] == expected[0] and all(map(torch.equal, snapshot[1], expected[1]))
 
 
 def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None:
@@ -169,7 +169,7 @@ def check_places(cases: list[tuple[str, str]], stride: int) -> set[Place]:
     return places
 
 
-def test_some_failed_allocations() -> None:
+def test_some_failed_allocations_leave_a_usable_cache() -> None:
     cases = [
         ("growing", "first step"),
         ("growing", "step"),
@@ -182,5 +182,5 @@ def test_some_failed_allocations() -> None:
 
 
 @pytest.mark.full
-def test_each_failed_allocation() -> None:
+def test_each_failed_allocation_leaves_a_usable_cache() -> None:
     assert len(check_places(CASES, len(MEMORY_ERRORS))) >= 300

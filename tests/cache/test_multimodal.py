@@ -57,7 +57,6 @@ class Answer(NamedTuple):
 
 
 def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> Answer:
-    """Return the answers to a prompt."""
     arguments = {key: x.clone() for key, x in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
@@ -76,12 +75,12 @@ def _generate_without_cache(name: str, rows: str) -> Answer:
 
 
 def generate_without_cache(name: str, rows: list[list[Part]]) -> Answer:
-    """Return the answers of a model that has no kept cache and is not enabled."""
+    """Return the answers of a model that is not enabled, with a new cache."""
     return _generate_without_cache(name, json.dumps(rows, default=vars))
 
 
 class Chat:
-    """A kept cache of an enabled model."""
+    """An enabled model, and a cache that all its calls use."""
 
     def __init__(self, name: str, model: Any = None) -> None:
         self.name = name
@@ -141,8 +140,8 @@ class Chat:
         return min(max(_count_equal(old, new) for old in old_tokens) for new in new_tokens)
 
 
-def _count_equal(first: list[Any], second: list[Any]) -> int:
-    equal = [x == y for x, y in zip(first, second, strict=False)]
+def _count_equal(first_tokens: list[Any], second_tokens: list[Any]) -> int:
+    equal = [x == y for x, y in zip(first_tokens, second_tokens, strict=False)]
     return equal.index(False) if False in equal else len(equal)
 
 
@@ -165,7 +164,7 @@ def test_turns_after_an_image_reuse_it(name):
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     [history] = chat.ask([*history, SECOND_QUESTION])
     [history] = chat.ask([*history, THIRD_QUESTION])
-    chat.ask([*history[:-1], make_text(6, 3), QUESTION])  # another answer
+    chat.ask([*history[:-1], make_text(6, 3), QUESTION])  # a different answer
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
@@ -193,8 +192,8 @@ def test_an_exchanged_image_is_computed(name):
     images = (IMAGE, OTHER_IMAGE, changed_image)
     answers = [generate_without_cache(name, [[INTRODUCTION, x, QUESTION]]) for x in images]
     first_logits = [x.logits[0, 0] for x in answers]
-    for one, other in itertools.combinations(first_logits, 2):
-        assert (one - other).abs().max() > 1e-3  # otherwise the turns below show nothing
+    for pair in itertools.combinations(first_logits, 2):
+        assert (pair[0] - pair[1]).abs().max() > 1e-3  # otherwise the turns below show nothing
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
     chat.ask([INTRODUCTION, IMAGE, *history[2:], SECOND_QUESTION])
@@ -217,13 +216,15 @@ def test_the_second_of_two_images_is_exchanged_or_added(name):
 
 
 @each_kind_of_type
-def test_a_batch_of_different_images(name):
+def test_rows_of_a_batch_reuse_their_images(name):
     chat = Chat(name)
     first_row: list[Part] = [INTRODUCTION, IMAGE, QUESTION]
     second_row: list[Part] = [INTRODUCTION[:6], OTHER_IMAGE, QUESTION]  # padded on the left
-    first, second = chat.ask(first_row, second_row)
-    first, second = chat.ask([*first, SECOND_QUESTION], [*second, SECOND_QUESTION])
-    chat.ask([*second, THIRD_QUESTION], [*first, THIRD_QUESTION])
+    first_history, second_history = chat.ask(first_row, second_row)
+    first_history, second_history = chat.ask(
+        [*first_history, SECOND_QUESTION], [*second_history, SECOND_QUESTION]
+    )
+    chat.ask([*second_history, THIRD_QUESTION], [*first_history, THIRD_QUESTION])
     # The rows exchange their images.
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION], [INTRODUCTION[:6], IMAGE, QUESTION])
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
@@ -232,13 +233,13 @@ def test_a_batch_of_different_images(name):
 @each_kind_of_type
 def test_chats_that_take_turns_do_not_mix(name):
     chat = Chat(name)
-    other_chat = Chat(name, chat.model)
+    second_chat = Chat(name, chat.model)
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
-    [other_history] = other_chat.ask([QUESTION])
+    [second_history] = second_chat.ask([QUESTION])
     [history] = chat.ask([*history, SECOND_QUESTION])
-    [other_history] = other_chat.ask([*other_history, IMAGE, SECOND_QUESTION])
+    [second_history] = second_chat.ask([*second_history, IMAGE, SECOND_QUESTION])
     chat.ask([*history, THIRD_QUESTION])
-    other_chat.ask([*other_history, THIRD_QUESTION])
+    second_chat.ask([*second_history, THIRD_QUESTION])
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3", "qwen3_5"])
@@ -283,9 +284,9 @@ def test_features_that_the_caller_computed_are_compared(name: str) -> None:
 def test_a_preallocated_or_restored_cache_compares_images(restores: bool, tmp_path: Path) -> None:
     keywords = {} if restores else {"max_cache_len": 160}
     model = hf_fp8kv.enable(build_model("gemma3"), dtype="model", page_size=PAGE_SIZE, **keywords)
-    first = make_inputs("gemma3", [[INTRODUCTION, IMAGE, QUESTION]])
+    first_inputs = make_inputs("gemma3", [[INTRODUCTION, IMAGE, QUESTION]])
     for rows in ([INTRODUCTION, OTHER_IMAGE, QUESTION], [INTRODUCTION, IMAGE, SECOND_QUESTION]):
-        cache = generate(model, first).cache
+        cache = generate(model, first_inputs).cache
         if restores:
             cache.save(tmp_path / "cache")
             cache = FP8PagedCache.load(tmp_path / "cache")
@@ -296,7 +297,7 @@ def test_a_preallocated_or_restored_cache_compares_images(restores: bool, tmp_pa
 
 
 def test_a_prompt_with_later_attention_is_computed_while_a_copy_exists() -> None:
-    """PaliGemma makes another mask if its cache is initialized."""
+    """PaliGemma makes a different mask if its cache is initialized."""
     chat = Chat("paligemma")
     chat.ask([INTRODUCTION, IMAGE, QUESTION], [INTRODUCTION, OTHER_IMAGE])
     _copy = chat.cache.fork()

@@ -26,31 +26,34 @@ HEAD_DIM = 16
 NUM_LAYERS = 3
 
 
-def make_config() -> Any:
-    return make_causal_config("llama", num_hidden_layers=NUM_LAYERS)
+CONFIG = make_causal_config("llama", num_hidden_layers=NUM_LAYERS)
 
 
 def make_states(
     num_tokens: int, batch: int = 2, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator) for _ in "kv")
-    return 1.5 * k, v
+    keys, values = (
+        torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator) for _ in "kv"
+    )
+    return 1.5 * keys, values
 
 
-def round_by_plan(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
+def round_by_plan(states: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
     """Return K or V, `[B, H, T, D]`, as a cache with this layer's plan reads it back."""
     plan, scale = getattr(layer.plan, side), getattr(layer, side)
     fmt = FORMATS[plan.format]
     center = layer.k_center[:, None] if plan.centered else 0.0
-    x = x - center
-    x = rotate(x) if plan.rotated else x
+    states = states - center
+    states = rotate(states) if plan.rotated else states
     if scale is None:
-        scale = (search_scale if side == "k" else compute_dynamic_scale)(x, fmt).float()[..., None]
+        scale = (search_scale if side == "k" else compute_dynamic_scale)(states, fmt).float()[
+            ..., None
+        ]
     else:
         scale = scale[:, None] * fmt.scale_from_e4m3
-    x = round_to_format(x * scale.reciprocal(), fmt) * scale
-    return (rotate(x) if plan.rotated else x) + center
+    states = round_to_format(states * scale.reciprocal(), fmt) * scale
+    return (rotate(states) if plan.rotated else states) + center
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -61,24 +64,24 @@ def test_each_layer_is_stored_by_its_plan(
 ) -> None:
     scales = planned_scales(is_dynamic=is_dynamic)
     options = {**options, **as_cache_keyword(scales)}
-    cache = FP8PagedCache(make_config(), page_size=8, backend=backend, **options)
+    cache = FP8PagedCache(CONFIG, page_size=8, backend=backend, **options)
     assert cache.plan == dict(enumerate(PLANS))
     k, v = make_states(17)
     for index in range(NUM_LAYERS):
         for start, stop in ((0, 9), (9, 16), (16, 17)):
             cache.update(k[:, :, start:stop] + index, v[:, :, start:stop] - index, index)
     for index, layer in enumerate(cache.layers):
-        for side, x in (("k", k + index), ("v", v - index)):
+        for side, states in (("k", k + index), ("v", v - index)):
             actual = (layer.keys if side == "k" else layer.values).dense()[:, :, :17]
-            expected = round_by_plan(x, scales.layers[index], side)
+            expected = round_by_plan(states, scales.layers[index], side)
             # The inverse rotation runs in float32, and may sum in a different order.
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
-    path = FP8PagedCache(make_config()).save(tmp_path / "cache.safetensors")
+    path = FP8PagedCache(CONFIG).save(tmp_path / "cache.safetensors")
     with pytest.raises(ScaleError, match="expected scales, got a cache of"):
-        FP8PagedCache(make_config(), scales=path)
+        FP8PagedCache(CONFIG, scales=path)
 
 
 def generate(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Tensor:
@@ -109,11 +112,11 @@ def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> 
 
 
 def test_the_footprint_and_repr_list_the_plans() -> None:
-    cache = FP8PagedCache(make_config(), scales=planned_scales(), skip_layers=[1])
+    cache = FP8PagedCache(CONFIG, scales=planned_scales(), skip_layers=[1])
     expected = {str(PLANS[0]): 1, str(PLANS[2]): 1}
     assert cache.memory_footprint().layers_by_plan == expected
     assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
-    actual = FP8PagedCache(make_config(), dtype="fp8").memory_footprint().layers_by_plan
+    actual = FP8PagedCache(CONFIG, dtype="fp8").memory_footprint().layers_by_plan
     assert actual == {"K fp8_e4m3, V fp8_e4m3": 3}
 
 
@@ -128,7 +131,7 @@ def test_the_footprint_and_repr_list_the_plans() -> None:
 )
 def test_storage_options_are_refused_with_planned_scales(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FP8PagedCache(make_config(), scales=planned_scales(), **options)
+        FP8PagedCache(CONFIG, scales=planned_scales(), **options)
 
 
 E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
@@ -161,7 +164,7 @@ E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
 )  # fmt: skip
 def test_invalid_plans_of_a_cache_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FP8PagedCache(make_config(), **options)
+        FP8PagedCache(CONFIG, **options)
 
 
 def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
         SidePlan("int8", "rotated")
     planned_scales().save_pretrained(tmp_path)
     with pytest.raises(ScaleError, match=r"expected a StoragePlan in .* Pass static scales as"):
-        FP8PagedCache(make_config(), plan=tmp_path)
+        FP8PagedCache(CONFIG, plan=tmp_path)
     with pytest.raises(ScaleError, match="without static scales"):
         StoragePlan(planned_scales().layers)
 
@@ -199,7 +202,7 @@ def test_protected_layers_are_stored_unchanged(tmp_path: Path, chunk_size: int) 
     """Caches, copies, files and training store the same values, whatever the calls."""
     plan = make_protected_plan()
     plan.save_pretrained(tmp_path / "plan")
-    cache = FP8PagedCache(make_config(), plan=tmp_path / "plan", prefill="stored")
+    cache = FP8PagedCache(CONFIG, plan=tmp_path / "plan", prefill="stored")
     k, v = make_states(61)
     for index in range(NUM_LAYERS):
         for k_chunk, v_chunk in zip(k.split(chunk_size, 2), v.split(chunk_size, 2), strict=True):
@@ -215,14 +218,14 @@ def test_protected_layers_are_stored_unchanged(tmp_path: Path, chunk_size: int) 
         trained = rounding.read(rounding.store(k, v), k, v)
         for copied_cache in copies:
             layer = copied_cache.layers[index]
-            for side, x, handle, rounded in zip(
+            for side, states, handle, rounded in zip(
                 "kv", (k, v), (layer.keys, layer.values), trained, strict=True
             ):
                 assert_same(handle.dense(), rounded)
                 if getattr(layer_scales.plan, side).is_auto:
-                    assert_same(handle.dense(), x)
+                    assert_same(handle.dense(), states)
                 else:
-                    expected = round_by_plan(x, layer_scales, side)
+                    expected = round_by_plan(states, layer_scales, side)
                     torch.testing.assert_close(handle.dense(), expected, rtol=0, atol=1e-5)
 
 
@@ -246,7 +249,7 @@ def test_protected_layers_are_generated_restored_and_trained(tmp_path: Path) -> 
 
 
 def read_pages(folder: Path) -> list[bytes]:
-    """Return the bytes of each page of a prefix store, all layers one after another, sorted."""
+    """Return the bytes of each page of a prefix store, with all layers in order. Sort the pages."""
     files = [load_file(path) for path in folder.rglob("*.safetensors")]
     layers = [[file[str(index)] for index in range(len(file))] for file in files]
     return sorted(torch.cat(rows).numpy().tobytes() for rows in layers)
@@ -298,11 +301,11 @@ def test_one_plan_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=str)
 def test_scales_and_plans_for_different_layers_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
-        FP8PagedCache(make_config(), scales=planned_scales(2), **options)
-    assert FP8PagedCache(make_config(), scales=planned_scales(2), skip_layers=[2], **options).plan
+        FP8PagedCache(CONFIG, scales=planned_scales(2), **options)
+    assert FP8PagedCache(CONFIG, scales=planned_scales(2), skip_layers=[2], **options).plan
     with pytest.raises(ScaleError, match=r"0 to 2, but also got \[3, 4\]\. Use the scales"):
-        FP8PagedCache(make_config(), scales=planned_scales(5), **options)
+        FP8PagedCache(CONFIG, scales=planned_scales(5), **options)
     with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*Use the plan of this model"):
-        FP8PagedCache(make_config(), plan=planned_scales(2, is_dynamic=True), **options)
+        FP8PagedCache(CONFIG, plan=planned_scales(2, is_dynamic=True), **options)
     # Scales without a plan may name more layers, because checkpoints contain draft layers.
-    assert FP8PagedCache(make_config(), scales=KVScales.uniform(5), **options).plan
+    assert FP8PagedCache(CONFIG, scales=KVScales.uniform(5), **options).plan

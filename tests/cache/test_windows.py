@@ -32,16 +32,13 @@ EXACT = {"dtype": "auto", "page_size": PAGE_SIZE}
 PAGE_BYTES = PAGE_SIZE * 2 * NUM_HEADS * HEAD_DIM * 4
 
 
-def make_config() -> Any:
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    return Gemma3TextConfig(
+def make_cache(sliding_layers: tuple[int, ...] = (0, 2), **keywords: Any) -> FP8PagedCache:
+    types = ["sliding_attention" if i in sliding_layers else "full_attention" for i in range(3)]
+    config = Gemma3TextConfig(
         num_hidden_layers=NUM_LAYERS, layer_types=types, sliding_window=WINDOW, head_dim=HEAD_DIM,
         num_key_value_heads=NUM_HEADS, num_attention_heads=2, hidden_size=8,
     )  # fmt: skip
-
-
-def make_cache(**keywords: Any) -> FP8PagedCache:
-    return FP8PagedCache(make_config(), **{**EXACT, **keywords})
+    return FP8PagedCache(config, **{**EXACT, **keywords})
 
 
 def make_states(num_tokens: int, batch: int = BATCH_SIZE, seed: int = 0) -> torch.Tensor:
@@ -50,11 +47,10 @@ def make_states(num_tokens: int, batch: int = BATCH_SIZE, seed: int = 0) -> torc
 
 
 def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> None:
-    """Store the same tokens in all layers and caches."""
-    x = make_states(num_tokens, seed=seed)
+    states = make_states(num_tokens, seed=seed)
     for cache in caches:
         for layer in range(NUM_LAYERS):
-            cache.update(x + layer, layer - x, layer)
+            cache.update(states + layer, layer - states, layer)
 
 
 def check_num_pages(cache: FP8PagedCache) -> None:
@@ -83,12 +79,14 @@ def test_attention_uses_the_window_of_the_layer_by_default(max_len: int | None) 
     """Some pages contain tokens that have left the window. Attention must not read them."""
     cache, query = make_cache(max_cache_len=max_len), make_states(1)
     add_random_tokens([cache], 37, 0)
-    x = make_states(1, seed=1)
-    handles = cache.update(x, -x, 0)
+    states = make_states(1, seed=1)
+    handles = cache.update(states, -states, 0)
     module = torch.nn.Module().eval()
     module.is_causal = True
     actual, _ = fp8_paged_attention(module, query, *handles, None)
-    visible_states = [x.dense()[:, :, 38 - WINDOW - x.start : 38 - x.start] for x in handles]
+    visible_states = [
+        states.dense()[:, :, 38 - WINDOW - states.start : 38 - states.start] for states in handles
+    ]
     expected = scaled_dot_product_attention(query, *visible_states)
     torch.testing.assert_close(actual, expected.transpose(1, 2))
 
@@ -144,9 +142,9 @@ def test_a_single_ring_is_cropped_by_its_own_length() -> None:
 def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     cache = make_cache()
     add_random_tokens([cache], 33, 0)
-    x = torch.ones(BATCH_SIZE, NUM_HEADS, 50, HEAD_DIM)
-    cache.update(x, x, 0)  # layer 2, which has the same window, is never called
-    for call in (lambda: cache.update(x, x, 0), cache.fork, lambda: cache.crop(-1)):
+    states = torch.ones(BATCH_SIZE, NUM_HEADS, 50, HEAD_DIM)
+    cache.update(states, states, 0)  # layer 2, which has the same window, is never called
+    for call in (lambda: cache.update(states, states, 0), cache.fork, lambda: cache.crop(-1)):
         with pytest.raises(ConfigError, match=r"tokens 33 to 82.*Reset the cache"):
             call()
     cache.reset()
@@ -154,9 +152,9 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     check_num_pages(cache)
     cache.reset()
     for _ in range(2):
-        cache.update(x, x, 0)
+        cache.update(states, states, 0)
     with pytest.raises(ConfigError, match="Pass each call to all layers"):
-        cache.update(x, x, 2)
+        cache.update(states, states, 2)
 
 
 @pytest.mark.parametrize("max_len", [None, MAX_LEN])
@@ -164,12 +162,12 @@ def test_no_token_outside_the_window_is_read(max_len: int | None) -> None:
     """Tokens before the window may be NaN, whether their page is freed or not."""
     caches = [make_cache(dtype="fp8_e4m3", max_cache_len=max_len) for _ in range(2)]
     for seed, num_tokens in enumerate([60, *[1] * 10, 9, 50, *[1] * 10]):
-        x = make_states(num_tokens, seed=seed)
+        states = make_states(num_tokens, seed=seed)
         for cache in caches:
             for layer in range(NUM_LAYERS):
-                cache.update(x, x, layer)
+                cache.update(states, states, layer)
             if not seed:
-                x[:, :, : 60 - WINDOW] = torch.nan
+                states[:, :, : 60 - WINDOW] = torch.nan
         assert_same_layers(*caches, layers=(0, 2))
 
 
@@ -220,28 +218,25 @@ def test_selecting_a_sequence_frees_memory() -> None:
     cache = make_cache()
     add_random_tokens([cache], 100, 0)
     cache.batch_repeat_interleave(4)
-    x = torch.ones(4 * BATCH_SIZE, NUM_HEADS, 80, HEAD_DIM)
+    states = torch.ones(4 * BATCH_SIZE, NUM_HEADS, 80, HEAD_DIM)
     for layer in range(NUM_LAYERS):
-        cache.update(x, x, layer)
+        cache.update(states, states, layer)
     full_bytes = cache.memory_footprint().pages_bytes
     cache.batch_select_indices(torch.tensor([3]))
     assert cache.memory_footprint().pages_bytes < full_bytes / 3
 
 
 def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) -> None:
-    model_config = make_config()
-    model_config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
-    cache = FP8PagedCache(model_config, **EXACT, max_cache_len=MAX_LEN)
-    full_cache = FP8PagedCache(model_config, **EXACT)
+    cache, full_cache = (make_cache((1, 2), max_cache_len=x) for x in (MAX_LEN, None))
     full_cache.activate_past_recording()
     add_random_tokens([cache, full_cache], 77, 0)
     cache.activate_past_recording()
     add_random_tokens([cache, full_cache], 20, 1)
-    cache.save(tmp_path / "one.safetensors")
-    for copied in (cache, cache.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
+    loaded_cache = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
+    for copied_cache in (cache, cache.fork(), loaded_cache):
         with pytest.raises(ConfigError, match="token 48 on"):
-            copied.crop(-60)
-        assert {int(layer.get_seq_length()) for layer in copied.layers} == {97}
-        copied.crop(-30)
+            copied_cache.crop(-60)
+        assert {int(layer.get_seq_length()) for layer in copied_cache.layers} == {97}
+        copied_cache.crop(-30)
     full_cache.crop(-30)
     assert_same_layers(cache, full_cache)
