@@ -1,11 +1,11 @@
 """Tests of a cache in several calls of `generate()`, which compute only tokens not yet stored."""
 
 import copy
-import itertools
 import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -56,7 +56,7 @@ class Chat:
         return torch.randint(2, 98, (rows, num_tokens), generator=self.generator)
 
     def check_answer(self, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, int]:
-        """Compare an answer with a new cache's. Return it and the number of computed tokens."""
+        """Compare an answer to a new cache's. Return it, and the number of computed tokens."""
         num_cached = self.cache.host_length()
         keywords = {**GREEDY, **keywords}
         self.call_lengths.clear()
@@ -134,10 +134,9 @@ def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None
     _, num_computed = chat.check_answer(repeated_answer[:, :30])
     assert num_computed == 30 - count_kept_tokens(name, 29)
     # No token is shared.
-    different_ids = answer.clone()
-    different_ids[0, 0] = (different_ids[0, 0] + 1) % 90 + 2
-    _, num_computed = chat.check_answer(different_ids)
-    assert num_computed == different_ids.shape[1]
+    answer[0, 0] = (answer[0, 0] + 1) % 90 + 2
+    _, num_computed = chat.check_answer(answer)
+    assert num_computed == answer.shape[1]
 
 
 def test_windows_that_record_the_past_keep_the_common_prefix() -> None:
@@ -337,12 +336,7 @@ def test_an_interrupted_chat_continues_correctly(
     ids = chat.make_ids(21)
     answer, _ = chat.check_answer(ids)
     chat.cache.reset()
-    call_numbers = itertools.count(1)
-
-    def interrupt(*_: Any) -> None:
-        if next(call_numbers) == call:
-            raise KeyboardInterrupt
-
+    interrupt = mock.Mock(side_effect=[*[None] * (call - 1), KeyboardInterrupt])
     handle = chat.model.model.layers[layer].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
@@ -467,7 +461,7 @@ def test_tokens_of_a_different_model_are_computed_again(
     ],
 )  # fmt: skip
 @torch.no_grad()
-def test_models_whose_weights_cannot_be_read_are_told_apart(hide_weights: Any) -> None:
+def test_models_whose_weights_cannot_be_read_are_distinguished(hide_weights: Any) -> None:
     model, _ = build_variant("gqa", max_position_embeddings=512)
     different_model = copy.deepcopy(model)
     for name, weight in different_model.named_parameters():

@@ -43,7 +43,7 @@ PAGE_SIZE = 8
 CONFIG_FIELDS = ("rope_parameters", "sliding_window", "seed")
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 MIN_MARGIN = 1e-5
-# A function that damages the file at the first path. The second path is a different model's folder.
+# A function that damages the file at the first path. The second path is a folder of another model.
 Damage = Callable[[Path, Path], Any]
 
 
@@ -113,7 +113,7 @@ def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) 
         assert user.check_answer(ids) == 61 + num_new - 56
         usage = user.store.usage()
         assert (usage.hits, usage.misses, usage.tokens_found) == (1, 0, 56)
-    # The store has all tokens, but a call must compute one, at the end of a page or after it.
+    # The store has all tokens, but a call must compute at least the last token.
     user = StoreUser(tmp_path, name)
     assert user.check_answer(prefix[:, :57]) == 1
     assert user.check_answer(prefix[:, :56]) == 8
@@ -135,7 +135,7 @@ def test_rows_of_a_batch_share_a_folder(tmp_path: Path) -> None:
     extended = torch.cat([ids, make_ids(4, rows=3, seed=3)], 1)
     extended_mask = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
     assert user.check_answer(extended, attention_mask=extended_mask) == 49 - 40
-    # Rows in a different order, a single row, and beams with the same prefix.
+    # Two rows are exchanged. Then there is a single row, and then beams with the same prefix.
     order = torch.tensor([2, 1])
     assert user.check_answer(extended[order], attention_mask=extended_mask[order]) == 49 - 48
     assert StoreUser(tmp_path, name).check_answer(extended[:1]) == 1
@@ -210,7 +210,7 @@ def test_changed_weights_find_no_pages(tmp_path: Path) -> None:
     assert user.check_answer(ids) == 30
 
 
-# A replacement for the hook of PEFT that selects an adapter for each prompt.
+# A stand-in for the hook of PEFT that selects an adapter for each prompt.
 _adapter_hook = types.FunctionType(
     (lambda _module, _args, _kwargs, *, adapter_names: None).__code__, {"__name__": "peft.hooks"}
 )
@@ -280,7 +280,7 @@ def _replace_under_accelerate(model: Any) -> None:
 
 class _ScaleOutput(ModelHook):
     def post_forward(self, module: Any, output: Any) -> Any:
-        return output * 1.5
+        return _scale_output(module, None, output)
 
 
 def _add_tokens(model: Any, prepare_inputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -419,7 +419,7 @@ def edit_layer(**fields: Any) -> Callable[[Any, Any], Any]:
     return lambda _, metadata: metadata[1].update(fields) or metadata
 
 
-# Functions from the rows and metadata of a page to invalid metadata, one for each rule. The changed
+# Functions from the rows and metadata of a page to invalid metadata, for each rule. The changed
 # files are intact and have valid names, as an attacker can write them.
 FORGERIES: list[Callable[[Any, Any], Any]] = [
     lambda _, metadata: None,
@@ -660,11 +660,8 @@ def test_a_store_that_cannot_write_still_reads(
 def test_a_copy_without_memory_is_not_stored(
     error: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: list[int]) -> list[Page]:
-        raise error("CUDA out of memory")
-
     store = PrefixStore(tmp_path)
-    store.write(["a" * 64], fail)
+    store.write(["a" * 64], mock.Mock(side_effect=error("CUDA out of memory")))
     assert "no memory for a copy" in caplog.text
     store_pages(store, 3)
     assert store.usage().files == 3, "only pages with free memory are stored"
@@ -835,7 +832,7 @@ def test_a_slow_writer_delays_only_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked while a thread writes has a copy of each open file descriptor."""
+    """A process that is forked during a write has a copy of each open file descriptor."""
     replace = os.replace
     copied_fds: list[int] = []
 
@@ -965,7 +962,7 @@ def test_invalid_folders_and_limits_are_refused(
 
 
 def test_folder_paths_may_be_unusual(tmp_path: Path, monkeypatch: Any) -> None:
-    """A path may be a link with spaces, and relative to a former working directory."""
+    """A path may be a link with spaces, and relative to an earlier working directory."""
     (tmp_path / "real").mkdir()
     name = "ein Link, größer"
     (tmp_path / name).symlink_to(tmp_path / "real")

@@ -103,6 +103,12 @@ def read_json(server, path: str) -> dict:
     return json.loads(text)
 
 
+def ask_for_error(server, path: str, body: object = None, **options: object) -> tuple[int, dict]:
+    """Return the status and the error of a request that fails."""
+    status, text, _ = server.ask(path, body, **options)
+    return status, json.loads(text)["error"]
+
+
 def get_text(server, question: str, **options: object) -> str:
     answer = server.answer(CHAT, **make_chat(question, **options))
     assert isinstance(answer, dict) or len(answer) > 2  # an answer, or the events of a stream
@@ -318,9 +324,8 @@ INVALID_REQUESTS = [
 def test_an_error_names_the_rejected_field(server, path, field, status, payload):
     valid = {CHAT: make_chat(), COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x"}}
     raw = payload if isinstance(payload, bytes) else json.dumps(valid[path] | payload).encode()
-    actual_status, text, _ = server.ask(path, raw=raw)
-    error = json.loads(text)["error"]
-    assert (actual_status, error["param"]) == (status, field), text
+    actual_status, error = ask_for_error(server, path, raw=raw)
+    assert (actual_status, error["param"]) == (status, field), error
     assert error["message"]
 
 
@@ -391,8 +396,8 @@ def test_a_generation_config_with_default_values_is_accepted(server):
 
 def test_a_client_with_a_too_large_body_can_read_the_error(server):
     # The body exceeds the buffers of a connection.
-    status, text, _ = server.ask(CHAT, raw=b" " * 16_000_000)
-    assert (status, json.loads(text)["error"]["code"]) == (413, "too_large")
+    status, error = ask_for_error(server, CHAT, raw=b" " * 16_000_000)
+    assert (status, error["code"]) == (413, "too_large")
 
 
 def test_idle_connections_are_closed_and_excess_connections_are_rejected():
@@ -472,8 +477,7 @@ def test_too_long_texts_are_rejected_before_tokenization(server):
     limit = 128 * CONTEXT_LENGTH
     cases = (("x" * limit, "characters"), ("x" * (limit - 9), f"{limit - 4} tokens"))
     for content, message in cases:
-        status, text, _ = server.ask(CHAT, make_chat(content))
-        error = json.loads(text)["error"]
+        status, error = ask_for_error(server, CHAT, make_chat(content))
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert message in error["message"]
 
@@ -493,8 +497,8 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
         return {"prompt": f"{name:6}" + "x" * 100_000, "max_tokens": 10**6}
 
     def get_error(name: str) -> tuple[int, str]:
-        status, text, _ = server.ask(COMPLETIONS, make_long_prompt(name))
-        return status, json.loads(text)["error"]["code"]
+        status, error = ask_for_error(server, COMPLETIONS, make_long_prompt(name))
+        return status, error["code"]
 
     folder = save_chat_model(tmp_path, context=1000)
     monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make_prompts)
@@ -506,7 +510,7 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
             server.wait_until(requests_waiting=1)
         futures = [pool.submit(get_error, f"long {n}") for n in range(4)]
         server.wait_until(requests_waiting=4)
-        for _ in range(12):  # 4 and these wait, and 1 runs
+        for _ in range(12):  # one prompt runs, and 4 + 12 prompts wait
             request = server.abandon_request(COMPLETIONS, **make_long_prompt("left"))
             clients.enter_context(request)
         server.wait_until(requests_waiting=16)
@@ -514,7 +518,7 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
         assert get_status(server, COMPLETIONS, {"prompt": "short", "max_tokens": 1}) == 200
         clients.close()
         server.wait_until(**{'requests_total{status="499"}': 13, "requests_waiting": 4})
-        assert len(started) == 2  # one is long
+        assert len(started) == 2  # one long prompt and the short prompt
         may_continue.set()
         assert {future.result() for future in futures} == {(400, "context_length_exceeded")}
         expected = ["gone  ", "long 0", "long 1", "long 2", "long 3", "short"]
@@ -591,8 +595,8 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after" in answer
         assert get_status(server, CHAT, make_chat()) == 200
-        status, text, _ = server.ask(CHAT, raw=b" " * 127_000)
-        assert (status, json.loads(text)["error"]["code"]) == (429, "too_many_bytes")
+        status, error = ask_for_error(server, CHAT, raw=b" " * 127_000)
+        assert (status, error["code"]) == (429, "too_many_bytes")
     while get_status(server, CHAT, raw=b" " * 127_000) == 429:
         time.sleep(0.02)  # the server still counts bodies of closed connections
 
@@ -621,7 +625,7 @@ def test_unsupported_paths_return_404(server, path):
     assert f"{path}: expected one of /v1/chat/completions" in text
 
 
-def test_other_content_types_are_rejected(server):
+def test_content_types_except_json_are_rejected(server):
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert get_status(server, CHAT, raw=b"a=b", headers=form) == 415
 
@@ -672,9 +676,8 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
     with hosting(folder, "--host", "0.0.0.0", *options, environment=environment) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
             for path, payload in ((CHAT, make_chat()), ("/metrics", None), ("/v1/models", None)):
-                status, text, _ = server.ask(path, payload, headers=headers)
-                assert status == 401
-                assert json.loads(text)["error"]["code"] == "invalid_api_key"
+                status, error = ask_for_error(server, path, payload, headers=headers)
+                assert (status, error["code"]) == (401, "invalid_api_key")
         assert get_status(server, "/health") == get_status(server, "/") == 200
         auth = {"authorization": "Bearer sesame"}
         request, answers = make_chat(STORY, max_tokens=100), []
@@ -746,8 +749,8 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
     options = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
     with hosting(folder, *options, "--max-model-len", "40") as server:
         assert read_json(server, "/v1/models")["data"][0]["id"] == "mine"
-        entry = read_json(server, "/v1/models/mine")
-        assert (entry["id"], entry["max_model_len"]) == ("mine", 40)
+        model = read_json(server, "/v1/models/mine")
+        assert (model["id"], model["max_model_len"]) == ("mine", 40)
         answer, chunks = (
             server.answer(CHAT, **make_chat("x", model="mine", stream=x)) for x in (False, True)
         )
@@ -847,7 +850,7 @@ def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
     ):
         assert get_status(server, COMPLETIONS, {"prompt": STORY, "max_tokens": 9}) == 200
         with contextlib.ExitStack() as clients:
-            for _ in range(3):  # one runs, and two wait
+            for _ in range(3):  # one request runs, and two requests wait
                 clients.enter_context(server.abandon_request(CHAT, **make_chat(text, "snail")))
             server.wait_until(requests_waiting=3)
         server.wait_until(**{'requests_total{status="499"}': 3})
@@ -862,7 +865,7 @@ def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
     assert len(list(store.glob("*.safetensors"))) == len(STORY) // PAGE_SIZE
 
 
-def test_the_page_has_no_other_hosts_and_the_model_tells_what_fits(server):
+def test_the_page_uses_no_foreign_hosts_and_the_model_lists_how_many_tokens_fit(server):
     status, text, headers = server.ask("/")
     assert (status, headers["content-type"]) == (200, "text/html;charset=utf-8")
     assert "connect-src 'self'" in headers["content-security-policy"]
