@@ -9,7 +9,7 @@ from transformers.masking_utils import create_causal_mask
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.cache.paged_tensor import pages_of
+from hf_fp8kv.cache.paged_tensor import get_pages
 
 from .random_data import compute_output_error, poison_memory
 from .record import Record
@@ -118,7 +118,7 @@ def measure_attention(
         with poison_memory():
             for step in steps:
                 output = step()
-        error = compute_output_error(output, cache_steps.query, pages_of(cache_steps.key), case)
+        error = compute_output_error(output, cache_steps.query, get_pages(cache_steps.key), case)
         times = stage.time_steps(steps, is_eager=is_eager)
         launches = stage.count_launches(steps) if is_full_step else None
         fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}

@@ -22,7 +22,7 @@ from hf_fp8kv.attention import latent
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.attention.latent import Projections
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
+from hf_fp8kv.cache.paged_tensor import PagedKV, get_pages
 from hf_fp8kv.modeling.model_support import ATTENTION
 
 from .attention import measure_pages
@@ -162,7 +162,7 @@ class LatentLayers:
         projections = _make_projections(self.modules[-1], torch.float32)
         query = projections.absorb(self.query.float())
         if isinstance(latents, PagedKV):
-            pages = pages_of(latents)
+            pages = get_pages(latents)
             return compute_output_error(output, query, pages, self.case, projections.value)
         return compute_dense_error(
             output.transpose(1, 2), query, latents, rope_parts, self.case, projections.value
