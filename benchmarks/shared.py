@@ -7,16 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
 
 from hf_fp8kv.errors import FP8KVError
 from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv.utils.terminal import build_table
 from hf_fp8kv_cli.bench import show_result
 from hf_fp8kv_cli.shared import load_model, show_progress
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Result = dict[str, Any]
 # Keyword arguments of `argparse.ArgumentParser.add_argument` by the name of the option.
@@ -28,41 +27,32 @@ MODEL_OPTIONS: Options = {
 TURNS_OPTION: Options = {"--turns": {"type": int, "help": "Number of turns."}}
 
 
-def main(
-    docstring: str | None,
-    measure: Callable[..., Result],
-    options: Options,
-    format_table: "Callable[[Result], RenderableType] | None" = None,
-) -> None:
+def main(docstring: str | None, measure: Callable[..., Result], options: Options) -> None:
     """Read the command line, measure with a progress line, and show the result.
 
-    A result has the entries of `describe_run` and of `measure`, and the arguments as `settings`.
+    A result has the keys of `describe_run` and of `measure`, and the arguments as `settings`.
 
     Args:
         docstring: Docstring whose first line describes the command.
-        measure: Function that returns `rows`, and may return more entries. It takes the arguments
+        measure: Function that returns `rows`, and may return more keys. It takes the arguments
             and `progress`, a function that is called with the name of each measurement.
         options: Options of the command line.
-        format_table: Function that formats the result as a table. None shows all rows.
     """
     parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
     for name, keywords in options.items():
         parser.add_argument(name, **keywords)
     parser.add_argument("--json", metavar="PATH", help="Write JSON. - prints it instead.")
-    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    path: str | None = given.pop("json", None)
+    arguments = {name: x for name, x in vars(parser.parse_args()).items() if x is not None}
+    path: str | None = arguments.pop("json", None)
     if path is not None and not Path(path).parent.is_dir():
         parser.error(f"--json: expected a file in an existing folder, got {path!r}")
     run = describe_run(Path(sys.argv[0]).stem)
     try:
         with show_progress() as report:
-            result = {**run, "settings": given, **measure(**given, progress=report)}
+            result = {**run, "settings": arguments, **measure(**arguments, progress=report)}
     except FP8KVError as error:
         sys.exit(f"error: {error}")
-    is_printed = path == "-"
-    show_result(
-        result, format_table or format_rows, None if is_printed else path, as_json=is_printed
-    )
+    show_result(result, format_rows, None if path == "-" else path, as_json=path == "-")
 
 
 def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
@@ -77,10 +67,8 @@ def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
     return load_and_measure
 
 
-def format_rows(result: Result) -> "RenderableType":
-    """Return the rows of a result, without lists, and the conditions of the run."""
-    from rich.console import Group
-
+def format_rows(result: Result) -> RenderableType:
+    """Return a table of the rows, without lists, and the conditions of the run."""
     rows = [
         {name: value for name, value in row.items() if not isinstance(value, list | None)}
         for row in result["rows"]
@@ -88,12 +76,13 @@ def format_rows(result: Result) -> "RenderableType":
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ([_format_cell(row.get(name, "")) for name in names] for row in rows)
     table = build_table(dict.fromkeys(names, "left"), lines)
-    conditions = ("suite", "settings", "date", "commit", "idle")
-    notes = [f"{name}: {result[name]}" for name in conditions]
+    notes = [f"{x}: {result[x]}" for x in ("suite", "settings", "date", "commit", "idle")]
     return Group(table, *notes, f"cpu: {result['hardware']['cpu']}")
 
 
 def _format_cell(value: object) -> str:
+    if isinstance(value, tuple):  # a mean and its interval
+        return "{:.3g} [{:.3g}, {:.3g}]".format(*value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -133,11 +122,14 @@ def run_process(target: str, task: object, environment: Mapping[str, str]) -> An
         RuntimeError: The process failed.
     """
     module, _, function = target.partition(":")
-    imports = f"import json, sys; from {module} import {function}"
-    script = f"{imports}; print(json.dumps({function}(json.loads(sys.argv[1]))))"
+    script = (
+        f"import json, sys; from {module} import {function}\n"
+        f"print(json.dumps({function}(json.loads(sys.argv[1]))))"
+    )
     command = [sys.executable, "-c", script, json.dumps(task)]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if process.returncode:
-        end_of_log = process.stderr[-2000:]
-        raise RuntimeError(f"a process ended with exit code {process.returncode}: {end_of_log}")
+        raise RuntimeError(
+            f"a process ended with exit code {process.returncode}: {process.stderr[-2000:]}"
+        )
     return json.loads(process.stdout.splitlines()[-1])

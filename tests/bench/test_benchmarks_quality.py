@@ -99,8 +99,8 @@ def test_prompts_are_compared_by_passage_and_cache(monkeypatch, tmp_path):
     (texts / "a.txt").write_text("a b c d e " * 50)
     (texts / "b.txt").write_text("London is the capital of x y z " * 50)
     result = prompts.measure_prompts(
-        model, tokenizer, caches="QuantizedCache,fp8_e3m4,fp8", tokens=64, num_passages=2,
-        texts=str(texts), factor=2.0, progress=lambda _message: None,
+        model, tokenizer, caches="QuantizedCache,fp8_e3m4,fp8", prompt_tokens=64, num_passages=2,
+        text_folder=str(texts), factor=2.0, progress=lambda _message: None,
     )  # fmt: skip
     quantized_row, baseline_row, fp8_row = result["rows"]
     assert quantized_row["stored"] is None
