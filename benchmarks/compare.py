@@ -20,7 +20,7 @@ from pathlib import Path
 from hf_fp8kv.bench.reporting import compute_quartiles
 
 from . import hot_loops
-from .shared import TURNS_OPTION, Options, Result, exchange_line, main
+from .shared import TURNS_OPTION, Result, exchange_line, main
 
 THIS_TREE = Path(__file__).parents[1]
 OLD, NEW = 0, 1  # indices of the processes
@@ -48,8 +48,8 @@ def compare_trees(
     Raises:
         RuntimeError: A tree cannot run the loops.
     """
-    # With -P, Python does not import from the script's folder.
-    command = [sys.executable, "-P", str(hot_loops.__file__), backend, loop_prefix]
+    # With -P, Python does not import from the script's folder. With -u, it does not buffer output.
+    command = [sys.executable, "-P", "-u", str(hot_loops.__file__), backend, loop_prefix]
     rng = random.Random(0)
     with contextlib.ExitStack() as stack:
         processes = [
@@ -72,16 +72,17 @@ def compare_trees(
     for name, loop_us in us_by_loop.items():
         ratio, low, high = compute_quartiles([new_us / old_us for old_us, new_us in loop_us])
         old_us, new_us = map(statistics.median, zip(*loop_us, strict=True))
-        row = {"loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high}
-        rows.append(row)
+        rows.append({
+            "loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high,
+        })  # fmt: skip
     return {"rows": rows}
 
 
 if __name__ == "__main__":
-    options: Options = {
+    main(__doc__, compare_trees, {
         "old": {"help": "Source tree to compare with."},
         "--new": {"help": "Source tree to measure. Default: the tree of this file."},
         "--backend": {"help": "Backend of FP8PagedCache. Default: auto."},
         "--loops": {"dest": "loop_prefix", "help": "Prefix of the names of the loops to run."},
-    }
-    main(__doc__, compare_trees, {**options, **TURNS_OPTION})
+        **TURNS_OPTION,
+    })  # fmt: skip

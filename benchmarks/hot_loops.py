@@ -36,18 +36,16 @@ class Loop:
 _LONG_CONTEXT: dict[str, Any] = {
     "num_tokens": 4096, "heads": (32, 8, 128), "num_layers": 1, "num_steps": 8,
 }  # fmt: skip
-_E4M3 = {"dtype": "fp8"}
-_E3M4 = {"dtype": "fp8_e3m4"}
 LOOPS = {
-    "host, update": Loop(_E4M3, False),
-    "host, update + attention": Loop(_E4M3, True),
-    "4k tokens, update": Loop(_E4M3, False, **_LONG_CONTEXT),
-    "4k tokens, update + attention": Loop(_E4M3, True, **_LONG_CONTEXT),
+    "host, update": Loop({"dtype": "fp8"}, False),
+    "host, update + attention": Loop({"dtype": "fp8"}, True),
+    "4k tokens, update": Loop({"dtype": "fp8"}, False, **_LONG_CONTEXT),
+    "4k tokens, update + attention": Loop({"dtype": "fp8"}, True, **_LONG_CONTEXT),
     "4k tokens, update + attention, static": Loop({"scales": 0.01}, True, **_LONG_CONTEXT),
-    "4k tokens, update + attention, e3m4": Loop(_E3M4, True, **_LONG_CONTEXT),
-    "4k tokens, fork + update": Loop(_E3M4, False, action="fork", **_LONG_CONTEXT),
-    "4k tokens, crop + update": Loop(_E3M4, False, action="crop", **_LONG_CONTEXT),
-    "4k tokens, prefill": Loop(_E3M4, False, action="prefill", **_LONG_CONTEXT),
+    "4k tokens, update + attention, e3m4": Loop({"dtype": "fp8_e3m4"}, True, **_LONG_CONTEXT),
+    "4k tokens, fork + update": Loop({"dtype": "fp8_e3m4"}, False, action="fork", **_LONG_CONTEXT),
+    "4k tokens, crop + update": Loop({"dtype": "fp8_e3m4"}, False, action="crop", **_LONG_CONTEXT),
+    "4k tokens, prefill": Loop({"dtype": "fp8_e3m4"}, False, action="prefill", **_LONG_CONTEXT),
 }
 
 
@@ -102,13 +100,14 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:
-    """Write the names of the loops as JSON, and the µs of each loop whose name is then read."""
+    """Write the names of the loops as JSON, and the µs of each loop whose name is then read.
+
+    Standard output must be unbuffered (`python -u`).
+    """
     loops = make_loops(backend, prefix)
     sys.stdout.write(json.dumps(list(loops)) + "\n")
-    sys.stdout.flush()
     for line in sys.stdin:
         sys.stdout.write(f"{loops[line.strip()]()}\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":
