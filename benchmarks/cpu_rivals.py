@@ -1,10 +1,10 @@
 """Compare attention on a CPU with its rivals and with the bandwidth of reads.
 
-The part "layers" times up to 16 layers that store their new tokens and attend to all tokens, and
-reports the time per layer. The part "slopes" times whole decode steps of the demo model at two
-lengths. A slope is the time that each cached token adds. These caches hold random values.
-llama.cpp runs in a separate process, which prefills the same number of tokens with the same model
-file. All contenders alternate. `make rivals` installs the rivals. Missing rivals are omitted.
+The part "layers" times up to 16 layers that store a new token and attend to all tokens, and reports
+the time per layer. The part "slopes" times whole decode steps of the demo model at two lengths. A
+slope is the time that each cached token adds. These caches hold random values. llama.cpp runs in a
+separate process, which prefills the same number of tokens with the same model file. The contenders
+alternate. `make rivals` installs the rivals. Missing rivals are omitted.
 """
 
 import functools
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
@@ -29,9 +28,9 @@ from hf_fp8kv.bench.contenders import (
     QUANTIZED,
     AttentionLayer,
     Heads,
-    Step,
     compute_ratios,
     make_config,
+    store_and_attend,
     take_turns,
 )
 from hf_fp8kv.cache.cache import FP8PagedCache
@@ -44,13 +43,14 @@ from .other_cpu_kernels import Attend, make_other_steps
 from .shared import TURNS_OPTION, Result, exchange_line, main
 
 HEADS = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
+# Numbers of stored tokens of a sequence, and of sequences.
+BATCHES = ((1024, 1), (1024, 8), (4096, 1), (4096, 8), (16384, 1), (32768, 1))
 # Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit 24 GiB.
 MAX_LAYERS, MAX_STORED_TOKENS = 16, 1 << 17
 # Formats and dtypes of the contenders' caches, by the name of the contender.
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
 BUFFERS = {"SDPA, buffer in bf16": torch.bfloat16, "SDPA, buffer in float32": torch.float32}
 LLAMA_TYPES = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8_0"}
-BASELINE = next(iter(BUFFERS))
 # Bytes of a value, for contenders whose values have more than one byte.
 VALUE_BYTES = {"FP8PagedCache model": 2, DYNAMIC: 2, "vLLM bf16": 2} | {
     name: dtype.itemsize for name, dtype in BUFFERS.items()
@@ -65,26 +65,16 @@ StepTimers = dict[tuple[str, int], Callable[[], float]]
 
 
 def measure_rivals(
-    *,
-    parts: str = "layers,slopes",
-    context_lengths: Sequence[int] = (1024, 4096, 16384, 32768),
-    batch_sizes: Sequence[int] = (1, 8),
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
-    turns: int = 7,
-    progress: Callable[[str], None],
+    *, parts: str = "layers,slopes", turns: int = 7, progress: Callable[[str], None]
 ) -> Result:
     """Return rows of layers and of slopes.
 
-    A row of a layer has `ms`, `gb_per_s` (the stored bytes of K and V per second), `of_read`
-    (its share of the measured bandwidth), and `ratio` (the time over the time of `BASELINE`). A
-    row of a slope has `us_per_token`, `tokens_per_s` at `LONG_CONTEXT` tokens, and `ratio` (the
-    slope over the slope of `DynamicCache`).
+    A row of a layer has `ms`, and `gb_per_s`, the stored bytes of K and V per second. A row of a
+    slope has `us_per_token`, `tokens_per_s` at `LONG_CONTEXT` tokens, and `ratio`, the slope
+    divided by the slope of `DynamicCache`.
 
     Args:
         parts: "layers", "slopes" or both.
-        context_lengths: Numbers of stored tokens of a sequence.
-        batch_sizes: Numbers of sequences.
-        dtypes: Dtypes of the demo model.
         turns: Number of turns.
         progress: Function that is called with the name of the next measurement.
     """
@@ -94,52 +84,46 @@ def measure_rivals(
     with torch.inference_mode():
         for num_threads in sorted({1, max_threads}) if "layers" in parts else ():
             torch.set_num_threads(num_threads)
-            read_rates[num_threads] = read_rate = measure_read_rate()
-            for heads, num_stored, batch in itertools.product(HEADS, context_lengths, batch_sizes):
-                if num_stored * batch > max(context_lengths):
-                    continue
+            read_rates[num_threads] = measure_read_rate()
+            for heads, (num_stored, batch) in itertools.product(HEADS, BATCHES):
                 progress(f"{heads}, {batch} x {num_stored} tokens, {num_threads} threads")
-                rows += _measure_layer(heads, num_stored, batch, turns, read_rate)
+                rows += _measure_layer(heads, num_stored, batch, turns)
         torch.set_num_threads(max_threads)
         if "slopes" in parts:
             progress("prefill of llama.cpp")
             with _run_llama() as llama_timers:
-                for dtype in dtypes:
+                for dtype in ("float32", "bfloat16"):
                     progress(f"slopes of the demo model in {dtype}")
                     rows += measure_slopes(turns, dtype, llama_timers)
-    versions = {name: find_version(name) for name in RIVAL_PACKAGES}
-    return {"rows": rows, "reads_gb_per_s": read_rates, "rivals": versions}
+    return {
+        "rows": rows, "reads_gb_per_s": read_rates,
+        "rivals": {name: find_version(name) for name in RIVAL_PACKAGES},
+    }  # fmt: skip
 
 
 def measure_read_rate() -> float:
     """Return the rate in GB/s at which torch's threads read 256 MiB, the median of nine runs."""
     values = torch.ones(1 << 26)
-    steps: dict[str, Step] = {"read": values.sum}
-    return round(values.nbytes / statistics.median(take_turns(steps, 9)["read"]) / 1e9, 1)
+    seconds = take_turns({"read": values.sum}, 9)["read"]
+    return round(values.nbytes / statistics.median(seconds) / 1e9, 1)
 
 
-def _measure_layer(
-    heads: Heads, num_stored: int, batch: int, turns: int, read_rate: float
-) -> list[Result]:
+def _measure_layer(heads: Heads, num_stored: int, batch: int, turns: int) -> list[Result]:
     num_layers = min(MAX_LAYERS, max(MAX_STORED_TOKENS // (batch * num_stored), 1))
     steps = _make_steps(heads, num_stored, batch, num_layers)
-    expected = steps["SDPA, buffer in float32"]()
+    expected = steps["SDPA, buffer in float32"]().flatten()
     for name, step in steps.items():
-        error = (step().float() - expected).square().mean() / expected.square().mean()
+        error = (step().float().flatten() - expected).square().mean() / expected.square().mean()
         if not error.sqrt() < TOLERANCE:
             raise RuntimeError(f"{name}: expected the output of torch, got an error of {error:.2f}")
-    seconds = take_turns(steps, turns)
-    _, num_kv_heads, dim = heads
     rows = []
-    for name, durations in seconds.items():
-        num_bytes = 2 * batch * num_kv_heads * dim * num_stored * VALUE_BYTES.get(name, 1)
+    for name, durations in take_turns(steps, turns).items():
+        num_bytes = 2 * batch * heads.kv * heads.dim * num_stored * VALUE_BYTES.get(name, 1)
         ms = 1e3 * statistics.median(durations) / num_layers
-        rate = num_bytes / ms / 1e6
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": num_stored, "batch": batch,
             "layers": num_layers, "threads": torch.get_num_threads(),
-            "ms": round(ms, 3), "gb_per_s": round(rate, 1), "of_read": round(rate / read_rate, 2),
-            "ratio": round(statistics.median(compute_ratios(seconds, name, BASELINE)), 3),
+            "ms": round(ms, 3), "gb_per_s": round(num_bytes / ms / 1e6, 1),
         })  # fmt: skip
     return rows
 
@@ -147,20 +131,14 @@ def _measure_layer(
 def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> dict[str, Attend]:
     """Return a step of each contender, which stores a token after `num_stored` tokens.
 
-    A step runs all layers, and returns the output of the last layer, `[B, Hq, 1, D]`.
+    A step runs all layers, and returns the output of the last layer, `[B, Hq, 1, D]` or
+    `[B, 1, Hq, D]`. The values of both are in the same order.
     """
     num_heads, num_kv_heads, dim = heads
     module = AttentionLayer(num_heads // num_kv_heads)
     query = torch.randn(batch, num_heads, 1, dim).bfloat16()
     key, value = torch.randn(2, batch, num_kv_heads, 1, dim).bfloat16()
     history = torch.randn(2, batch, num_kv_heads, num_stored, dim).bfloat16()
-
-    def attend_over_cache(cache: Cache, attend: Callable[..., Any]) -> torch.Tensor:
-        # A token more does not change the time of the next turn.
-        for layer in range(num_layers):
-            keys, values = cache.update(key, value, layer)
-            output: torch.Tensor = attend(module, query, keys, values, None, scaling=dim**-0.5)[0]
-        return output.transpose(1, 2)
 
     def attend_over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         keys, values = buffer
@@ -182,18 +160,17 @@ def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> d
         buffers[..., :num_stored, :] = history
         attend_buffer = functools.partial(attend_over_buffer, query=query.to(dtype))
         steps[name] = [functools.partial(attend_buffer, buffer) for buffer in buffers]
-    all_steps: dict[str, Attend] = {
-        name: functools.partial(run_layers, layers) for name, layers in steps.items()
-    }
     config = make_config(heads, num_layers)
     caches: dict[str, Cache] = {DYNAMIC: DynamicCache()}
     caches |= {name: FP8PagedCache(config, dtype=dtype) for name, dtype in PAGED.items()}
+    # Each step stores a further token, which does not change the time of the next turn.
+    store = functools.partial(store_and_attend, module, query, key, value)
     for name, cache in caches.items():
         for layer in range(num_layers):
             cache.update(history[0], history[1], layer)
-        attend = fp8_paged_attention if name in PAGED else sdpa_attention_forward
-        all_steps[name] = functools.partial(attend_over_cache, cache, attend)
-    return all_steps
+        attention = fp8_paged_attention if name in PAGED else sdpa_attention_forward
+        steps[name] = [functools.partial(store, cache, attention, i) for i in range(num_layers)]
+    return {name: functools.partial(run_layers, layers) for name, layers in steps.items()}
 
 
 # -- slopes ----------------------------------------------------------------------------------------
@@ -207,16 +184,16 @@ def measure_slopes(turns: int, dtype: str, llama_timers: StepTimers) -> list[Res
         DYNAMIC: lambda: DynamicCache(config=config),
         QUANTIZED: lambda: QuantizedCache("fp8", config),
     }
-    for name, page_dtype in PAGED.items():
-        cache_makers[name] = functools.partial(FP8PagedCache, config, dtype=page_dtype)
+    cache_makers |= {
+        name: functools.partial(FP8PagedCache, config, dtype=page_dtype)
+        for name, page_dtype in PAGED.items()
+    }
     timers = dict(llama_timers)
     for name, num_stored in itertools.product(cache_makers, (SHORT_CONTEXT, LONG_CONTEXT)):
         attention = "fp8_paged" if name in PAGED else "sdpa"
         timers[name, num_stored] = _make_timer(model, cache_makers[name](), attention, num_stored)
-    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in timers}
-    for _ in range(turns):
-        for case, time_step in timers.items():
-            seconds[case].append(time_step())
+    turn_seconds = [[time_step() for time_step in timers.values()] for _ in range(turns)]
+    seconds = dict(zip(timers, zip(*turn_seconds, strict=True), strict=True))
     slopes = {
         name: [(long - short) / (LONG_CONTEXT - SHORT_CONTEXT) for short, long in zip(
             seconds[name, SHORT_CONTEXT], seconds[name, LONG_CONTEXT], strict=True)]
@@ -307,14 +284,8 @@ def _run_llama() -> Iterator[StepTimers]:
         process.kill()
 
 
-INTEGERS: dict[str, Any] = {"type": int, "nargs": "+"}
-OPTIONS = {
-    **TURNS_OPTION,
-    "--parts": {"help": "Parts to measure: layers, slopes, or layers,slopes."},
-    "--context": {**INTEGERS, "dest": "context_lengths", "help": "Numbers of stored tokens."},
-    "--batches": {**INTEGERS, "dest": "batch_sizes", "help": "Numbers of sequences."},
-    "--dtypes": {"nargs": "+", "help": "Dtypes of the demo model."},
-}
-
 if __name__ == "__main__":
-    main(__doc__, measure_rivals, OPTIONS)
+    main(__doc__, measure_rivals, {
+        **TURNS_OPTION,
+        "--parts": {"help": "Parts to measure: layers, slopes, or layers,slopes."},
+    })  # fmt: skip

@@ -12,8 +12,6 @@ import torch
 Attend = Callable[[], torch.Tensor]  # returns [B, Hq, T, D]
 
 _VLLM_PAGE_TOKENS = 128  # vLLM's default on CPUs
-# Precision of the matrix products, by the name of the contender.
-_OPENVINO_PRECISIONS = {"OpenVINO u8": "f32", "OpenVINO u8, bf16 products": "bf16"}
 
 
 def make_other_steps(
@@ -26,14 +24,18 @@ def make_other_steps(
         states: Keys and values of the new tokens, `[2, B, Hkv, T, D]`, bfloat16.
         history: Keys and values of the stored tokens, `[2, B, Hkv, N, D]`, bfloat16.
     """
-    steps: dict[str, Attend] = {}
-    if find_spec("vllm"):
-        for name, dtype in {"vLLM bf16": "auto", "vLLM fp8": "fp8"}.items():
-            steps[name] = _make_vllm_step(dtype, query, states, history)
-    if find_spec("openvino"):
-        for name, precision in _OPENVINO_PRECISIONS.items():
-            steps[name] = _make_openvino_step(precision, query, states, history)
-    return steps
+    # The package, the function and its first argument, by the name of the contender.
+    contenders = {
+        "vLLM bf16": ("vllm", _make_vllm_step, "auto"),
+        "vLLM fp8": ("vllm", _make_vllm_step, "fp8"),
+        "OpenVINO u8": ("openvino", _make_openvino_step, "f32"),
+        "OpenVINO u8, bf16 products": ("openvino", _make_openvino_step, "bf16"),
+    }
+    return {
+        name: make_step(variant, query, states, history)
+        for name, (package, make_step, variant) in contenders.items()
+        if find_spec(package)
+    }
 
 
 def _flatten(states: torch.Tensor) -> torch.Tensor:
@@ -165,11 +167,9 @@ def _make_openvino_step(
     first_rows = torch.tensor([0, *page_lengths]).cumsum(0).tolist()
     pages = [b * num_pages + n for b in range(batch) for n in range(len(starts))]
     zeros = query.new_zeros(batch, num_heads, num_stored, dim)
-    num_sequences = len(page_lengths)
     set_inputs(
-        [zeros, *history], [0] * num_sequences, first_rows, pages, [*range(num_sequences + 1)],
-        page_size,
-    )  # fmt: skip
+        [zeros, *history], [0] * len(pages), first_rows, pages, [*range(len(pages) + 1)], page_size
+    )
     request.infer()
     set_inputs(
         [query, *states], [num_stored] * batch, [*range(0, (batch + 1) * num_new, num_new)],
