@@ -5,6 +5,7 @@ of batches, chunks and caches that a seed determines, and all bits are compared.
 calls of users, without added padding or rounding.
 """
 
+import itertools
 import operator
 import random
 import statistics
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import (
@@ -38,6 +39,8 @@ TEXT_SIZES, DEMO_TEXT_SIZES = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
 # issue 25790.
 NUM_POSITIONS = 512
+# Numbers of `compared` values, and of different `logits` and `pages` (keys and values).
+Comparison = Counter[str]
 _SMALL_CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0,
@@ -57,18 +60,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Comparison(NamedTuple):
-    """Numbers of compared values, of different logits, and of different keys and values."""
-
-    num_values: int
-    num_different_logits: int
-    num_different_states: int = 0
-
-
 class Reader:
     """A model, its texts, and its outputs for the first text, which is read alone in one call.
 
-    The methods from `read_in_batch` on read the first text again, and compare the outputs.
+    The methods without arguments that return a `Comparison` read the first text again, in
+    different calls, and compare the outputs.
     """
 
     def __init__(
@@ -88,12 +84,11 @@ class Reader:
         self.logits, self.states = self.read(self.texts[:1], [num_tokens])
 
     def enable_pages(self, **keywords: Any) -> None:
-        keywords |= self.storage
-        enable(self.model, deterministic=True, page_size=PAGE_SIZE, **keywords)
+        enable(self.model, deterministic=True, page_size=PAGE_SIZE, **self.storage, **keywords)
 
     def make_cache(self, **keywords: Any) -> FP8PagedCache:
-        keywords |= self.storage
-        return FP8PagedCache(self.model, prefill="stored", page_size=PAGE_SIZE, **keywords)
+        options = {"page_size": PAGE_SIZE, **self.storage, **keywords}
+        return FP8PagedCache(self.model, prefill="stored", **options)
 
     @torch.no_grad()
     def read(
@@ -120,18 +115,17 @@ class Reader:
     def compare(self, outputs: tuple[Tensor, list[Tensor]], start: int = 0) -> Comparison:
         """Compare logits from token `start` on, and keys and values, with the first outputs."""
         logits, states = outputs
-        num_values, num_different = logits.numel(), 0
+        comparison = compare_logits(logits, self.logits[start:])
         for actual, expected in zip(states, self.states[: len(states)], strict=True):
             # A window holds fewer tokens if the last calls were shorter.
             if count := min(actual.shape[1], expected.shape[1]):
-                num_values += actual[:, -count:].numel()
-                num_different += int((actual[:, -count:] != expected[:, -count:]).sum())
-        return Comparison(num_values, int((logits != self.logits[start:]).sum()), num_different)
+                comparison["compared"] += actual[:, -count:].numel()
+                comparison["pages"] += int((actual[:, -count:] != expected[:, -count:]).sum())
+        return comparison
 
     # -- combinations ------------------------------------------------------------------------
 
     def read_in_batch(self) -> Comparison:
-        """Read the text in a batch, in chunks."""
         order = self.rng.sample(range(1, self.num_texts), self.rng.randint(0, self.num_texts - 1))
         row = self.rng.randint(0, len(order))
         order.insert(row, 0)
@@ -158,7 +152,6 @@ class Reader:
         return self.compare_tail(fork, start)
 
     def recompute_tail(self) -> Comparison:
-        """Remove the last tokens, and recompute them."""
         num_removed = self.rng.randint(1, 60)
         cache = self.make_cache()
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
@@ -167,7 +160,6 @@ class Reader:
         return self.compare_tail(cache, self.num_tokens - num_removed)
 
     def read_preallocated(self) -> Comparison:
-        """Read the text with a cache of fixed size."""
         cache = self.make_cache(max_cache_len=self.num_tokens + self.rng.randint(0, 100))
         chunk_sizes = self.draw_chunk_sizes(self.num_tokens)
         logits, states = self.read(self.texts[:1], chunk_sizes, cache)
@@ -176,16 +168,14 @@ class Reader:
         return self.compare((logits, states))
 
     def continue_loaded(self) -> Comparison:
-        """Continue a cache that was saved to a file."""
         cache, start = self.read_head()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path = cache.save(f"{folder}/cache.safetensors")
-            loaded_cache = FP8PagedCache.load(path)
+            loaded_cache = FP8PagedCache.load(cache.save(f"{folder}/cache.safetensors"))
         return self.compare_tail(loaded_cache, start)
 
     def reuse_prefixes(self) -> Comparison:
         """Generate with a prefix store, first without and then with stored pages."""
-        num_values = num_different = 0
+        comparison = Comparison()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for length in sorted(self.rng.sample(range(PAGE_SIZE, self.num_tokens), 3)):
                 store = PrefixStore(folder)
@@ -194,11 +184,10 @@ class Reader:
                     self.texts[:1, :length], max_new_tokens=1, output_logits=True,
                     return_dict_in_generate=True,
                 )  # fmt: skip
-                num_values += output.logits[0].numel()
-                num_different += int((output.logits[0][0] != self.logits[length - 1]).sum())
+                comparison += compare_logits(output.logits[0][0], self.logits[length - 1])
                 store.flush()
         self.enable_pages()
-        return Comparison(num_values, num_different)
+        return comparison
 
     def serve_in_engine(self) -> Comparison:
         """Answer in an engine that evicts, recomputes and cancels decoding requests."""
@@ -237,9 +226,8 @@ class Reader:
         ids = torch.tensor([prompt + answer.generated_tokens], device=self.texts.device)
         logits, _ = self.read(ids[:, :-1], [ids.shape[1] - 1])
         probabilities = logits[length - 1 :].float().softmax(-1)
-        expected = probabilities.gather(1, ids[0, length:, None]).log()[:, 0].tolist()
-        differences = [x != y for x, y in zip(answer.logprobs, expected, strict=True)]
-        return Comparison(ANSWER_TOKENS, sum(differences))
+        expected = probabilities.gather(1, ids[0, length:, None]).log()[:, 0].cpu()
+        return compare_logits(torch.tensor(answer.logprobs, dtype=expected.dtype), expected)
 
     @torch.no_grad()
     def decode_tokens(self) -> Comparison:
@@ -249,7 +237,11 @@ class Reader:
         actual, expected = (
             x[:NUM_POSITIONS].float().log_softmax(-1) for x in (logits, self.logits)
         )
-        return Comparison(actual.numel(), int((actual != expected).sum()))
+        return compare_logits(actual, expected)
+
+
+def compare_logits(actual: Tensor, expected: Tensor) -> Comparison:
+    return Comparison(compared=actual.numel(), logits=int((actual != expected).sum()))
 
 
 def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
@@ -267,8 +259,8 @@ def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
 def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]]:
     """Return rows with the seconds of calls with and without determinism, and their ratio."""
     model: Any = build_model(DEMO_NAME, dtype, device)
-    # torch.cpu.synchronize has the same signature and does nothing.
-    synchronize = torch.cuda.synchronize if model.device.type == "cuda" else torch.cpu.synchronize
+    # torch.cpu.synchronize does nothing.
+    synchronize = getattr(torch, model.device.type).synchronize
     ids = torch.randint(3, VOCABULARY, (8, 512), device=device)
     batching = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
@@ -334,8 +326,7 @@ def measure_reproducibility(
     rows = []
     full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO_NAME)}
     names = [full_names[name] for name in (models.split(",") if models else full_names)]
-    cases = [(name, dtype) for name in names for dtype in dtypes.split(",")]
-    num_per_case = combinations // max(1, len(cases))
+    cases = list(itertools.product(names, dtypes.split(",")))
     for index, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build_model(name, dtype, device)
@@ -352,18 +343,16 @@ def measure_reproducibility(
                 compare_by_kind["engine"] = reader.serve_in_engine
         kinds = list(compare_by_kind)
         # The demo model takes far longer, so it gets half the number, and each kind at least once.
-        num_draws = num_per_case // 2 if name == DEMO_NAME else num_per_case
+        num_draws = combinations // len(cases) // (2 if name == DEMO_NAME else 1)
         counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, num_draws - len(kinds) - 1)))
         compare_by_kind["decode"], counts["decode"] = reader.decode_tokens, 1
         for kind, count in counts.items():
             progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind}")
             start = time.perf_counter()
-            comparisons = [compare_by_kind[kind]() for _ in range(count)]
-            total = Comparison(*map(sum, zip(*comparisons, strict=True)))
+            total = sum((compare_by_kind[kind]() for _ in range(count)), Comparison())
             rows.append({
                 "model": name, "dtype": dtype, "kind": kind, "combinations": count,
-                "compared": total.num_values, "logits": total.num_different_logits,
-                "pages": total.num_different_states,
+                "compared": total["compared"], "logits": total["logits"], "pages": total["pages"],
                 "seconds": round(time.perf_counter() - start, 1),
             })  # fmt: skip
         disable(model)
