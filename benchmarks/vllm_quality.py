@@ -10,6 +10,7 @@ import os
 import pydoc_data.topics
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from hf_fp8kv import choose_plan, demo_model_path
 from hf_fp8kv.calibration import calibrate
 
-from .shared import Options, Result, main
+from .shared import Result, main
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
 # The topics to score.
@@ -29,12 +30,6 @@ BASE_DTYPE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
 )  # fmt: skip
-# Options of `calibrate`, by the dtype and the description of the scales. vLLM's own dtypes read
-# scales from a copy of the checkpoint.
-CALIBRATIONS: dict[tuple[str, str], dict[str, Any]] = {
-    ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
-    ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
-}  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -69,23 +64,23 @@ def _find_paragraphs(text: str) -> set[str]:
 def calibrate_variants(
     checkpoint: str, texts: list[str], tokenizer: Any, max_tokens: int, folder: Path
 ) -> list[Variant]:
-    """Calibrate the scales of `CALIBRATIONS`, and choose a plan. Save them in `folder`."""
+    """Calibrate scales per tensor and per head, and choose a plan. Save them in `folder`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
-    variants = []
-    for index, ((dtype, name), options) in enumerate(CALIBRATIONS.items()):
-        scales = calibrate(model, texts, tokenizer=tokenizer, max_tokens=max_tokens, **options)
-        path = str(folder / str(index))
-        if dtype == "fp8":
-            scales.save_pretrained(path, format="compressed-tensors", checkpoint=checkpoint)
-            variants.append(Variant(dtype, name, path, {}))
-        else:
-            scales.save_pretrained(path)
-            variants.append(Variant(dtype, name, checkpoint, {"scales": path}))
-    path = str(folder / "plan")
-    choose_plan(model, texts, tokenizer=tokenizer).save_pretrained(path)
-    return [*variants, Variant("hf_fp8kv", "chosen plan", checkpoint, {"plan": path})]
+    compute_scales = partial(calibrate, model, texts, tokenizer=tokenizer, max_tokens=max_tokens)
+    tensor_path, head_path, plan_path = (str(folder / x) for x in ("tensor", "head", "plan"))
+    # vLLM's own dtypes read scales from a copy of the checkpoint.
+    compute_scales(granularity="tensor", center=False).save_pretrained(
+        tensor_path, format="compressed-tensors", checkpoint=checkpoint
+    )
+    compute_scales(granularity="head").save_pretrained(head_path)
+    choose_plan(model, texts, tokenizer=tokenizer).save_pretrained(plan_path)
+    return [
+        Variant("fp8", "static, per tensor", tensor_path, {}),
+        Variant("hf_fp8kv_static", "static, per head, centers", checkpoint, {"scales": head_path}),
+        Variant("hf_fp8kv", "chosen plan", checkpoint, {"plan": plan_path}),
+    ]
 
 
 def predict(variant: Variant, prompts: Sequence[list[int]]) -> Any:
@@ -113,8 +108,11 @@ def predict(variant: Variant, prompts: Sequence[list[int]]) -> Any:
         model.compute_logits = compute_logits
 
     llm.apply_model(record_logits)
-    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts],
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
     llm.llm_engine.engine_core.shutdown()
     assert [len(rows) for rows in logprobs] == [len(ids) - 1 for ids in prompts]
     return torch.cat(logprobs)
@@ -132,7 +130,7 @@ def measure_vllm(
     Args:
         dtypes: Values of `--kv-cache-dtype`.
         scored_tokens: Number of tokens of each of the four scored texts.
-        calibration_tokens: Maximum number of tokens to calibrate on. 0 omits the calibrated rows.
+        calibration_tokens: Maximum number of tokens to calibrate on.
         progress: Function that is called with the name of each row.
     """
     from transformers import AutoTokenizer
@@ -150,10 +148,10 @@ def measure_vllm(
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         variants = [Variant(dtype, "scales of the dtype", checkpoint, {}) for dtype in dtypes]
-        if calibration_tokens:  # before vLLM starts, because it changes classes of transformers
-            variants += calibrate_variants(
-                checkpoint, texts, tokenizer, calibration_tokens, Path(folder)
-            )
+        # Calibrate before vLLM starts, because vLLM changes classes of transformers.
+        variants += calibrate_variants(
+            checkpoint, texts, tokenizer, calibration_tokens, Path(folder)
+        )
         progress(BASE_DTYPE)
         expected = predict(Variant(BASE_DTYPE, "", checkpoint, {}), prompts)
         for variant in variants:
@@ -169,9 +167,10 @@ def measure_vllm(
 
 
 if __name__ == "__main__":
-    options: Options = {
+    main(__doc__, measure_vllm, {
         "--dtypes": {"nargs": "*", "help": "Values of --kv-cache-dtype."},
         "--tokens": {"type": int, "dest": "scored_tokens", "help": "Tokens of a scored text."},
-        "--calibrated": {"type": int, "dest": "calibration_tokens", "help": "0 for no such row."},
-    }
-    main(__doc__, measure_vllm, options)
+        "--calibrated": {
+            "type": int, "dest": "calibration_tokens", "help": "Number of tokens to calibrate on.",
+        },
+    })  # fmt: skip
