@@ -20,7 +20,7 @@ from hf_fp8kv.card.caches import CONTENDERS, FLOOR, Contender, States
 from hf_fp8kv.card.long_texts import KINDS, read_texts
 from hf_fp8kv.card.predictions import prefill
 
-from .shared import MODEL_OPTIONS, Options, Result, load_model_before, main
+from .shared import MODEL_OPTIONS, Result, load_model_before, main
 
 NUM_DRAFTED = 5  # tokens that the draft model proposes in a step
 EARLY_EXIT, ROUNDED = "early exit", "rounded weights"
@@ -47,9 +47,8 @@ def compute_exit_logits(
     """Return the logits of `compute`, and the logits after the first `num_layers` layers."""
     recorded: list[torch.Tensor] = []
     layer = model.model.layers[num_layers - 1]
-    handle = layer.register_forward_hook(lambda module, args, output: recorded.append(output))
-    logits = compute()
-    handle.remove()
+    with layer.register_forward_hook(lambda _module, _args, output: recorded.append(output)):
+        logits = compute()
     hidden = recorded[0] if isinstance(recorded[0], torch.Tensor) else recorded[0][0]
     with torch.no_grad():
         exit_logits: torch.Tensor = model.lm_head(model.model.norm(hidden))
@@ -74,41 +73,52 @@ def score_context(
     scored: int,
     exit_layers: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return the acceptance, the divergence and the total variation of each cache in a text."""
+    """Return the acceptance, the divergence and the total variation of each cache in a text.
+
+    Args:
+        model: The target.
+        draft: The draft model `round_weights(model)`.
+        ids: Tokens of the text, `[1, N]`, int64.
+        contenders: The caches by name. The first cache has 16 bits, and is the reference.
+        scored: Number of scored tokens at the end of the text.
+        exit_layers: Number of layers of the draft by early exit.
+    """
     start = ids.shape[1] - scored
     states: list[States] = prefill(model, ids[:, :start]).states
     draft_cache = DynamicCache()
     compute_logits(draft, ids[:, :start], draft_cache, {}, scored=False)
     rounded_q = compute_logits(draft, ids[:, start:], draft_cache, {}, scored=True).softmax(-1)
     exact: torch.Tensor | None = None
-    entries: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, contender in contenders.items():
         cache = contender.fill(model, states)
         compute = partial(compute_logits, model, ids[:, start:], cache, {}, scored=True)
         logits, exit_logits = compute_exit_logits(model, exit_layers, compute)
-        exact = logits if exact is None else exact  # the first cache has 16 bits
+        exact = logits if exact is None else exact
         scores = compute_scores(exact, logits, ids[:, start + 1 :])
         p = logits.softmax(-1)
-        entries[name] = {
+        results[name] = {
             "kl": scores.kl.mean().item(),
             "total_variation": scores.total_variation.mean().item(),
             EARLY_EXIT: torch.minimum(p, exit_logits.softmax(-1)).sum(-1)[0].tolist(),
             ROUNDED: torch.minimum(p, rounded_q).sum(-1)[0].tolist(),
         }
-    return entries
+    return results
 
 
-def summarize(texts: list[dict[str, dict[str, Any]]], context: int) -> list[Result]:
-    """Return a row for each cache and draft, with intervals over the texts."""
-    generator = np.random.default_rng(0)
-    samples = generator.integers(0, len(texts), (_NUM_RESAMPLES, len(texts)))
+def summarize(results: list[dict[str, dict[str, Any]]], context: int) -> list[Result]:
+    """Return a row for each cache and draft, with intervals over the texts.
+
+    `results` has the result of `score_context` for each text.
+    """
+    samples = np.random.default_rng(0).integers(0, len(results), (_NUM_RESAMPLES, len(results)))
     rows = []
     for draft in (EARLY_EXIT, ROUNDED):
         tokens = {
-            name: np.array([count_tokens(torch.tensor(x[name][draft])).mean() for x in texts])
-            for name in texts[0]
+            name: np.array([count_tokens(torch.tensor(x[name][draft])).mean() for x in results])
+            for name in results[0]
         }
-        for name in texts[0]:
+        for name in results[0]:
             ratios = tokens[name][samples].mean(1) / tokens[FLOOR][samples].mean(1)
             low, high = np.quantile(ratios, (0.025, 0.975)).tolist()
             rows.append(
@@ -116,13 +126,15 @@ def summarize(texts: list[dict[str, dict[str, Any]]], context: int) -> list[Resu
                     "context": context,
                     "draft": draft,
                     "cache": name,
-                    "acceptance": float(np.mean([np.mean(x[name][draft]) for x in texts])),
+                    "acceptance": float(np.mean([np.mean(x[name][draft]) for x in results])),
                     "tokens": float(tokens[name].mean()),
                     "ratio": float(tokens[name].mean() / tokens[FLOOR].mean()),
                     "low": low,
                     "high": high,
-                    "kl": float(np.mean([x[name]["kl"] for x in texts])),
-                    "total_variation": float(np.mean([x[name]["total_variation"] for x in texts])),
+                    "kl": float(np.mean([x[name]["kl"] for x in results])),
+                    "total_variation": float(
+                        np.mean([x[name]["total_variation"] for x in results])
+                    ),
                 }
             )
     return rows
@@ -134,12 +146,22 @@ def measure(
     tokenizer: Any,
     *,
     contexts: str = "1024,4096,8192",
-    texts: int = 4,
+    num_texts: int = 4,
     scored: int = 256,
     exit_layers: int = 0,
     progress: Callable[[str], None],
 ) -> Result:
-    """Return the rows of all contexts."""
+    """Return the rows of all contexts.
+
+    Args:
+        model: The target, in float32.
+        tokenizer: The model's tokenizer.
+        contexts: Numbers of tokens of a text, separated by commas.
+        num_texts: Number of texts of each kind in `KINDS`.
+        scored: Number of scored tokens at the end of each text.
+        exit_layers: Number of layers of the draft by early exit. 0 means nine tenths of the layers.
+        progress: Function that is called with the name of each text.
+    """
     draft = round_weights(model)
     exit_layers = exit_layers or model.config.num_hidden_layers * 9 // 10
     lengths = [int(x) for x in contexts.split(",")]
@@ -148,27 +170,28 @@ def measure(
         for length in lengths:
             is_longest = len(lengths) > 2 and length == max(lengths)
             contenders = {x: CONTENDERS[x] for x in (LONG_CACHES if is_longest else CACHES)}
-            entries: list[Any] = []
+            results: list[Any] = []
             for kind in KINDS:
-                for ids in read_texts(tokenizer, kind, texts, length):
-                    progress(f"{length} tokens, text {len(entries) + 1}")
+                for ids in read_texts(tokenizer, kind, num_texts, length):
+                    progress(f"{length} tokens, text {len(results) + 1}")
                     ids = ids.to(model.device)
-                    entries.append(
+                    results.append(
                         score_context(
                             model, draft, ids, contenders, scored=scored, exit_layers=exit_layers
                         )
                     )
-            rows += summarize(entries, length)
+            rows += summarize(results, length)
     return {"rows": rows, "drafted": NUM_DRAFTED, "exit_layers": exit_layers}
 
 
-OPTIONS: Options = {
-    **MODEL_OPTIONS,
-    "--contexts": {"help": "Numbers of tokens, separated by commas."},
-    "--texts": {"type": int, "help": f"Number of texts of each of {len(KINDS)} kinds."},
-    "--scored": {"type": int, "help": "Number of scored tokens at the end of each text."},
-    "--exit-layers": {"type": int, "help": "Layers of the draft by early exit."},
-}
-
 if __name__ == "__main__":
-    main(__doc__, measure, OPTIONS)
+    main(__doc__, measure, {
+        **MODEL_OPTIONS,
+        "--contexts": {"help": "Numbers of tokens, separated by commas."},
+        "--texts": {
+            "type": int, "dest": "num_texts",
+            "help": f"Number of texts of each of {len(KINDS)} kinds.",
+        },
+        "--scored": {"type": int, "help": "Number of scored tokens at the end of each text."},
+        "--exit-layers": {"type": int, "help": "Number of layers of the draft by early exit."},
+    })  # fmt: skip

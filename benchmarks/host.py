@@ -19,8 +19,10 @@ from types import SimpleNamespace
 import torch
 from transformers import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
+from hf_fp8kv.cache.cache import FP8PagedCache
 
 from .shared import TURNS_OPTION, Result, main, make_environment, run_process
 
@@ -56,18 +58,17 @@ def make_driver() -> SimpleNamespace:
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", int(GPU.removeprefix("sm_")), 32)
-    utils = SimpleNamespace(
-        get_device_properties=lambda _device: {"max_shared_mem": 1 << 20},
-        # Module, function, registers, spills, and the maximum number of threads of a program.
-        load_binary=lambda *_: (object(), object(), 128, 0, 1024),
-    )
     return SimpleNamespace(
         get_current_target=lambda: target,
         get_active_torch_device=lambda: torch.device("cpu"),
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
         launcher_cls=lambda _source, _metadata: lambda *_arguments: None,
-        utils=utils,
+        utils=SimpleNamespace(
+            get_device_properties=lambda _device: {"max_shared_mem": 1 << 20},
+            # Module, function, registers, spills, and the maximum number of threads of a program.
+            load_binary=lambda *_: (object(), object(), 128, 0, 1024),
+        ),
     )
 
 
@@ -83,12 +84,11 @@ class LayerStack:
         num_layers: int,
         batch: int = 1,
     ) -> None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
         num_heads, num_kv_heads, dim = heads
-        group_size = num_heads // num_kv_heads
-        self.modules = [AttentionLayer(group_size, i).eval() for i in range(num_layers)]
+        self.modules = [
+            AttentionLayer(num_heads // num_kv_heads, i).eval() for i in range(num_layers)
+        ]
         # The strides are the same as after a projection and RoPE.
         self.query = torch.randn(batch, 1, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(batch, num_kv_heads, 1, dim, dtype=torch.bfloat16)
@@ -115,7 +115,6 @@ class LayerStack:
         )
 
     def step(self) -> None:
-        """Run one decode step of all layers."""
         mask = self.make_mask()
         for module in self.modules:
             keys, values = self.cache.update(self.key, self.value, module.layer_idx)
@@ -133,10 +132,8 @@ class LayerStack:
 
 def make_stack(num_layers: int, batch: int = 1) -> LayerStack:
     """Return layers of the paged cache on a GPU, or on a CPU with the calls of a GPU."""
-    from hf_fp8kv.cache.cache import FP8PagedCache
-
-    has_gpu = torch.cuda.is_available()
-    cache = FP8PagedCache(make_config(HEADS, num_layers), backend="triton" if has_gpu else "torch")
+    backend = "triton" if torch.cuda.is_available() else "torch"
+    cache = FP8PagedCache(make_config(HEADS, num_layers), backend=backend)
     # The last page has free slots, so that growth of the cache is not measured.
     stack = LayerStack(cache, "fp8_paged", HEADS, STORED_TOKENS, num_layers, batch)
     for layer in cache.paged_layers:
@@ -146,7 +143,6 @@ def make_stack(num_layers: int, batch: int = 1) -> LayerStack:
 
 @torch.no_grad()
 def _measure_turns(turns: int) -> list[Result]:
-    """Return the rows, in a separate process."""
     import triton
 
     from hf_fp8kv.ops.triton.target import Target, assuming
@@ -168,13 +164,10 @@ def _measure_turns(turns: int) -> list[Result]:
                 cache = DynamicCache(config=make_config(heads, NUM_LAYERS))
                 stack = LayerStack(cache, "sdpa", heads, num_tokens, NUM_LAYERS, batch)
                 stacks[STOCK + suffix + label] = stack
-        times: dict[str, list[float]] = {name: [] for name in stacks}
-        for _ in range(turns + 1):
-            for name, stack in stacks.items():
-                times[name].append(stack.measure_turn())
+        turn_us = [[stack.measure_turn() for stack in stacks.values()] for _ in range(turns + 1)]
     return [  # without the first turn, which compiles the kernels
-        {"cache": name, "value": min(values[1:]), "unit": "µs per layer"}
-        for name, values in times.items()
+        {"cache": name, "value": min(stack_us), "unit": "µs per layer"}
+        for name, stack_us in zip(stacks, zip(*turn_us[1:], strict=True), strict=True)
     ]
 
 

@@ -6,6 +6,7 @@ channels of the latent, and RoPE parts larger than latents. Every cache gets bfl
 imitate the formats of other software, values are rounded before transformers' cache stores them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,7 +67,7 @@ def _round_by_blocks(latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]
 def _round_together(
     latent: Tensor, rope_part: Tensor, *, scale_covers_rope: bool
 ) -> tuple[Tensor, Tensor]:
-    """Round both parts with one scale, of both or of the latent alone."""
+    """Round both parts with one scale, for the maximum of both parts or of the latent alone."""
     amax = _compute_amax(latent, rope_part) if scale_covers_rope else _compute_amax(latent)
     return _round_to_e4m3(latent, amax), _round_to_e4m3(rope_part, amax)
 
@@ -105,11 +106,10 @@ def measure_latent_accuracy(
         latents of 512 and RoPE parts of 64 values) and the fields of `summarize_scores`.
     """
     rows = []
-    imitated_bytes = {name: num_bytes for name, (num_bytes, _) in IMITATIONS.items()}
     for model_name, properties in MODEL_KINDS.items():
         model = make_model(*properties, num_layers=num_layers, rank=rank)
         cache_makers = _list_cache_makers(model)
-        scores: dict[str, list[Scores]] = {}
+        scores: dict[str, list[Scores]] = defaultdict(list)
         for index in range(num_texts):
             progress(f"{model_name}, text {index + 1} of {num_texts}")
             ids = _draw_text(prefill_tokens + scored_tokens, seed=index)
@@ -118,12 +118,14 @@ def measure_latent_accuracy(
                     model, ids, cache_makers, num_prefill=prefill_tokens, chunk_size=128
                 )
             for cache_name, cache_scores in text_scores.items():
-                scores.setdefault(cache_name, []).append(cache_scores)
+                scores[cache_name].append(cache_scores)
         del scores[UNQUANTIZED]
         for name, all_scores in scores.items():
-            num_bytes = imitated_bytes.get(name) or _measure_bytes_per_token(cache_makers[name])
-            row = {"model": model_name, "cache": name, "bytes_per_token": num_bytes}
-            rows.append({**row, **summarize_scores(all_scores)})
+            num_bytes, _ = IMITATIONS.get(name) or (_measure_bytes(cache_makers[name]), None)
+            rows.append({
+                "model": model_name, "cache": name, "bytes_per_token": num_bytes,
+                **summarize_scores(all_scores),
+            })  # fmt: skip
     return {"rows": rows}
 
 
@@ -139,13 +141,12 @@ def _list_cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     return makers
 
 
-def _measure_bytes_per_token(make_cache: Callable[[], Any]) -> float:
+def _measure_bytes(make_cache: Callable[[], Any]) -> float:
     """Return the bytes of a token in one layer of DeepSeek's sizes, for a model in bf16."""
     cache = make_cache()
-    num_tokens = 64
-    latents = torch.ones((1, 1, num_tokens, 512), dtype=torch.bfloat16)
+    latents = torch.ones((1, 1, 64, 512), dtype=torch.bfloat16)
     cache.update(latents, latents[..., :64], 0)
-    return float(cache.memory_footprint().used_bytes) / num_tokens
+    return float(cache.memory_footprint().used_bytes) / latents.shape[2]
 
 
 def make_model(
@@ -188,18 +189,17 @@ def _draw_matrix(shape: torch.Size, generator: torch.Generator, *, is_flat: bool
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     singular_values = torch.arange(1, u.shape[1] + 1).float() ** -0.5
     matrix = (u * singular_values).matmul(v)
-    matrix /= matrix.square().mean().sqrt() * shape[1] ** 0.5
-    return matrix
+    return matrix.div(matrix.square().mean().sqrt() * shape[1] ** 0.5)
 
 
 def _draw_text(num_tokens: int, seed: int) -> Tensor:
     """Return random tokens, `[1, num_tokens]`, whose frequencies follow Zipf's law, as words do."""
     frequencies = 1 / torch.arange(1, _VOCABULARY + 1).float()
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.multinomial(frequencies, num_tokens, replacement=True, generator=generator)
-    return ids[None]
+    return torch.multinomial(frequencies, num_tokens, replacement=True, generator=generator)[None]
 
 
 if __name__ == "__main__":
-    options = {"--texts": {"type": int, "dest": "num_texts", "help": "Number of texts."}}
-    main(__doc__, measure_latent_accuracy, options)
+    main(__doc__, measure_latent_accuracy, {
+        "--texts": {"type": int, "dest": "num_texts", "help": "Number of texts."},
+    })  # fmt: skip

@@ -5,6 +5,7 @@ measured in a separate process, so memory is returned to the system between mode
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def measure_windows(
         `rows` with `model`, `form` ("dynamic" or "preallocated"), `prompt` (a key of
         `PREFILL_MODES`) and `tokens`. `held` is the number of bytes after the prompt, and `peak`
         the growth of the process in bytes (None if Linux does not report it). `stock_held` and
-        `stock_peak` are for transformers' cache. `ratio` is `held` over `stock_held`.
+        `stock_peak` are for transformers' cache. `ratio` is `held / stock_held`.
 
     Raises:
         RuntimeError: The process that measures a model failed.
@@ -68,13 +69,13 @@ def measure_windows(
     rows: list[Result] = []
     for name in models:
         progress(name)
-        task = [name, prompt_lengths, backend]
-        rows += run_process("benchmarks.memory:_measure_model", task, make_environment())
+        rows += run_process(
+            "benchmarks.memory:_measure_model", [name, prompt_lengths, backend], make_environment()
+        )
     return {"rows": rows}
 
 
 def make_config(name: str) -> PreTrainedConfig:
-    """Return the config of a model of `MODELS`."""
     fields = dict(MODELS[name])
     return AutoConfig.for_model(fields.pop("model_type"), attn_implementation=ATTENTION, **fields)
 
@@ -94,18 +95,17 @@ def measure_prompts(model_name: str, length: int, backend: str) -> Iterator[dict
     for form, capacity in (("dynamic", None), ("preallocated", length)):
         for mode, (options, num_calls) in PREFILL_MODES.items():
             chunk_size = length if num_calls == 1 else min(-(-length // num_calls), MAX_CHUNK_SIZE)
-            paged_cache = FP8PagedCache(config, max_cache_len=capacity, backend=backend, **options)
-            held_bytes, peak_growth = _store_prompt(paged_cache, key, value, chunk_size)
-            del paged_cache
-            stock_cache: Cache = DynamicCache(config=config)
-            if capacity is not None:
-                stock_cache = StaticCache(config=config, max_cache_len=capacity)
-            stock_bytes, stock_peak_growth = _store_prompt(stock_cache, key, value, chunk_size)
-            del stock_cache
+            sizes: dict[str, Any] = {"max_cache_len": capacity} if capacity else {}
+            stock_class = StaticCache if capacity else DynamicCache
+            make_paged = partial(FP8PagedCache, backend=backend, **options, **sizes)
+            (held, peak), (stock_held, stock_peak) = (
+                _store_prompt(make_cache(config=config), key, value, chunk_size)
+                for make_cache in (make_paged, partial(stock_class, **sizes))
+            )
             yield {
                 "model": model_name, "form": form, "prompt": mode, "tokens": length,
-                "held": held_bytes, "peak": peak_growth, "stock_held": stock_bytes,
-                "stock_peak": stock_peak_growth, "ratio": held_bytes / stock_bytes,
+                "held": held, "peak": peak, "stock_held": stock_held, "stock_peak": stock_peak,
+                "ratio": held / stock_held,
             }  # fmt: skip
 
 
@@ -135,8 +135,8 @@ def _reset_peak() -> int | None:
 def _read_peak() -> int:
     """Return the largest number of resident bytes since `_reset_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    kibibytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return int(kibibytes) * 1024
+    # Linux counts in KiB.
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 if __name__ == "__main__":

@@ -47,9 +47,10 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
     originals = [weight.detach().clone() for weight in weights]
     logits_before = _compute_logits(model)
     try:
-        num_planted = sum(_plant_outliers(module, factor, head_stride) for module in modules)
+        for module in modules:
+            _plant_outliers(module, factor, head_stride)
         change = (_compute_logits(model) - logits_before).std() / logits_before.std()
-        if not num_planted or not change < _TOLERANCE:
+        if not modules or not change < _TOLERANCE:
             raise ConfigError(
                 "model: expected q_proj and k_proj that RoPE follows directly, and pairs of "
                 f"channels i and i + D / 2, got {type(model).__name__}. Choose a Llama or Qwen2"
@@ -64,27 +65,23 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
 def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
     ids = torch.arange(_PROBE_TOKENS, device=model.device)[None]
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits.float()
+        return model(input_ids=ids, use_cache=False).logits.float()  # type: ignore[no-any-return]
 
 
-def _plant_outliers(module: Any, factor: float, head_stride: int) -> int:
-    """Plant outliers in one attention module, and return the number of planted channels."""
+def _plant_outliers(module: Any, factor: float, head_stride: int) -> None:
+    """Plant outliers in one attention module."""
     layer = module.layer_idx
     dim = module.head_dim
     num_pairs = dim // 2
-    num_planted = 0
     num_heads = module.k_proj.out_features // dim
     group_size = module.q_proj.out_features // dim // num_heads  # query heads of a KV head
     for head in range(layer % min(head_stride, num_heads), num_heads, head_stride):
         # Together, the outliers of all layers have every frequency of RoPE.
         for pair in {(5 + 7 * layer) % num_pairs, (20 + 3 * layer + head) % num_pairs}:
-            num_planted += 2
             for channel in (pair, pair + num_pairs):
                 _scale_row(module.k_proj, head * dim + channel, factor)
                 for query_head in range(head * group_size, (head + 1) * group_size):
                     _scale_row(module.q_proj, query_head * dim + channel, 1 / factor)
-    return num_planted
 
 
 def _scale_row(projection: torch.nn.Linear, row: int, factor: float) -> None:
