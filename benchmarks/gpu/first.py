@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.tools.gpu.run import INTERPRETED_BENCHMARK_SCRIPT, SANITIZER, run_python
+from tests.tools.gpu.run import SANITIZER, make_benchmark_command, read_tail, run_python
 
 from .record import Row
 from .rival_files import find_rival_files
@@ -77,18 +77,13 @@ def run_steps(
         if step.name in exit_codes:
             report(f"== {step.name}: has exit code {exit_codes[step.name]}")
             continue
-        if step.tool and not shutil.which(SANITIZER):
-            write(step.name, row={"name": SANITIZER, "note": "not installed"})
-            exit_codes[step.name] = 0
-            write(step.name, exit_code=0, seconds=0.0)
-            continue
         report(f"== {step.name}: up to {step.seconds} s")
         start = time.monotonic()
-        exit_code, rows = _run_step(step, results, is_dry)
+        exit_codes[step.name], rows = _run_step(step, results, is_dry)
         for row in rows:
             write(step.name, row=row)
-        exit_codes[step.name] = abs(exit_code)
-        write(step.name, exit_code=abs(exit_code), seconds=round(time.monotonic() - start, 1))
+        seconds = round(time.monotonic() - start, 1)
+        write(step.name, exit_code=exit_codes[step.name], seconds=seconds)
     if not any(line["step"] == "late stop" for line in lines):
         write("late stop", row=judge_late_stop(lines))
     return max(exit_codes.values())
@@ -96,6 +91,8 @@ def run_steps(
 
 def _run_step(step: Step, results: Path, is_dry: bool) -> tuple[int, list[Row]]:
     """Run a step, and return its exit code and its rows."""
+    if step.tool and not shutil.which(SANITIZER):
+        return 0, [{"name": SANITIZER, "note": "not installed"}]
     base = results.with_name(f"{results.stem}-{step.name.replace(' ', '-')}")
     log = base.with_suffix(".log")
     rows_file = base.with_suffix(".json")
@@ -104,23 +101,21 @@ def _run_step(step: Step, results: Path, is_dry: bool) -> tuple[int, list[Row]]:
     if step.sections:
         arguments = ["--short", "--json", str(rows_file), "--sections", *step.sections]
         arguments += ["--seconds", str(limit - IMPORT_SECONDS), *["--dry"] * is_dry]
-        command = ["-m", "benchmarks.gpu"]
-        if os.environ.get("TRITON_INTERPRET") == "1":  # a dry run of Triton's kernels
-            command = ["-c", INTERPRETED_BENCHMARK_SCRIPT]
-        exit_code = run_python([*command, *arguments], log, limit)
+        exit_code = run_python([*make_benchmark_command(), *arguments], log, limit)
         return exit_code, _read_sections(rows_file)
     if step.tests:
         os.environ["HF_FP8KV_RESULTS"] = str(rows_file)
         os.environ["HF_FP8KV_REPEAT"] = str(min(step.num_repetitions, 1 if is_dry else 1000))
-        options = ["-q", "-p", "no:cacheprovider", "-p", "tests.tools.gpu.repeated", "-m", ""]
-        options += ["-W", "ignore", "--tb=short"]
+        options = (
+            "-q", "-p", "no:cacheprovider", "-p", "tests.tools.gpu.repeated", "-m", "",
+            "-W", "ignore", "--tb=short",
+        )  # fmt: skip
         exit_code = run_python(["-m", "pytest", *options, *step.tests], log, limit)
         return exit_code, _count_outcomes(rows_file)
     tool = [SANITIZER, "--tool", step.tool, "--error-exitcode", "1"]
     command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", "six"]
     exit_code = run_python(command, log, limit, tool)
-    summary = log.read_text(errors="replace").splitlines()[-3:]
-    return exit_code, [{"name": step.tool, "summary": summary}]
+    return exit_code, [{"name": step.tool, "summary": read_tail(log, 3).splitlines()}]
 
 
 def _read_sections(file: Path) -> list[Row]:
@@ -152,11 +147,14 @@ def _count_outcomes(file: Path) -> list[Row]:
 
 
 def judge_late_stop(lines: list[Row]) -> Row:
-    """Return whether the stop check may run one step late: captured steps are equal and faster."""
+    """Return a row whose field `open` is whether the stop check may run one step late.
+
+    Captured steps must give equal tokens, and be faster with a late check.
+    """
     rows = [line["row"] for line in lines if "row" in line]
     tests = [row for row in rows if row.get("name", "").startswith(CAPTURE_TESTS)]
     gains = [row["late_per_s"] / row["tokens_per_s"] for row in rows if "late_per_s" in row]
-    is_equal = bool(tests) and not any(row.get("failed") for row in tests)
-    is_equal = is_equal and any(row.get("passed") for row in tests)
+    has_failed, has_passed = (any(row.get(x) for row in tests) for x in ("failed", "passed"))
+    is_equal = has_passed and not has_failed
     is_open = is_equal and bool(gains) and min(gains) > 1
     return {"name": "late stop check", "captured_equal": is_equal, "gains": gains, "open": is_open}

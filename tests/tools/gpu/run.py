@@ -128,7 +128,7 @@ def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] 
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     print(f"({time.monotonic() - start:.0f} s, exit code {exit_code}, {log})", flush=True)
-    return exit_code
+    return abs(exit_code)  # negative after a signal
 
 
 def run_smoke(name: str, tool: list[str], out: Path, limit: float) -> int:
@@ -137,7 +137,7 @@ def run_smoke(name: str, tool: list[str], out: Path, limit: float) -> int:
     command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", *(["tiny"] if tool else [])]
     exit_code = run_python(command, log, limit, tool)
     print(read_tail(log, 14 if exit_code else 4), flush=True)
-    return abs(exit_code)
+    return exit_code
 
 
 def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
@@ -156,14 +156,18 @@ def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
     log = out / f"{name}.log"
     exit_code = run_python(["-m", "pytest", *options, *arguments], log, limit)
     print(read_tail(log, 40 if exit_code == TIMEOUT_CODE else 14), flush=True)
-    return 0 if exit_code == NO_TESTS_CODE else abs(exit_code)
+    return 0 if exit_code == NO_TESTS_CODE else exit_code
+
+
+def make_benchmark_command() -> list[str]:
+    """Return the arguments of Python. In the interpreter of Triton, the tests' repairs apply."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return ["-c", INTERPRETED_BENCHMARK_SCRIPT] if is_interpreted else ["-m", "benchmarks.gpu"]
 
 
 def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]) -> int:
     print("== benchmark", flush=True)
-    command = ["-m", "benchmarks.gpu"]
-    if options.dry and get_gpu_name() is None:
-        command = ["-c", INTERPRETED_BENCHMARK_SCRIPT]
+    command = make_benchmark_command()
     results = out / "gpu.json"
     log = out / "benchmark.log"
     time_limit = options.seconds or limits["benchmark"] - GRACE_SECONDS
@@ -178,7 +182,7 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
         if run_python([*command, "--from", str(results)], table_log, limits["table"]):
             exit_code = exit_code or 1
         print(table_log.read_text(), flush=True)
-    return abs(exit_code)
+    return exit_code
 
 
 def read_tail(log: Path, num_lines: int = 14) -> str:
