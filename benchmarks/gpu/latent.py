@@ -8,7 +8,6 @@ values, and heads of the output V values.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from hf_fp8kv.cache.paged_tensor import PagedKV, get_pages
 from hf_fp8kv.modeling.model_support import ATTENTION
 
 from .attention import measure_pages
-from .random_data import PAGE_SIZE, compute_dense_error, compute_output_error, poison_memory
+from .random_data import compute_dense_error, compute_output_error, poison_memory
 from .record import Record
 from .shapes import BF16, Case, PageFormat, RunSizes
 from .stage import Stage, Step
@@ -47,48 +46,6 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
             _measure_stock(record, case)
         for fmt in sizes.layer_formats:
             measure_pages(record, sizes, backend, SECTION, case, fmt, f"{fmt.name} kernel")
-        if not record.stage.is_compiling:
-            _measure_flash_mla(record, case)
-
-
-def _measure_flash_mla(record: Record, case: Case) -> None:
-    """Add a row for FlashMLA over bf16 latents, if it is installed."""
-    try:
-        flash_mla: Any = importlib.import_module("flash_mla")
-    except Exception as error:  # the import runs code of a different project
-        record.skip(f"FlashMLA: not installed: {type(error).__name__}: {error}")
-        return
-    stage, heads, batch = record.stage, case.heads, len(case.lengths)
-    num_bytes = int(case.bytes_read(BF16))
-
-    def measure_row() -> dict[str, Any]:
-        num_pages = -(-case.lengths[0] // PAGE_SIZE)
-        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-        table = torch.randperm(batch * num_pages, device=stage.device).int().view(batch, num_pages)
-        query = stage.randn(batch, 1, heads.query, heads.query_dim)
-        pools = [
-            stage.randn(batch * num_pages, PAGE_SIZE, 1, heads.query_dim)
-            for _ in range(stage.count_buffers(num_bytes))
-        ]
-        metadata, num_splits = flash_mla.get_mla_metadata(lengths, heads.query, 1)
-
-        def attend(pool: torch.Tensor) -> torch.Tensor:
-            scaling = case.attention_spec().scaling
-            output: torch.Tensor = flash_mla.flash_mla_with_kvcache(
-                query, pool, table, lengths, heads.dim, metadata, num_splits, scaling, True
-            )[0]
-            return output
-
-        output = attend(pools[-1])
-        states = pools[-1][table.long()].flatten(1, 2)[:, : case.lengths[0]].transpose(1, 2)
-        latents, rope_parts = states.split([heads.dim, heads.rope_dim], -1)
-        error = compute_dense_error(
-            output.transpose(1, 2), query.transpose(1, 2), latents, rope_parts, case
-        )
-        steps = [functools.partial(attend, pool) for pool in pools]
-        return {**stage.time_steps(steps), "error": error, "moved": num_bytes, **case.describe()}
-
-    record.measure(SECTION, case, "FlashMLA bf16 kernel", measure_row)
 
 
 def make_module(num_heads: int, rank: int, rope_dim: int, num_layers: int, layer: int) -> Any:
@@ -100,8 +57,8 @@ def make_module(num_heads: int, rank: int, rope_dim: int, num_layers: int, layer
     config = DeepseekV3Config(
         hidden_size=256, num_attention_heads=num_heads, num_key_value_heads=num_heads,
         kv_lora_rank=rank, qk_rope_head_dim=rope_dim, q_lora_rank=64, num_hidden_layers=num_layers,
+        attn_implementation=ATTENTION,
     )  # fmt: skip
-    config._attn_implementation = ATTENTION
     module = DeepseekV3Attention(config, layer).to(torch.bfloat16).eval().requires_grad_(False)
     torch.nn.init.normal_(module.kv_b_proj.weight, std=rank**-0.5)
     latent.install(module)
@@ -131,7 +88,6 @@ class LatentLayers:
         self.new_latents = self.draw_latents(1)
 
     def draw_latents(self, num_tokens: int) -> Latents:
-        """Return random latents and RoPE parts of `num_tokens` tokens of each sequence."""
         heads, shape = self.case.heads, (len(self.case.lengths), 1, num_tokens)
         return self.stage.randn(*shape, heads.dim), self.stage.randn(*shape, heads.rope_dim)
 
@@ -185,8 +141,8 @@ def _measure_step(
     num_layers = stage.count_buffers(buffer_bytes or int(bytes_read))
 
     def measure_row() -> dict[str, Any]:
-        fields = {"moved": bytes_read, **case.describe(), "layers": num_layers}
-        return {**fields, **measure_steps(LatentLayers(stage, case, num_layers))}
+        fields = measure_steps(LatentLayers(stage, case, num_layers))
+        return {"moved": bytes_read, **case.describe(), "layers": num_layers, **fields}
 
     record.measure(SECTION, case, name, measure_row)
 
@@ -200,9 +156,8 @@ def _measure_paged(record: Record, case: Case, fmt: PageFormat, backend: str) ->
                 output = step()
         if not latent.reads_stored_latents(layers.modules[-1]):
             raise RuntimeError("expected attention to stored latents, got expanded K and V")
-        error = layers.measure_error(output, *stored)
-        times = record.stage.time_steps(steps)
-        return {**times, "error": error, "launches": record.stage.count_launches(steps)}
+        fields = {"error": layers.measure_error(output, *stored), **record.stage.time_steps(steps)}
+        return fields | {"launches": record.stage.count_launches(steps)}
 
     _measure_step(record, case, fmt.name, fmt, measure_steps)
 

@@ -1,4 +1,4 @@
-"""Measure kernels of vLLM, SGLang and FlashInfer, if they are installed.
+"""Measure kernels of vLLM, SGLang, FlashInfer and FlashMLA, if they are installed.
 
 Environment variables may name the files of vLLM's and SGLang's kernels (`rival_files`).
 """
@@ -6,7 +6,7 @@ Environment variables may name the files of vLLM's and SGLang's kernels (`rival_
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages, StoredSide
 from hf_fp8kv.ops.blocks import pack_pages
 
-from .random_data import PAGE_SIZE, compute_output_error
+from .random_data import PAGE_SIZE, KVPair, compute_output_error
 from .record import Record
 from .rival_files import SGLANG, VLLM, load_rival
 from .shapes import Case, RunSizes
@@ -32,7 +32,6 @@ MAX_ROUNDING_ERROR = 0.1
 # Standard deviation of random int8 codes.
 INT8_STD = 32
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-KVPair = tuple[torch.Tensor, torch.Tensor]
 # Function that attends to K and V of a layer, and returns the output, `[B, Hq, D]`.
 Attend = Callable[[KVPair], torch.Tensor]
 
@@ -41,10 +40,12 @@ Attend = Callable[[KVPair], torch.Tensor]
 class Inputs:
     """Random queries, and random pages of several layers that share a block table."""
 
-    query: torch.Tensor  # `[B, Hq, D]`, bf16
+    query: torch.Tensor  # `[B, Hq, D]`, bf16, or `[B, Hq, R + P]` for latents
     table: torch.Tensor  # pages of each sequence, `[B, M]`, int32
     lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
-    pools: list[KVPair]  # K and V of each layer, `[P, S, H, D]`
+    # K and V of each layer, `[P, S, H, D]`, or latents with their RoPE parts, `[P, S, 1, R + P]`,
+    # and a view of the RoPE parts.
+    pools: list[KVPair]
     scales: KVPair | None  # scales of each token of K and V, `[P, S, H]`
 
 
@@ -57,31 +58,39 @@ class Kernel:
     make_attend: Callable[[Case, Inputs], Attend]
     has_token_scales: bool = False  # whether each token and head has a scale
     rounds_weights: bool = False  # whether attention weights are rounded to `dtype`
+    reads_latents: bool = False
 
 
 def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
-    """Add a row for each decode case and each format of pages."""
+    """Add a row for each decode case and each format of pages, and for each case of latents."""
     kernels: list[Kernel] = []
     for name, list_kernels in (
         ("vllm", _list_vllm), ("sglang", _list_sglang), ("flashinfer", _list_flashinfer),
+        ("flash_mla", _list_flash_mla),
     ):  # fmt: skip
         try:
             kernels += list_kernels()
         except Exception as error:  # the import runs code of a different project
             record.skip(f"{name}: not installed: {type(error).__name__}: {error}")
-    for case in sizes.decode_cases:
+    for case in (*sizes.decode_cases, *sizes.latent_cases):
         for kernel in kernels:
-            _measure_kernel(record, case, kernel)
+            if kernel.reads_latents == (case.heads.rope_dim > 0):
+                _measure_kernel(record, case, kernel)
 
 
 def _list_vllm() -> list[Kernel]:
     vllm = load_rival(VLLM)
-    attend = functools.partial(_make_vllm_attend, vllm)
-    kernels = [Kernel("vllm triton e4m3", E4M3, attend), Kernel("vllm triton bf16", BF16, attend)]
+    formats = [("e4m3", E4M3, "FP8_PER_TENSOR"), ("bf16", BF16, "NONE")]
     if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:
-        for name, dtype in (("e4m3", E4M3), ("int8", torch.int8)):
-            kernels.append(Kernel(f"vllm triton {name} per token", dtype, attend, True))
-    return kernels
+        formats += [("e4m3 per token", E4M3, "FP8_PER_TOKEN_HEAD")]
+        formats += [("int8 per token", torch.int8, "INT8_PER_TOKEN_HEAD")]
+    return [
+        Kernel(
+            f"vllm triton {name}", dtype, functools.partial(_make_vllm_attend, vllm, quant_mode),
+            has_token_scales="per token" in name,
+        )
+        for name, dtype, quant_mode in formats
+    ]  # fmt: skip
 
 
 def _list_sglang() -> list[Kernel]:
@@ -101,18 +110,25 @@ def _list_flashinfer() -> list[Kernel]:
     return [Kernel("flashinfer e4m3", E4M3, attend), Kernel("flashinfer bf16", BF16, attend)]
 
 
+def _list_flash_mla() -> list[Kernel]:
+    attend = functools.partial(_make_flash_mla_attend, importlib.import_module("flash_mla"))
+    return [Kernel("flash_mla bf16", BF16, attend, reads_latents=True)]
+
+
 def _measure_kernel(record: Record, case: Case, kernel: Kernel) -> None:
     """Add a row for a kernel, whose output may differ from the reference only by rounding."""
     stage, heads = record.stage, case.heads
-    head_bytes = heads.dim * kernel.dtype.itemsize + 4 * kernel.has_token_scales
-    num_bytes = case.tokens_read * 2 * heads.kv * head_bytes
+    num_values = heads.query_dim if kernel.reads_latents else 2 * heads.kv * heads.dim
+    scale_bytes = 2 * heads.kv * 4 * kernel.has_token_scales
+    num_bytes = case.tokens_read * (num_values * kernel.dtype.itemsize + scale_bytes)
 
     def measure_row() -> dict[str, Any]:
         inputs = _make_inputs(stage, case, kernel, stage.count_buffers(num_bytes))
         attend = kernel.make_attend(case, inputs)
         output = attend(inputs.pools[-1])
-        query, pages = inputs.query[:, :, None], _convert_pages(inputs)
-        error = compute_output_error(output[:, None], query, pages, case)
+        error = compute_output_error(
+            output[:, None], inputs.query[:, :, None], _convert_pages(inputs, heads.dim), case
+        )
         if kernel.rounds_weights and error > MAX_ROUNDING_ERROR:
             raise ValueError(f"expected an error of at most {MAX_ROUNDING_ERROR}, got {error:.1e}")
         error_name = "error_of_rounding" if kernel.rounds_weights else "error"
@@ -129,13 +145,14 @@ def _make_inputs(stage: Stage, case: Case, kernel: Kernel, num_layers: int) -> I
     tables = torch.randperm(sum(page_counts)).int().split(page_counts)
     table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
     token_shape = (sum(page_counts), PAGE_SIZE, heads.kv)
-    pools: list[KVPair] = []
-    for _ in range(num_layers):
-        k, v = (_draw_codes(stage, kernel.dtype, *token_shape, heads.dim) for _ in "kv")
-        pools.append((k, v))
+    draw = functools.partial(_draw_codes, stage, kernel.dtype)
+    pools: list[Any] = [draw(2, *token_shape, heads.dim).unbind() for _ in range(num_layers)]
+    if kernel.reads_latents:
+        latents = (draw(*token_shape, heads.query_dim) for _ in range(num_layers))
+        pools = [(x, x[..., heads.dim :]) for x in latents]
     unit = 1 / INT8_STD if kernel.dtype == torch.int8 else 1.0
     k, v = ((torch.rand(token_shape, device=stage.device) + 0.5) * unit for _ in "kv")
-    query = stage.randn(len(lengths), heads.query, heads.dim)
+    query = stage.randn(len(lengths), heads.query, heads.query_dim)
     table, lengths = table.to(stage.device), lengths.to(stage.device)
     return Inputs(query, table, lengths, pools, (k, v) if kernel.has_token_scales else None)
 
@@ -148,17 +165,21 @@ def _draw_codes(stage: Stage, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return values.to(dtype)
 
 
-def _convert_pages(inputs: Inputs) -> Pages:
-    """Return the pages of the last layer in bf16, in the layout of the reference."""
+def _convert_pages(inputs: Inputs, dim: int) -> Pages:
+    """Return the pages of the last layer in bf16, in the layout of the reference.
+
+    `dim` is the size of a head of K, or of a latent.
+    """
     k, v = (states.to(BF16) for states in inputs.pools[-1])
     if inputs.scales is not None:
         k_scales, v_scales = inputs.scales
         k, v = (k * k_scales[..., None]).to(BF16), (v * v_scales[..., None]).to(BF16)
-    side = StoredSide(None, None, AUTO, v.shape[-1])
-    return pack_pages(side, k.transpose(1, 2), side, v.permute(0, 2, 3, 1), None, inputs.table)
+    k_side, v_side = (StoredSide(None, None, AUTO, size) for size in (dim, v.shape[-1]))
+    k_codes = k[..., :dim].transpose(1, 2)
+    return pack_pages(k_side, k_codes, v_side, v.permute(0, 2, 3, 1), None, inputs.table)
 
 
-def _make_vllm_attend(vllm: Any, case: Case, inputs: Inputs) -> Attend:
+def _make_vllm_attend(vllm: Any, quant_mode: str, case: Case, inputs: Inputs) -> Attend:
     heads, device = case.heads, inputs.query.device
     max_sequences = max(MIN_GRID_SIZE // heads.kv, 1)
     partial_sums = torch.empty((max_sequences, heads.query, NUM_SPLITS, heads.dim), device=device)
@@ -166,15 +187,7 @@ def _make_vllm_attend(vllm: Any, case: Case, inputs: Inputs) -> Attend:
     unit_scale = torch.ones(1, device=device)
     out = torch.empty_like(inputs.query)
     query_starts = torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device)
-    scales: Sequence[torch.Tensor | None] = (None, None)
-    quant_mode = vllm.KVQuantMode.NONE
-    if inputs.scales is not None:
-        is_int8 = inputs.pools[0][0].dtype == torch.int8
-        modes = vllm.KVQuantMode
-        scales = inputs.scales
-        quant_mode = modes.INT8_PER_TOKEN_HEAD if is_int8 else modes.FP8_PER_TOKEN_HEAD
-    elif inputs.pools[0][0].dtype == E4M3:
-        quant_mode = vllm.KVQuantMode.FP8_PER_TENSOR
+    k_scales, v_scales = inputs.scales or (None, None)
     arguments = {
         "q": inputs.query, "out": out, "cu_seqlens_q": query_starts, "max_seqlen_q": 1,
         "seqused_k": inputs.lengths, "max_seqlen_k": max(case.lengths),
@@ -184,7 +197,8 @@ def _make_vllm_attend(vllm: Any, case: Case, inputs: Inputs) -> Attend:
         "num_par_softmax_segments": NUM_SPLITS,
         "softmax_segm_output": partial_sums, "softmax_segm_max": partial_max,
         "softmax_segm_expsum": partial_exp_sums,
-        "kv_quant_mode": quant_mode, "k_scale_cache": scales[0], "v_scale_cache": scales[1],
+        "kv_quant_mode": vllm.KVQuantMode[quant_mode], "k_scale_cache": k_scales,
+        "v_scale_cache": v_scales,
     }  # fmt: skip
     # Older versions of vLLM lack the last arguments, and choose the mode by the dtype.
     parameters = inspect.signature(vllm.unified_attention).parameters
@@ -197,19 +211,13 @@ def _make_vllm_attend(vllm: Any, case: Case, inputs: Inputs) -> Attend:
     return attend
 
 
-def _list_slots(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of all tokens, int32, and the start of each sequence, `[B + 1]`, int32."""
-    slots = inputs.table[:, :, None] * PAGE_SIZE
-    slots = (slots + torch.arange(PAGE_SIZE, device=slots.device)).flatten(1)
-    lengths = inputs.lengths.tolist()
-    listed = [row[:length] for row, length in zip(slots, lengths, strict=True)]
-    starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0))
-    return torch.cat(listed).int(), starts.int()
-
-
 def _make_sglang_attend(sglang: Any, splits: int, case: Case, inputs: Inputs) -> Attend:
     heads, device = case.heads, inputs.query.device
-    slots, starts = _list_slots(inputs)
+    offsets = torch.arange(PAGE_SIZE, device=device)
+    table_slots = (inputs.table[:, :, None] * PAGE_SIZE + offsets).flatten(1)
+    # The slots of all tokens, and the start of each sequence in this list.
+    slots = torch.cat([row[:n] for row, n in zip(table_slots, case.lengths, strict=True)]).int()
+    starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0)).int()
     out = torch.empty_like(inputs.query)
     shape = (len(case.lengths), heads.query, splits)
     partial_sums = torch.empty((*shape, heads.dim), device=device)
@@ -244,5 +252,19 @@ def _make_flashinfer_attend(flashinfer: Any, case: Case, inputs: Inputs) -> Atte
     def attend(pool: KVPair) -> torch.Tensor:
         out: torch.Tensor = wrapper.run(inputs.query, pool, k_scale=1.0, v_scale=1.0)
         return out
+
+    return attend
+
+
+def _make_flash_mla_attend(flash_mla: Any, case: Case, inputs: Inputs) -> Attend:
+    scaling = case.attention_spec().scaling
+    metadata, num_splits = flash_mla.get_mla_metadata(inputs.lengths, case.heads.query, 1)
+
+    def attend(pool: KVPair) -> torch.Tensor:
+        out: torch.Tensor = flash_mla.flash_mla_with_kvcache(
+            inputs.query[:, None], pool[0], inputs.table, inputs.lengths, case.heads.dim, metadata,
+            num_splits, scaling, True,
+        )[0]  # fmt: skip
+        return out[:, 0]
 
     return attend

@@ -61,12 +61,12 @@ class _FalsyModule(ModuleType):
 
 def find_rival_files(folder: Path) -> dict[str, str]:
     """Return the environment variables with the paths of the kernels' files in a folder."""
-    paths: dict[str, str] = {}
-    for rival in (VLLM, SGLANG):
-        for path in sorted(folder.rglob(f"{rival.module.rpartition('.')[2]}.py")):
-            if rival.function in path.read_text():
-                paths[rival.variable] = str(path)
-    return paths
+    return {
+        rival.variable: str(path)
+        for rival in (VLLM, SGLANG)
+        for path in sorted(folder.rglob(f"{rival.module.rpartition('.')[2]}.py"))
+        if rival.function in path.read_text()
+    }
 
 
 def load_rival(rival: RivalFile) -> Any:
@@ -109,9 +109,4 @@ def _make_stand_ins(package: str, folder: Path) -> Mapping[str, ModuleType]:
     for name, module in modules.items():
         vars(module).update(attributes[name])
     settings = ("vllm.envs", "sglang.srt.environ", "sglang.srt.utils")
-    modules |= {name: _FalsyModule(name) for name in settings}
-    for name in settings:  # `import vllm.envs as envs` reads the attribute of the package
-        parent, _, child = name.rpartition(".")
-        modules.setdefault(parent, ModuleType(parent))
-        setattr(modules[parent], child, modules[name])
-    return modules
+    return modules | {name: _FalsyModule(name) for name in settings}

@@ -418,6 +418,20 @@ def test_kernels_of_other_projects_are_measured_and_checked(record, monkeypatch,
     assert any("none.py" in message for message in record.skipped)
 
 
+def test_flash_mla_reads_latents_with_their_rope_parts(record, monkeypatch):
+    """A stand-in replaces the package."""
+
+    def attend(query, pool, table, lengths, dim, *_):
+        keys = pool.transpose(1, 2)
+        return attend_by_table(query[:, 0], keys, keys[..., :dim], table, lengths)[:, None], None
+
+    stand_in = mock.Mock(flash_mla_with_kvcache=attend)
+    stand_in.get_mla_metadata.return_value = (None, None)
+    monkeypatch.setitem(sys.modules, "flash_mla", stand_in)
+    assert not find_failures(record, other_kernels.measure, TINY, "torch")
+    assert {row["name"] for row in record.rows} == {"flash_mla bf16"}
+
+
 # -- the first minutes on a GPU --------------------------------------------------------------------
 
 
