@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,8 +50,7 @@ def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
     for case, fmt in product(stored_cases, (E4M3, BF16)):
         measure_cached(case, fmt, backend, f"{fmt.name} preallocated")
         padded_case = replace(case, padding=((case.lengths[0] - case.new_tokens) // 2,))
-        name = f"{fmt.name} left padded"
-        measure_cached(padded_case, fmt, backend, name, preallocated=False)
+        measure_cached(padded_case, fmt, backend, f"{fmt.name} left padded", preallocated=False)
 
 
 def measure_pages(
@@ -60,9 +59,9 @@ def measure_pages(
 ) -> None:  # fmt: skip
     """Add a row for attention to scattered pages, without a mask."""
     stage, num_bytes = record.stage, case.bytes_read(fmt)
-    num_layers = stage.count_buffers(int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
+        num_layers = stage.count_buffers(int(num_bytes))
         layer_pages = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         query = make_query(stage, case)
         _, schedule, lengths = make_schedule_step(stage, case, backend)
@@ -73,8 +72,8 @@ def measure_pages(
         with poison_memory():
             output = steps[-1]()
         error = compute_output_error(output, query, layer_pages[-1], case)
-        fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
-        return {**stage.time_steps(steps), "error": error, **fields}
+        fields = {"error": error, "moved": num_bytes, **case.describe(), "layers": num_layers}
+        return stage.time_steps(steps) | fields
 
     record.measure(section, case, name or fmt.name, measure_row)
 
@@ -85,26 +84,22 @@ def make_query(stage: Stage, case: Case) -> torch.Tensor:
     return stage.randn(*shape).transpose(1, 2)
 
 
-class ScheduleStep(NamedTuple):
-    """The schedule of a case, and the function that fills it again."""
+def make_schedule_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
+    """Make the schedule of a case.
 
-    make_schedule: Step  # must not be called without a schedule
-    schedule: Any  # `[rows, 4]`, int32, or None if the backend needs no schedule
-    lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
-
-
-def make_schedule_step(stage: Stage, case: Case, backend: str) -> ScheduleStep:
-    """Return the schedule of a case, filled for its lengths."""
+    Returns:
+        The step that fills the schedule, the filled schedule, `[rows, 4]`, int32, and the lengths
+        of the sequences, `[B]`, int32. The schedule is None if the backend needs no schedule. The
+        step must not be called then.
+    """
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
     num_heads = case.heads.kv
     # A cache passes its length, because all of its sequences have the same length.
-    length = None if case.is_ragged else case.tokens_read // len(case.lengths)
+    length = case.tokens_read // len(case.lengths) if len(set(case.lengths)) == 1 else None
     num_query_rows = case.heads.query // num_heads * case.new_tokens
     arguments = lengths, case.new_tokens, case.window, 0, num_heads, backend
     schedule = ops.create_schedule(*arguments, length, num_query_rows)
-    return ScheduleStep(
-        functools.partial(ops.fill_schedule, schedule, *arguments), schedule, lengths
-    )
+    return functools.partial(ops.fill_schedule, schedule, *arguments), schedule, lengths
 
 
 def attend(

@@ -46,10 +46,9 @@ class CacheSteps:
             self.config, dtype=fmt.dtype, scales=SCALE if fmt.is_static else None, backend=backend,
             max_cache_len=length + FREE_TOKENS if preallocated else None,
         )  # fmt: skip
-        padding_mask = torch.ones((batch, length + MAX_ADDED_TOKENS), dtype=torch.long)
-        for row, num_hidden in zip(padding_mask, case.padding, strict=bool(case.padding)):
-            row[:num_hidden] = 0
-        self.padding_mask = padding_mask.to(stage.device)
+        positions = torch.arange(length + MAX_ADDED_TOKENS).expand(batch, -1)
+        padding = torch.tensor(case.padding or [0])[:, None]
+        self.padding_mask = (positions >= padding).long().to(stage.device)
         self._make_mask(0, self.stored_tokens)
         for layer in range(num_layers):
             shape = (batch, heads.kv, self.stored_tokens, heads.dim)
@@ -59,8 +58,9 @@ class CacheSteps:
             stage.randn(batch, case.new_tokens, num_heads, heads.dim).transpose(1, 2)
             for num_heads in (heads.query, heads.kv, heads.kv)
         )
-        group_size = heads.query // heads.kv
-        self.modules = [AttentionLayer(group_size, layer) for layer in range(num_layers)]
+        self.modules = [
+            AttentionLayer(heads.query // heads.kv, layer) for layer in range(num_layers)
+        ]
         self.mask: torch.Tensor | None = None
         self.key: Any = None
 
@@ -70,8 +70,7 @@ class CacheSteps:
         embeddings = torch.empty(shape, dtype=torch.bfloat16, device=device)
         positions = torch.arange(start, start + num_tokens, device=device)[None]
         padding_mask = self.padding_mask[:, : start + num_tokens]
-        mask: Any = create_causal_mask(self.config, embeddings, padding_mask, self.cache, positions)
-        return mask  # type: ignore[no-any-return]
+        return create_causal_mask(self.config, embeddings, padding_mask, self.cache, positions)
 
     def begin_step(self) -> None:
         """Make the mask of a step, which all layers share."""
@@ -104,25 +103,26 @@ def measure_attention(
     captured.
     """
     stage, num_bytes = record.stage, case.bytes_read(fmt)
-    num_layers = stage.count_buffers(int(num_bytes))
 
     def measure_row() -> dict[str, Any]:
+        num_layers = stage.count_buffers(int(num_bytes))
         cache_steps = CacheSteps(stage, fmt, case, num_layers, backend, preallocated=preallocated)
         if is_full_step:
             steps = [functools.partial(cache_steps.step, layer) for layer in range(num_layers)]
         else:
             cache_steps.begin_step()
             handles = [cache_steps.update(layer) for layer in range(num_layers)]
-            attend = cache_steps.attend
-            steps = [functools.partial(attend, layer, *kv) for layer, kv in enumerate(handles)]
+            steps = [
+                functools.partial(cache_steps.attend, layer, *kv)
+                for layer, kv in enumerate(handles)
+            ]
         with poison_memory():
             for step in steps:
                 output = step()
         error = compute_output_error(output, cache_steps.query, get_pages(cache_steps.key), case)
-        times = stage.time_steps(steps, is_eager=is_eager)
-        launches = stage.count_launches(steps) if is_full_step else None
-        fields = {"moved": num_bytes, **case.describe(), "layers": num_layers}
-        return {**times, "error": error, "launches": launches, **fields}
+        fields = {"error": error, "moved": num_bytes, **case.describe(), "layers": num_layers}
+        fields |= stage.time_steps(steps, is_eager=is_eager)
+        return fields | {"launches": stage.count_launches(steps) if is_full_step else None}
 
     record.measure(section, case, name or fmt.name, measure_row)
 

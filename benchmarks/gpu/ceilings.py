@@ -9,7 +9,6 @@ from .record import Record
 from .shapes import RunSizes
 from .stage import Step
 
-SECTION = "ceilings"
 # Arguments of `read_all`: numbers of programs, of elements per load, and of loads per iteration.
 READ_ARGUMENTS = ((4096, 4096, 8), (16384, 2048, 8), (16384, 4096, 4), (65536, 1024, 8))
 
@@ -19,12 +18,11 @@ def measure(record: Record, _sizes: RunSizes, backend: str) -> None:
     stage = record.stage
     num_bytes = 2**20 if stage.is_dry else 4 * 2**30
     # The values are random, because a device may handle zeros faster.
-    limits = torch.iinfo(torch.int32)
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device=stage.device)
-    source.random_(limits.min, limits.max)
+    source.random_(-(2**31), 2**31 - 1)
 
     def add_row(case: str, name: str, step: Step, **fields: Any) -> None:
-        record.measure(SECTION, case, name, lambda: {**stage.time_steps([step]), **fields})
+        record.measure("ceilings", case, name, lambda: {**stage.time_steps([step]), **fields})
 
     target = torch.empty_like(source)
     add_row("copy", "torch", lambda: target.copy_(source), moved=2 * num_bytes)

@@ -7,7 +7,6 @@ time of a decode step do not depend on them.
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from transformers import (
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_fp8kv import disable, enable
+from hf_fp8kv.bench.contenders import take_turns
 from hf_fp8kv.bench.reporting import compute_quartiles, count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 
@@ -78,14 +78,13 @@ OTHER_CONTENDERS = [
     Contender("QuantizedCache fp8 eager", "sdpa", QuantizedCache, {"backend": "fp8"}),
 ]
 # Caches with layers in host memory. "half" keeps half of the pages on the device.
-OFFLOADED_OPTIONS = {"offloading": True}
-AUTO_OFFLOADED_OPTIONS = AUTO_OPTIONS | OFFLOADED_OPTIONS
 OFFLOADED_CONTENDERS = [
-    Contender("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, OFFLOADED_OPTIONS),
+    Contender("FP8PagedCache offloaded", "fp8_paged", FP8PagedCache, {"offloading": True}),
     Contender("FP8PagedCache half offloaded", "fp8_paged", FP8PagedCache, {"offloading": "half"}),
-    Contender("FP8PagedCache auto offloaded", "fp8_paged", FP8PagedCache, AUTO_OFFLOADED_OPTIONS),
-    Contender(STOCK_OFFLOADED, "sdpa", DynamicCache, OFFLOADED_OPTIONS),
-]
+    Contender("FP8PagedCache auto offloaded", "fp8_paged", FP8PagedCache,
+              AUTO_OPTIONS | {"offloading": True}),
+    Contender(STOCK_OFFLOADED, "sdpa", DynamicCache, {"offloading": True}),
+]  # fmt: skip
 
 
 def measure(record: Record, sizes: RunSizes, backend: str) -> None:
@@ -95,13 +94,10 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """
     model, shapes = make_model(sizes, record), sizes.generate_shapes
     _measure_first_calls(record, model, sizes, backend)
-    first = CONTENDERS
-    others = OTHER_CONTENDERS
-    if not sizes.with_compiled:
-        first = [contender for contender in first if not contender.is_compiled]
-        others = []
+    first = [x for x in CONTENDERS if sizes.with_compiled or not x.is_compiled]
+    second = OTHER_CONTENDERS if sizes.with_compiled else []
     for contenders, cases in (
-        (first, shapes[:2]), (others, shapes[:1]), (first, shapes[2:]), (others, shapes[1:]),
+        (first, shapes[:2]), (second, shapes[:1]), (first, shapes[2:]), (second, shapes[1:]),
     ):  # fmt: skip
         _measure_contenders(record, SECTION, model, sizes, backend, contenders, cases)
 
@@ -112,9 +108,10 @@ def measure_offloaded(record: Record, sizes: RunSizes, backend: str) -> None:
     Copies over the bus take most of the time of such a step, so a few tokens suffice.
     """
     short_sizes = replace(sizes, num_rounds=1, round_tokens=4)
-    model = make_model(sizes, record)
-    contenders, shapes = OFFLOADED_CONTENDERS, sizes.offloaded_shapes
-    _measure_contenders(record, "offloaded", model, short_sizes, backend, contenders, shapes)
+    _measure_contenders(
+        record, "offloaded", make_model(sizes, record), short_sizes, backend, OFFLOADED_CONTENDERS,
+        sizes.offloaded_shapes,
+    )  # fmt: skip
 
 
 def _measure_contenders(
@@ -126,12 +123,13 @@ def _measure_contenders(
         _drop_graphs(model)
         runs: list[tuple[Row, Run]] = []
         for contender in contenders:
-            if reason := _find_skip_reason(record.stage, contender, model.config):
+            if reason := _find_skip_reason(record.stage, contender):
                 record.skip(f"{section}, {contender.name}: {reason}")
                 continue
             run = Run(record.stage, model, contender, sizes, backend, batch, context)
-            case = f"{batch} x {format_tokens(context)}"
-            row = record.measure(section, case, contender.name, run.begin)
+            row = record.measure(
+                section, f"{batch} x {format_tokens(context)}", contender.name, run.begin
+            )
             runs += [] if row is None else [(row, run)]
         for index in range(sizes.num_rounds):
             for row, run in runs:
@@ -158,15 +156,13 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
     def measure_row(make_cache: Callable[[], Cache], attention: str) -> dict[str, Any]:
         model.set_attn_implementation(attention)
         stage.reset_peak()
-        seconds = []
-        for _ in range(7):
-            start = time.perf_counter()
+
+        def generate() -> None:
             model.generate(ids, past_key_values=make_cache(), **options)
-            stage.synchronize()
-            seconds.append(time.perf_counter() - start)
-        # The first two calls compile kernels.
-        first_ms = 1e3 * statistics.median(seconds[2:])
-        return {"first_ms": first_ms, "peak_bytes": stage.peak_bytes()}
+
+        # The first two calls compile kernels. `take_turns` does not return the time of the first.
+        seconds = take_turns({"call": generate}, 6, str(stage.device))["call"][1:]
+        return {"first_ms": 1e3 * statistics.median(seconds), "peak_bytes": stage.peak_bytes()}
 
     for name, attention, make_cache in (
         ("FP8PagedCache eager", "fp8_paged", paged),
@@ -177,26 +173,21 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
         record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
-def _find_skip_reason(stage: Stage, contender: Contender, config: Any) -> str:
+def _find_skip_reason(stage: Stage, contender: Contender) -> str:
     """Return the reason why a cache cannot run here, or an empty string."""
     if contender.attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if contender.name == STOCK_OFFLOADED and not stage.is_gpu:
         return "requires a CUDA device"
-    if contender.cache_class is QuantizedCache:
-        try:
-            QuantizedCache(backend="fp8", config=config)
-        except (ImportError, ValueError) as error:
-            return str(error)
     return ""
 
 
 def make_model(sizes: RunSizes, record: Record) -> Any:
-    """Return a random Llama model in bfloat16, on the device under test."""
     record.report("making a random model")
+    hidden_size = sizes.heads.query * sizes.heads.dim
     config = LlamaConfig(
-        num_hidden_layers=sizes.num_layers, hidden_size=sizes.hidden_size,
-        intermediate_size=7 * sizes.hidden_size // 2, num_attention_heads=sizes.heads.query,
+        num_hidden_layers=sizes.num_layers, hidden_size=hidden_size,
+        intermediate_size=7 * hidden_size // 2, num_attention_heads=sizes.heads.query,
         num_key_value_heads=sizes.heads.kv, head_dim=sizes.heads.dim,
         vocab_size=sizes.vocab_size, max_position_embeddings=2**17,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},

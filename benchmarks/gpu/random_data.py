@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from hf_fp8kv.formats import AUTO, FORMATS
+from hf_fp8kv.formats import AUTO, FORMATS, SidePlan
 from hf_fp8kv.ops import Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import locate_pages, pack_pages, read_rows
+from hf_fp8kv.ops.page_layout import make_page_layout
 
 from .shapes import Case, Heads, PageFormat
 from .stage import Stage
@@ -31,31 +32,24 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
     v_dim, v_format = (heads.rope_dim, AUTO) if heads.rope_dim else (heads.dim, fmt.dtype)
     num_tokens = num_pages * PAGE_SIZE
 
-    def make_side(
-        dim: int, format_name: str, factors: tuple[float, float], *shape: int
-    ) -> tuple[StoredSide, torch.Tensor]:
-        """Return the metadata of K or V, and uninitialized memory for its values.
+    def make_side(dim: int, format_name: str, *factors: float) -> StoredSide:
+        """Return the metadata of K or V. `factors` multiply the scales of the outer heads."""
+        if format_name == AUTO or not fmt.is_static:
+            return StoredSide(None, None, format_name, dim)
+        # Each head has a different scale. Normal random values reach about 5.
+        scale = 5.5 / FORMATS[format_name].max
+        scales = scale * torch.linspace(*factors, heads.kv, device=device)
+        return StoredSide(scales[:, None].expand(-1, dim).contiguous(), None, format_name, dim)
 
-        `factors` are factors of the static scales of the first and the last head.
-        """
-        dtype = torch.bfloat16 if format_name == AUTO else torch.uint8
-        values = torch.empty((num_pages, heads.kv, *shape), dtype=dtype, device=device)
-        scales = None
-        if fmt.is_static and format_name != AUTO:
-            # Each head has a different scale. Normal random values reach about 5.
-            scale = 5.5 / FORMATS[format_name].max
-            scales = scale * torch.linspace(*factors, heads.kv, device=device)
-            scales = scales[:, None].expand(-1, dim).contiguous()
-        return StoredSide(scales, None, format_name, dim), values
-
-    k = make_side(heads.dim, fmt.dtype, (1, 1.5), PAGE_SIZE, heads.dim)
-    v = make_side(v_dim, v_format, (1.5, 1), v_dim, PAGE_SIZE)
-    scales = None
-    if fmt.dtype != AUTO and not fmt.is_static:
-        shape = (num_pages, heads.kv, PAGE_SIZE, 2)
-        scales = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    k, v = make_side(heads.dim, fmt.dtype, 1, 1.5), make_side(v_dim, v_format, 1.5, 1)
+    has_scales = k.is_dynamic or v.is_dynamic
+    dtypes = [SidePlan(side.format).find_dtype(torch.bfloat16) for side in (k, v)]
+    layout = make_page_layout(heads.kv, PAGE_SIZE, heads.dim, v_dim, *dtypes, has_scales)
+    block = torch.zeros((num_pages, layout.size), dtype=torch.uint8, device=device)
     table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
-    pages = pack_pages(*k, *v, scales, table)
+    pages = Pages(
+        k, v, block, table, locate_pages([block]), heads.kv, PAGE_SIZE, *dtypes, has_scales
+    )
     key, value = (
         torch.randn(1, heads.kv, num_tokens, dim, dtype=torch.bfloat16, device=device)
         for dim in (heads.dim, v_dim)
@@ -79,8 +73,7 @@ def make_layer_pages(
     for _ in range(num_layers):
         sample_ids = torch.randint(0, num_pages, (sum(page_counts),), device=stage.device)
         block = sample.block.index_select(0, sample_ids)
-        pages = sample._replace(block=block, offsets=locate_pages([block]), table=table)
-        layer_pages.append(pages)
+        layer_pages.append(sample._replace(block=block, offsets=locate_pages([block]), table=table))
     return layer_pages
 
 
@@ -118,15 +111,14 @@ def compute_output_error(
     if not bool(output.isfinite().all()):
         return float("inf")
     batch, heads, new_tokens = len(case.lengths), case.heads, case.new_tokens
-    longest = max(range(batch), key=lambda sequence: case.lengths[sequence])
-    heads_per_kv = heads.query // heads.kv
-    group_size = heads_per_kv
+    longest = case.lengths.index(max(case.lengths))
+    heads_per_kv = group_size = heads.query // heads.kv
     if heads_per_kv > MAX_COMPARED_HEADS:
         group_size = math.gcd(heads_per_kv, MAX_COMPARED_HEADS)
     num_groups = heads.query // group_size
     compared_pairs = {(0, 0), (batch - 1, num_groups - 1), (longest, num_groups // 2)}
     compared_pairs.add((random.randrange(batch), random.randrange(num_groups)))
-    max_error = 0.0
+    errors = []
     for sequence, group in compared_pairs:
         row = slice(sequence, sequence + 1)
         head_slice = slice(group * group_size, (group + 1) * group_size)
@@ -144,9 +136,8 @@ def compute_output_error(
             expected = reference.attend(compared_query, head_pages, lengths, 0, length, spec)
             if projection is not None:
                 expected = torch.einsum("bthr,hdr->bthd", expected, projection[head_slice])
-            error = compute_error(output[row, start:stop, head_slice], expected)
-            max_error = max(max_error, error)
-    return max_error
+            errors.append(compute_error(output[row, start:stop, head_slice], expected))
+    return max(errors)
 
 
 def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
@@ -161,8 +152,9 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
     )
     num_pages = pages.table.shape[1]
     page_bytes = read_rows(pages._replace(table=pages.table[sequence : sequence + 1]), 0, num_pages)
-    all_regions = pages.layout.split(page_bytes)
-    regions = {name: region[:, head_slice] for name, region in all_regions.items()}
+    regions = {
+        name: region[:, head_slice] for name, region in pages.layout.split(page_bytes).items()
+    }
     table = torch.arange(num_pages, dtype=torch.int32, device=page_bytes.device)[None]
     return pack_pages(k, regions["k"], v, regions["v"], regions.get("token_scales"), table)
 

@@ -18,8 +18,10 @@ def read_all(
     """
     out = torch.empty((num_programs,), dtype=torch.int32, device=source.device)
     num_iterations = source.numel() // (num_programs * block_size * num_loads)
-    constants = {"BLOCK_SIZE": block_size, "NUM_LOADS": num_loads}
-    launch(_read, (num_programs,), source, out, num_iterations, **constants, num_warps=8)
+    launch(
+        _read, (num_programs,), source, out, num_iterations, BLOCK_SIZE=block_size,
+        NUM_LOADS=num_loads, num_warps=8,
+    )  # fmt: skip
     return out
 
 

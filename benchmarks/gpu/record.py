@@ -1,4 +1,4 @@
-"""Record the rows of a run: one per section, case and contender, with values or a failure."""
+"""Record the rows of a run. Each contender has a row in each case, with values or a failure."""
 
 import itertools
 import time
@@ -14,12 +14,6 @@ from .stage import Stage
 TOLERANCE = 0.01
 
 Row = dict[str, Any]
-# Function that measures one contender, and returns fields of its row.
-MeasureRow = Callable[[], Row]
-
-
-class DeviceLost(RuntimeError):
-    """The device refuses further work in this process."""
 
 
 class Record:
@@ -49,13 +43,12 @@ class Record:
         self._row_indices = itertools.count()
 
     def begin(self, seconds: float) -> list[str]:
-        """Start a section with a time limit, and return its list of skipped rows."""
+        """Start a section with a time limit. Return the list of its messages about skipped rows."""
         self._deadline = time.perf_counter() + seconds
         self.skipped = []
         return self.skipped
 
     def seconds_left(self) -> float:
-        """Return the remaining seconds of the section."""
         return self._deadline - time.perf_counter()
 
     def skip(self, message: str) -> None:
@@ -63,15 +56,17 @@ class Record:
         self.skipped.append(message)
         self.report(f"skipped: {message}")
 
-    def measure(self, section: str, case: object, name: str, measure_row: MeasureRow) -> Row | None:
-        """Add a row with the fields of `measure_row` or with its error, and return the row.
+    def measure(
+        self, section: str, case: object, name: str, measure_row: Callable[[], Row]
+    ) -> Row | None:
+        """Add a row with the fields that `measure_row` returns, or with its error. Return the row.
 
         Skip the row and return None if the section has less time than the contender's fastest row
         took, or if the device has too little memory. Also return None if the row belongs to the
         shard of a different process.
 
         Raises:
-            DeviceLost: The device refuses further work.
+            RuntimeError: The device refuses further work in this process.
         """
         label, (index, count) = f"{section}, {case}, {name}", self._shard
         if next(self._row_indices) % count != index:
@@ -108,7 +103,7 @@ class Record:
         self.rows.append(row)
         self.save()
         if device_error is not None:
-            raise DeviceLost(f"lost the device: {label}: {device_error}") from device_error
+            raise RuntimeError(f"lost the device: {label}: {device_error}") from device_error
         return row
 
 
@@ -132,13 +127,12 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
 
 def summarize(result: dict[str, Any]) -> dict[str, Any]:
     """Return a summary of a result that fits on one line of JSON."""
-    sections = result["sections"]
     return {
         "gpu": result["hardware"].get("gpu"),
         "dry": result["settings"]["dry"],
         **{name: value and round(value, 1) for name, value in result["ceilings"].items()},
         "rows": len(result["rows"]),
         "failed": sum("failed" in row for row in result["rows"]),
-        "errors": [section["name"] for section in sections if section["error"]],
-        "unfinished": [section["name"] for section in sections if section["seconds"] is None],
+        "errors": [section["name"] for section in result["sections"] if section["error"]],
+        "unfinished": [x["name"] for x in result["sections"] if x["seconds"] is None],
     }

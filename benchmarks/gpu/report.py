@@ -61,16 +61,15 @@ def _format_cell(row: Row | None, fields: tuple[str, ...]) -> str:
     """Return the `fields` of a row in the units of `FIELD_LABELS`, separated by spaces."""
     if row is None or "failed" in row:
         return "" if row is None else "failed"
-    values = []
-    for field in fields:
-        value = row.get(field)
-        if value is not None and field.startswith("of_"):
-            values.append(f"{100 * value:.0f}%")
-        elif value is not None and field.endswith("_bytes"):
-            values.append(f"{value / 2**30:.2f}")
-        else:
-            values.append(format_number(value))
-    return " ".join(values)
+    return " ".join(_format_value(field, row.get(field)) for field in fields)
+
+
+def _format_value(field: str, value: float | None) -> str:
+    if value is not None and field.startswith("of_"):
+        return f"{value:.0%}"
+    if value is not None and field.endswith("_bytes"):
+        return f"{value / 2**30:.2f}"
+    return format_number(value)
 
 
 def _make_tables(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
@@ -85,13 +84,11 @@ def _make_tables(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[T
             for case in dict.fromkeys(row["case"] for row in rows)
             if any((case, name) in rows_by_key for name in names)
         ]
-        headings = (name.replace(" ", "\n") for name in names)
-        table = build_table(
-            {"": "left", **dict.fromkeys(headings, "right")}, lines,
+        tables.append(build_table(
+            {"": "left", **{name.replace(" ", "\n"): "right" for name in names}}, lines,
             title=f"\n{title} (more)" if start else f"\n{title}", title_justify="left",
             pad_edge=False, box=SIMPLE_HEAD, show_edge=False,
-        )  # fmt: skip
-        tables.append(table)
+        ))  # fmt: skip
     return tables
 
 
@@ -104,9 +101,11 @@ def _format_problems(result: dict[str, Any]) -> Text:
     ]
     if len(lines) > MAX_FAILURES:
         lines[MAX_FAILURES:] = [f"... {len(lines) - MAX_FAILURES} more in the JSON"]
-    noted_rows = [row for row in result["rows"] if "note" in row]
-    notes = (f"note: {row['section']}, {row['name']}: {row['note']}" for row in noted_rows)
-    lines += dict.fromkeys(notes)  # the same note of several cases is listed once
+    # A set lists the same note of several cases once.
+    lines += sorted({
+        f"note: {row['section']}, {row['name']}: {row['note']}"
+        for row in result["rows"] if "note" in row
+    })  # fmt: skip
     for section in result["sections"]:
         if section["error"]:
             lines.append(f"section {section['name']} ended early: {section['error'][-500:]}")

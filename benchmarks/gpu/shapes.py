@@ -18,7 +18,6 @@ class Heads:
 
     @property
     def query_dim(self) -> int:
-        """Size of the query of a head."""
         return self.dim + self.rope_dim
 
     def bytes_per_token(self, fmt: "PageFormat") -> float:
@@ -77,11 +76,6 @@ class Case:
         return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
 
     @property
-    def is_ragged(self) -> bool:
-        """Whether the sequences have different lengths."""
-        return len(set(self.lengths)) > 1
-
-    @property
     def tokens_read(self) -> int:
         """Number of tokens that are read without a window, over all sequences."""
         return sum(self.lengths) - sum(self.padding)
@@ -108,7 +102,6 @@ class Case:
         return replace(self, label=str(self), padding=tuple(padding))
 
     def attention_spec(self) -> AttentionSpec:
-        """Return the specification for `ops.attend`."""
         return AttentionSpec(
             self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
             softcap=self.softcap, latent=self.heads.rope_dim > 0,
@@ -133,10 +126,9 @@ class RunSizes:
     written_tokens: int  # tokens of a prompt that is written
     extend_shapes: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
     latent_cases: tuple[Case, ...]  # steps over latents
-    num_layers: int  # of the model, as the next three
-    hidden_size: int
-    vocab_size: int
-    heads: Heads
+    num_layers: int  # layers of the model that `generate()` runs
+    vocab_size: int  # vocabulary of this model
+    heads: Heads  # heads of this model, and of cases of other sections
     generate_shapes: tuple[tuple[int, int], ...]  # batch and context, most important first
     prompt_tokens: int  # tokens of the prompt of a first call
     offloaded_shapes: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
@@ -167,7 +159,7 @@ FULL = RunSizes(
     layer_formats=(E3M4, E4M3, BF16), latent_cases=_LATENT_CASES,
     write_batches=(1, 4, 16, 64), written_tokens=8192,
     extend_shapes=tuple(product((8192, 0, 32768), (2048, 512, 64, 8192))),
-    num_layers=32, hidden_size=4096, vocab_size=128256, heads=Heads(32, 8, 128),
+    num_layers=32, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
     num_rounds=8, round_tokens=40, offloaded_shapes=((1, 32768), (1, 131072)), num_pages=64,
     time_weights={
@@ -193,7 +185,7 @@ TINY = replace(
     layer_cases=(Case((70,) * 2, _SMALL_HEADS),),
     latent_cases=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
     write_batches=(1, 3), written_tokens=20, extend_shapes=((0, 20), (70, 20)),
-    num_layers=2, hidden_size=32, vocab_size=64, heads=_SMALL_HEADS,
+    num_layers=2, vocab_size=64, heads=_SMALL_HEADS,
     generate_shapes=((2, 40),), prompt_tokens=20, offloaded_shapes=((2, 130),),
     num_rounds=2, round_tokens=4, num_pages=4,
     time_weights=dict.fromkeys(FULL.time_weights, 120.0),

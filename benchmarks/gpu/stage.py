@@ -1,15 +1,16 @@
 """Measure times and memory on the device under test."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from hf_fp8kv.bench.reporting import compute_quartiles
-
-Step = Callable[[], object]
+from hf_fp8kv.bench.contenders import Step
 
 # Minimum duration of a graph in milliseconds. The time of its launch is then negligible.
 GRAPH_MS = 2.0
@@ -39,9 +40,7 @@ class Stage:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the last-level cache, in bytes."""
-        if not self.is_gpu:
-            return 2**16
+        """Size of the last-level cache of a GPU, in bytes."""
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -59,10 +58,8 @@ class Stage:
         return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else None
 
     def free_memory(self) -> None:
-        """Collect garbage, and return unused cached memory to the device."""
         gc.collect()
-        if self.is_gpu:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing without a GPU
 
     def synchronize(self) -> None:
         """Wait for all work on the device, and raise its errors."""
@@ -98,22 +95,19 @@ class Stage:
         """
         if not self.is_gpu or self.is_compiling:
             return None
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
         self.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for step in steps:
                 step()
             self.synchronize()
-        num_events = sum(event.device_type == DeviceType.CUDA for event in profiler.events() or ())
-        return num_events / len(steps) or None
+        device_types = [event.device_type for event in profiler.events() or ()]
+        return device_types.count(DeviceType.CUDA) / len(steps) or None
 
     def time_steps(self, steps: Sequence[Step], *, is_eager: bool = False) -> dict[str, Any]:
         """Return the time of one of `steps` in us. The steps do equal work, and run alternately.
 
-        The result has the median (`us`), the quartiles (`low`, `high`), the `calls` in one replay,
-        and a `note` if no graph could be captured. With `is_eager`, Python makes each call.
+        The result has the median (`us`), the `calls` in one replay, and a `note` if no graph could
+        be captured. With `is_eager`, Python makes each call.
         """
         # `triton.testing.do_bench_cudagraph` calls a step dozens of times before it captures it. By
         # then, a growing cache needs a new page, which no graph can allocate.
@@ -130,7 +124,7 @@ class Stage:
         if not self.is_gpu:
             start = time.perf_counter()
             run()
-            return _summarize_times([1e6 * (time.perf_counter() - start)], len(steps))
+            return {"us": 1e6 * (time.perf_counter() - start) / len(steps), "calls": len(steps)}
         note_fields = {}
         if not is_eager:
             try:
@@ -156,7 +150,7 @@ def _capture_graph(run: Callable[..., None], num_steps: int) -> tuple[Step, int]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run(num_rounds)
-        milliseconds = _time_runs(graph.replay, 1)[0] / 1e3
+        milliseconds = _time_runs(graph.replay, 1)
         next_rounds = min(int(GRAPH_MS / milliseconds) + 1, MAX_GRAPH_CALLS // num_steps)
         if num_rounds > 1 or next_rounds <= 1 or milliseconds >= GRAPH_MS / 2:
             return graph.replay, num_rounds
@@ -164,23 +158,16 @@ def _capture_graph(run: Callable[..., None], num_steps: int) -> tuple[Step, int]
 
 
 def _time_replays(run: Step, num_calls: int) -> dict[str, Any]:
-    milliseconds = _time_runs(run, 1)[0] / 1e3
-    num_runs = max(MIN_REPLAYS, min(int(REPLAY_MS / milliseconds), MAX_REPLAYS))
-    return _summarize_times(_time_runs(run, num_runs), num_calls)
+    num_runs = max(MIN_REPLAYS, min(int(REPLAY_MS / _time_runs(run, 1)), MAX_REPLAYS))
+    return {"us": 1e3 * _time_runs(run, num_runs) / num_calls, "calls": num_calls}
 
 
-def _time_runs(run: Step, num_runs: int) -> list[float]:
-    """Return the times of `num_runs` runs, in microseconds."""
+def _time_runs(run: Step, num_runs: int) -> float:
+    """Return the median time of `num_runs` runs, in milliseconds."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_runs)]
     for start, end in events:
         start.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return [1e3 * max(start.elapsed_time(end), 1e-3) for start, end in events]
-
-
-def _summarize_times(run_us: list[float], num_calls: int) -> dict[str, Any]:
-    us, low, high = compute_quartiles([total_us / num_calls for total_us in run_us])
-    return {"us": us, "low": us if low is None else low, "high": us if high is None else high,
-            "calls": num_calls}  # fmt: skip
+    return statistics.median(max(start.elapsed_time(end), 1e-3) for start, end in events)

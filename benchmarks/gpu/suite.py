@@ -13,7 +13,7 @@ import torch
 from hf_fp8kv.utils.environment import describe_run
 
 from . import attention, cached, ceilings, end_to_end, latent, other_kernels, write
-from .record import DeviceLost, Record, Row, complete
+from .record import Record, Row, complete
 from .shapes import FULL, SHORT, TINY, RunSizes, shorten_sizes
 from .stage import Stage
 
@@ -95,11 +95,10 @@ def run_suite(
     save_result()
     if num_processes and not set(sections).isdisjoint(COMPILED_SECTIONS):
         progress("== compiling")
-        limit = min(COMPILE_SECONDS, seconds / 2)
-        compiling = compile_kernels(
-            device, backend, num_processes, limit, sections, sizes, is_dry=is_dry
-        )
-        settings["compiling"] = compiling
+        settings["compiling"] = compiling = compile_kernels(
+            device, backend, num_processes, min(COMPILE_SECONDS, seconds / 2), sections, sizes,
+            is_dry=is_dry,
+        )  # fmt: skip
         progress(f"compiled in {compiling['seconds']} s")
         save_result()
     for index, section_result in enumerate(section_results):
@@ -112,8 +111,6 @@ def run_suite(
         try:
             with torch.no_grad():
                 SECTIONS[section_result["name"]](record, sizes, backend)
-        except DeviceLost as error:
-            section_result["error"] = str(error)
         except Exception as error:
             section_result["error"] = f"{type(error).__name__}: {error}"
         section_result["seconds"] = round(time.perf_counter() - start, 1)
@@ -149,11 +146,11 @@ def compile_kernels(
     for worker in workers:
         worker.join(max(0.0, start + max_seconds - time.perf_counter()))
         worker.kill()
-    for worker in workers:
         worker.join()
-    seconds = round(time.perf_counter() - start, 1)
-    num_failed = sum(worker.exitcode != 0 for worker in workers)
-    return {"seconds": seconds, "processes": num_processes, "failed": num_failed}
+    return {
+        "seconds": round(time.perf_counter() - start, 1), "processes": num_processes,
+        "failed": sum(worker.exitcode != 0 for worker in workers),
+    }  # fmt: skip
 
 
 def compile_shard(
