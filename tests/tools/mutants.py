@@ -1,6 +1,6 @@
 """Mutation test: `make mutants` applies named faults to the package, and the tests must fail.
 
-    python -m tests.tools.mutants [--only NAME ...] [--jobs N] [--list]
+    python -m tests.tools.mutants [--only NAME ...] [--jobs N]
 
 Each mutant replaces one piece of text in a copy of the repository. The test files that it names
 run first, up to the first failure. If they pass, the whole fast tier runs, and then the full tier.
@@ -538,7 +538,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], help="names of mutants, or parts of names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
-    parser.add_argument("--list", action="store_true", help="list the mutants, and run no tests")
     options = parser.parse_args()
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names), "two mutants have the same name"
@@ -548,15 +547,11 @@ def main() -> None:
     failing_tiers: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = SimpleQueue[Path]()
-        for index in range(1 if options.list else options.jobs):
+        for index in range(options.jobs):
             trees.put(shutil.copytree(ROOT, Path(folder) / str(index), ignore=NOT_COPIED))
         first_tree = trees.get()
         for mutant in selected:
             read_mutated(first_tree, mutant)
-            if options.list:
-                print(f"{mutant.name}  ({mutant.file})")
-        if options.list:
-            return
         trees.put(first_tree)
         check_unmutated(first_tree, selected)
         print(f"{time.monotonic() - start:.0f} s: the tests pass without a mutation", flush=True)

@@ -326,8 +326,8 @@ def check_capture(name: str, **options: Any) -> str:
     stock, _ = run(RecordedGraph)
     eager, _ = run(_EagerGraph, capture=True)
     captured, step = run(RecordedGraph, capture=True)
-    for other in (stock, eager):
-        if not torch.equal(captured.logits.nan_to_num(), other.logits.nan_to_num()):
+    for expected in (stock, eager):
+        if not torch.equal(captured.logits.nan_to_num(), expected.logits.nan_to_num()):
             return "WRONG"
     if step is not None and step.num_replays:
         return "equal"
@@ -343,8 +343,7 @@ def get_attention(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
-def check_type(name: str, *, only_baseline: bool = False) -> Row:
-    """Return the row of a type."""
+def check_type(name: str) -> Row:
     row = Row(name)
     start = time.perf_counter()
     try:
@@ -357,23 +356,16 @@ def check_type(name: str, *, only_baseline: bool = False) -> Row:
     except Exception as error:  # the table lists a type that cannot run, with the reason
         row.baseline_error = shorten_error(error)
     else:
-        if not only_baseline:
-            makers = make_cache_makers(model, accepts_single_cache(model, inputs, expected))
-            row.own = find_worst_outcome(expected, model, inputs, "auto", makers)
-            row.own_fp8 = find_worst_outcome(expected, model, inputs, FP8, makers)
-            run_paged_attention(row, expected, model, inputs, makers)
-            report = attempt(lambda: Outcome(check_model(model).path))
-            row.reported_path = report.note or report.status
-            outcome = attempt(lambda: Outcome(check_capture(name)))
-            row.captured = outcome.note or outcome.status
+        makers = make_cache_makers(model, accepts_single_cache(model, inputs, expected))
+        row.own = find_worst_outcome(expected, model, inputs, "auto", makers)
+        row.own_fp8 = find_worst_outcome(expected, model, inputs, FP8, makers)
+        run_paged_attention(row, expected, model, inputs, makers)
+        report = attempt(lambda: Outcome(check_model(model).path))
+        row.reported_path = report.note or report.status
+        outcome = attempt(lambda: Outcome(check_capture(name)))
+        row.captured = outcome.note or outcome.status
     row.seconds = time.perf_counter() - start
     return row
-
-
-def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
-    """Yield a row per type, in order."""
-    for name in names:
-        yield check_type(name, only_baseline=only_baseline)
 
 
 def count_outcomes(rows: list[Row]) -> dict[str, int]:
@@ -473,7 +465,8 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     names = options.types.split(",") if options.types else list_types()
     rows = []
-    for row in sweep(names):
+    for name in names:
+        row = check_type(name)
         rows.append(row)
         print(f"{row.seconds:6.2f} s  {format_row(row)}", flush=True)
     for label, count in count_outcomes(rows).items():
@@ -481,7 +474,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = " ".join(["python -m tests.tools.sweep", *(arguments or sys.argv[1:])])
     if options.out:
         options.out.write_text(format_page(rows, command), encoding="utf-8")
-    failures = [x for row in rows for x in row.find_failures()]
+    failures = [failure for row in rows for failure in row.find_failures()]
     for failure in failures:
         print("FAILED", failure)
     return int(bool(failures))

@@ -232,14 +232,12 @@ TOOLS: dict[str, tuple[str, Callable[[], dict[str, Saver]]]] = {
 }
 
 
-def main(tool: str, target: Path, names: list[str]) -> int:
-    """Write all layouts of a tool, or the layouts `names`. Return the number of failed layouts."""
+def main(tool: str, target: Path) -> int:
+    """Write all layouts of a tool. Return the number of failed layouts."""
     package, make_layouts = TOOLS[tool]
     folder = target / f"{tool}-{importlib.metadata.version(package)}"
     num_failed = 0
     for name, save in make_layouts().items():
-        if names and name not in names:
-            continue
         with tempfile.TemporaryDirectory() as checkpoint:
             try:
                 save(Path(checkpoint))
@@ -252,4 +250,4 @@ def main(tool: str, target: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
