@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ LOOP_PREFIX = "host, update"
 
 def ignore_progress(*_: object) -> None:
     """Discard a progress message."""
+
+
+def run_program(program: str) -> Any:
+    """Run a program in a process that compiles kernels. Return the JSON that it prints."""
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 def test_a_command_prints_its_rows_and_the_conditions_of_the_run(monkeypatch, capsys):
@@ -64,10 +73,7 @@ with torch.no_grad(), assuming(Target.parse(host.GPU)):
         results.append([counts["call"] / 32, counts["c_call"] / 32])
 print(json.dumps(results))
 """
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
-    assert process.returncode == 0, process.stderr
-    plain, padded = json.loads(process.stdout)
+    plain, padded = run_program(program)
     knobs = pytest.importorskip("triton").knobs
     limit = 64 if hasattr(knobs.compilation, "fpsan_homomorphic_casts") else 60
     assert plain[0] <= limit, plain
@@ -91,10 +97,7 @@ with torch.no_grad(), assuming(Target.parse(host.GPU)):
 kernels = [launch.kernel.__name__ for launch in recorded.launches]
 print(json.dumps([kernels, stack.cache.host_length()]))
 """
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
-    assert process.returncode == 0, process.stderr
-    kernels, length = json.loads(process.stdout)
+    kernels, length = run_program(program)
     # The two layers share a schedule.
     assert (kernels.count("_schedule"), kernels.count("_attend")) == (1, 2), kernels
     assert length == host.STORED_TOKENS + 1

@@ -16,6 +16,7 @@ MARKS = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+PROMPT_TOKENS = 300 if ON_GPU else 20  # tokens of a prompt of `make_medium_model`
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="requires a GPU, but torch found none")
 
 
@@ -38,6 +39,15 @@ def make_llama(dtype: torch.dtype = torch.float32) -> Any:
         initializer_range=weight_std, attn_implementation="fp8_paged",
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().to(DEVICE, dtype)
+
+
+def make_medium_model(num_padding: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the model of `make_llama`, and a prompt of two rows. The first row has padding."""
+    model = make_llama()
+    ids = torch.randint(1, 1000, (2, PROMPT_TOKENS), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :num_padding] = 0
+    return model, {"input_ids": ids, "attention_mask": mask}
 
 
 @contextlib.contextmanager

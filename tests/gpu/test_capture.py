@@ -13,7 +13,7 @@ import torch
 from hf_fp8kv import FP8PagedCache, disable, enable, ops
 from hf_fp8kv.attention import capture
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_llama, needs_gpu
+from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_medium_model, needs_gpu
 from tests.helpers.recorded_graph import recorded_graphs
 from tests.helpers.tiny_models import build_variant
 
@@ -30,10 +30,7 @@ OPTIONS = {
 
 def make_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     if name == "medium":
-        ids = torch.randint(1, 1000, (2, 300 if ON_GPU else 20), device=DEVICE)
-        mask = torch.ones_like(ids)
-        mask[0, :7] = 0
-        return make_llama(), {"input_ids": ids, "attention_mask": mask}
+        return make_medium_model(num_padding=7)
     model, inputs = build_variant(name)
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 

@@ -31,7 +31,15 @@ from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import get_pages
-from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
+from tests.gpu.gpu_tools import (
+    DEVICE,
+    MARKS,
+    ON_GPU,
+    PROMPT_TOKENS,
+    forbid_synchronization,
+    make_medium_model,
+    needs_gpu,
+)
 from tests.helpers.planned import centered_scales
 from tests.helpers.tiny_models import build_variant
 
@@ -57,20 +65,13 @@ def _reset_compiler() -> Iterator[None]:
 # -- generation ----------------------------------------------------------------------------------
 
 
-def make_medium_model() -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a random float32 model (tiny without a GPU) and a padded prompt of two rows."""
-    num_tokens = 300 if ON_GPU else 20
-    model = make_llama()
-    ids = torch.randint(1, 1000, (2, num_tokens), device=DEVICE)
-    mask = torch.ones_like(ids)
-    # The padding fills whole pages and a part of a page.
-    mask[0, : num_tokens // 2] = 0
-    return model, {"input_ids": ids, "attention_mask": mask}
+# The padding fills whole pages and a part of a page.
+NUM_PADDING = PROMPT_TOKENS // 2
 
 
 def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     if name == "medium":
-        return make_medium_model()
+        return make_medium_model(NUM_PADDING)
     model, inputs = build_variant(name, attn_implementation="fp8_paged", **config)
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 
@@ -208,7 +209,7 @@ def test_forks_continue_independently():
 def make_deep_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model with more than two layers, and a padded prompt of two rows."""
     if name == "medium" and ON_GPU:
-        return make_medium_model()
+        return make_medium_model(NUM_PADDING)
     types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     layers = types if name == "sliding_and_full" else {}
     return make_model("gqa" if name == "medium" else name, num_hidden_layers=4, **layers)

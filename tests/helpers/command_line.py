@@ -25,8 +25,15 @@ def save_tiny_model(
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
+    return save_tiny_weights(folder, len(WORDS), positions, dtype)
+
+
+def save_tiny_weights(
+    folder: Path, vocab_size: int, positions: int, dtype: torch.dtype = torch.float32
+) -> str:
+    """Save a random tiny Llama without a tokenizer and without an end token. Return the folder."""
     config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         max_position_embeddings=positions, bos_token_id=None, eos_token_id=None, pad_token_id=0,
         initializer_range=0.5,

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from hf_fp8kv import StoragePlan
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.scales import KVScales, LayerScales
+from hf_fp8kv.serving.engines.common import read_kv_sizes
 
 # Plans of a layer that keeps keys, values or both in the dtype of the model.
 PROTECTED_PLANS = {
@@ -67,9 +68,7 @@ def as_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
 def planned_scales_for(model: PreTrainedModel, **options: bool) -> KVScales:
     """Return `planned_scales` with the number of layers, heads and channels of a model."""
     config = model.config.get_text_config()
-    num_heads = config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return planned_scales(config.num_hidden_layers, num_heads, dim, **options)
+    return planned_scales(config.num_hidden_layers, *read_kv_sizes(config), **options)
 
 
 def protected_plan_for(model: PreTrainedModel, sides: str = "K", layer: int = 0) -> StoragePlan:

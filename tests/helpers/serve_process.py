@@ -21,7 +21,6 @@ import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
-    LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
@@ -30,6 +29,7 @@ from transformers import (
 
 import hf_fp8kv_cli as cli
 from hf_fp8kv import FP8PagedCache
+from tests.helpers.command_line import save_tiny_weights
 
 ROOT = Path(__file__).parents[2]
 # A chat template that refuses the role "wizard", and takes long for the role "sloth".
@@ -83,14 +83,7 @@ def save_chat_model(folder: Path, *, vocab_size: int = 95, context: int = CONTEX
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=context,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return save_tiny_weights(folder, vocab_size, context)
 
 
 def add_overflow(folder: str) -> None:

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching import offloading_manager
 
 from hf_fp8kv import FP8PagedCache, KVScales, serving
 from hf_fp8kv.scales import LayerScales
+from hf_fp8kv.serving.engines.common import read_kv_sizes
 from tests.helpers.margins import require_wide_margins
 
 NEW_TOKENS = 18
@@ -58,8 +59,7 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     They are so large that most codes are subnormal. This coarse rounding changes the tokens.
     """
     config = model.config.get_text_config()
-    num_heads = config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads, head_dim = read_kv_sizes(config)
     generator = torch.Generator().manual_seed(1)
 
     def draw_scales(low: float, high: float) -> torch.Tensor:

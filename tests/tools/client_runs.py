@@ -43,6 +43,18 @@ class Target(NamedTuple):
     tokenizer: str
 
 
+def _make_person_class() -> Any:
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        """A person."""
+
+        name: str
+        age: int
+
+    return Person
+
+
 # -- openai ----------------------------------------------------------------------------------------
 
 
@@ -113,26 +125,21 @@ def openai_responses(target: Target) -> None:
 
 
 def openai_structured_output(target: Target) -> None:
-    from pydantic import BaseModel
-
-    class Person(BaseModel):
-        name: str
-        age: int
-
+    person_class = _make_person_class()
     client = _make_client(target)
     messages = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
     completion = client.chat.completions.parse(
-        model=target.model, messages=messages, response_format=Person, max_tokens=60
+        model=target.model, messages=messages, response_format=person_class, max_tokens=60
     )
-    assert isinstance(completion.choices[0].message.parsed, Person)
+    assert isinstance(completion.choices[0].message.parsed, person_class)
     response = client.responses.parse(
-        model=target.model, input=messages, text_format=Person, max_output_tokens=60
+        model=target.model, input=messages, text_format=person_class, max_output_tokens=60
     )
-    assert isinstance(response.output_parsed, Person)
+    assert isinstance(response.output_parsed, person_class)
     with client.chat.completions.stream(
-        model=target.model, messages=messages, response_format=Person, max_tokens=60
+        model=target.model, messages=messages, response_format=person_class, max_tokens=60
     ) as stream:
-        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, person_class)
 
 
 def openai_tools(target: Target) -> None:
@@ -176,21 +183,16 @@ def langchain_chat(target: Target) -> None:
 
 
 def langchain_structured_output(target: Target) -> None:
-    from pydantic import BaseModel
-
-    class Person(BaseModel):
-        """A person."""
-
-        name: str
-        age: int
-
+    person_class = _make_person_class()
     question = "Ann is 30 years old. Answer with her name and age in JSON."
     for method in ("json_schema", "function_calling"):
-        model = _make_model(target).with_structured_output(Person, method=method)
-        assert isinstance(model.invoke(question), Person), method
-        assert isinstance(list(model.stream(question))[-1], Person), method
-    model = _make_model(target).with_structured_output(Person, method="json_schema", strict=True)
-    assert isinstance(model.invoke(question), Person)
+        model = _make_model(target).with_structured_output(person_class, method=method)
+        assert isinstance(model.invoke(question), person_class), method
+        assert isinstance(list(model.stream(question))[-1], person_class), method
+    model = _make_model(target).with_structured_output(
+        person_class, method="json_schema", strict=True
+    )
+    assert isinstance(model.invoke(question), person_class)
     model = _make_model(target, max_tokens=120).with_structured_output(None, method="json_mode")
     assert isinstance(model.invoke(question), dict)
 
