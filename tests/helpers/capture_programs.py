@@ -49,8 +49,8 @@ class _Call:
     """A random call. Its methods are a logits processor, a criterion and a constraint.
 
     Attributes:
-        change: What changes before the call, if anything.
-        disturbance: What a criterion does with the cache, if anything.
+        change: Name of a change before the call, or None.
+        disturbance: Name of a call of the cache by a criterion, or None.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -109,7 +109,7 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
     keywords = {"page_size": 8, "dtype": dtype, **keywords}
     enable(model, **keywords)
     results: list[Any] = []
-    last: Any = None  # tokens and cache of the last call
+    previous: Any = None  # tokens and cache of the previous call
     for call in calls:
         rng = random.Random(call.seed)
         torch.manual_seed(call.seed)
@@ -122,13 +122,13 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             disable(model)
             enable(model, **keywords)
         if call.change in ("weights", "dtype"):
-            last = None
+            previous = None
         size = (call.batch, call.num_prompt)
         ids = torch.tensor([rng.randrange(1, VOCAB) for _ in range(size[0] * size[1])]).view(size)
         mask = torch.ones_like(ids)
         arguments: dict[str, Any] = {"num_return_sequences": call.answers}
-        if last is not None and call.continues and call.num_beams == 1:
-            tokens, call.cache = last
+        if previous is not None and call.continues and call.num_beams == 1:
+            tokens, call.cache = previous
             if call.change == "fork":
                 call.cache = call.cache.fork()
             elif call.change == "reset" and not is_hybrid:
@@ -155,10 +155,10 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             )  # fmt: skip
         except _Failure:
             results += ["failure", call.cache and describe(call.cache)]
-            last = None
+            previous = None
         else:
-            last = output.sequences, output[CACHE]
-            results += [last[0].tolist(), streamer and streamer.tokens, describe(last[1])]
+            tokens, cache = previous = output.sequences, output[CACHE]
+            results += [tokens.tolist(), streamer and streamer.tokens, describe(cache)]
             results.append([x.tolist() for x in output.get("scores") or ()])
     return results
 
@@ -173,7 +173,10 @@ def describe(cache: FP8PagedCache) -> Any:
 
 
 def check_program(seed: int, counts: Counter[str]) -> str:
-    """Run a program twice. Return the first difference, or "". Count steps and replays."""
+    """Run a program without and with captured steps, and add the steps and replays to `counts`.
+
+    Return a message about the first different result, or "" if all results are equal.
+    """
     expected = run_program(seed)
     with pytest.MonkeyPatch.context() as patch, recorded_graphs() as steps:
         growth = random.Random(seed).choice((9, 20, 33, 1024))
@@ -183,17 +186,19 @@ def check_program(seed: int, counts: Counter[str]) -> str:
         if step.num_steps >= LONG_CALL:
             counts["steps"] += step.num_steps
             counts["replays"] += step.num_replays
-    for index, (x, y) in enumerate(zip(expected, actual, strict=True)):
-        if x != y:
-            return f"seed {seed}, result {index}: {str(x)[:200]} and {str(y)[:200]}"
+    for index, results in enumerate(zip(expected, actual, strict=True)):
+        if results[0] != results[1]:
+            eager, captured = (str(result)[:200] for result in results)
+            return f"seed {seed}, result {index}: expected {eager}, got {captured}"
     return ""
 
 
 def main() -> None:
-    first, number = map(int, sys.argv[1:])
+    first_seed, num_programs = map(int, sys.argv[1:])
     counts = Counter[str]()
-    problems = list(filter(None, (check_program(first + i, counts) for i in range(number))))
-    lines = [*problems, f"{number} programs, {len(problems)} differ: {dict(counts)}"]
+    seeds = range(first_seed, first_seed + num_programs)
+    differences = [text for seed in seeds if (text := check_program(seed, counts))]
+    lines = [*differences, f"{num_programs} programs, {len(differences)} differ: {dict(counts)}"]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -28,7 +28,7 @@ FILE_FUNCTIONS = frozenset((
     "serialize", "unlink", "utime", "write",
 ))  # fmt: skip
 Place = tuple[str, int, int]
-"""File and line of the call, and how many earlier calls the line made, plus one."""
+"""File and line of the call, and its number among the calls of this line, from 1."""
 
 
 class Faults:
@@ -78,15 +78,15 @@ class Faults:
             return
         if name not in self.names or caller is None:
             return
-        line = caller.f_code.co_filename, caller.f_lineno
-        if not line[0].startswith(PACKAGE) or self.has_failed:
+        file, line = caller.f_code.co_filename, caller.f_lineno
+        if not file.startswith(PACKAGE) or self.has_failed:
             return
         while caller is not None:  # Python ignores an exception in `__del__`
             if caller.f_code.co_name == "__del__":
                 return
             caller = caller.f_back
-        self._counts[line] += 1
-        place = (*line, self._counts[line])
+        self._counts[file, line] += 1
+        place = (file, line, self._counts[file, line])
         self.places.append(place)
         if place == self._failing_place:
             self.has_failed = True

@@ -301,22 +301,23 @@ def _cache_converted_numbers() -> None:
     """Cache conversions of numbers to the type of a block. Do not convert between equal types."""
     stock_check = TritonSemantic.binary_op_type_checking_impl
     number_types = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
-    entries: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    conversions: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def convert_number(self: Any, number: Any, block: Any, rules: Any, is_left: bool) -> Any:
         key = id(block.type), type(number), number, rules
-        entry = entries.get(key)
-        if entry is None:
+        conversion = conversions.get(key)
+        if conversion is None:
             operands = (number, block) if is_left else (block, number)
             operands = stock_check(self, *operands, *rules)
             block_operand, operand = operands[::-1] if is_left else operands
             if block_operand is not block:
                 return operands
             operand.handle.data.flags.writeable = False
-            if len(entries) > 4096:
-                entries.clear()
-            entry = entries[key] = operand, block.type  # keeps the type alive, and its id unique
-        return (entry[0], block) if is_left else (block, entry[0])
+            if len(conversions) > 4096:
+                conversions.clear()
+            # The type stays alive, so its id stays unique.
+            conversion = conversions[key] = operand, block.type
+        return (conversion[0], block) if is_left else (block, conversion[0])
 
     def binary_op_type_checking_impl(self: Any, x: Any, y: Any, *rules: Any, **options: Any) -> Any:
         if type(x) is tl.tensor and x.dtype.name in number_types and not options:

@@ -19,8 +19,9 @@ class WideMargins(LogitsProcessor):
         best, second_best = scores.float().topk(2).values.unbind(-1)
         margin, row = (best - second_best).min(0)
         assert margin >= self.min_margin, (
-            f"a thin margin: in row {int(row)}, after {input_ids.shape[1]} tokens, the best logit "
-            f"leads by {margin:.1e}, not by {self.min_margin:.1e}. Choose a different prompt"
+            f"expected a lead of the best logit of at least {self.min_margin:.1e}, got "
+            f"{margin:.1e} in row {int(row)} after {input_ids.shape[1]} tokens. Choose a different "
+            "prompt"
         )
         return scores
 

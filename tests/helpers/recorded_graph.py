@@ -1,7 +1,7 @@
-"""A graph for CPUs: it records operations as calls of torch's dispatcher, and repeats them.
+"""A graph for CPUs, which records operations as calls of torch's dispatcher, and repeats them.
 
-A CUDA graph repeats kernels at the same addresses. This one calls each operation again with the
-same tensors, and copies the results into the tensors of the first time.
+A CUDA graph repeats kernels at the same addresses. This graph calls each operation again with the
+same tensors, and copies the results into the tensors that the first call returned.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ from hf_fp8kv.attention.capture import CapturedStep
 
 
 class RecordedGraph(TorchDispatchMode):
-    """See the module.
+    """A graph for CPUs, with the methods that captured steps call.
 
     Attributes:
-        calls: Each operation with its arguments and its result.
+        calls: Each operation with its arguments, its keyword arguments and its result.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class RecordedGraph(TorchDispatchMode):
             leaves = tree_leaves(func(*args, **kwargs))
             for old, new in zip(tree_leaves(result), leaves, strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    # An expanded tensor has one element in memory for many.
+                    # An expanded axis has a single element in memory.
                     index = tuple(slice(None if x else 1) for x in old.stride())
                     old[index].copy_(new[index])
 
@@ -66,7 +66,7 @@ class _HostReads(TorchFunctionMode):
 
 
 class CpuStepDescription(capture.StepDescription):
-    """A description that also reports reads of memory without an operation."""
+    """A description that also reports reads of memory that are not operations on a CPU."""
 
     def __enter__(self) -> "CpuStepDescription":
         self.host_reads = _HostReads(self.report)
@@ -81,7 +81,7 @@ class CpuStepDescription(capture.StepDescription):
 
 @contextmanager
 def recorded_graphs(graph: Callable[[], Any] = RecordedGraph) -> Iterator[list[CapturedStep]]:
-    """Let CPUs have graphs in this context. Yield the list of the steps that are made."""
+    """Capture steps on CPUs with `graph` in this context. Yield the list of the created steps."""
     steps: list[CapturedStep] = []
     with pytest.MonkeyPatch.context() as patch:
 

@@ -479,10 +479,11 @@ def _has_field(config: PreTrainedConfig, key: str, fields: Fields | None) -> boo
         return True
 
 
-def _select_fields(config: PreTrainedConfig, candidates: Fields, extra: Fields) -> Fields:
-    """Return the candidates that the config has, and `extra`. Drop fields that are set to None."""
+def _select_fields(config: PreTrainedConfig, candidates: Fields, overrides: Fields) -> Fields:
+    """Return the candidates that the config has, and `overrides`, without fields set to None."""
     default_fields = _get_fields(config)
-    fields = {k: v for k, v in candidates.items() if _has_field(config, k, default_fields)} | extra
+    fields = {k: v for k, v in candidates.items() if _has_field(config, k, default_fields)}
+    fields |= overrides
     return {k: v for k, v in fields.items() if v is not None or k in _NULLABLE_FIELDS}
 
 

@@ -25,7 +25,7 @@ from transformers import (
 Fields = dict[str, Any]
 
 VOCAB = 200
-FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS = 4, 180  # ids of text, from the first to before the last
+FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS = 4, 180  # start and stop of the range of ids of text
 START_TOKEN, END_TOKEN, VIDEO_TOKEN, PLACEHOLDER = 190, 191, 192, 193
 PAD_TOKEN = 0
 SPECIAL_TOKENS = (PAD_TOKEN, 1, 2, 3, *range(END_OF_TEXT_TOKENS, VOCAB))
@@ -46,14 +46,14 @@ Token = tuple[int, Medium | None]  # an id, and the medium of a placeholder
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a model type is built and called.
+    """A model type: how the tests build and call it.
 
     Attributes:
-        make_config: Returns the config.
+        make_config: Function that returns the config.
         shape: Shape of the values of one medium.
         num_tokens: Number of placeholder tokens of one medium.
-        collate: Makes the arguments of `generate` from values `[media, *shape]`, and the number of
-            media of each row.
+        collate: Function that makes the arguments of `generate` from values `[media, *shape]`, and
+            the number of media of each row.
         brackets: Tokens before and after the placeholders.
         token_types: Name of the argument with the types of the tokens, or "".
         marks_placeholders: Whether the type of placeholders is 1. All other types are 0.
@@ -90,14 +90,12 @@ def build_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def make_text(seed: int, num_tokens: int) -> list[int]:
-    """Return random text tokens."""
     generator = torch.Generator().manual_seed(1000 + seed)
     size = (num_tokens,)
     return torch.randint(FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS, size, generator=generator).tolist()
 
 
 def make_values(name: str, medium: Medium) -> Tensor:
-    """Return the values of a medium."""
     shape = KINDS[name].shape
     values = torch.randn(shape, generator=torch.Generator().manual_seed(medium.seed))
     values.view(-1)[values.numel() // 2] += medium.offset
@@ -187,15 +185,15 @@ def _configure(
     def make_config() -> PreTrainedConfig:
         base = AutoConfig.for_model(name)
         sub_configs: Fields = {}
-        for key, given, common in (
-            ("text_config", text, _TEXT), ("vision_config", vision, _VISION),
-        ):  # fmt: skip
+        for key, type_name, defaults, overrides in (
+            ("text_config", text_type, _TEXT, text or {}),
+            ("vision_config", vision_type, _VISION, vision or {}),
+        ):
             if key in base.sub_configs:
-                given_type = text_type if key == "text_config" else vision_type
-                model_type = given_type or getattr(base, key).model_type
-                sub_configs[key] = {"model_type": model_type, **common, **(given or {})}
-        known = {k: v for k, v in _PLACEHOLDERS.items() if k in base.to_dict()}
-        return type(base)(**{"tie_word_embeddings": False, **known, **sub_configs, **fields})
+                model_type = type_name or getattr(base, key).model_type
+                sub_configs[key] = {"model_type": model_type, **defaults, **overrides}
+        placeholders = {k: v for k, v in _PLACEHOLDERS.items() if k in base.to_dict()}
+        return type(base)(**{"tie_word_embeddings": False, **placeholders, **sub_configs, **fields})
 
     return make_config
 
@@ -217,7 +215,7 @@ def _flatten_patches(grid: tuple[int, int, int]) -> Callable[[Tensor, list[int]]
 
 
 def _group_by_row(values: Tensor, counts: list[int]) -> dict[str, Any]:
-    """Return images as `[rows, images, ...]`, with images of zeros for the missing."""
+    """Return images as `[rows, images, ...]`. Shorter rows end with images of zeros."""
     grouped = values.new_zeros(len(counts), max(counts), *values.shape[1:])
     images = iter(values)
     for row, count in enumerate(counts):

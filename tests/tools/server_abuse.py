@@ -91,7 +91,7 @@ BAD_BODIES = (
 
 
 class AbuseRun:
-    """The requests of all clients to one server. Each method `do_ACTION` sends requests of a kind.
+    """The requests of all clients to one server. Each method `do_ACTION` is one kind of request.
 
     Args:
         server: The server.
@@ -113,8 +113,9 @@ class AbuseRun:
     def run_client(self, index: int) -> None:
         """Run client `index` until the deadline of the run."""
         rng = random.Random(self.seed * 1000 + index)
-        other_names = {x for x in dir(self) if x.startswith("do_")}.difference(HOSTILE_ACTIONS[1:])
-        names = HOSTILE_ACTIONS if self.is_hostile else sorted(other_names)
+        all_names = {name for name in dir(self) if name.startswith("do_")}
+        mixed_names = sorted(all_names.difference(HOSTILE_ACTIONS[1:]))
+        names = HOSTILE_ACTIONS if self.is_hostile else mixed_names
         # Among hostile clients, client 0 is good. Otherwise half of the requests are good, so bad
         # requests have clients to disturb.
         good_name = "do_repeat" if self.is_hostile else "do_request"
@@ -314,8 +315,8 @@ def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
         body["messages"] = [{"role": "user", "content": text}]
     else:
         body["prompt"] = rng.choice((text, [text, "another", "and one"]))
-    other_fields = rng.choice(SHARED_FIELDS + (CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS))
-    return path, body | other_fields
+    path_fields = CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS
+    return path, body | rng.choice(SHARED_FIELDS + path_fields)
 
 
 def check_shutdown(abuse: AbuseRun) -> None:

@@ -93,12 +93,12 @@ class _Launcher:
         tensors += [block for x in tensors for block in vars(x).get("blocks", ())]
         arguments = [_to_bits(type_name, value) for type_name, value in leaves]
         ptx = edit_ptx(kernel.ptx) if edit_ptx is not None else kernel.ptx
-        program, steps = _parse_and_compile(ptx)
+        program, code = _parse_and_compile(ptx)
         COUNTS["launches"] += 1
         COUNTS["programs"] += x * y * z
         # The last two parameters are addresses of scratch memory, which no kernel uses.
         COUNTS["instructions"] += execute(
-            program, steps, [*arguments, 0, 0], (x, y, z), GlobalMemory(tensors), kernel.shared_size
+            program, code, [*arguments, 0, 0], (x, y, z), GlobalMemory(tensors), kernel.shared_size
         )
 
 

@@ -16,7 +16,7 @@ from .parse import Instruction, Program
 
 def compile_program(program: Program) -> list[CompiledInstruction]:
     """Compile each instruction of a program, in order."""
-    steps = []
+    code = []
     for instruction in program.instructions:
         name = instruction.opcode[0]
         target = -1
@@ -26,8 +26,8 @@ def compile_program(program: Program) -> list[CompiledInstruction]:
             target = program.labels[label]
         elif name not in ("ret", "exit"):
             step = _compile(instruction, program)
-        steps.append(CompiledInstruction(instruction.guard, instruction.is_negated, target, step))
-    return steps
+        code.append(CompiledInstruction(instruction.guard, instruction.is_negated, target, step))
+    return code
 
 
 def _compile(instruction: Instruction, program: Program) -> Step:

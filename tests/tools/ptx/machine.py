@@ -54,7 +54,7 @@ class Machine:
 
     Args:
         program: The kernel.
-        steps: Result of `compile_program` for the kernel.
+        code: Result of `compile_program` for the kernel.
         parameters: Value of each parameter, as 64 bits.
         grid: Number of programs of the launch on each of three axes.
         program_ids: Indices of the programs to execute.
@@ -63,10 +63,10 @@ class Machine:
     """
 
     def __init__(
-        self, program: Program, steps: Sequence[CompiledInstruction], parameters: Array,
+        self, program: Program, code: Sequence[CompiledInstruction], parameters: Array,
         grid: Sequence[int], program_ids: Ints, memory: GlobalMemory, shared_size: int,
     ) -> None:  # fmt: skip
-        self.program, self.steps = program, steps
+        self.program, self.code = program, code
         self.parameters, self.memory = parameters, memory
         num_threads = program.num_threads
         self.shape = len(program_ids), num_threads
@@ -101,7 +101,7 @@ class Machine:
                 while self.pc_masks:
                     pc = min(self.pc_masks)
                     threads = self.pc_masks.pop(pc)
-                    self._run_threads(pc, min(self.pc_masks, default=len(self.steps)), threads)
+                    self._run_threads(pc, min(self.pc_masks, default=len(self.code)), threads)
         except Fault as fault:
             fault.add_note(f"{self.program.name}, {self.program.instructions[self.pc].text}")
             raise
@@ -111,10 +111,10 @@ class Machine:
     def _run_threads(self, pc: int, stop: int, threads: Array) -> None:
         """Execute threads up to instruction `stop`, or to an instruction where they diverge."""
         mask = None if threads.all() else threads
-        registers, steps = self.registers, self.steps
+        registers, code = self.registers, self.code
         while pc < stop:
             self.pc = pc
-            guard, is_negated, target, step = steps[pc]
+            guard, is_negated, target, step = code[pc]
             step_mask = mask
             if guard:
                 predicate = ~registers[guard] if is_negated else registers[guard]
@@ -243,14 +243,14 @@ def _find_grain(program: Program) -> int:
 
 
 def execute(
-    program: Program, steps: Sequence[CompiledInstruction], arguments: Sequence[int],
+    program: Program, code: Sequence[CompiledInstruction], arguments: Sequence[int],
     grid: Sequence[int], memory: GlobalMemory, shared_size: int,
 ) -> int:  # fmt: skip
     """Run a launch, and return the number of executed instructions.
 
     Args:
         program: The kernel.
-        steps: Result of `compile_program` for the kernel.
+        code: Result of `compile_program` for the kernel.
         arguments: Bits of each parameter of the kernel, in order.
         grid: Number of programs on each of three axes.
         memory: The tensors of the launch.
@@ -263,7 +263,7 @@ def execute(
     num_programs = max(1, MAX_THREADS // program.num_threads)
     for start in range(0, len(program_ids), num_programs):
         batch = program_ids[start : start + num_programs]
-        machine = Machine(program, steps, parameters, grid, batch, memory, shared_size)
+        machine = Machine(program, code, parameters, grid, batch, memory, shared_size)
         machine.run()
         num_executed += machine.num_executed
     memory.check_order()
