@@ -2,7 +2,7 @@
 
 A process for each tree runs the loops of `hot_loops.py`. The processes alternate, so a busy machine
 slows both of them down. The result is the median of the ratios within a turn. Tools such as pyperf
-time the trees one after another.
+finish one tree before they start the next.
 
     git worktree add /tmp/before HEAD~1
     python -m benchmarks.compare /tmp/before --turns 30 --backend cpu

@@ -58,7 +58,7 @@ def measure_windows(
         progress: Function that is called with the name of each measurement.
 
     Returns:
-        `rows` with `model`, `form` ("dynamic" or "preallocated"), `prompt` (a key of
+        `rows` with `model`, `cache` ("growing" or "preallocated"), `prompt` (a key of
         `PREFILL_MODES`) and `tokens`. `held` is the number of bytes after the prompt, and `peak`
         the growth of the process in bytes (None if Linux does not report it). `stock_held` and
         `stock_peak` are for transformers' cache. `ratio` is `held / stock_held`.
@@ -92,7 +92,7 @@ def measure_prompts(model_name: str, length: int, backend: str) -> Iterator[dict
     config: Any = make_config(model_name)
     shape = (1, config.num_key_value_heads, length, config.head_dim)
     key, value = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
-    for form, capacity in (("dynamic", None), ("preallocated", length)):
+    for kind, capacity in (("growing", None), ("preallocated", length)):
         for mode, (options, num_calls) in PREFILL_MODES.items():
             chunk_size = length if num_calls == 1 else min(-(-length // num_calls), MAX_CHUNK_SIZE)
             sizes: dict[str, Any] = {"max_cache_len": capacity} if capacity else {}
@@ -103,7 +103,7 @@ def measure_prompts(model_name: str, length: int, backend: str) -> Iterator[dict
                 for make_cache in (make_paged, partial(stock_class, **sizes))
             )
             yield {
-                "model": model_name, "form": form, "prompt": mode, "tokens": length,
+                "model": model_name, "cache": kind, "prompt": mode, "tokens": length,
                 "held": held, "peak": peak, "stock_held": stock_held, "stock_peak": stock_peak,
                 "ratio": held / stock_held,
             }  # fmt: skip

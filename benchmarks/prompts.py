@@ -34,7 +34,7 @@ PROMPTS = (EXACT, STORED)
 BASELINE = "fp8_e3m4"
 SCORED_TOKENS = 128
 # Prefixes of the names of plans, which `choose_plan` makes for more bytes or for a number of bits.
-_PLAN, _BITS = "plan ", "bits "
+_PLAN_PREFIX, _BITS_PREFIX = "plan ", "bits "
 # Number of passages, and caches, by the number of tokens of a prompt.
 CASES: dict[int, tuple[int, Sequence[str]]] = {
     1024: (12, (BASELINE, "fp8", "plan 0%", "plan 2%", "plan 4%", "plan 8%")),
@@ -45,7 +45,7 @@ _PROBE_TOKENS = 8
 _SKIPPED_TOKENS = 99  # tokens before a passage that begins inside a text
 _MIN_KL = 1e-15
 # Mean divergence of each passage, by the names of the cache and of the prompt.
-KLs = dict[tuple[str, str], list[float]]
+Divergences = dict[tuple[str, str], list[float]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def measure_prompts(
                     progress(f"preparing {cache}")
                     storages[cache] = make_storage(model, cache)
             count = num_passages or standard_passages
-            kl: KLs = {(cache, prompt): [] for cache in names for prompt in PROMPTS}
+            kl: Divergences = {(cache, prompt): [] for cache in names for prompt in PROMPTS}
             passages = read_passages(tokenizer, count, length + SCORED_TOKENS, text_folder)
             for index, (passage, ids) in enumerate(passages.items()):
                 progress(f"{length} tokens, {index + 1} of {count}: {passage}")
@@ -146,11 +146,11 @@ def read_passages(
 def make_storage(model: PreTrainedModel, name: str) -> Storage:
     """Return the storage of a cache, whose name is an element of `caches` of `measure_prompts`."""
     plan = None
-    if name.startswith(_PLAN):
-        share = float(name.removeprefix(_PLAN).removesuffix("%")) / 100
+    if name.startswith(_PLAN_PREFIX):
+        share = float(name.removeprefix(_PLAN_PREFIX).removesuffix("%")) / 100
         plan = choose_plan(model, max_extra_bytes=share)
-    elif name.startswith(_BITS):
-        plan = choose_plan(model, bits=float(name.removeprefix(_BITS)), max_extra_bytes=0)
+    elif name.startswith(_BITS_PREFIX):
+        plan = choose_plan(model, bits=float(name.removeprefix(_BITS_PREFIX)), max_extra_bytes=0)
     elif Path(name).exists():
         plan = StoragePlan.load(name)
     contender = Contender(name, lambda model: FP8PagedCache(model.config, plan=plan))
@@ -168,7 +168,7 @@ def make_storage(model: PreTrainedModel, name: str) -> Storage:
 
 
 def measure_passage(
-    model: PreTrainedModel, ids: torch.Tensor, storages: Mapping[str, Storage], kl: KLs
+    model: PreTrainedModel, ids: torch.Tensor, storages: Mapping[str, Storage], kl: Divergences
 ) -> None:
     """Append the mean divergence of a passage after each prompt to the lists in `kl`."""
     all_scores = score_text(
@@ -179,7 +179,7 @@ def measure_passage(
         kl[cache, prompt].append(scores.kl.mean().item())
 
 
-def summarize(cache: str, storage: Storage, kl: KLs) -> Result:
+def summarize(cache: str, storage: Storage, kl: Divergences) -> Result:
     """Return the row of a cache: mean KL, and ratios of KL to the baseline after the same prompt.
 
     Ratios are geometric means over passages.

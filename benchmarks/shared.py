@@ -114,7 +114,7 @@ def exchange_line(process: "subprocess.Popen[str]", line: str = "") -> Any:
 
 
 def run_process(target: str, task: object, environment: Mapping[str, str]) -> Any:
-    """Return what the function `target` returns in a separate process.
+    """Call the function `target` in a separate process, and return its result.
 
     `target` is "module:function". Its argument `task` and its result are passed as JSON.
 

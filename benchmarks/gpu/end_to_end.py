@@ -94,10 +94,10 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     """
     model, shapes = make_model(sizes, record), sizes.generate_shapes
     _measure_first_calls(record, model, sizes, backend)
-    first = [x for x in CONTENDERS if sizes.with_compiled or not x.is_compiled]
-    second = OTHER_CONTENDERS if sizes.with_compiled else []
+    main = [x for x in CONTENDERS if sizes.with_compiled or not x.is_compiled]
+    more = OTHER_CONTENDERS if sizes.with_compiled else []
     for contenders, cases in (
-        (first, shapes[:2]), (second, shapes[:1]), (first, shapes[2:]), (second, shapes[1:]),
+        (main, shapes[:2]), (more, shapes[:1]), (main, shapes[2:]), (more, shapes[1:]),
     ):  # fmt: skip
         _measure_contenders(record, SECTION, model, sizes, backend, contenders, cases)
 
@@ -213,7 +213,7 @@ class _TokenTimer(LogitsProcessor):
         return scores
 
     def step_times(self) -> list[float]:
-        """Return the time until each token from the previous one, in seconds."""
+        """Return the seconds between each token and the previous token."""
         self.stage.synchronize()
         intervals = itertools.pairwise(self.timestamps)
         if self.stage.is_gpu:
@@ -258,7 +258,7 @@ class Run:
         times = self._generate()
         typical_time, early_times = statistics.median(times), times[: len(times) // 2]
         slow_steps = [i for i, x in enumerate(early_times, 1) if x > 1.25 * typical_time]
-        # Other contenders of the case use memory too. On a CPU the number is 0.
+        # The memory of the other contenders of the case does not count. On a CPU the result is 0.
         own_bytes = (self.stage.peak_bytes() or 0) - old_bytes
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         return {

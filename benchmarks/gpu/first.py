@@ -25,7 +25,7 @@ IMPORT_SECONDS = 20
 # Maximum seconds of a step in a dry run.
 DRY_SECONDS = 600
 CAPTURE_TESTS = "tests/gpu/test_capture.py"
-# The two tests that gave NaN once.
+# The two tests in which NaN was seen once.
 OFFLOADING_TEST = "tests/gpu/test_on_gpu.py::test_offloaded_layers_give_the_same_tokens"
 GRAPHS_TEST = "tests/gpu/test_serving_on_gpu.py::test_decoding_steps_use_graphs"
 
@@ -59,18 +59,19 @@ STEPS = (
 
 
 def run_steps(
-    results: Path, rivals: Path | None, *, is_dry: bool, report: Callable[[str], None]
+    results_file: Path, rival_folder: Path | None, *, is_dry: bool, report: Callable[[str], None]
 ) -> int:
-    """Run all steps that have no exit code in `results`. Return the largest exit code."""
-    results = results.resolve()
-    results.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(x) for x in results.read_text().splitlines()] if results.exists() else []
+    """Run all steps that have no exit code in a file of results. Return the largest exit code."""
+    results_file = results_file.resolve()
+    results_file.parent.mkdir(parents=True, exist_ok=True)
+    old_text = results_file.read_text() if results_file.exists() else ""
+    lines = [json.loads(line) for line in old_text.splitlines()]
     exit_codes = {line["step"]: line["exit_code"] for line in lines if "exit_code" in line}
-    os.environ.update(find_rival_files(rivals) if rivals is not None else {})
+    os.environ.update(find_rival_files(rival_folder) if rival_folder is not None else {})
 
     def write(step: str, **fields: Any) -> None:
         lines.append({"step": step, **fields})
-        with results.open("a") as file:
+        with results_file.open("a") as file:
             file.write(json.dumps(lines[-1]) + "\n")
 
     for step in STEPS:
@@ -79,7 +80,7 @@ def run_steps(
             continue
         report(f"== {step.name}: up to {step.seconds} s")
         start = time.monotonic()
-        exit_codes[step.name], rows = _run_step(step, results, is_dry)
+        exit_codes[step.name], rows = _run_step(step, results_file, is_dry)
         for row in rows:
             write(step.name, row=row)
         seconds = round(time.monotonic() - start, 1)
@@ -89,13 +90,13 @@ def run_steps(
     return max(exit_codes.values())
 
 
-def _run_step(step: Step, results: Path, is_dry: bool) -> tuple[int, list[Row]]:
+def _run_step(step: Step, results_file: Path, is_dry: bool) -> tuple[int, list[Row]]:
     """Run a step, and return its exit code and its rows."""
     if step.tool and not shutil.which(SANITIZER):
         return 0, [{"name": SANITIZER, "note": "not installed"}]
-    base = results.with_name(f"{results.stem}-{step.name.replace(' ', '-')}")
-    log = base.with_suffix(".log")
-    rows_file = base.with_suffix(".json")
+    step_path = results_file.with_name(f"{results_file.stem}-{step.name.replace(' ', '-')}")
+    log = step_path.with_suffix(".log")
+    rows_file = step_path.with_suffix(".json")
     rows_file.unlink(missing_ok=True)
     limit = DRY_SECONDS if is_dry else step.seconds
     if step.sections:
@@ -156,5 +157,7 @@ def judge_late_stop(lines: list[Row]) -> Row:
     gains = [row["late_per_s"] / row["tokens_per_s"] for row in rows if "late_per_s" in row]
     has_failed, has_passed = (any(row.get(x) for row in tests) for x in ("failed", "passed"))
     is_equal = has_passed and not has_failed
-    is_open = is_equal and bool(gains) and min(gains) > 1
-    return {"name": "late stop check", "captured_equal": is_equal, "gains": gains, "open": is_open}
+    return {
+        "name": "late stop check", "captured_equal": is_equal, "gains": gains,
+        "open": is_equal and min(gains, default=0) > 1,
+    }  # fmt: skip

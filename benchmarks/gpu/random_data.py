@@ -97,9 +97,9 @@ def compute_output_error(
 ) -> float:  # fmt: skip
     """Return the error of an output relative to the reference on the same bytes.
 
-    The first, the last, the longest and a random sequence are compared. Each is compared in one KV
-    head, or in some of its query heads if it has many, because the reference for all heads does not
-    fit in memory. The error is infinite if any value of the output is not finite.
+    The first, the last, the longest and a random sequence are compared, each in one KV head. If the
+    head has many query heads, some of these are compared, because the reference for all heads does
+    not fit in memory. The error is infinite if any value of the output is not finite.
 
     Args:
         output: Output of the contender, `[B, T, Hq, D]`.

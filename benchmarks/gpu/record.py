@@ -39,7 +39,7 @@ class Record:
         self.rows: list[Row] = []
         self.skipped: list[str] = []
         self._deadline = float("inf")
-        self._fastest: dict[tuple[str, str], float] = {}
+        self._fastest_seconds: dict[tuple[str, str], float] = {}
         self._row_indices = itertools.count()
 
     def begin(self, seconds: float) -> list[str]:
@@ -71,7 +71,7 @@ class Record:
         label, (index, count) = f"{section}, {case}, {name}", self._shard
         if next(self._row_indices) % count != index:
             return None
-        if self.seconds_left() <= self._fastest.get((section, name), 0.0):
+        if self.seconds_left() <= self._fastest_seconds.get((section, name), 0.0):
             self.skip(f"{label}: no time left")
             return None
         row: Row = {"section": section, "case": str(case), "name": name}
@@ -98,7 +98,9 @@ class Record:
             row["failed"] = f"expected a relative error below {TOLERANCE:g}, got {row['error']:.1e}"
         seconds = time.perf_counter() - start
         # The first row of a contender compiles its kernels, so the fastest row counts.
-        self._fastest[section, name] = min(seconds, self._fastest.get((section, name), seconds))
+        self._fastest_seconds[section, name] = min(
+            seconds, self._fastest_seconds.get((section, name), seconds)
+        )
         self.report(f"{label}: {seconds:.1f} s")
         self.rows.append(row)
         self.save()

@@ -104,7 +104,7 @@ class Stage:
         return device_types.count(DeviceType.CUDA) / len(steps) or None
 
     def time_steps(self, steps: Sequence[Step], *, is_eager: bool = False) -> dict[str, Any]:
-        """Return the time of one of `steps` in us. The steps do equal work, and run alternately.
+        """Return the time of a step in µs. All `steps` do equal work, and run alternately.
 
         The result has the median (`us`), the `calls` in one replay, and a `note` if no graph could
         be captured. With `is_eager`, Python makes each call.

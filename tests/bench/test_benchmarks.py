@@ -115,14 +115,14 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(model_n
     config = make_config(model_name)
     with torch.inference_mode():
         rows = list(measure_prompts(model_name, 1000, "torch"))
-    assert {(row["form"], row["prompt"]) for row in rows} == {
-        (form, mode) for form in ("dynamic", "preallocated") for mode in PREFILL_MODES
+    assert {(row["cache"], row["prompt"]) for row in rows} == {
+        (kind, mode) for kind in ("growing", "preallocated") for mode in PREFILL_MODES
     }
     num_full_layers = sum(layer_type == "full_attention" for layer_type in config.layer_types)
     for row in rows:
         assert 0.5 < row["ratio"] <= 0.56, row  # half, and the scales and free slots
         # transformers' caches hold only the tokens inside the window of each layer.
-        window = config.sliding_window - (row["form"] == "dynamic")
+        window = config.sliding_window - (row["cache"] == "growing")
         cached_tokens = num_full_layers * 1000
         cached_tokens += (config.num_hidden_layers - num_full_layers) * window
         assert row["stock_held"] >= cached_tokens * config.num_key_value_heads * config.head_dim * 4
