@@ -52,7 +52,7 @@ def make_medium_model(num_padding: int) -> tuple[Any, dict[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """Let torch raise an error if Python waits for the GPU. Do nothing without a GPU."""
+    """Make torch raise an error if Python waits for the GPU. Without a GPU, this does nothing."""
     if not ON_GPU:
         yield
         return

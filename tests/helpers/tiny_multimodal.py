@@ -34,7 +34,7 @@ HIDDEN = 32
 
 @dataclasses.dataclass(frozen=True)
 class Medium:
-    """An image or a sound of random values. `offset` is added to one of the values."""
+    """An image or a sound of random values. `offset` is added to the value in the middle."""
 
     seed: int
     offset: float = 0.0
@@ -140,7 +140,7 @@ def list_tokens(name: str, rows: list[list[Part]]) -> list[list[Token]]:
 
 
 def _rescale(model: PreTrainedModel, seed: int) -> None:
-    """Give each matrix unit gain, and attention a larger one, so that answers depend on images."""
+    """Rescale matrices to unit gain, or more in attention, so that answers depend on images."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -36,7 +36,7 @@ def list_settings() -> list[dict[str, str]]:
 def make_environment(setting: dict[str, str]) -> dict[str, str]:
     """Return this process's environment, in which the setting replaces the variables of `CHOICES`.
 
-    Each setting has a separate cache, because torch would reuse code compiled for a different one.
+    Each setting has a separate cache, because torch would reuse the code of other settings.
     """
     other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
     variables = {name: value for name, value in setting.items() if value != UNSET}

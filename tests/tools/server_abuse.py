@@ -91,7 +91,7 @@ BAD_BODIES = (
 
 
 class AbuseRun:
-    """The requests of all clients to one server. Each method `do_ACTION` is one kind of request.
+    """The requests of all clients to a server. A method `do_ACTION` sends a kind of requests.
 
     Args:
         server: The server.

@@ -93,7 +93,7 @@ class Workload:
             try:
                 total += path.lstat().st_size
             except FileNotFoundError:
-                continue  # another process has removed the file
+                continue  # a different process has removed the file
         return total
 
     def fork_writer(self, num_answers: int, seed: int, result_path: Path) -> int:
@@ -108,7 +108,7 @@ class Workload:
 
 
 def kill_writers(workload: Workload, num_kills: int) -> dict[str, int]:
-    """Kill one of two writers `num_kills` times. Return the summed counts of the other stores."""
+    """Kill one of two writers `num_kills` times. Return the summed counts of all other stores."""
     start = time.monotonic()
     workload.answer_prompts(NUM_PROMPTS, 0)
     max_seconds = time.monotonic() - start

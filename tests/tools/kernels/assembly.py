@@ -106,8 +106,8 @@ def read_nvidia(text: str, usage: str) -> Assembly:
     )
 
 
-# A product of a warp group has 64 rows, N columns and 16 channels. Operands that a descriptor
-# names are read from shared memory, the first one as 64 rows.
+# A product of a warp group has 64 rows, N columns and 16 channels. Operands with a descriptor are
+# read from shared memory. The first operand has 64 rows.
 _SASS_GROUP_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\S* \w+, (gdesc)?")
 # Accesses to shared and local memory. Their last field is the number of bits of a lane, or the
 # number of 8 x 8 matrices of 16 bits.

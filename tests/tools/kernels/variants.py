@@ -18,11 +18,11 @@ NUM_KV_HEADS, BATCH, LENGTH = 8, 3, 2001  # LENGTH in tokens per sequence
 
 @dataclass(frozen=True)
 class Variant:
-    """One call to compile for.
+    """A call whose kernels are compiled.
 
     Attributes:
         operation: "decode", "extend", "write" or "gather".
-        k, v: Formats of K and V.
+        k, v: Storage formats of K and V.
         static: Whether the scales are static.
         dims: Head sizes of K and V.
         groups: Number of query heads per KV head.
