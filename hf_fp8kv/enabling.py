@@ -44,7 +44,7 @@ from .utils.text import suggest
 
 logger = logging.getLogger(__name__)
 
-# The attention implementations that `disable` sets again.
+# The attention implementations that `disable` restores.
 _SAVED_ATTENTION = ModelAttribute[dict[str, Any]]("_hf_fp8kv_saved_attention")
 _PREPARE_METHOD = "_prepare_cache_for_generation"
 _ENGINE_METHOD = "init_continuous_batching"

@@ -140,7 +140,7 @@ def _needs_complete_mask(
 def _select_columns(
     attention_mask: Tensor, kv_offset: int, kv_length: int, *, is_growing: bool
 ) -> Tensor:
-    """Return which keys are tokens, `[B, N]`, bool.
+    """Return whether each key is a token, `[B, N]`, bool.
 
     Raises:
         ConfigError: The mask has fewer columns than a growing cache has tokens.

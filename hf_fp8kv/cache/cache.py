@@ -48,7 +48,7 @@ class MemoryFootprint:
         pages_bytes: Size of the codes of K and V, including unused pages.
         scales_bytes: Size of dynamic and static scales, and of centers.
         tables_bytes: Size of block tables and lengths.
-        host_bytes: Size of offloaded pages in host memory. Everything else is on the device.
+        host_bytes: Size of offloaded pages in host memory. All other memory is on the device.
         other_bytes: Size of the layers that transformers implements, and of indexers.
         total_bytes: Sum of the sizes above.
         used_bytes: Size of the pages, including dynamic scales, that hold tokens of this cache.
@@ -129,7 +129,7 @@ class FP8PagedCache(DynamicCache):
             `hf_fp8kv.tensor_parallel(model)` returns. None means one process.
         offloading: Whether to keep in host memory the pages of layers that are not computing. The
             pages of the next layer are fetched while a layer computes. A number means that the
-            device keeps up to this number of pages per layer, and the rest is offloaded.
+            device keeps up to this number of pages per layer, and all other pages are offloaded.
 
     Raises:
         ConfigError, ScaleError, BackendError: An argument is invalid. The message names it.

@@ -245,8 +245,8 @@ def _make_table(budget: PageBudget, rows: IntArray, num_pages: int, first_page: 
     budget.check(num_pages)
     table.reserve(0, num_pages * table.page_size, 1)
     table.allocator.allocates_exactly = False
-    missing = np.full((len(rows), first_page), NO_PAGE, np.int32)
-    table.replace_rows(np.concatenate([missing, rows], axis=1), first_page)
+    freed_columns = np.full((len(rows), first_page), NO_PAGE, np.int32)
+    table.replace_rows(np.concatenate([freed_columns, rows], axis=1), first_page)
     return table
 
 

@@ -76,8 +76,8 @@ class Tokens:
         """Return the best row for each row of `prompt`, and the length of the shortest prefix.
 
         The best row has the longest prefix in common with the row of `prompt`. Among several such
-        rows, it is the row with the same index, or else the first of them. Tokens are equal if they
-        have the same id, position and features, or are padding in both batches.
+        rows, it is the row with the same index, otherwise the first of these rows. Tokens are equal
+        if they have the same id, position and features, or are padding in both batches.
         """
         device = self.ids.device
         width = min(self.length, prompt.length)

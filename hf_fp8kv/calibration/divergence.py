@@ -113,7 +113,7 @@ def compute_logits(
     """
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = with_cache(model, cache) | ({} if scored else make_last_logit_kwargs(model))
-    with exact_states():  # for the unquantized cache as well
+    with exact_states():  # needed even for the unquantized cache
         logits: Tensor = model(**{name: ids}, **inputs, **options).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(

@@ -178,10 +178,10 @@ def choose_contenders(
         names: Keys of `CONTENDERS`, or plans such as "int8 rotated" or "fp8_e3m4 + int4 rotated"
             (K and V). Empty means the standard caches, and the checkpoint's scales if it declares
             any.
-        scales: Folder or repository of static scales to measure as well.
+        scales: Folder or repository of additional static scales to measure.
 
     Raises:
-        ConfigError: A name is neither a cache nor a plan, or none of the caches can be measured.
+        ConfigError: A name is neither a cache nor a plan, or no cache can be measured.
     """
     default_names = [*STANDARD_CACHES, *[CHECKPOINT] * bool(describe_kv_scales(model.config))]
     contenders: dict[str, Contender] = {}

@@ -96,7 +96,7 @@ def _join_passages(passages: list[Any], tokenizer: Any) -> str | list[dict[str, 
 
 def read_prose() -> Iterator[str]:
     """Yield paragraphs of running text from the docstrings of the standard library."""
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for definition in _walk_library():
         for block in re.split(r"\n\s*\n", definition.doc):
             paragraph = " ".join(block.split())
@@ -106,9 +106,9 @@ def read_prose() -> Iterator[str]:
                 and num_letters >= _MIN_LETTER_SHARE * len(paragraph)
                 and paragraph[0].isupper()
                 and paragraph.endswith(".")
-                and paragraph not in seen
+                and paragraph not in yielded
             ):
-                seen.add(paragraph)
+                yielded.add(paragraph)
                 yield paragraph + "\n"
 
 
@@ -121,10 +121,10 @@ def _read_code() -> Iterator[str]:
 def _read_manual() -> Iterator[str]:
     """Yield the topics of Python's manual, the longest first, each paragraph once."""
     topics: dict[str, str] = pydoc_data.topics.topics
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
-        paragraphs = [x for x in topics[name].split("\n\n") if x not in seen]
-        seen.update(paragraphs)
+        paragraphs = [x for x in topics[name].split("\n\n") if x not in yielded]
+        yielded.update(paragraphs)
         yield "\n\n".join(paragraphs) + "\n"
 
 
@@ -203,11 +203,11 @@ def _parse_module(path: Path, root: Path) -> tuple[_Definition, ...]:
 
 def _find_functions() -> Iterator[_Definition]:
     """Yield the library's functions that have a long enough docstring, each docstring once."""
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for function in _walk_library():
         is_long_enough = len(function.doc) >= _MIN_PARAGRAPH_CHARACTERS // 2
-        if function.arguments is not None and is_long_enough and function.doc not in seen:
-            seen.add(function.doc)
+        if function.arguments is not None and is_long_enough and function.doc not in yielded:
+            yielded.add(function.doc)
             yield function
 
 

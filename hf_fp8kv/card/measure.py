@@ -147,7 +147,7 @@ def measure_card(
         parts_path: File in which an interrupted run keeps its results.
         size: Numbers of texts, tokens and answers.
         caches: Names or plans, as in `choose_contenders`. Empty means the standard caches.
-        scales: Folder or repository of static scales to measure as well.
+        scales: Folder or repository of additional static scales to measure.
         memory_gib: Memory in GiB, for the number of tokens that fit into it.
         show_progress: Whether to show a progress bar on stderr.
 

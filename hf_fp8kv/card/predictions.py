@@ -65,7 +65,7 @@ def score_text(
         contenders: The caches by name.
         positions: Positions in the text, each greater than `scored`.
         scored: Number of scored tokens before each position.
-        stored_positions: The positions at which stored prompts are scored as well.
+        stored_positions: The positions at which stored prompts are also scored.
     """
     for position in positions:
         start = position - scored

@@ -139,7 +139,7 @@ def parse_dtype(dtype: object, argument: str = "dtype") -> str:
     `dtype` is a name, an alias, or a torch dtype.
 
     Raises:
-        ConfigError: `dtype` is anything else. The message calls it `argument`.
+        ConfigError: `dtype` is not a storage dtype. The message calls it `argument`.
     """
     if isinstance(dtype, str):
         name = ALIASES.get(dtype, dtype)

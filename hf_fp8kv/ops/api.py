@@ -320,7 +320,7 @@ def _attend_per_token(
 
     The result of a token then only depends on the tokens it attends to. A "triton" program reads a
     single sequence, and the schedule does not split it. The shapes of "torch"'s products depend on
-    the call, so it gets one sequence at a time, without later tokens.
+    the call, so it computes one sequence at a time, without later tokens.
     """
     batch, num_heads, num_tokens, dim = query.shape
     token_queries = query.transpose(1, 2).reshape(-1, num_heads, 1, dim)

@@ -233,7 +233,7 @@ class LayerGroup:
             if num_pages > self.window_pages and all(n in (0, start) for n in self.lengths):
                 first_kept = self.find_first_kept(stop)
                 return max(start, first_kept), first_kept, True
-        return start, self._find_first_needed(keep_recorded=True), False
+        return start, self._find_first_needed(keeps_recorded=True), False
 
     def _find_long_call(self) -> Positions | None:
         """Return the positions of a long call whose previous pages are still kept, or None."""
@@ -305,9 +305,9 @@ class LayerGroup:
                 pool.memory.grow(self.table.allocator.capacity)
                 pool.memory.copy(*copies)
 
-    def _find_first_needed(self, *, keep_recorded: bool = False) -> int:
+    def _find_first_needed(self, *, keeps_recorded: bool = False) -> int:
         """Return the first token in the pages to keep. 0 means that all pages are kept."""
-        keeps_all = self.window is None or (keep_recorded and self.record_past)
+        keeps_all = self.window is None or (keeps_recorded and self.record_past)
         length = min((n for n in self.lengths if n), default=0)
         return self.find_first_kept(length) if length and not keeps_all else 0
 
@@ -316,8 +316,8 @@ class LayerGroup:
     def crop(self, num_tokens: int, members: list[int] | None = None) -> None:
         """Remove the last `num_tokens` tokens of every layer, or of the layers `members`."""
         self.settle_step()
-        for i in range(len(self.lengths)) if members is None else members:
-            self.lengths[i] = max(self.lengths[i] - num_tokens, 0)
+        for member in range(len(self.lengths)) if members is None else members:
+            self.lengths[member] = max(self.lengths[member] - num_tokens, 0)
         self.table.free_from(self.length)
         if not self.length:
             self.clear()

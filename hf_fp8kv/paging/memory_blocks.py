@@ -24,7 +24,7 @@ class Blocks:
         tensors: The blocks: an empty list before `allocate`, and an empty block for 0 pages.
         offsets: Offsets of the pages, `[P]`, int64 (see `locate_pages`).
         single_block: Whether all pages stay in one block, as compiled code requires.
-        pinned: Whether blocks are in pinned host memory.
+        is_pinned: Whether blocks are in pinned host memory.
         cached_pages: A storage plan and the `Pages` made for it, or None. The `Pages` keep the
             blocks alive, and are dropped when the blocks are replaced.
     """
@@ -33,7 +33,7 @@ class Blocks:
     cached_pages: tuple[LayerPlan, Pages] | None
 
     def __init__(self) -> None:
-        self.single_block = self.pinned = False
+        self.single_block = self.is_pinned = False
         self.free()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,12 +60,12 @@ class Blocks:
         device: torch.device,
         *,
         single_block: bool = False,
-        pinned: bool = False,
+        is_pinned: bool = False,
     ) -> None:
         """Allocate `num_pages` zeroed pages of `page_bytes` bytes."""
         self.page_bytes = page_bytes
         self.single_block = single_block
-        self.pinned = pinned
+        self.is_pinned = is_pinned
         self._set_blocks(self._allocate(num_pages, device))
 
     def free(self) -> None:
@@ -85,7 +85,7 @@ class Blocks:
         is_single = self.single_block or not num_pages
         ranges = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
         shapes = [(pages.stop - pages.start, self.page_bytes) for pages in ranges]
-        return [zeros(shape, torch.uint8, device, pinned=self.pinned) for shape in shapes]
+        return [zeros(shape, torch.uint8, device, is_pinned=self.is_pinned) for shape in shapes]
 
     def _split_pages(self, num_pages: int) -> list[slice]:
         """Split the pages 0 to `num_pages - 1` into ranges of at most `BLOCK_BYTES` each."""
@@ -171,16 +171,16 @@ class Blocks:
     @torch.inference_mode(False)
     def pin(self) -> None:
         """Move all pages to pinned memory."""
-        if not self.pinned:
+        if not self.is_pinned:
             self._set_blocks([block.pin_memory() for block in self.tensors])
-            self.pinned = True
+            self.is_pinned = True
 
 
 def zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_pinned: bool = False
 ) -> torch.Tensor:
     """Return zeros that can be written in inference mode and outside it."""
     # Leave inference mode only if it is on, because leaving it takes longer than zeroing a page.
     must_leave = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if must_leave else nullcontext():
-        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=is_pinned)

@@ -174,7 +174,7 @@ class OffloadedLayer:
         """Start to copy the pages that were written on the device to host memory."""
         if not self.host_blocks.is_allocated:
             is_cuda = self.device.type == "cuda"
-            self.host_blocks.allocate(self.page_bytes, len(self), _HOST, pinned=is_cuda)
+            self.host_blocks.allocate(self.page_bytes, len(self), _HOST, is_pinned=is_cuda)
         self.host_blocks.grow(len(self))
         written_pages = np.flatnonzero(self._on_device & ~self._on_host)
         if len(written_pages):

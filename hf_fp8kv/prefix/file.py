@@ -21,7 +21,7 @@ class Page(NamedTuple):
     Attributes:
         rows: Contents of the page in the pool of each layer, or in one block of an engine. Each row
             is `[bytes]`, uint8, on the CPU.
-        metadata: Everything else that a reader needs, as JSON values.
+        metadata: Other data that a reader needs, as JSON values.
     """
 
     rows: list[torch.Tensor]

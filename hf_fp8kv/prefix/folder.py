@@ -122,11 +122,11 @@ class PrefixFolder:
             file = heapq.heappop(self._heap)
             if file.name in kept_names:
                 continue  # the file is in use, so treat it as used after the scan
-            if (current := self._stat_file(file.name)) == file:
+            if (current_file := self._stat_file(file.name)) == file:
                 (self.path / file.name).unlink(missing_ok=True)
                 total_bytes -= file.num_bytes
-            elif current is not None:
-                heapq.heappush(self._heap, current)
+            elif current_file is not None:
+                heapq.heappush(self._heap, current_file)
         return total_bytes
 
     def _scan(self, lock_fd: int) -> int:

@@ -86,7 +86,7 @@ class PromptMedia:
         token_types = [x for name in _TOKEN_TYPES if (x := arguments.get(name)) is not None]
         self.is_comparable = not any(
             model_config.model_type in _BIDIRECTIONAL_PROMPTS
-            or _differ_in_text(x, self.placeholders)
+            or _has_typed_text(x, self.placeholders)
             for x in token_types
         )
         self._passed = {
@@ -200,7 +200,7 @@ def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) ->
     return torch.isin(ids, torch.tensor(token_ids, dtype=ids.dtype, device=ids.device))
 
 
-def _differ_in_text(token_types: Tensor, placeholders: Tensor) -> bool:
+def _has_typed_text(token_types: Tensor, placeholders: Tensor) -> bool:
     """Return whether tokens other than placeholders have a type other than 0."""
     if token_types.shape == placeholders.shape:
         token_types = token_types.masked_fill(placeholders.to(token_types.device), 0)
@@ -242,8 +242,8 @@ def _divide(x: Tensor, sizes: list[int]) -> list[Tensor] | None:
 
 def _hash_values(x: Tensor) -> str:
     """Return the dtype and a hash of a tensor without zeros at the end, which may be padding."""
-    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{x.dtype} {hashlib.sha256(flat.numpy().tobytes().rstrip(bytes(1))).hexdigest()}"
+    flat_bytes = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{x.dtype} {hashlib.sha256(flat_bytes.numpy().tobytes().rstrip(bytes(1))).hexdigest()}"
 
 
 def _select_vectors(output: Any, num_vectors: int, rows: Tensor) -> Any:

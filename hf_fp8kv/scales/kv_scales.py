@@ -161,7 +161,7 @@ class KVScales(ScaleData):
             overwrite: Whether to replace existing scales, or the scales of `checkpoint` in its
                 copy. In the folder of a model, the scales are added. Its weights and all entries of
                 its `config.json` are kept.
-            tp_size: Number of ranks, for "vllm-json". Each gets the largest scale of the layer.
+            tp_size: Number of ranks, for "vllm-json". All ranks get the largest scale of a layer.
             base_model: Repository of `checkpoint`, for the card (README.md) of the copy. The card
                 describes the scales and how to load them.
 

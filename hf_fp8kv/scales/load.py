@@ -85,7 +85,7 @@ def read_checkpoint(
 
 
 def read_folder(folder: Folder, read_options: ReadOptions) -> ScaleData:
-    """Return the scales of a folder, from `KV_FILE`, else from tensors, else from `JSON_FILE`."""
+    """Return the scales of a folder, from `KV_FILE`, tensors or `JSON_FILE`, in this order."""
     for prefix in (f"{KV_FOLDER}/", ""):
         if (path := folder.find_file(prefix + KV_FILE)) is not None:
             return read_file(path, read_options)
@@ -134,14 +134,14 @@ def _read_ranks(
             f"{checkpoint.origin}: expected the ranks 0 to {num_ranks - 1}, got "
             f"{format_list(sorted(files))}. Fetch the missing file"
         )
-    for owner in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
+    for config in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
         # Each pipeline stage counts its layers from 0, and its file lacks the stage's number.
         expected_counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), num_ranks)
         for entry, count in {"pp_size": 1, **expected_counts}.items():
-            if owner.get(entry) not in (None, count):
+            if config.get(entry) not in (None, count):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected {num_ranks} ranks of one pipeline stage, one "
-                    f"for each file, got {entry} = {owner[entry]!r} in config.json. Fetch missing "
+                    f"for each file, got {entry} = {config[entry]!r} in config.json. Fetch missing "
                     "files, and convert without pipeline parallelism"
                 )
 

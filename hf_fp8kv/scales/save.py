@@ -97,7 +97,7 @@ def open_base(
     *,
     overwrite: bool,
 ) -> Checkpoint | None:
-    """Return the checkpoint that gets the scales, without its old scales, or None if not needed.
+    """Return the checkpoint that gets the scales, without its old scales. None if not needed.
 
     Raises:
         ScaleError: The `new_files` with scales cannot be written to `target`, or the checkpoint is

@@ -181,58 +181,58 @@ class _LogprobWriter:
         self._start = 0  # number of characters before the answer
 
     def take_logprobs(self, num_tokens: int, echo: Echo | None, *, is_chat: bool) -> dict[str, Any]:
-        """Return the log-probabilities of the answer's first `num_tokens` tokens, each only once.
+        """Return the log-probabilities of tokens up to `num_tokens` that were not returned before.
 
         The log-probabilities of the prompt `echo` come first. None omits them.
         """
-        entries = [] if echo is None else self._place_prompt(echo)
-        new_entries = self._sequence.logprobs[self._num_sent : num_tokens]
-        entries += [self._place_next(entry) for entry in new_entries]
+        placed = [] if echo is None else self._place_prompt(echo)
+        new_logprobs = self._sequence.logprobs[self._num_sent : num_tokens]
+        placed += [self._place_next(scored) for scored in new_logprobs]
         if is_chat:
-            content = [self._format_entry(entry, is_first) for entry, is_first, _ in entries]
+            content = [self._format_logprob(scored, is_first) for scored, is_first, _ in placed]
             return {"content": content, "refusal": None}
         get_text = self._texts.get_text
         return {
-            "tokens": [get_text(entry.token, is_first) for entry, is_first, _ in entries],
-            "token_logprobs": [entry.logprob for entry, _, _ in entries],
+            "tokens": [get_text(scored.token, is_first) for scored, is_first, _ in placed],
+            "token_logprobs": [scored.logprob for scored, _, _ in placed],
             "top_logprobs": [
-                None if entry.logprob is None else self._map_top_tokens(entry, is_first)
-                for entry, is_first, _ in entries
+                None if scored.logprob is None else self._map_top_tokens(scored, is_first)
+                for scored, is_first, _ in placed
             ],
-            "text_offset": [offset for _, _, offset in entries],
+            "text_offset": [offset for _, _, offset in placed],
         }
 
     def _place_prompt(self, echo: Echo) -> list[_PlacedLogprob]:
         """Return the log-probabilities of the prompt with their places in its text."""
         self._start = len(echo.text)
-        entries = zip(self._prompt_logprobs or (), echo.offsets, strict=True)
-        return [(entry, offset == 0, offset) for entry, offset in entries]
+        placed = zip(self._prompt_logprobs or (), echo.offsets, strict=True)
+        return [(scored, offset == 0, offset) for scored, offset in placed]
 
-    def _place_next(self, entry: TokenLogprob) -> _PlacedLogprob:
+    def _place_next(self, scored: TokenLogprob) -> _PlacedLogprob:
         """Return the next log-probability of the answer with its place in the text."""
         old_end, end = self._decoder.text_ends[self._num_sent : self._num_sent + 2]
         self._num_sent += 1
-        offset = self._texts.find_offset(entry.token, old_end, end)
-        return entry, old_end == 0, self._start + offset
+        offset = self._texts.find_offset(scored.token, old_end, end)
+        return scored, old_end == 0, self._start + offset
 
     def _get_bytes(self, token: int, is_first: bool) -> bytes | None:
         """Return the bytes of a token of the answer, or None if the text omits the token."""
         omits = token in self._decoder.hidden_tokens or token in self._texts.special_tokens
         return None if omits else self._texts.get_bytes(token, is_first)
 
-    def _map_top_tokens(self, entry: TokenLogprob, is_first: bool) -> dict[str, float | None]:
+    def _map_top_tokens(self, scored: TokenLogprob, is_first: bool) -> dict[str, float | None]:
         """Return log-probabilities by text. Tokens with equal texts are named by their ids."""
-        chosen_text = self._texts.get_text(entry.token, is_first)
+        chosen_text = self._texts.get_text(scored.token, is_first)
         logprobs = {}
-        for token, logprob in {**dict(entry.top_tokens), entry.token: entry.logprob}.items():
+        for token, logprob in {**dict(scored.top_tokens), scored.token: scored.logprob}.items():
             text = self._texts.get_text(token, is_first)
-            is_taken = token != entry.token and (text == chosen_text or text in logprobs)
+            is_taken = token != scored.token and (text == chosen_text or text in logprobs)
             logprobs[f"token_id:{token}" if is_taken else text] = logprob
         return logprobs
 
-    def _format_entry(self, entry: TokenLogprob, is_first: bool) -> dict[str, Any]:
-        top_logprobs = [self._format_token(*pair, is_first) for pair in entry.top_tokens]
-        token = self._format_token(entry.token, entry.logprob, is_first)
+    def _format_logprob(self, scored: TokenLogprob, is_first: bool) -> dict[str, Any]:
+        top_logprobs = [self._format_token(*pair, is_first) for pair in scored.top_tokens]
+        token = self._format_token(scored.token, scored.logprob, is_first)
         return {**token, "top_logprobs": top_logprobs}
 
     def _format_token(self, token: int, logprob: float | None, is_first: bool) -> dict[str, Any]:

@@ -36,8 +36,8 @@ STOP_TIMEOUT_SECONDS = 30.0
 # Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
 # minutes while a prompt is computed. Short steps read the weights more often, which costs little.
 _MAX_CPU_STEP_TOKENS = 256
-# Memory for pages on a CPU if the configuration sets no limit. A model whose request of
-# `_MIN_CPU_TOKENS` tokens needs more gets more. `_MAX_CPU_SHARE` of the memory is the maximum.
+# Memory for pages on a CPU if the configuration sets no limit. A model gets more if a
+# request of `_MIN_CPU_TOKENS` tokens needs more. `_MAX_CPU_SHARE` of the memory is the maximum.
 _CPU_MEMORY_BYTES = 4 * 2**30
 _MAX_CPU_SHARE = 0.6
 _MIN_CPU_TOKENS = 8192

@@ -623,7 +623,7 @@ BODY_TYPES: dict[str, type[AnyBody]] = {
 _BODY_FIELDS = {name for body_type in BODY_TYPES.values() for name in body_type.model_fields}
 
 
-def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
+def parse_body(content: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body, without fields that are null.
 
     Raises:
@@ -631,7 +631,7 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
             or nest lists and objects more than 200 levels deep.
     """
     try:
-        body = from_json(raw, allow_inf_nan=False)
+        body = from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise APIError(400, f"invalid JSON: {error}") from None
     if not isinstance(body, dict):

@@ -80,9 +80,9 @@ def enable(
         prefix_store: Store from which the engine reads pages that it lacks, and to which it writes
             its pages. Other processes may share the store. The model must have no windows. All
             weights are read once to identify the model.
-        deterministic: Whether pages and logits of a token have the same bits whatever else the
-            engine computes, as for `hf_fp8kv.enable`. Sampled tokens then depend on the request's
-            id and the seed, not on other requests. The model must have no windows.
+        deterministic: Whether pages and logits of a token have the same bits next to any other
+            requests, as for `hf_fp8kv.enable`. Sampled tokens then depend on the request's id and
+            the seed, not on other requests. The model must have no windows.
         unknown: Any other keyword raises ConfigError.
 
     Returns:

@@ -32,8 +32,8 @@ def _describe_value(value: object) -> str:
     """Return the dtype, shape and digest of a tensor, or `str(value)` without an address."""
     if not isinstance(value, torch.Tensor):
         return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{value.dtype}{list(value.shape)}{hashlib.sha256(flat.numpy().data).hexdigest()}"
+    flat_bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{value.dtype}{list(value.shape)}{hashlib.sha256(flat_bytes.numpy().data).hexdigest()}"
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -179,15 +179,15 @@ def _compute_checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple
     A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
     always changes it. Several changed words change it with a probability of at least 1 - 2 ** -33.
     """
-    flat = tensor.detach().reshape(-1)
+    values = tensor.detach().reshape(-1)
     factors = _make_odd_factors(tensor.device)
-    if dtype is not None and flat.dtype in (torch.float16, torch.float32, torch.float64):
-        flat = flat.to(dtype)
+    if dtype is not None and values.dtype in (torch.float16, torch.float32, torch.float64):
+        values = values.to(dtype)
     checksums = []
-    for chunk in flat.split(4 * _WORDS_PER_CHECKSUM // flat.itemsize):
+    for chunk in values.split(4 * _WORDS_PER_CHECKSUM // values.itemsize):
         words = pad(chunk.view(torch.uint8), (0, -chunk.nbytes % 4)).view(torch.int32)
         checksums.append(int((words * factors[: len(words)]).sum()))
-    return str(flat.dtype), checksums
+    return str(values.dtype), checksums
 
 
 @functools.cache

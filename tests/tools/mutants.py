@@ -297,7 +297,8 @@ MUTANTS = (
     # The cache.
     Mutant(
         "crop: one token too few", GROUP,
-        "max(self.lengths[i] - num_tokens, 0)", "max(self.lengths[i] - max(num_tokens - 1, 0), 0)",
+        "max(self.lengths[member] - num_tokens, 0)",
+        "max(self.lengths[member] - max(num_tokens - 1, 0), 0)",
         "tests/cache/test_machine.py",
     ),
     Mutant(

@@ -124,9 +124,10 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     """Compute the partial sums of attention of query rows over the positions of `span`.
 
     Returns:
-        acc, the sum of weights times codes of values, `[ROWS, out_width]`, as a tuple: of quarters
-        of latents, unless the output is rotated. m_i, the exponent of two
-        that weights are relative to, `[ROWS]`. l_i, the sum of weights, `[ROWS]`. All are float32.
+        acc, m_i and l_i, float32. acc is a tuple that has the sum of weights times codes of values,
+        `[ROWS, out_width]`. For latents, it has the quarters of the sum, unless the output is
+        rotated. m_i is the exponent of two that weights are relative to, `[ROWS]`. l_i is the sum
+        of weights, `[ROWS]`.
         With `config.swapped` the operands of products and the axes of acc are exchanged.
     """
     ROWS: tl.constexpr = CALL.config.rows
@@ -257,7 +258,8 @@ def _row_offset(strides, rows):
 def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     """Return query rows as operands, a factor for the logits, and the products with the center.
 
-    For latents: the latent part of the rows and its factor, then the RoPE part and its factor.
+    For latents, return the latent part of the rows and its factor, then the RoPE part and its
+    factor.
     """
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec

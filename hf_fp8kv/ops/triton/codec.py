@@ -66,7 +66,7 @@ class Codec:
 def choose_codec(
     name: str, target: Target, stored: tl.dtype, is_float32: bool, keeps_nan: bool
 ) -> Codec:
-    """Return how kernels for `target` decode the format `name`.
+    """Return the codec with which kernels for `target` decode the format `name`.
 
     `stored` is the dtype of values in "auto". With `is_float32` the operands of the dot product are
     float32. With `keeps_nan` the NaN of the format survives decoding.

@@ -54,7 +54,7 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
     """Copy the pages of tokens before `args.stop`, with codes decoded to the 16-bit operand dtype.
 
     Returns:
-        The copies, or None if they would not pay off or not fit:
+        The copies, or None if they would not save time, or would not fit:
 
         * few blocks of rows or positions, or a window, which limits the codes that blocks share
         * GPUs whose products do not read K and V from shared memory

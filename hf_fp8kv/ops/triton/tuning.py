@@ -163,7 +163,7 @@ _FAMILIES = {
         latent=LaunchConfig(32, 4, 3),
         has_warp_groups=True,
     ),
-    "sm_": _CUDA,  # none of these GPUs has run the kernels
+    "sm_": _CUDA,  # the kernels have not run on these GPUs
     # Products have 16 rows. Each of the four SIMD units has 512 registers per lane.
     "gfx": Family(
         resources={16: {"registers": 256, "num_warps": 1, "shared": 16 << 10}},

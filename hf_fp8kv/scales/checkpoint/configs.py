@@ -134,8 +134,8 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
     declarations: list[Declaration] = []
     dialect = ""
     for entry in _QUANTIZATION_ENTRIES:
-        for path, owner in configs:
-            if block := as_mapping(owner.get(entry)):
+        for path, entries in configs:
+            if block := as_mapping(entries.get(entry)):
                 block_dialect = find_dialect(entry, block) or "autofp8"
                 dialect = dialect or block_dialect
                 new_declarations = _parse_block(path + entry, block)
@@ -146,8 +146,8 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
         declarations += [replace(d, dialect="modelopt") for d in new_declarations]
     dialect = dialect or "tgi"
     for entry in _TOP_LEVEL_ENTRIES:
-        for path, owner in configs:
-            new_declarations = _parse_entry(path + entry, owner.get(entry))
+        for path, entries in configs:
+            new_declarations = _parse_entry(path + entry, entries.get(entry))
             declarations += [replace(d, dialect=dialect) for d in new_declarations]
     kinds = ("unsupported", "static", "dynamic")
     strongest = next(
@@ -184,11 +184,11 @@ def find_dialect(entry: str, block: Mapping[str, object]) -> str:
 
 def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaration]:
     nested_block = as_mapping(block.get("quantization"))
-    for path, owner in (("quantization.", nested_block), ("", block)):
-        yield from _parse_layers(f"{label}.{path}{_LAYERS_ENTRY}", owner.get(_LAYERS_ENTRY))
+    for path, entries in (("quantization.", nested_block), ("", block)):
+        yield from _parse_layers(f"{label}.{path}{_LAYERS_ENTRY}", entries.get(_LAYERS_ENTRY))
     for entry in _CACHE_ENTRIES:
-        for path, owner in (("quantization.", nested_block), ("", block)):
-            yield from _parse_entry(f"{label}.{path}{entry}", owner.get(entry))
+        for path, entries in (("quantization.", nested_block), ("", block)):
+            yield from _parse_entry(f"{label}.{path}{entry}", entries.get(entry))
     transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
     for name, scheme in transforms.items():
         yield from _parse_transform(f"{label}.transform_config.{name}", as_mapping(scheme))
@@ -196,7 +196,7 @@ def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaratio
         if _targets_projections(group):  # older tools declared projections' outputs as the cache
             group_label = f"{label}.config_groups.{name}.output_activations (kv_cache)"
             yield from _parse_entry(group_label, as_mapping(group).get("output_activations"))
-    # Quark's mode "fp8" writes this list as well, but declares the cache as AutoFP8 does.
+    # Quark's mode "fp8" also writes this list, but declares the cache as AutoFP8 does.
     projections = as_mapping(block.get("export")).get("kv_cache_group")
     if projections and block.get("quant_method") != "fp8":
         yield _parse_projections(f"{label}.export.kv_cache_group", projections, block)
@@ -317,9 +317,9 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
     """
     config = copy.deepcopy(config)
     is_same_format = find_declaration(config, modelopt).dialect == format
-    for _, owner in iterate_configs(config):
+    for _, entries in iterate_configs(config):
         for entry in _QUANTIZATION_ENTRIES:
-            block = owner.get(entry)
+            block = entries.get(entry)
             if not isinstance(block, dict):
                 continue
             pop_entries(block, LAYER_ENTRIES)
@@ -334,9 +334,9 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
                 pop_entries(block.get("quantization"), _CACHE_ENTRIES)
                 is_compressed = block.get("quant_method") == "compressed-tensors"
                 if is_compressed and not (groups or block.get("sparsity_config")):
-                    pop_entries(owner, (entry,))  # the block quantizes nothing
+                    pop_entries(entries, (entry,))  # the block quantizes nothing
         if not is_same_format:
-            pop_entries(owner, _TOP_LEVEL_ENTRIES)
+            pop_entries(entries, _TOP_LEVEL_ENTRIES)
     remaining = find_declaration(config, modelopt)
     if not is_same_format and remaining.kind != "none":
         raise ScaleError(
@@ -347,7 +347,7 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
     return config
 
 
-def pop_entries(owner: object, entries: Collection[str]) -> None:
-    if isinstance(owner, dict):
+def pop_entries(block: object, entries: Collection[str]) -> None:
+    if isinstance(block, dict):
         for entry in entries:
-            owner.pop(entry, None)
+            block.pop(entry, None)

@@ -132,9 +132,9 @@ class TensorFormat(ScaleFormat):
 
         The added config has `quant_method` and `new_entries`. Raise ScaleError for any other tool.
         """
-        for _, owner in iterate_configs(config):
+        for _, entries in iterate_configs(config):
             for entry in ("quantization_config", "compression_config"):
-                block = owner.get(entry)
+                block = entries.get(entry)
                 if not isinstance(block, dict) or not block:
                     continue
                 if find_dialect(entry, block) != self.name:

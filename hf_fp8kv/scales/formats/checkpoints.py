@@ -84,9 +84,9 @@ class ModelOpt(TensorFormat):
         algorithm = {"quant_algo": "FP8", "ignore": ["*"], "config_groups": {}}
         block = self.find_or_add_block(config, {**algorithm, "producer": _PRODUCER})
         block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-        for owner in (block, block.get("quantization")):
-            if isinstance(owner, dict) and "kv_cache_quant_algo" in owner:
-                owner["kv_cache_quant_algo"] = "FP8"
+        for entries in (block, block.get("quantization")):
+            if isinstance(entries, dict) and "kv_cache_quant_algo" in entries:
+                entries["kv_cache_quant_algo"] = "FP8"
 
     def make_configs(
         self, config: Config, modelopt: Config | None, scales: ScaleData, excluded: Sequence[str]

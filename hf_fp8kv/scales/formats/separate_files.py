@@ -95,7 +95,7 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
             for index, fields in tensors_by_layer.items()
         }
         if (weights_digest := metadata.get("weights_digest")) is not None:
-            bytes.fromhex(weights_digest)  # raises an error for anything else
+            bytes.fromhex(weights_digest)  # raises an error for invalid digits
         protection = metadata.get("protection")
         if protection is not None:
             protection = Protection.from_dict(protection, f"{path}: protection")
