@@ -337,7 +337,7 @@ class CapturedStep:
         elif capacity is not None:
             self._num_reserved = capacity - length
         else:
-            # Pages of a window that no step reads any more are only freed by this method.
+            # Only this method frees pages of a window that no step reads anymore.
             has_windows = any(window is not None for window in paged.groups)
             share = 0 if has_windows else length // RESERVED_DIVISOR
             capacity = min(length + max(MIN_RESERVED_TOKENS, share), self.max_length)

@@ -210,8 +210,8 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, st
 def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None], Any]) -> None:
     """Raise ConfigError if a model has different results with a preallocated cache.
 
-    A preallocated cache has positions without tokens. The code of some models takes the number of
-    positions for the number of tokens, or uses the mask for more than attention. The model
+    A preallocated cache has positions without tokens. The code of some models treats the number of
+    positions as the number of tokens, or uses the mask for more than attention. The model
     generates three tokens after two prompts, one with padding. A model that cannot generate from
     token ids is not checked.
 

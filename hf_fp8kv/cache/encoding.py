@@ -35,7 +35,7 @@ class Encoding:
         self.index = index
         self.options = options
         self.num_model_heads = num_model_heads
-        self.plan = options.layer_plan(index)
+        self.plan = options.get_layer_plan(index)
         self.clear()
 
     def clear(self) -> None:
@@ -55,7 +55,7 @@ class Encoding:
         k_dim = key.shape[3]
         v_dim = value.shape[3]
         check_split(self.index, num_heads, self.num_model_heads, self.options.tensor_parallel.size)
-        scales = self.options.layer_scales(self.index, num_heads, k_dim, v_dim)
+        scales = self.options.get_layer_scales(self.index, num_heads, k_dim, v_dim)
         self.k_scale, self.v_scale, self.k_center = (
             None if x is None else x.to(key.device) for x in scales
         )

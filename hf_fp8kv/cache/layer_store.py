@@ -220,7 +220,7 @@ class LayerStore:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Store one token per sequence as in the recorded step, and return the handles.
 
-        Return None if the pages have no record, or anything is not as in the recorded step. Raise
+        Return None if the pages have no record, or the step differs from the recorded step. Raise
         the errors of `LayerGroup.reserve`.
         """
         length, blocks = self.length, self.pool.blocks
@@ -378,7 +378,7 @@ class LayerStore:
             return {"other": indexer_bytes}
         sizes = {"other": indexer_bytes, **self.pool.memory_footprint()}
         sizes["scales"] += sum(tensor.nbytes for tensor in self.encoding.list_tensors())
-        num_used_pages = len(np.unique(self.group.table.used_rows()))
+        num_used_pages = len(np.unique(self.group.table.get_used_rows()))
         if isinstance(self.length, DeviceLength):
             num_used_pages = len(self.pool.memory)  # every page belongs to a sequence
             sizes["tables"] += self.length.lengths.nbytes

@@ -176,7 +176,7 @@ class CacheOptions:
                 "Make the cache with prefill='stored'"
             )
 
-    def layer_plan(self, index: int) -> LayerPlan:
+    def get_layer_plan(self, index: int) -> LayerPlan:
         """Return the storage plan of a layer.
 
         Raises:
@@ -250,7 +250,7 @@ class CacheOptions:
             tp_size=self.tensor_parallel.size,
         )
 
-    def layer_scales(
+    def get_layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the scales of K `[Hkv, Dk]` and V `[Hkv, Dv]`, and the center `[Hkv, Dk]`.
@@ -259,7 +259,7 @@ class CacheOptions:
         """
         if self.scales is None:
             return None, None, None
-        plan = self.layer_plan(index)
+        plan = self.get_layer_plan(index)
         if isinstance(self.scales, KVScales):
             layer = self.expand_scales(self.scales, index, heads, k_dim, v_dim)
             k, v = (

@@ -120,7 +120,7 @@ def make_pool(
         torch.empty((1, num_heads, 0, dim), dtype=_DTYPES[dtype], device=device)
         for dim, dtype in zip(dims, metadata["dtypes"], strict=True)
     )
-    pool = options.make_pool(options.layer_plan(index), budget, index)
+    pool = options.make_pool(options.get_layer_plan(index), budget, index)
     pool.allocate(key, value, 0)
     return pool
 

@@ -79,7 +79,7 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a question: its text, the correct answer, and wrong answers."""
+    """A part of a question: a text, the correct answer that follows it, and wrong answers."""
 
     text: str
     answer: str

@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
-def _operation(function: _Operation) -> _Operation:
+def _register_operation(function: _Operation) -> _Operation:
     """Register an operation, and return a function that calls it, by the dispatcher if necessary.
 
     Its schema has each field of its named tuples as an argument. Operations whose backend does not
@@ -102,7 +102,7 @@ def _flatten_hint(name: str, type_: Any, prefix: str = "") -> Iterator[tuple[str
         yield from _flatten_hint(field, hints[field], inner_prefix)
 
 
-@_operation
+@_register_operation
 def write(
     pages: Pages,
     key: Tensor,
@@ -132,7 +132,7 @@ def write(
     load_backend(backend).write(pages, key, value, lengths, limit)
 
 
-@_operation
+@_register_operation
 def gather(
     pages: Pages,
     lengths: Tensor,
@@ -170,7 +170,7 @@ def gather(
     return dense
 
 
-@_operation
+@_register_operation
 def attend(
     query: Tensor,
     pages: Pages,
@@ -215,7 +215,7 @@ def attend(
     return attended
 
 
-@_operation
+@_register_operation
 def advance(lengths: Tensor, num_tokens: int, limit: int, backend: str) -> Tensor:
     """Return `lengths + num_tokens`, the lengths for a `write` of `num_tokens` tokens.
 
@@ -256,7 +256,7 @@ def create_schedule(
     return schedule
 
 
-@_operation
+@_register_operation
 def fill_schedule(
     schedule: Tensor,
     lengths: Tensor,

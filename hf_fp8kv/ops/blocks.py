@@ -57,7 +57,7 @@ def take_pages(blocks: Sequence[Tensor], numbers: IntArray | Tensor) -> Tensor:
     """Return copies of pages, `[n, bytes]`. `numbers` is an array if there are several blocks."""
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
-        return block.index_select(0, _as_index(numbers, block.device))
+        return block.index_select(0, _to_index(numbers, block.device))
     rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
     for block, indices, row_indices in _find_rows(blocks, numbers):
         rows[indices] = block[row_indices]
@@ -68,13 +68,13 @@ def put_pages(blocks: Sequence[Tensor], numbers: IntArray | Tensor, rows: Tensor
     """Write `rows`, `[n, bytes]`, to pages. `numbers` is an array if there are several blocks."""
     if isinstance(numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
-        block.index_copy_(0, _as_index(numbers, block.device), rows)
+        block.index_copy_(0, _to_index(numbers, block.device), rows)
         return
     for block, indices, row_indices in _find_rows(blocks, numbers):
         block[row_indices] = rows[indices]
 
 
-def _as_index(numbers: IntArray | Tensor, device: torch.device) -> Tensor:
+def _to_index(numbers: IntArray | Tensor, device: torch.device) -> Tensor:
     return numbers if isinstance(numbers, Tensor) else upload(numbers.astype(np.int64), device)
 
 

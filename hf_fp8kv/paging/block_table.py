@@ -63,7 +63,7 @@ class BlockTable:
     def __del__(self) -> None:
         # Free the pages of a garbage-collected fork. At exit, required modules may be gone.
         if hasattr(self, "rows") and not sys.is_finalizing():
-            self.allocator.abandon(self.used_rows().ravel())
+            self.allocator.abandon(self.get_used_rows().ravel())
 
     @property
     def batch(self) -> int:
@@ -75,7 +75,7 @@ class BlockTable:
         """Number of logical pages per sequence, including those before `first_page`."""
         return int(self.rows.shape[1])
 
-    def used_rows(self) -> IntArray:
+    def get_used_rows(self) -> IntArray:
         """Return a view of the columns in use, `[B, num_columns - first_page]`."""
         return self.rows[:, self.first_page :]
 
@@ -176,7 +176,7 @@ class BlockTable:
         If another table also holds pages, return None and change nothing.
         """
         allocator = self.allocator
-        used_rows = self.used_rows()
+        used_rows = self.get_used_rows()
         if int(allocator.reference_counts.sum()) != used_rows.size:
             return None
         pages, indices = np.unique(used_rows, return_inverse=True)
@@ -201,7 +201,7 @@ class BlockTable:
 
         Pages that this table or a fork already lists are shared, not copied.
         """
-        old_pages = self.used_rows()
+        old_pages = self.get_used_rows()
         self.allocator.share(rows[:, first_page:])
         self._mark_changed()
         self.rows, self.first_page = rows, first_page

@@ -137,7 +137,7 @@ class FixedPages(LayerGroup):
         num_kept = 0 if self.ring_size else length // self.page_size  # columns that stay shared
         shared = self.table.rows[rows, :num_kept]
         num_pages = len(np.unique(shared)) + len(shared) * (self.pages_per_sequence - num_kept)
-        return num_pages - len(np.unique(self.table.used_rows()))
+        return num_pages - len(np.unique(self.table.get_used_rows()))
 
     def unroll_ring(self) -> None:
         """Replace the ring with pages for all tokens, in order.

@@ -137,7 +137,7 @@ class PageAllocator:
         self.free_orphans()
         counts = np.zeros_like(self.reference_counts)
         for table in self.tables:
-            pages = table.used_rows()
+            pages = table.get_used_rows()
             np.add.at(counts, pages[pages != NO_PAGE], 1)
         self.reference_counts, self._free = counts, np.flatnonzero(counts == 0)[::-1].tolist()
 

@@ -155,7 +155,7 @@ class PrefixStore:
 
     def has(self, key: str) -> bool:
         """Return whether the store has a page for a key. The file may still be damaged."""
-        exists = key in self._queue or os.path.lexists(self._file_path(key))
+        exists = key in self._queue or os.path.lexists(self._get_path(key))
         return exists and key not in self._refused_keys
 
     def read(self, keys: Iterable[str], check: Callable[[Page], None]) -> Iterator[Page]:
@@ -194,11 +194,11 @@ class PrefixStore:
             raise FileNotFoundError(key)
         if (page := self._queue.get(key)) is not None:
             return page
-        contents = self._folder.read(self._file_path(key).name)
+        contents = self._folder.read(self._get_path(key).name)
         self.count(bytes_read=len(contents))
         return unpack(key, contents)
 
-    def _file_path(self, key: str) -> Path:
+    def _get_path(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"
 
     def refuse(self, key: str, error: Exception) -> None:
@@ -214,12 +214,12 @@ class PrefixStore:
         logger.warning(
             "prefix store: %s is not a page that this library wrote (%s: %s). It is ignored, and "
             "removed if possible",
-            self._file_path(key),
+            self._get_path(key),
             type(error).__name__,
             error,
         )
         with suppress(OSError):  # a folder, or not removable
-            self._file_path(key).unlink(missing_ok=True)  # a different process may be faster
+            self._get_path(key).unlink(missing_ok=True)  # a different process may be faster
             self._refused_keys.discard(key)
 
     # -- writing -----------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class PrefixStore:
 
         def set_times(last_use: int = time.time_ns()) -> None:
             for index, key in enumerate(keys):
-                self._folder.touch(self._file_path(key).name, last_use - index)
+                self._folder.touch(self._get_path(key).name, last_use - index)
 
         if self._queue:  # the queue may have pages of the prompt
             _submit(self._writer, set_times)
@@ -274,7 +274,7 @@ class PrefixStore:
         _submit(self._writer, lambda: None).result()  # this job runs after all queued jobs
 
     def _write_pages(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
-        names = {self._file_path(key).name for key in keys}
+        names = {self._get_path(key).name for key in keys}
         try:
             with self._folder.lock(self._lock_timeout) as lock_fd:
                 # A process that holds the lock this long may be suspended, so wait less next time.
@@ -282,7 +282,7 @@ class PrefixStore:
                 for key, page in pages.items():
                     if lock_fd is None or not self._can_write:
                         break
-                    path = self._file_path(key)
+                    path = self._get_path(key)
                     if os.path.lexists(path):
                         continue  # a different process has written the page
                     contents = pack(key, page)

@@ -174,7 +174,7 @@ class StoredPrompts:
                     pool = serialization.make_pool(fields, options, layer.index, cpu)
                     metadata.append(serialization.describe_pool(pool))
                     sizes.append(pool.layout.size)
-                    options.layer_scales(layer.index, *fields["shape"])  # or raise ScaleError
+                    options.get_layer_scales(layer.index, *fields["shape"])  # or raise ScaleError
             if page.metadata != metadata or [*map(len, page.rows)] != sizes:
                 raise ValueError("its metadata or sizes differ from the pages of this cache")
 

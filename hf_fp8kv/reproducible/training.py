@@ -52,7 +52,7 @@ class StoredRounding:
         self.index, self._options = index, options
         self._encoding = Encoding(index, options)
         self._device: torch.device | None = None  # a model on "meta" is moved to a device later
-        options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
+        options.get_layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
 
     def store(self, key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV]:
         """Write whole sequences to new pages, and return handles on stored K and V.

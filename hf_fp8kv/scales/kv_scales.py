@@ -166,7 +166,7 @@ class KVScales(ScaleData):
                 describes the scales and how to load them.
 
         Raises:
-            ScaleError: The format cannot hold the scales, or the folder cannot take them.
+            ScaleError: The format cannot hold the scales, or the folder cannot be used for them.
         """
         writer = save.find_format(format, tp_size)
         target = Path(folder)
@@ -225,7 +225,7 @@ class KVScales(ScaleData):
             base_model: Repository of the calibrated model, for the card.
 
         Raises:
-            ScaleError: The format cannot hold the scales, or the repository cannot take them.
+            ScaleError: The format cannot hold the scales, or the repository does not accept them.
         """
         writer = save.find_format(format, tp_size)
         scales, losses = reduce_scales(self, writer)

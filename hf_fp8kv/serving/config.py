@@ -42,7 +42,7 @@ class ServingConfig:
     def identify(self, model: Any, page_size: int) -> str:
         """Return a digest of everything that stored pages depend on, except the tokens."""
         num_layers = model.config.get_text_config().num_hidden_layers
-        layers = ((index, None, self.options.layer_plan(index)) for index in range(num_layers))
+        layers = ((index, None, self.options.get_layer_plan(index)) for index in range(num_layers))
         options = replace(self.options, page_size=page_size)
         return identify_model(model) + digest_options(options, layers)
 
@@ -68,6 +68,6 @@ def make_layer_storage(
     Raises:
         ConfigError, ScaleError: The plan or the scales lack the layer, or do not fit it.
     """
-    scales = options.layer_scales(index, num_heads, head_dim, head_dim)
+    scales = options.get_layer_scales(index, num_heads, head_dim, head_dim)
     tensors = (None if x is None else x.to(device) for x in scales)
-    return LayerStorage(options.layer_plan(index), *tensors)
+    return LayerStorage(options.get_layer_plan(index), *tensors)

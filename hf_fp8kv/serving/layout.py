@@ -95,7 +95,7 @@ def make_layouts(
     advice = "Set ContinuousBatchingConfig(page_size=...), or block_size"
     check_supported_page_size(page_size, "the engine's page size", advice)
     is_dynamic = options.has_dynamic_scales
-    plans = [options.layer_plan(index) for index in range(num_layers)]
+    plans = [options.get_layer_plan(index) for index in range(num_layers)]
     return [EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic) for plan in plans]
 
 

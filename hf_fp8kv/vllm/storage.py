@@ -65,7 +65,7 @@ class ModelStorage:
         self, index: int, num_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
     ) -> EngineLayout:
         """Return the layout of a layer's pages. `dtype` is the dtype of the model."""
-        plan = self.options.layer_plan(index)
+        plan = self.options.get_layer_plan(index)
         return EngineLayout(num_heads, head_dim, page_size, plan, dtype, self.dtype.is_dynamic)
 
     def count_slot_bytes(self, index: int, head_dim: int, dtype: torch.dtype) -> int:

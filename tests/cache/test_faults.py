@@ -87,7 +87,7 @@ def count_lost_pages(cache: FP8PagedCache) -> int:
     """Return the number of pages that are counted as used, but in no block table of the cache."""
     groups = cache.groups.values()
     held = sum(group.table.allocator.num_held for group in groups)
-    pages = [set(group.table.used_rows().ravel().tolist()) for group in groups]
+    pages = [set(group.table.get_used_rows().ravel().tolist()) for group in groups]
     return held - sum(map(len, pages))
 
 

@@ -27,7 +27,7 @@ def check_tables(*tables: BlockTable) -> None:
     allocator = tables[0].allocator
     references = np.zeros(allocator.capacity, np.int64)
     for table in tables:
-        used_pages = table.used_rows()
+        used_pages = table.get_used_rows()
         assert (used_pages >= 0).all(), f"a page in use has no number: {used_pages}"
         assert (table.rows[:, : table.first_page] == NO_PAGE).all(), "a freed page is listed"
         np.add.at(references, used_pages.ravel(), 1)

@@ -356,7 +356,7 @@ def _finish(config: LaunchConfig, target: Target, workload: Workload) -> LaunchC
     config = _apply_parameters(config, target)
     if not workload.is_packed:
         return config
-    # In products over 16 tokens, Triton takes operands that were joined from parts twice.
+    # In products over 16 tokens, Triton uses operands that were joined from parts twice.
     return replace(
         config,
         tile=max(MIN_PACKED_TILE, config.tile),
