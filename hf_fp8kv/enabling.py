@@ -66,7 +66,7 @@ class Summary:
     """The tokens that the last `generate()` of an enabled model stored, and how. `str` formats it.
 
     Attributes:
-        report: How each layer uses the cache, and why.
+        report: Use of the cache by each layer, with reasons.
         footprint: Memory and contents of the cache at the end. None before the first `generate()`,
             or if it used a different cache.
         stored_bytes: Size of the tokens, without the unused slots of pages.

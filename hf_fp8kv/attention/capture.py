@@ -118,7 +118,7 @@ class StepDescription(TorchDispatchMode):
 
     Attributes:
         calls: Name and described arguments of each operation.
-        obstacle: Why a graph cannot repeat the step, or "".
+        obstacle: Reason why a graph cannot repeat the step, or "".
 
     Raises:
         CaptureError: The step reads dense keys and values of pages that are only reserved. Code
@@ -276,7 +276,7 @@ class CapturedStep:
         model: The model.
         cache: Cache of the decoder's self-attention.
         max_length: Number of tokens per sequence that the call may store.
-        reason: Why the steps of this call are not captured, or "".
+        reason: Reason why the steps of this call are not captured, or "".
         num_steps, num_replays: Number of calls, and of calls that replayed a graph.
     """
 
@@ -348,7 +348,7 @@ class CapturedStep:
                 self.refuse(str(error))
 
     def refuse(self, reason: str) -> None:
-        """Run all further steps of this call eagerly."""
+        """Run all later steps of this call eagerly."""
         self.reason = reason
         self._backup = None
         self._forget()
@@ -494,8 +494,8 @@ def find_obstacle(model: Any, cache: FP8PagedCache) -> str:
     return reason
 
 
-class _Thread(threading.local):
-    """The `CapturedStep` of the last `generate()` of this thread.
+class _ThreadSteps(threading.local):
+    """The `CapturedStep` of the last `generate()` of this thread, by its phase.
 
     Attributes:
         new_step: A step until `get_forward` returns it.
@@ -508,7 +508,7 @@ class _Thread(threading.local):
     running_step: CapturedStep | None = None
 
 
-_thread = _Thread()
+_thread_steps = _ThreadSteps()
 
 
 def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: Any) -> bool:
@@ -533,23 +533,23 @@ def choose_forward(method: ModelMethod, model_kwargs: dict[str, Any], config: An
         return False
     embeddings = model_kwargs.get("inputs_embeds")
     num_embeddings = 0 if embeddings is None else embeddings.shape[1]
-    _thread.new_step = CapturedStep(model, cache, config.max_length - 1 + num_embeddings)
+    _thread_steps.new_step = CapturedStep(model, cache, config.max_length - 1 + num_embeddings)
     return True
 
 
 def get_forward(method: ModelMethod, compile_config: Any) -> Any:
     """Return the step that `choose_forward` has made, or a compiled forward."""
-    new_step = _thread.new_step
-    _thread.new_step = None
+    new_step = _thread_steps.new_step
+    _thread_steps.new_step = None
     if new_step is None:
         return method.original_method(compile_config)
-    _thread.next_step = weakref.ref(new_step)
+    _thread_steps.next_step = weakref.ref(new_step)
     return new_step
 
 
 def prepare_inputs(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
     """Prepare the inputs of a step with the function `method.arguments[0]`."""
-    step = _thread.running_step
+    step = _thread_steps.running_step
     run = partial(method.arguments[0], method, *args, **kwargs)
     return run() if step is None or step.model is not method.model else step.prepare(run)
 
@@ -557,19 +557,19 @@ def prepare_inputs(method: ModelMethod, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def decode(method: ModelMethod) -> Iterator[None]:
     """Run the steps of a `generate()` after the prompt."""
-    step = _thread.next_step()
-    _thread.next_step = _Thread.next_step
-    outer_step = _thread.running_step
+    step = _thread_steps.next_step()
+    _thread_steps.next_step = _ThreadSteps.next_step
+    outer_step = _thread_steps.running_step
     with method.original_method():
         if step is None:
             yield
             return
         try:
-            _thread.running_step = step
+            _thread_steps.running_step = step
             step.begin()
             yield
         finally:
-            _thread.running_step = outer_step
+            _thread_steps.running_step = outer_step
             step.end()
 
 

@@ -39,7 +39,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How one layer of a model uses the cache.
+    """The use of the cache by one layer of a model.
 
     Attributes:
         index: Index of the layer.
@@ -66,8 +66,8 @@ class ModelReport:
         refused: Reason why the model cannot use the cache, or "".
         probed: Whether the model was run. Otherwise, only its class and config were read.
         note: Additional information about the model, or "".
-        capture_obstacle: Why `enable(model, capture=True)` does not capture its steps. "" if they
-            can be captured, or if the model was not run.
+        capture_obstacle: Reason why `enable(model, capture=True)` does not capture its steps. "" if
+            they can be captured, or if the model was not run.
     """
 
     model: str

@@ -100,7 +100,7 @@ class FP8PagedCache(DynamicCache):
         dtype: Format of K and V: "fp8_e3m4", "fp8_e4m3" (also "fp8" or "fp8_e4m3fn"),
             "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", "int6", "int4", "model" for the model's
             dtype, or "adaptive" for the plan of the model. None means "adaptive" if a model is
-            passed, and no other argument says how to store. Otherwise, it means "fp8_e3m4", or
+            passed, and no other argument defines the storage. Otherwise, it means "fp8_e3m4", or
             "fp8_e4m3" if `scales` are given.
         key_dtype: Format of K, instead of `dtype`.
         value_dtype: Format of V, instead of `dtype`.
@@ -510,7 +510,7 @@ class FP8PagedCache(DynamicCache):
     def _count_sequences(self) -> int:
         """Return the number of sequences of all layers, 0 without memory, or -1 if they differ."""
         batches = {self._paged.batch, *(len(x) for x in self._stock_tensors if x.ndim > 2)} - {0}
-        return 0 if not batches else -1 if len(batches) > 1 else batches.pop()
+        return -1 if len(batches) > 1 else next(iter(batches), 0)
 
     @property
     def _stock_tensors(self) -> list[torch.Tensor]:

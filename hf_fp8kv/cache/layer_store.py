@@ -52,7 +52,7 @@ class LayerStore:
     """The stored keys and values of one layer.
 
     Attributes:
-        encoding: How K and V are stored.
+        encoding: Encoding of K and V.
         length: Number of stored tokens, and the positions of new tokens.
         pool: The pages, shared with forks.
         num_query_heads: Number of query heads in this process, or 0 if it is not known.

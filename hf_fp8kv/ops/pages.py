@@ -12,7 +12,7 @@ from .page_layout import PageLayout, make_page_layout
 
 
 class StoredSide(NamedTuple):
-    """How the keys, or the values, of one layer are stored.
+    """The storage of the keys, or of the values, of one layer.
 
     Attributes:
         static_scale: Static scale, `[Hkv, D]`, float32, or None.
@@ -53,8 +53,8 @@ class Pages(_PageFields):
     """The stored tokens of one layer, and the block table of its sequences.
 
     Attributes:
-        k: How keys are stored.
-        v: How values are stored.
+        k: Storage of the keys.
+        v: Storage of the values.
         block: First block of pages, `[n, bytes]`, uint8, in the layout of `layout`. There may be
             other bytes between pages.
         table: Page numbers of each sequence, in order, `[B, M]`, int32. A page that has left the

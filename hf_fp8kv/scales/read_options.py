@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read scales, with the arguments of `KVScales.from_file`."""
+    """Options for reading scales, which are arguments of `KVScales.from_file`."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -67,7 +67,7 @@ class ReadOptions:
     ) -> dict[int, LayerScales]:
         """Return the layers of the model. Layers past its end, as of a draft head, are left out.
 
-        Without a config, all layers up to the last are expected. `exact` refuses further layers.
+        Without a config, all layers up to the last are expected. `exact` refuses additional layers.
         """
         cache_layers = find_cached_layers(origin, config) if config else range(max(layers) + 1)
         expected = sorted(layers) if cache_layers is None else cache_layers

@@ -128,7 +128,7 @@ class Application:
 
     @property
     def failure(self) -> str | None:
-        """Why the application cannot answer requests. None means that it can."""
+        """The reason why the application cannot answer requests. None means that it can."""
         if self.engine is None:
             return "the engine was not started"
         return None if self.engine.is_alive() else self.engine.failure or "it ended"

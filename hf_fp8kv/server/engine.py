@@ -70,7 +70,7 @@ class Engine:
         self.vocab_size = int(text_config.vocab_size)
         self._scoring_lock = asyncio.Lock()  # one prompt is scored at a time
         self.num_prompt_tokens = self.num_new_tokens = 0  # since the start
-        # Why the host cannot change or read the logits of a request. None means that it can.
+        # Reason why the host cannot change or read the logits of a request. None means that it can.
         self.fixed_steps_reason: str | None = None
         if model.device.type == "cpu" and batching.max_batch_tokens is None:
             batching = dataclasses.replace(batching, max_batch_tokens=_MAX_CPU_STEP_TOKENS)
@@ -362,7 +362,7 @@ def _make_overflow_error(position: int, other_cause: str = "") -> APIError:
 
 
 def _record_prefix(state: Any, num_tokens: int) -> None:
-    """Record how many tokens of a request's prompt are in the pages, unless it is resumed."""
+    """Record the number of prompt tokens in the pages, unless the request is resumed."""
     sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
     if sequence.last_token_at is None:
         sequence.num_cached_tokens = num_tokens

@@ -20,7 +20,7 @@ class JobPool:
     Args:
         name: Description of the jobs, for the names of threads.
         num_threads: Maximum number of jobs that run at once.
-        max_waiting: Maximum number of jobs that wait. Requests with further jobs get status 429.
+        max_waiting: Maximum number of jobs that wait. Requests with additional jobs get status 429.
     """
 
     def __init__(self, name: str, num_threads: int, max_waiting: float = math.inf) -> None:

@@ -100,7 +100,7 @@ class ResponseWriter:
         self._add_text_event("delta", delta=text)
 
     def _begin_text_item(self, item_type: str) -> None:
-        """Add an item with text, to which further text is added."""
+        """Add an item with text, to which later text is added."""
         self._finish_text_item()
         id_prefix, fields, content = _TEXT_ITEMS[item_type]
         self._add_item(id_prefix, type=item_type, status="in_progress", content=[], **fields)

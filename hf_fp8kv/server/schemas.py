@@ -424,7 +424,7 @@ class Body(_StrictModel):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[_Token], Field(max_length=128)] = []
     structured_outputs: StructuredOutputs | None = None
-    # How tokens are chosen.
+    # The choice of tokens.
     generation_config: Annotated[Settings | None, BeforeValidator(Settings.parse)] = None
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None

@@ -155,7 +155,7 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
 def _find_zero_adapters(tensors: dict[str, torch.Tensor]) -> set[str]:
     """Return the names of all lora_A and lora_B whose product is zero, because lora_B is zero.
 
-    An adapter of a layer with further tensors, such as a magnitude of DoRA, changes the layer even
+    An adapter of a layer with other tensors, such as a magnitude of DoRA, changes the layer even
     if lora_B is zero.
     """
     adapters: dict[tuple[str, str], list[tuple[str, str]]] = {}

@@ -119,7 +119,7 @@ class Constants:
         group_size: Number of query heads per KV head.
         page_size: Slots (tokens) per page.
         k, v, out: Sizes of K, of V, and of the values. For latents the values are K.
-        k_codec, v_codec: How codes become operands of a product.
+        k_codec, v_codec: Codecs that convert codes to operands of a product.
         causal, windowed, softcapped: As in `ops.attend`.
         mask: NO_MASK, COMPACT or COMPLETE.
         centered: Whether the center's part of the logits is added.

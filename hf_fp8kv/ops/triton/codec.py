@@ -17,7 +17,7 @@ import triton.language as tl
 from ...formats import AUTO, FORMATS
 from .target import Target
 
-# How codes are decoded (`Codec.method`).
+# Methods of decoding (`Codec.method`).
 AS_IS = tl.constexpr(0)  # not at all, because values are stored in 16 or 32 bits
 CAST = tl.constexpr(1)  # by an instruction of the hardware
 SHIFTED = tl.constexpr(2)  # by shifting bits
@@ -34,10 +34,10 @@ _CAST_TYPES = {
 # creates a single object for each set of arguments.
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """How a kernel decodes one format (a constexpr of the kernels).
+    """The decoding of one format in kernels, of which it is a constexpr.
 
     Attributes:
-        method: How codes are decoded: AS_IS, CAST or SHIFTED.
+        method: Method of decoding: AS_IS, CAST or SHIFTED.
         operand_dtype: Dtype of the dot product's operand.
         factor: Factor that decoded values lack.
         code_dtype: Dtype of the codes if `method` is CAST.

@@ -64,7 +64,7 @@ _MANY_REGISTERS = 240
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How sequences are split into parts.
+    """Parameters for splitting sequences into parts.
 
     Attributes:
         unit: Parts are multiples of this number of tokens, which is a multiple of most tiles.

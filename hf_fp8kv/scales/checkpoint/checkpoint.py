@@ -29,7 +29,7 @@ FIRST_FILE = "model-00001-of-00001.safetensors"
 KV_FILE = "kv_scales.safetensors"
 JSON_FILE = "kv_cache_scales.json"
 # Folder of `KV_FILE` in a folder with weights. Servers load every safetensors file next to weights
-# as further weights, but no file in a subfolder.
+# as additional weights, but no file in a subfolder.
 KV_FOLDER = "kv_scales"
 # File with the scales, for formats that store scales as tensors of the checkpoint.
 SCALES_SHARD = "model-kv-scales.safetensors"
@@ -101,7 +101,8 @@ class HubFolder:
     local_files_only: bool = False
     force_download: bool = False
     subfolder: str | None = None
-    # Why a file was not fetched, or "". Then only cached files are read, although more may exist.
+    # Reason why a file was not fetched, or "". With a reason, only cached files are read, although
+    # more may exist.
     offline_reason: str = field(default="", init=False)
     _paths: dict[str, Path | None] = field(default_factory=dict, init=False)
 

@@ -1,6 +1,6 @@
 """The base classes of formats of static scales: their properties and files.
 
-Scales that a format cannot hold are reduced, so that no further value saturates.
+Scales that a format cannot hold are reduced, so that no additional value saturates.
 """
 
 import copy
