@@ -79,7 +79,7 @@ def calibrate(
     from hf_fp8kv.errors import ScaleError
     from hf_fp8kv.scales import SCALE_FORMATS, KVScales
     from hf_fp8kv.scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
-    from hf_fp8kv.scales.save import open_base
+    from hf_fp8kv.scales.save import read_base
 
     from .scales_table import describe_scales
 
@@ -99,9 +99,9 @@ def calibrate(
         # contain other scales, although some formats can share a folder.
         file_names = SCALE_FORMATS[out_format].make_files(KVScales.uniform(1))
         checked_names = {JSON_FILE, SCALES_SHARD, *file_names}
-        open_base(folder, SCALE_FORMATS[out_format], checked_names, None, overwrite=overwrite)
+        read_base(folder, SCALE_FORMATS[out_format], checked_names, None, overwrite=overwrite)
         if checkpoint is not None:
-            open_base(copy_folder, SCALE_FORMATS[format_name], (), checkpoint, overwrite=overwrite)
+            read_base(copy_folder, SCALE_FORMATS[format_name], (), checkpoint, overwrite=overwrite)
         loaded_model, tokenizer = load_model(model, device, model_dtype)
         scales = calibration.calibrate(loaded_model, corpus, tokenizer=tokenizer, **options)
         try:

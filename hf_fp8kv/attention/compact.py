@@ -116,8 +116,8 @@ def make_compact(
         "start": start,
         "window": window,
     }
-    size = (batch, 1, num_queries, num_columns)
-    return CompactMask.wrap(attributes, size, torch.bool, is_token.device)
+    shape = (batch, 1, num_queries, num_columns)
+    return CompactMask.wrap(attributes, shape, torch.bool, is_token.device)
 
 
 torch._dynamo.allow_in_graph(make_compact)  # Dynamo cannot trace it, as with `make_handles`

@@ -35,9 +35,9 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def wrap(cls, attributes: dict[str, Any], size: Any, dtype: Any, device: Any) -> Self:
+    def wrap(cls, attributes: dict[str, Any], shape: Any, dtype: Any, device: Any) -> Self:
         """Return a wrapper with these attributes. The dictionary is not copied."""
-        wrapper: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        wrapper: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         wrapper.__dict__ = attributes
         return wrapper
 
@@ -203,10 +203,10 @@ def make_handles(
         "start": start, "stop": stop, "window": window, "is_ragged": is_ragged, "backend": backend,
     }  # fmt: skip
     batch, device = pages.table.shape[0], pages.table.device
-    size = (batch, pages.num_heads, stop - start)
+    shape = (batch, pages.num_heads, stop - start)
     return (
-        PagedKV.wrap(attributes, (*size, pages.k.head_dim), dtypes[0], device),
-        PagedKV.wrap({**attributes, "side": "v"}, (*size, pages.v.head_dim), dtypes[1], device),
+        PagedKV.wrap(attributes, (*shape, pages.k.head_dim), dtypes[0], device),
+        PagedKV.wrap({**attributes, "side": "v"}, (*shape, pages.v.head_dim), dtypes[1], device),
     )
 
 

@@ -190,10 +190,10 @@ def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
     numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))
     order = writer.random.sample(keys, len(keys))
     ids = writer.hide_sentences([f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in order])
-    return Haystack(ids, tuple(writer.make_question(_ask_number(key, numbers)) for key in keys))
+    return Haystack(ids, tuple(writer.make_question(_make_part(key, numbers)) for key in keys))
 
 
-def _ask_number(key: str, numbers: dict[str, str]) -> Part:
+def _make_part(key: str, numbers: dict[str, str]) -> Part:
     wrong_answers = [f" {number}" for number in numbers.values() if number != numbers[key]]
     return Part(_ANSWER_PREFIX + _NUMBER_TEXT.format(key), f" {numbers[key]}", wrong_answers)
 
@@ -219,7 +219,7 @@ def write_chains(writer: Writer, num_hidden: int) -> Haystack:
             )
             for key, target in pairwise(chain[::-1])
         ]
-        questions.append(writer.make_question(*parts, _ask_number(chain[0], number_by_word)))
+        questions.append(writer.make_question(*parts, _make_part(chain[0], number_by_word)))
     return Haystack(writer.hide_sentences(sentences), tuple(questions))
 
 

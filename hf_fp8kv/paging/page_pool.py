@@ -76,17 +76,17 @@ class PagePool:
 
     def make_empty_kv(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return empty keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as for `allocate`."""
-        size = (batch, self.num_heads, 0)
-        key = torch.empty(*size, self.k_dim, dtype=self.k_dtype, device=self.device)
-        return key, key.new_empty((*size, self.v_dim), dtype=self.v_dtype)
+        shape = (batch, self.num_heads, 0)
+        key = torch.empty(*shape, self.k_dim, dtype=self.k_dtype, device=self.device)
+        return key, key.new_empty((*shape, self.v_dim), dtype=self.v_dtype)
 
     def memory_footprint(self) -> dict[str, int]:
         """Return the bytes of `pages`, `scales`, offset `tables` and `host` pages, used or not."""
         blocks = self.blocks
         memory = self.memory
-        size = self.layout.size
+        page_bytes = self.layout.size
         parts_by_block = [self.layout.split(block) for block in blocks.tensors]
         scales = sum(parts["token_scales"].nbytes for parts in parts_by_block if self.has_scales)
-        pages = len(blocks) * size - scales
-        host = len(memory.host_blocks) * size if isinstance(memory, OffloadedLayer) else 0
+        pages = len(blocks) * page_bytes - scales
+        host = len(memory.host_blocks) * page_bytes if isinstance(memory, OffloadedLayer) else 0
         return {"pages": pages, "scales": scales, "tables": blocks.offsets.nbytes, "host": host}

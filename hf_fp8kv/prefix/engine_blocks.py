@@ -108,9 +108,9 @@ class BlockExchange:
         is_first_miss = missing_blocks and request_id not in self._missed_requests
         if is_first_miss and not num_cached and not blocks:
             self._missed_requests.add(request_id)
-            self._store.count(misses=1)
+            self._store.add_counts(misses=1)
         if blocks:
-            self._store.count(hits=1, tokens_found=len(blocks) * size)
+            self._store.add_counts(hits=1, tokens_found=len(blocks) * size)
 
     def _chain_keys(self, tokens: list[int], previous_key: str) -> list[str]:
         """Return the store's keys of the full blocks of `tokens`. See `chain_keys`."""

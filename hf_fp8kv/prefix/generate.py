@@ -138,7 +138,7 @@ def _reuse_tokens(
     Return the prompt as the cache will hold it, `UNKNOWN` if it can never be compared.
     """
     needs_empty_cache = CHUNKS_NEED_EMPTY_CACHE and config.prefill_chunk_size
-    identity = _identify(method.model, method.arguments[1], cache)
+    identity = _identify_pages(method.model, method.arguments[1], cache)
     # Tokens without an identity also count, after a call with dropout or unhashable weights.
     is_outdated = identity != cache.identity and (cache.identity or cache.tokens is not None)
     batch = replace(batch, features=media.image_digests)
@@ -172,7 +172,7 @@ def _require_media(cache: FP8PagedCache, media: PromptMedia, num_kept: int) -> N
         )
 
 
-def _identify(model: Any, store: PrefixStore | None, cache: FP8PagedCache) -> str:
+def _identify_pages(model: Any, store: PrefixStore | None, cache: FP8PagedCache) -> str:
     """Return a digest of all that pages depend on, except tokens, or "" if none are stored."""
     # All modules are checked, because an adapter added to a model in eval mode has dropout.
     if store is None or any(module.training for module in model.modules()):

@@ -137,8 +137,8 @@ class PrefixStore:
         with self._mutex:
             return dict(self._counts)
 
-    def count(self, **increments: int) -> None:
-        """Add to the statistics of `usage`."""
+    def add_counts(self, **increments: int) -> None:
+        """Add increments to the statistics of `usage`, by name."""
         with self._mutex:
             for name, increment in increments.items():
                 self._counts[name] += increment
@@ -195,7 +195,7 @@ class PrefixStore:
         if (page := self._queue.get(key)) is not None:
             return page
         contents = self._folder.read(self._get_path(key).name)
-        self.count(bytes_read=len(contents))
+        self.add_counts(bytes_read=len(contents))
         return unpack(key, contents)
 
     def _get_path(self, key: str) -> Path:
@@ -204,7 +204,7 @@ class PrefixStore:
     def refuse(self, key: str, error: Exception) -> None:
         """Ignore the file of a key from now on, with a warning. Remove it if it is damaged."""
         self._refused_keys.add(key)
-        self.count(files_refused=1)
+        self.add_counts(files_refused=1)
         error_number = getattr(error, "errno", None)
         if isinstance(error, OSError | MemoryError) and error_number != errno.ELOOP:  # not a link
             # The file may be intact: too many files may be open, or the file is another user's.
@@ -288,7 +288,7 @@ class PrefixStore:
                     contents = pack(key, page)
                     if not self._folder.put(lock_fd, path.name, contents, names):
                         break  # the prompt fills the store, but its beginning is stored
-                    self.count(bytes_written=len(contents))
+                    self.add_counts(bytes_written=len(contents))
         except MemoryError:
             warn_once(_NO_MEMORY_MESSAGE.format(self))
         except (OSError, ImportError) as error:

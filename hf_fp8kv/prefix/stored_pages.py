@@ -106,7 +106,7 @@ class StoredPrompts:
         while self._batch.find_boundary(num_pages * page_size) != num_pages * page_size:
             num_pages -= 1
         if not num_pages:
-            store.count(misses=num_prompts)
+            store.add_counts(misses=num_prompts)
             return
         try:
             cache.adopt(self._unpack_pages(num_pages, pages))
@@ -115,7 +115,7 @@ class StoredPrompts:
         self.num_restored = num_pages
         num_tokens = num_prompts * num_pages * page_size
         cache.restored_tokens += num_tokens
-        store.count(hits=num_prompts, tokens_found=num_tokens)
+        store.add_counts(hits=num_prompts, tokens_found=num_tokens)
         for prompt_keys in self._keys:
             store.touch(prompt_keys[:num_pages])
 

@@ -172,8 +172,8 @@ class KVScales(ScaleData):
         target = Path(folder)
         scales, losses = reduce_scales(self, writer)
         source = target if checkpoint is None else Path(checkpoint)
-        has_model = checkpoint is not None or bool(save.find_weights(save.list_files(source)))
-        base = save.open_base(
+        has_model = checkpoint is not None or bool(save.find_weight_files(save.list_files(source)))
+        base = save.read_base(
             target,
             writer,
             writer.make_files(scales, tp_size),
@@ -239,7 +239,7 @@ class KVScales(ScaleData):
             save.check_target(repo_id, old_files, files, overwrite=overwrite)
             if not isinstance(writer, TensorFormat):
                 save.check_readable(HubFolder(repo_id, revision, token), files)
-            weights = save.find_weights(old_files)
+            weights = save.find_weight_files(old_files)
             old_scales = {*files} & {*old_files} - {"config.json"}
             has_model = weights or ("config.json" in old_files and not old_scales)
             if "config.json" in files and has_model:

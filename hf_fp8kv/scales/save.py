@@ -82,13 +82,13 @@ def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[
     """Return contents by path, or None to delete. Next to weights, "hf_fp8kv" has a subfolder."""
     if KV_FILE not in files:
         return dict(files)
-    uses_folder = find_weights(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
+    uses_folder = find_weight_files(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
     prefix = f"{KV_FOLDER}/" if uses_folder else ""
     new_files = {prefix + n if n == KV_FILE else n: x for n, x in files.items()}
     return {**dict.fromkeys(name for name in _KV_PATHS if name in old_files), **new_files}
 
 
-def open_base(
+def read_base(
     target: Path,
     format: ScaleFormat,
     new_files: Collection[str],
@@ -116,7 +116,7 @@ def open_base(
             return None
         # A folder without weights has scales, or is empty.
         overwrite = True
-        has_model = bool(find_weights(old_files))
+        has_model = bool(find_weight_files(old_files))
     elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}. Choose one")
     elif target_path.exists() and (any(target_path.iterdir()) or target_path.samefile(os.curdir)):
@@ -202,7 +202,7 @@ def write_files(
     _verify_files(source, target, contents, scales, tp_size)
     if base is not None:
         transfer = partial(_transfer_file, "link" if source == target else weights)
-        contents = _change_weights(source, base, files, transfer) | contents
+        contents = _plan_weight_files(source, base, files, transfer) | contents
     contents = dict(sorted(contents.items(), key=lambda x: (x[0] == "config.json", x[1] is None)))
     try:
         if source == target:
@@ -217,7 +217,7 @@ def write_files(
     return [target / name for name, content in contents.items() if content is not None]
 
 
-def _change_weights(
+def _plan_weight_files(
     source: Path,
     checkpoint: Checkpoint,
     files: Collection[str],
@@ -323,7 +323,7 @@ def list_files(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
-def find_weights(names: Iterable[str]) -> list[str]:
+def find_weight_files(names: Iterable[str]) -> list[str]:
     files = (name for name in names if name not in (KV_FILE, SCALES_SHARD) and "/" not in name)
     return [name for name in files if PurePath(name).suffix.lower() in WEIGHT_SUFFIXES]
 
@@ -338,7 +338,7 @@ def check_target(
     """
     folder_files = [f"{KV_FOLDER}/{KV_FILE}"] if KV_FILE in files else []
     clashes = sorted({*files, *folder_files} & {*old_files})
-    weights = find_weights(old_files) if "config.json" in files else []
+    weights = find_weight_files(old_files) if "config.json" in files else []
     if (clashes or weights) and not overwrite:
         rule = format_list(clashes) or "weights and their config.json"
         raise ScaleError(
