@@ -112,8 +112,8 @@ def measure(
     """
     model = find_base_model(model)
     layers = find_paged_layers(model)
-    name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
-    if name == AUTO:
+    format_name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
+    if format_name == AUTO:
         raise ConfigError(f"dtype: expected an 8-bit format, got {dtype!r}, which needs no scales")
     if not isinstance(loaded_scales := resolve_scales(scales), KVScales):
         raise ConfigError(
@@ -121,7 +121,7 @@ def measure(
             "For a constant scale in each layer, pass KVScales.uniform(num_layers)"
         )
     warn_if_stale(model, loaded_scales)
-    cache_dtype = dtype if loaded_scales.plan is not None else name
+    cache_dtype = dtype if loaded_scales.plan is not None else format_name
     # Raises an error if the scales do not fit, for example if layers are missing.
     FP8PagedCache(model.config, dtype=cache_dtype, **_make_scales_kwargs(loaded_scales))
     windows = read_model_windows(
@@ -134,13 +134,13 @@ def measure(
         chat_template=chat_template,
     )
     with eval_mode(model), tqdm(disable=not progress, unit="tok", unit_scale=True) as progress_bar:
-        job = _Job(model, layers, FORMATS[name], progress_bar)
+        job = _Job(model, layers, FORMATS[format_name], progress_bar)
         statistics = _measure_statistics(job, windows, loaded_scales)
         rows = _score_quality(job, windows, loaded_scales)
         progress_bar.set_description("done")
     return ScalesReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
-        dtype=name if loaded_scales.plan is None else "plan",
+        dtype=format_name if loaded_scales.plan is None else "plan",
         granularity=loaded_scales.granularity,
         tokens=sum(map(len, windows)),
         seconds=time.monotonic() - job.start_time,
@@ -278,8 +278,8 @@ def _score_quality(
         scales_by_cache["dynamic, the plan"] = plan
     scales_by_cache |= {f"dynamic {fmt}": None, f"scale 1.0 {fmt}": 1.0}
     factories = {
-        cache: _make_cache_factory(job, cache_scales)
-        for cache, cache_scales in scales_by_cache.items()
+        name: _make_cache_factory(job, cache_scales)
+        for name, cache_scales in scales_by_cache.items()
     }
     try:
         scores = _score_caches(job, make_batches(scored_windows, 1), factories)
@@ -287,9 +287,9 @@ def _score_quality(
         logger.warning("the predictions are not compared: %s", error)
         return ()
     if not scales.is_dynamic:
-        static_kl, dynamic_kl = (scores[cache].kl for cache in list(factories)[:2])
+        static_kl, dynamic_kl = (scores[name].kl for name in list(factories)[:2])
         _warn_if_worse(static_kl, dynamic_kl, fmt if scales.plan is None else "the plan")
-    rows = [scores[cache].summarize(cache) for cache in (UNQUANTIZED, *factories)]
+    rows = [scores[name].summarize(name) for name in (UNQUANTIZED, *factories)]
     finite_rows = [row for row in rows if math.isfinite(row.kl) and math.isfinite(row.perplexity)]
     if len(finite_rows) < len(rows):
         names = ", ".join(sorted(row.cache for row in rows if row not in finite_rows))
@@ -317,12 +317,12 @@ def _score_caches(
     chunk_size = max(8, min(_MAX_CHUNK_TOKENS, _MAX_LOGITS // vocab_size))
     num_tokens = sum(batch.num_tokens for batch in batches)
     job.start_stage("predictions", num_tokens * (len(factories) + 1))
-    scores = []
+    batch_scores = []
     for batch in batches:
         ids = batch.ids.to(find_input_device(job.model))
         try:
             with paged_attention(job.model):
-                scores.append(
+                batch_scores.append(
                     compare_caches(
                         job.model,
                         ids,
@@ -339,7 +339,9 @@ def _score_caches(
                 "model: expected a model that reads several tokens with a filled cache, got "
                 f"{type(job.model).__name__}: {type(error).__name__}: {error}"
             ) from error
-    return {cache: Scores.concat(window[cache] for window in scores) for cache in scores[0]}
+    return {
+        name: Scores.concat(scores[name] for scores in batch_scores) for name in batch_scores[0]
+    }
 
 
 def _warn_if_worse(static_kl: Tensor, dynamic_kl: Tensor, storage: str) -> None:

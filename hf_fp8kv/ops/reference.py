@@ -65,22 +65,22 @@ def locate_tokens(pages: Pages, lengths: Tensor, num_tokens: int) -> tuple[Tenso
     return page_number, position % pages.page_size, in_table & (page_number >= 0)
 
 
-def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Tensor | None]:
+def quantize(x: Tensor, stored_side: StoredSide, *, search: bool) -> tuple[Tensor, Tensor | None]:
     """Return the codes of `x`, `[B, Hkv, T, D]`, and its dynamic scales, `[B, Hkv, T]`, or None.
 
     `search` selects the best dynamic scale within an octave (for K) instead of the smallest (for
     V).
     """
-    if stored.format == AUTO:
+    if stored_side.format == AUTO:
         return x, None
-    fmt = FORMATS[stored.format]
+    fmt = FORMATS[stored_side.format]
     x = x.float()
-    if stored.center is not None:
-        x = x - stored.center[:, None]
-    if stored.rotated:
+    if stored_side.center is not None:
+        x = x - stored_side.center[:, None]
+    if stored_side.rotated:
         x = rotate(x)
-    if stored.static_scale is not None:
-        return encode(x * stored.static_scale.reciprocal()[:, None], fmt), None
+    if stored_side.static_scale is not None:
+        return encode(x * stored_side.static_scale.reciprocal()[:, None], fmt), None
     scales = search_scale(x, fmt) if search else compute_dynamic_scale(x, fmt)
     return encode(x * scales.float().reciprocal()[..., None], fmt), scales
 
@@ -118,26 +118,26 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     # A freed page is outside the window. It is read as page 0, and the caller masks it.
     regions = pages.layout.split(read_rows(pages, page_start, page_stop))
     shape = len(pages.table), page_stop - page_start
-    stored, dtype = (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
+    stored_side, dtype = (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
     codes: Tensor = regions[side].unflatten(0, shape)
     if side == "v":
         codes = codes.transpose(3, 4)
     span = slice(start - page_start * size, stop - page_start * size)
     # [B, pages, Hkv, S, D] -> [B, Hkv, pages * S, D]
     codes = codes.transpose(1, 2).flatten(2, 3)[:, :, span]
-    if stored.format == AUTO:
+    if stored_side.format == AUTO:
         return codes
-    x = decode(unpack_codes(codes, dtype), FORMATS[stored.format])
-    if stored.static_scale is not None:
-        x *= stored.static_scale[:, None]
+    x = decode(unpack_codes(codes, dtype), FORMATS[stored_side.format])
+    if stored_side.static_scale is not None:
+        x *= stored_side.static_scale[:, None]
     else:
         scales = regions["token_scales"][..., "kv".index(side)].unflatten(0, shape)
         scales = scales.transpose(1, 2).flatten(2, 3)
         x *= scales[:, :, span, None].float()
-    if stored.rotated:
+    if stored_side.rotated:
         x = rotate(x)
-    if stored.center is not None:
-        x += stored.center[:, None]
+    if stored_side.center is not None:
+        x += stored_side.center[:, None]
     return x
 
 

@@ -107,9 +107,11 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
         (loaded,) = ModelManager(force_model=name, **options).loaded_models.values()
         return loaded.model, loaded.processor
     except _LOADING_ERRORS as error:
-        passed = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+        passed_options = ", ".join(
+            f"{key}={value}" for key, value in options.items() if value is not None
+        )
         raise ConfigError(
-            f"cannot load a language model from {name!r} with {passed}: "
+            f"cannot load a language model from {name!r} with {passed_options}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

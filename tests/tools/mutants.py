@@ -97,17 +97,17 @@ MUTANTS = (
     ),
     Mutant(
         "reference: the center is not added back", REFERENCE,
-        "        x += stored.center[:, None]", "        pass", "tests/ops/test_ops.py",
+        "        x += stored_side.center[:, None]", "        pass", "tests/ops/test_ops.py",
     ),
     Mutant(
         "reference: K stays rotated", REFERENCE,
-        "    if stored.rotated:\n        x = rotate(x)\n    if stored.center",
-        "    if stored.center", "tests/ops/test_ops.py",
+        "    if stored_side.rotated:\n        x = rotate(x)\n    if stored_side.center",
+        "    if stored_side.center", "tests/ops/test_ops.py",
     ),
     Mutant(
         "reference: the static scale multiplies twice", REFERENCE,
-        "encode(x * stored.static_scale.reciprocal()[:, None], fmt)",
-        "encode(x * stored.static_scale[:, None], fmt)", "tests/ops/test_ops.py",
+        "encode(x * stored_side.static_scale.reciprocal()[:, None], fmt)",
+        "encode(x * stored_side.static_scale[:, None], fmt)", "tests/ops/test_ops.py",
     ),
     Mutant(
         "reference: sinks are ignored", REFERENCE,

@@ -50,7 +50,9 @@ def attend(
     dims = [k.head_dim, v.head_dim] if spec.latent else [k.head_dim]
     parts = zip(scaled_query.split(dims, -1), (k, v), strict=False)
     q = torch.cat([rotate(part) if side.rotated else part for part, side in parts], -1)
-    stored = pages._replace(k=k._replace(center=None, rotated=False), v=v._replace(rotated=False))
+    raw_pages = pages._replace(
+        k=k._replace(center=None, rotated=False), v=v._replace(rotated=False)
+    )
 
     visible_start, visible_stop = start, stop
     if lengths.is_cpu:
@@ -78,7 +80,7 @@ def attend(
         begin = max(chunk_start, visible_start)
         end = min(chunk_start + chunk_size, visible_stop)
         columns = slice(begin - start, end - start)
-        keys, values = (read_dense(stored, side, begin, end).float() for side in "kv")
+        keys, values = (read_dense(raw_pages, side, begin, end).float() for side in "kv")
         if spec.latent:
             keys, values = torch.cat([keys, values], -1), keys
         logits = q @ keys.transpose(2, 3)

@@ -196,26 +196,26 @@ def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
     Raises:
         ConfigError: Codes are packed and the head size is not a power of two.
     """
-    stored, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
-    dim = stored.head_dim
+    stored_side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
+    dim = stored_side.head_dim
     width = max(min_width, next_power_of_2(dim))
     stored_size = count_elements(dim, dtype)
     if stored_size < dim and (width != dim or dim < MIN_PACKED_TILE):
         raise ConfigError(
             f"head size: expected a power of two of at least {max(min_width, MIN_PACKED_TILE)} for "
-            f"{stored.format} on a GPU, got {dim}. Choose an 8-bit format"
+            f"{stored_side.format} on a GPU, got {dim}. Choose an 8-bit format"
         )
-    rotation_size = compute_rotation_block(dim) if stored.rotated else 1
+    rotation_size = compute_rotation_block(dim) if stored_side.rotated else 1
     return _make_unique_sizes(dim, width, rotation_size, pages.layout.head_size, stored_size)
 
 
 def _choose_side_codec(
     side: StoredSide, dtype: torch.dtype, target: Target, is_float32: bool
 ) -> Codec:
-    stored = _TRITON_DTYPES.get(dtype, tl.float16)
+    auto_dtype = _TRITON_DTYPES.get(dtype, tl.float16)
     is_float32 = is_float32 or dtype == torch.float32
     keeps_nan = side.static_scale is not None
-    codec = choose_codec(side.format, target, stored, is_float32, keeps_nan)
+    codec = choose_codec(side.format, target, auto_dtype, is_float32, keeps_nan)
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 

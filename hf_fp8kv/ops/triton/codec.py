@@ -64,26 +64,28 @@ class Codec:
 
 @functools.cache
 def choose_codec(
-    name: str, target: Target, stored: tl.dtype, is_float32: bool, keeps_nan: bool
+    name: str, target: Target, auto_dtype: tl.dtype, is_float32: bool, keeps_nan: bool
 ) -> Codec:
     """Return the codec with which kernels for `target` decode the format `name`.
 
-    `stored` is the dtype of values in "auto". With `is_float32` the operands of the dot product are
-    float32. With `keeps_nan` the NaN of the format survives decoding.
+    `auto_dtype` is the dtype of values in "auto". With `is_float32` the operands of the dot product
+    are float32. With `keeps_nan` the NaN of the format survives decoding.
     """
     has_assembly = target.is_nvidia and not target.interpreted
     register = "r" if target.is_nvidia else "v"
     constraint = "" if target.interpreted or is_float32 else f"={register},0"
     if name == AUTO:
-        return Codec(AS_IS.value, tl.float32 if is_float32 else stored, constraint=constraint)
+        return Codec(AS_IS.value, tl.float32 if is_float32 else auto_dtype, constraint=constraint)
     fmt = FORMATS[name]
     is_cast = target.converts(fmt)
     # The hardware converts to float16 on NVIDIA, and to bfloat16 on AMD.
-    operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
-    operand = tl.float32 if is_float32 else operand
+    operand_dtype = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
+    operand_dtype = tl.float32 if is_float32 else operand_dtype
     if is_cast:
         assert fmt.torch_dtype is not None
-        return Codec(CAST.value, operand, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint)
+        return Codec(
+            CAST.value, operand_dtype, 1.0, _CAST_TYPES[fmt.torch_dtype], constraint=constraint
+        )
     # float16 has a bias of 15 and 10 bits of mantissa.
     shift = 10 - fmt.mantissa_bits - (8 - fmt.bits)
     factor = 2.0 ** (15 - fmt.bias)
@@ -98,7 +100,7 @@ def choose_codec(
     unpacking = _UNPACKING[fmt.bits] if has_assembly and fmt.bits < 8 else ""
     return Codec(
         SHIFTED.value,
-        operand,
+        operand_dtype,
         factor,
         None,
         shift,

@@ -24,22 +24,23 @@ def gather(
 ) -> torch.Tensor:
     """Return dense keys or values, with the same bits as `reference.gather`."""
     is_key = side == "k"
-    stored = pages.k if is_key else pages.v
+    stored_side = pages.k if is_key else pages.v
     batch = len(pages.table)
     num_heads = pages.num_heads
-    dim = stored.head_dim
+    dim = stored_side.head_dim
     out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
     sizes = make_side_sizes(pages, side)
     target = get_target(out.device)
-    codec = choose_codec(stored.format, target, tl.float32, is_float32=True, keeps_nan=True)
+    codec = choose_codec(stored_side.format, target, tl.float32, is_float32=True, keeps_nan=True)
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(
         _gather, (num_tiles, num_heads, batch), make_pointers(pages, side), pages.token_scales, out,
         lengths, pages.table, start, stop, pages.table.stride(0), SIDE=sizes, CODEC=codec,
         NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged,
-        TILE=tile_tokens, **choose_launch_options(out.device, sizes.width, rotated=stored.rotated),
+        TILE=tile_tokens,
+        **choose_launch_options(out.device, sizes.width, rotated=stored_side.rotated),
     )  # fmt: skip
     return out
 
