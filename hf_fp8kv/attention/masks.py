@@ -263,14 +263,14 @@ def find_window(
     windows = list[int]()
     is_causal = False
     while functions:
-        inner = functions.pop()
-        code = getattr(inner, "__code__", None)
-        if inner is causal_mask_function:
+        inner_function = functions.pop()
+        code = getattr(inner_function, "__code__", None)
+        if inner_function is causal_mask_function:
             is_causal = True
         elif code is _AND_CODE:
-            functions += inner.__closure__[0].cell_contents
+            functions += inner_function.__closure__[0].cell_contents
         elif code is _WINDOW_CODE:
-            windows.append(inner.__closure__[0].cell_contents)
+            windows.append(inner_function.__closure__[0].cell_contents)
         else:
             return None
     return min(windows, default=0) if is_causal else None

@@ -84,9 +84,9 @@ def paged_attention(model: PreTrainedModel, name: str = ATTENTION) -> Iterator[N
     if not model._can_set_attn_implementation():
         yield
         return
-    old_names = get_attn_implementations(model)
+    old_implementations = get_attn_implementations(model)
     try:
         model.set_attn_implementation(name)
         yield
     finally:
-        set_attn_implementations(model, old_names)
+        set_attn_implementations(model, old_implementations)

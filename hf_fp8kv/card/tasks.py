@@ -162,8 +162,8 @@ class Writer:
 
     def _get_start_ids(self) -> list[int]:
         """Return the tokens that the tokenizer adds before a text: <bos>, or nothing."""
-        bos = self._tokenizer.bos_token_id
-        return [bos] if self._tokenizer("a")["input_ids"][0] == bos else []
+        bos_id = self._tokenizer.bos_token_id
+        return [bos_id] if self._tokenizer("a")["input_ids"][0] == bos_id else []
 
 
 def _read_sentences(seed: int) -> Iterable[str]:
@@ -188,8 +188,10 @@ def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
         for digit in writer.random.sample(range(10), _GROUP_SIZE)
     ]
     numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))
-    order = writer.random.sample(keys, len(keys))
-    ids = writer.hide_sentences([f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in order])
+    shuffled_keys = writer.random.sample(keys, len(keys))
+    ids = writer.hide_sentences(
+        [f"{_NUMBER_TEXT.format(key)} {numbers[key]}." for key in shuffled_keys]
+    )
     return Haystack(ids, tuple(writer.make_question(_make_part(key, numbers)) for key in keys))
 
 
@@ -214,10 +216,10 @@ def write_chains(writer: Writer, num_hidden: int) -> Haystack:
         parts = [
             Part(
                 _ANSWER_PREFIX + _WORD_TEXT.format(key),
-                f" {target}",
-                [f" {word}" for word in words if word != target],
+                f" {answer}",
+                [f" {word}" for word in words if word != answer],
             )
-            for key, target in pairwise(chain[::-1])
+            for key, answer in pairwise(chain[::-1])
         ]
         questions.append(writer.make_question(*parts, _make_part(chain[0], number_by_word)))
     return Haystack(writer.hide_sentences(sentences), tuple(questions))
@@ -227,8 +229,8 @@ def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:
     """Return a list in which three words are far more frequent than all other words."""
     words = writer.draw_words(_NUM_WORDS)
     rare_words = words[_NUM_COMMON:]
-    pool = words[:_NUM_COMMON] * _COMMON_REPEATS + rare_words
-    stream = (word for _ in count() for word in writer.random.sample(pool, len(pool)))
+    all_words = words[:_NUM_COMMON] * _COMMON_REPEATS + rare_words
+    stream = (word for _ in count() for word in writer.random.sample(all_words, len(all_words)))
     text = _LIST_PREFIX + "".join(f" {word}," for word in islice(stream, writer.haystack_length))
     questions = []
     for start in range(_NUM_COMMON):
@@ -259,13 +261,13 @@ def write_tool_calls(writer: Writer, num_hidden: int) -> Haystack:
         return [*map(Part, texts, tool, wrong_answers)]
 
     example, *requests = writer.random.sample(tools, num_tools)
-    call = "".join(part.text + part.answer for part in make_parts(example)) + "}}"
+    example_call = "".join(part.text + part.answer for part in make_parts(example)) + "}}"
     text = "\n".join(
         _TOOL_TEXT.format(name, topic, argument)
         for (name, argument, _), topic in zip(tools, words[2 * num_tools :], strict=True)
     )
     questions = tuple(writer.make_question(*make_parts(tool)) for tool in requests)
-    return Haystack(writer.encode_haystack(text + call), questions)
+    return Haystack(writer.encode_haystack(text + example_call), questions)
 
 
 # Functions of a writer and the number of hidden sentences, by task.

@@ -12,7 +12,7 @@ from .. import ops
 from ..errors import ConfigError, OutOfPagesError
 from .fixed_pages import FixedPages
 from .layer_group import LayerGroup, LongWrite, Positions
-from .memory_blocks import zeros
+from .memory_blocks import make_zeros
 
 
 class FixedPositions(NamedTuple):
@@ -160,12 +160,14 @@ class DeviceLength:
             self.table = self.group.defer_allocation(batch, device)
         else:
             self.table = self.group.allocate(batch, device)
-        self.group.device_lengths[self.member] = zeros((batch,), torch.int32, device)
+        self.group.device_lengths[self.member] = make_zeros((batch,), torch.int32, device)
 
     def allocate_lengths(self, table: torch.Tensor, length: int) -> None:
         """Use `table`, `[B, num_columns]`, whose pages hold `length` tokens per sequence."""
         self.table = table
-        self.group.device_lengths[self.member] = zeros((len(table),), torch.int32, table.device)
+        self.group.device_lengths[self.member] = make_zeros(
+            (len(table),), torch.int32, table.device
+        )
         self.set(length)
 
     def share_schedule(self, num_heads: int, num_rows: int, backend: str) -> list[torch.Tensor]:
@@ -292,7 +294,7 @@ class DeviceLength:
             self.table.copy_(table)
             return False
         self.table = table
-        lengths = zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
+        lengths = make_zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
         self.group.device_lengths[self.member] = lengths
         return True
 

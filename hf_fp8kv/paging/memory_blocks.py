@@ -85,7 +85,9 @@ class Blocks:
         is_single = self.single_block or not num_pages
         ranges = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
         shapes = [(pages.stop - pages.start, self.page_bytes) for pages in ranges]
-        return [zeros(shape, torch.uint8, device, is_pinned=self.is_pinned) for shape in shapes]
+        return [
+            make_zeros(shape, torch.uint8, device, is_pinned=self.is_pinned) for shape in shapes
+        ]
 
     def _split_pages(self, num_pages: int) -> list[slice]:
         """Split the pages 0 to `num_pages - 1` into ranges of at most `BLOCK_BYTES` each."""
@@ -176,7 +178,7 @@ class Blocks:
             self.is_pinned = True
 
 
-def zeros(
+def make_zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_pinned: bool = False
 ) -> torch.Tensor:
     """Return zeros that can be written in inference mode and outside it."""

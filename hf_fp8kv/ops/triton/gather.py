@@ -95,8 +95,8 @@ def _gather(
     token_ptrs = (codes_ptr + slot * TOKEN_STRIDE)[:, None]
     if CODEC.bits < 8:
         ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
-        parts = load_quarters(ptrs, DIM // 4 * CHANNEL_STRIDE, exists[:, None], CODEC)
-        codes = join_quarters(parts[0], parts[1], parts[2], parts[3], TRANSPOSED=False)
+        quarters = load_quarters(ptrs, DIM // 4 * CHANNEL_STRIDE, exists[:, None], CODEC)
+        codes = join_quarters(quarters[0], quarters[1], quarters[2], quarters[3], TRANSPOSED=False)
     else:
         code_ptrs = token_ptrs + (d * CHANNEL_STRIDE)[None, :]
         codes = tl.load(code_ptrs, mask=is_loaded, other=0)
@@ -116,6 +116,6 @@ def _gather(
             x += tl.load(side.center + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
     if RAGGED:
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
-    row = ((b.to(tl.int64) * NUM_HEADS + h) * (stop - start) + (tile_start - start)) * DIM
-    out_ptrs = out_ptr + row + (i * DIM)[:, None] + d[None, :]
+    row_start = ((b.to(tl.int64) * NUM_HEADS + h) * (stop - start) + (tile_start - start)) * DIM
+    out_ptrs = out_ptr + row_start + (i * DIM)[:, None] + d[None, :]
     tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=in_range[:, None] & in_head)

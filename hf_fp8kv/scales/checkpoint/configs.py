@@ -133,21 +133,21 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
     configs = [*iterate_configs(config)]
     declarations: list[Declaration] = []
     dialect = ""
-    for entry in _QUANTIZATION_ENTRIES:
+    for entry_name in _QUANTIZATION_ENTRIES:
         for path, entries in configs:
-            if block := as_mapping(entries.get(entry)):
-                block_dialect = find_dialect(entry, block) or "autofp8"
-                dialect = dialect or block_dialect
-                new_declarations = _parse_block(path + entry, block)
-                declarations += [replace(d, dialect=block_dialect) for d in new_declarations]
+            if quant_config := as_mapping(entries.get(entry_name)):
+                own_dialect = find_dialect(entry_name, quant_config) or "autofp8"
+                dialect = dialect or own_dialect
+                new_declarations = _parse_quant_config(path + entry_name, quant_config)
+                declarations += [replace(d, dialect=own_dialect) for d in new_declarations]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
-        new_declarations = _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
+        new_declarations = _parse_quant_config(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
         declarations += [replace(d, dialect="modelopt") for d in new_declarations]
     dialect = dialect or "tgi"
-    for entry in _TOP_LEVEL_ENTRIES:
+    for entry_name in _TOP_LEVEL_ENTRIES:
         for path, entries in configs:
-            new_declarations = _parse_entry(path + entry, entries.get(entry))
+            new_declarations = _parse_entry(path + entry_name, entries.get(entry_name))
             declarations += [replace(d, dialect=dialect) for d in new_declarations]
     kinds = ("unsupported", "static", "dynamic")
     strongest = next(
@@ -169,37 +169,37 @@ def describe_kv_scales(config: object) -> str | None:
     return declaration.description if declaration.kind == "static" else None
 
 
-def find_dialect(entry: str, block: Mapping[str, object]) -> str:
+def find_dialect(entry_name: str, quant_config: Mapping[str, object]) -> str:
     """Return the dialect of the tool that wrote a quantization entry, or "" if it is unknown."""
-    method = block.get("quant_method")
+    method = quant_config.get("quant_method")
     method = str(getattr(method, "value", method) or "").lower()
     if method.startswith("modelopt"):
         return "modelopt"
     if method in ("compressed-tensors", "quark", "fp8"):
         return "autofp8" if method == "fp8" else method
-    if entry == "compression_config" and not method:
+    if entry_name == "compression_config" and not method:
         return "compressed-tensors"
-    return "trtllm" if entry == "quantization" else ""
+    return "trtllm" if entry_name == "quantization" else ""
 
 
-def _parse_block(label: str, block: Mapping[str, object]) -> Iterator[Declaration]:
-    nested_block = as_mapping(block.get("quantization"))
-    for path, entries in (("quantization.", nested_block), ("", block)):
+def _parse_quant_config(label: str, quant_config: Mapping[str, object]) -> Iterator[Declaration]:
+    nested_config = as_mapping(quant_config.get("quantization"))
+    for path, entries in (("quantization.", nested_config), ("", quant_config)):
         yield from _parse_layers(f"{label}.{path}{_LAYERS_ENTRY}", entries.get(_LAYERS_ENTRY))
-    for entry in _CACHE_ENTRIES:
-        for path, entries in (("quantization.", nested_block), ("", block)):
-            yield from _parse_entry(f"{label}.{path}{entry}", entries.get(entry))
-    transforms = as_mapping(as_mapping(block.get("transform_config")).get("config_groups"))
+    for entry_name in _CACHE_ENTRIES:
+        for path, entries in (("quantization.", nested_config), ("", quant_config)):
+            yield from _parse_entry(f"{label}.{path}{entry_name}", entries.get(entry_name))
+    transforms = as_mapping(as_mapping(quant_config.get("transform_config")).get("config_groups"))
     for name, scheme in transforms.items():
         yield from _parse_transform(f"{label}.transform_config.{name}", as_mapping(scheme))
-    for name, group in as_mapping(block.get("config_groups")).items():
+    for name, group in as_mapping(quant_config.get("config_groups")).items():
         if _targets_projections(group):  # older tools declared projections' outputs as the cache
             group_label = f"{label}.config_groups.{name}.output_activations (kv_cache)"
             yield from _parse_entry(group_label, as_mapping(group).get("output_activations"))
     # Quark's mode "fp8" also writes this list, but declares the cache as AutoFP8 does.
-    projections = as_mapping(block.get("export")).get("kv_cache_group")
-    if projections and block.get("quant_method") != "fp8":
-        yield _parse_projections(f"{label}.export.kv_cache_group", projections, block)
+    projections = as_mapping(quant_config.get("export")).get("kv_cache_group")
+    if projections and quant_config.get("quant_method") != "fp8":
+        yield _parse_projections(f"{label}.export.kv_cache_group", projections, quant_config)
 
 
 def _parse_layers(label: str, value: object) -> Iterator[Declaration]:
@@ -280,12 +280,14 @@ def _targets_projections(group: object) -> bool:
     return any("k_proj" in target or "v_proj" in target for target in targets)
 
 
-def _parse_projections(label: str, group: object, block: Mapping[str, object]) -> Declaration:
+def _parse_projections(
+    label: str, group: object, quant_config: Mapping[str, object]
+) -> Declaration:
     """Return the declaration in Quark's list of projections, whose outputs are the cache."""
     patterns = group if isinstance(group, list) else [group]
     entries = {
-        **as_mapping(block.get("kv_cache_quant_config")),
-        **as_mapping(block.get("layer_quant_config")),
+        **as_mapping(quant_config.get("kv_cache_quant_config")),
+        **as_mapping(quant_config.get("layer_quant_config")),
     }
     is_dynamic = False
     for pattern in map(str, patterns):
@@ -304,7 +306,7 @@ def _parse_projections(label: str, group: object, block: Mapping[str, object]) -
                 description += "" if is_symmetric else " (asymmetric)"
                 return Declaration("unsupported", description)
             is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
-    remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE_REMARK
+    remark = "" if quant_config.get("kv_cache_post_rope") else _BEFORE_ROPE_REMARK
     kind: Kind = "dynamic" if is_dynamic else "static"
     return Declaration(kind, f"{label} = {patterns!r}", remark=remark)
 
@@ -318,23 +320,23 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
     config = copy.deepcopy(config)
     is_same_format = find_declaration(config, modelopt).dialect == format
     for _, entries in iterate_configs(config):
-        for entry in _QUANTIZATION_ENTRIES:
-            block = entries.get(entry)
-            if not isinstance(block, dict):
+        for entry_name in _QUANTIZATION_ENTRIES:
+            quant_config = entries.get(entry_name)
+            if not isinstance(quant_config, dict):
                 continue
-            pop_entries(block, LAYER_ENTRIES)
-            groups = block.get("config_groups")
+            pop_entries(quant_config, LAYER_ENTRIES)
+            groups = quant_config.get("config_groups")
             for name, group in dict(as_mapping(groups)).items():
                 if isinstance(group, dict) and _targets_projections(group):
                     group.pop("output_activations", None)
                     if not group.get("weights") and not group.get("input_activations"):
                         pop_entries(groups, (name,))
             if not is_same_format:
-                pop_entries(block, _CACHE_ENTRIES)
-                pop_entries(block.get("quantization"), _CACHE_ENTRIES)
-                is_compressed = block.get("quant_method") == "compressed-tensors"
-                if is_compressed and not (groups or block.get("sparsity_config")):
-                    pop_entries(entries, (entry,))  # the block quantizes nothing
+                pop_entries(quant_config, _CACHE_ENTRIES)
+                pop_entries(quant_config.get("quantization"), _CACHE_ENTRIES)
+                is_compressed = quant_config.get("quant_method") == "compressed-tensors"
+                if is_compressed and not (groups or quant_config.get("sparsity_config")):
+                    pop_entries(entries, (entry_name,))  # nothing is quantized
         if not is_same_format:
             pop_entries(entries, _TOP_LEVEL_ENTRIES)
     remaining = find_declaration(config, modelopt)

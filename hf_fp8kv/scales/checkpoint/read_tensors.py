@@ -67,7 +67,7 @@ def read_tensors(checkpoint: Checkpoint, read_options: ReadOptions) -> ScaleData
     if ignored_names := format_list(n for n in unknown_names if re.match(LAYER_REGEX, n)):
         logger.warning("%s: ignored tensors that look like scales: %s", origin, ignored_names)
     model_type = entry if isinstance(entry := config.get("model_type"), str) else None
-    layers = _add_unquantized(checkpoint, layers)
+    layers = _add_unquantized_layers(checkpoint, layers)
     layers = read_options.select_layers(layers, config, origin)
     layers = _add_rotation(checkpoint, layers, scale_tensors)
     return ScaleData(layers, scale_tensors[0].format, model_type, origin)
@@ -194,7 +194,7 @@ def _add_rotation(
     return {index: replace(layer, plan=plan) for index, layer in layers.items()}
 
 
-def _add_unquantized(
+def _add_unquantized_layers(
     checkpoint: Checkpoint, layers: dict[int, LayerScales]
 ) -> dict[int, LayerScales]:
     """Add the layers that a declaration of quantized layers leaves out, in the model's dtype."""

@@ -127,26 +127,27 @@ class TensorFormat(ScaleFormat):
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
 
-    def find_or_add_block(self, config: Config, new_entries: Config) -> Config:
+    def find_or_add_quant_config(self, config: Config, new_entries: Config) -> Config:
         """Return the quantization config of the weights, or add a config for the cache only.
 
         The added config has `quant_method` and `new_entries`. Raise ScaleError for any other tool.
         """
         for _, entries in iterate_configs(config):
-            for entry in ("quantization_config", "compression_config"):
-                block = entries.get(entry)
-                if not isinstance(block, dict) or not block:
+            for entry_name in ("quantization_config", "compression_config"):
+                quant_config = entries.get(entry_name)
+                if not isinstance(quant_config, dict) or not quant_config:
                     continue
-                if find_dialect(entry, block) != self.name:
+                if find_dialect(entry_name, quant_config) != self.name:
                     raise ScaleError(
                         f"format {self.name!r}: expected unquantized weights, or the quant_method "
-                        f"{self.quant_method!r}, got {block.get('quant_method') or entry!r}. "
+                        f"{self.quant_method!r}, got "
+                        f"{quant_config.get('quant_method') or entry_name!r}. "
                         "Choose a format without quant_method, such as tgi"
                     )
-                return block
-        block = {"quant_method": self.quant_method, **new_entries}
-        config["quantization_config"] = block
-        return block
+                return quant_config
+        quant_config = {"quant_method": self.quant_method, **new_entries}
+        config["quantization_config"] = quant_config
+        return quant_config
 
 
 def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
@@ -203,7 +204,11 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
                 loss_layers["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
         layers[index] = LayerScales(k, v, source=scales.layers[index].source)
-    losses = [f"{x} (layers {format_list(dict.fromkeys(i))})" for x, i in loss_layers.items() if i]
+    losses = [
+        f"{loss} (layers {format_list(dict.fromkeys(indices))})"
+        for loss, indices in loss_layers.items()
+        if indices
+    ]
     return replace(scales, layers=layers), losses
 
 

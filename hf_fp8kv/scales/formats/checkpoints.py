@@ -45,7 +45,7 @@ class AutoFP8(TensorFormat):
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         entries: Config = {"activation_scheme": "static", "ignored_layers": list(excluded)}
-        self.find_or_add_block(config, entries)["kv_cache_scheme"] = "static"
+        self.find_or_add_quant_config(config, entries)["kv_cache_scheme"] = "static"
 
 
 class CompressedTensors(TensorFormat):
@@ -59,8 +59,10 @@ class CompressedTensors(TensorFormat):
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         is_per_head = any(layer.static[0].ndim for layer in scales.layers.values())
         entries = {"format": "dense", "quantization_status": "compressed"}
-        block = self.find_or_add_block(config, {**entries, "config_groups": {}, "ignore": []})
-        block["kv_cache_scheme"] = {
+        quant_config = self.find_or_add_quant_config(
+            config, {**entries, "config_groups": {}, "ignore": []}
+        )
+        quant_config["kv_cache_scheme"] = {
             "strategy": "attn_head" if is_per_head else "tensor",
             "num_bits": 8,
             "type": "float",
@@ -69,7 +71,7 @@ class CompressedTensors(TensorFormat):
             "group_size": None,
         }
         # vLLM fills in the numbers of heads only if this entry exists.
-        block.setdefault("config_groups", {})
+        quant_config.setdefault("config_groups", {})
 
 
 class ModelOpt(TensorFormat):
@@ -82,9 +84,9 @@ class ModelOpt(TensorFormat):
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         # Readers have no algorithm for "none", so this algorithm applies to no module.
         algorithm = {"quant_algo": "FP8", "ignore": ["*"], "config_groups": {}}
-        block = self.find_or_add_block(config, {**algorithm, "producer": _PRODUCER})
-        block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-        for entries in (block, block.get("quantization")):
+        quant_config = self.find_or_add_quant_config(config, {**algorithm, "producer": _PRODUCER})
+        quant_config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+        for entries in (quant_config, quant_config.get("quantization")):
             if isinstance(entries, dict) and "kv_cache_quant_algo" in entries:
                 entries["kv_cache_quant_algo"] = "FP8"
 
@@ -94,10 +96,10 @@ class ModelOpt(TensorFormat):
         declares_in_config = modelopt is None or "quantization_config" in config
         files = super().make_configs(config, None, scales, excluded) if declares_in_config else {}
         if modelopt is None:
-            block = as_mapping(config.get("quantization_config"))
+            quant_config = as_mapping(config.get("quantization_config"))
             quantization: object = {
-                "quant_algo": block.get("quant_algo"),
-                "exclude_modules": block.get("ignore", []),
+                "quant_algo": quant_config.get("quant_algo"),
+                "exclude_modules": quant_config.get("ignore", []),
             }
             modelopt = {"producer": _PRODUCER, "quantization": quantization}
         quantization = modelopt.setdefault("quantization", {})
@@ -126,10 +128,10 @@ class Quark(TensorFormat):
             "exclude": list(excluded),
             "layer_type_quant_config": {},
         }
-        block = self.find_or_add_block(config, entries)
-        block["kv_cache_post_rope"] = True
-        export = block.setdefault("export", {})
-        configs = block.get("layer_quant_config") or {}
+        quant_config = self.find_or_add_quant_config(config, entries)
+        quant_config["kv_cache_post_rope"] = True
+        export = quant_config.setdefault("export", {})
+        configs = quant_config.get("layer_quant_config") or {}
         if not isinstance(export, dict) or not isinstance(configs, dict):
             raise ScaleError(
                 f"quantization_config: expected the objects export and layer_quant_config, got "
@@ -137,13 +139,13 @@ class Quark(TensorFormat):
             )
         patterns = ("*k_proj", "*v_proj")
         export |= {"kv_cache_group": list(patterns), "min_kv_scale": 0.0}
-        defaults = _UNQUANTIZED_CONFIG | dict(as_mapping(block.get("global_quant_config")))
+        defaults = _UNQUANTIZED_CONFIG | dict(as_mapping(quant_config.get("global_quant_config")))
         projections = {
             pattern: {**defaults, **(configs.get(pattern) or {}), "output_tensors": _OUTPUT_CONFIG}
             for pattern in patterns
         }
-        block["layer_quant_config"] = configs | projections
-        block["kv_cache_quant_config"] = projections
+        quant_config["layer_quant_config"] = configs | projections
+        quant_config["kv_cache_quant_config"] = projections
 
 
 _OUTPUT_CONFIG = {
