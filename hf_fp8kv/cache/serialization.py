@@ -73,8 +73,10 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
         # A preallocated cache also lists empty pages.
         stop_page = -(-group.length // group.page_size)
         rows = group.table.rows[:, min(group.table.first_page, stop_page) : stop_page]
-        pages, numbers = np.unique(rows, return_inverse=True)
-        tensors[f"groups.{group_index}.table"] = torch.from_numpy(numbers.reshape(rows.shape)).int()
+        pages, page_numbers = np.unique(rows, return_inverse=True)
+        tensors[f"groups.{group_index}.table"] = torch.from_numpy(
+            page_numbers.reshape(rows.shape)
+        ).int()
         layers: list[Metadata] = []
         for store in (store for store in fork.stores if store.group is group):
             index, pool = store.encoding.index, store.pool
@@ -284,10 +286,12 @@ def save(
     metadata["identity"] = history.identity
     fields = vars(history.tokens) if history.tokens is not None else {}
     tensors |= {f"tokens.{name}": x.clone() for name, x in fields.items() if x is not None}
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous_tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(metadata)}
-    header["digest"] = compute_digest(header, contiguous)
-    write_atomically({target: lambda temporary: save_file(contiguous, temporary, metadata=header)})
+    header["digest"] = compute_digest(header, contiguous_tensors)
+    write_atomically(
+        {target: lambda temporary: save_file(contiguous_tensors, temporary, metadata=header)}
+    )
     return target
 
 
@@ -302,8 +306,8 @@ def _pack_stock_layer(layer: Any, name: str, tensors: Tensors) -> Metadata:
             tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
     elif class_name != "DummyLayer":
         raise ConfigError(
-            f"save: expected layers of this package, or dense ones that grow, got a {class_name}, "
-            "whose state has no file format. Use torch.save, which pickles it"
+            f"save: expected layers of this package, or dense layers that grow, got a "
+            f"{class_name}, whose state has no file format. Use torch.save, which pickles it"
         )
     return metadata
 
@@ -410,8 +414,10 @@ def _unpack_options(metadata: Metadata, tensors: Tensors) -> CacheOptions:
         scales = wrap_scales(ScaleData(layers, scales["format"]))
     elif scales is not None:
         scales = parse_constant(scales, "constant")
-    ranks = TensorParallel(*metadata["tensor_parallel"])
+    tensor_parallel = TensorParallel(*metadata["tensor_parallel"])
     plan = parse_plan(plans or LayerPlan.parse(*plan))
-    options = CacheOptions(**metadata | {"plan": plan, "scales": scales, "tensor_parallel": ranks})
+    options = CacheOptions(
+        **metadata | {"plan": plan, "scales": scales, "tensor_parallel": tensor_parallel}
+    )
     options.check()
     return options

@@ -171,7 +171,7 @@ STANDARD_CACHES = ("default", "fp8_e3m4", "fp8", "QuantizedCache", FLOOR)
 def choose_contenders(
     model: PreTrainedModel, names: Iterable[str] = (), scales: str | None = None
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return the caches that a card measures, and why it leaves other caches out, by name.
+    """Return the caches that a card measures, and the reasons to leave out a cache, by name.
 
     Args:
         model: The model.

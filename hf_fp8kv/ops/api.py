@@ -75,18 +75,18 @@ def _register_operation(function: _Operation) -> _Operation:
         fake = functools.partial(run, backend=_FAKE)
         torch.library.register_fake(f"hf_fp8kv::{full_name}", fake, lib=_LIBRARY)
         FUNCTIONS[full_name] = run
-    on_device = getattr(torch.ops.hf_fp8kv, name).default
-    by_host = getattr(torch.ops.hf_fp8kv, f"{name}_by_host").default
+    device_op = getattr(torch.ops.hf_fp8kv, name).default
+    host_op = getattr(torch.ops.hf_fp8kv, f"{name}_by_host").default
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_observed(args[observed_index]):
             return function(*args, **kwargs)
         arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
-        fields = [arguments[x] for x in plain_names]
+        flat_arguments = [arguments[x] for x in plain_names]
         for x in record_names:
-            fields += flatten(arguments[x]) if x == "pages" else arguments[x]
-        return (on_device if arguments["backend"] in CHECKS_ON_DEVICE else by_host)(*fields)
+            flat_arguments += flatten(arguments[x]) if x == "pages" else arguments[x]
+        return (device_op if arguments["backend"] in CHECKS_ON_DEVICE else host_op)(*flat_arguments)
 
     return cast(_Operation, call)
 
@@ -211,8 +211,8 @@ def attend(
     if spec.deterministic and backend not in IS_DETERMINISTIC:
         return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
     attend_pages = load_backend(backend).attend
-    attended: Tensor = attend_pages(query, pages, lengths, start, stop, spec, schedule)
-    return attended
+    output: Tensor = attend_pages(query, pages, lengths, start, stop, spec, schedule)
+    return output
 
 
 @_register_operation
@@ -289,8 +289,8 @@ def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
     shapes, strides, dtypes, devices and pages of a call must equal `args`.
     """
     operation = getattr(load_backend(backend), name)
-    bound: Callable[..., Any] = getattr(operation, "bind", lambda *_: operation)(*args)
-    return bound
+    bound_operation: Callable[..., Any] = getattr(operation, "bind", lambda *_: operation)(*args)
+    return bound_operation
 
 
 def is_observed(x: Tensor) -> bool:

@@ -52,11 +52,11 @@ def attend_densely(
     keys = gather(pages, lengths, "k", 0, num_tokens, query.dtype, False, backend)
     values = gather(pages, lengths, "v", 0, num_tokens, query.dtype, False, backend)
     with sdpa_kernel(list_sdpa_backends(query, num_tokens), set_priority=True):
-        attended = scaled_dot_product_attention(
+        output = scaled_dot_product_attention(
             query, keys, values, is_causal=True, scale=spec.scaling, enable_gqa=True
         )
     # Under autocast, the result has a different dtype.
-    return attended.transpose(1, 2).to(query.dtype).contiguous()
+    return output.transpose(1, 2).to(query.dtype).contiguous()
 
 
 def list_sdpa_backends(query: Tensor, num_keys: int) -> list[SDPBackend]:

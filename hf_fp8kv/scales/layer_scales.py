@@ -143,7 +143,7 @@ class LayerScales:
         if self.k is None or self.v is None:
             raise ScaleError(
                 f"scales ({self.source}): expected static scales, got granularity 'token', whose "
-                "scales are computed when a token is stored. Calibrate with another granularity"
+                "scales are computed when a token is stored. Calibrate with a different granularity"
             )
         return self.k, self.v
 
@@ -180,12 +180,12 @@ class ScaleData:
                     f"scales ({self.origin}): expected LayerScales by layer indices from 0, got "
                     f"{type(layer).__name__} by {index!r}. Pass {{0: LayerScales(...)}}"
                 )
-        for entry, field in (("a plan", "plan"), ("static scales", "k")):
+        for subject, field in (("a plan", "plan"), ("static scales", "k")):
             indices = [i for i, layer in self.layers.items() if getattr(layer, field) is None]
             if 0 < len(indices) < len(self.layers):
                 raise ScaleError(
-                    f"scales ({self.origin}): expected {entry} in all layers or in none, got none "
-                    f"in layers {format_list(indices)}. Calibrate all layers at once"
+                    f"scales ({self.origin}): expected {subject} in all layers or in none, got "
+                    f"none in layers {format_list(indices)}. Calibrate all layers at once"
                 )
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
 

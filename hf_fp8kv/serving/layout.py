@@ -119,11 +119,11 @@ def plan_block_sizes(layouts: Mapping[str, Sequence[EngineLayout]]) -> dict[str,
     """
     min_sizes = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in layouts.items()}
 
-    def fill_sector(num_largest: int) -> dict[str, int]:
+    def compute_block_sizes(num_largest: int) -> dict[str, int]:
         sector_size = num_largest * max(min_sizes.values())
         block_counts = {kind: sector_size // size for kind, size in min_sizes.items()}
         sector_size += -sector_size % (128 * math.lcm(*block_counts.values()))
         return {kind: sector_size // num_blocks for kind, num_blocks in block_counts.items()}
 
-    candidates = {num_largest: fill_sector(num_largest) for num_largest in range(1, 65)}
+    candidates = {num_largest: compute_block_sizes(num_largest) for num_largest in range(1, 65)}
     return candidates[min(candidates, key=lambda n: sum(candidates[n].values()) * (1 + n / 512))]

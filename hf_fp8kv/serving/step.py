@@ -205,8 +205,8 @@ class _Planner:
         start = request.num_stored
         stop = request.num_stored + request.num_new
 
-        def upload_slots(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-            page, slot = self.locate_slots(request, first, end)
+        def upload_slots(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+            page, slot = self.locate_slots(request, begin, end)
             return self.upload(page, np.int64), self.upload(slot, np.int64)
 
         old_slots = upload_slots(max(find_first_visible(start, self.window), 0), start)

@@ -48,8 +48,8 @@ def attend(
         center_logits = scaled_query @ k.center[..., None]
     # Keys and values stay rotated. The queries and the output are rotated instead.
     dims = [k.head_dim, v.head_dim] if spec.latent else [k.head_dim]
-    parts = zip(scaled_query.split(dims, -1), (k, v), strict=False)
-    q = torch.cat([rotate(part) if side.rotated else part for part, side in parts], -1)
+    query_parts = zip(scaled_query.split(dims, -1), (k, v), strict=False)
+    q = torch.cat([rotate(part) if side.rotated else part for part, side in query_parts], -1)
     raw_pages = pages._replace(
         k=k._replace(center=None, rotated=False), v=v._replace(rotated=False)
     )

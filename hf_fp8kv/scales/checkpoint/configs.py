@@ -150,13 +150,13 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
             new_declarations = _parse_entry(path + entry_name, entries.get(entry_name))
             declarations += [replace(d, dialect=dialect) for d in new_declarations]
     kinds = ("unsupported", "static", "dynamic")
-    strongest = next(
+    strongest_declaration = next(
         (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
     )
     rotations = tuple(rotation for d in declarations for rotation in d.rotations)
     quantized_layers = tuple(name for d in declarations for name in d.quantized_layers)
     return replace(
-        strongest,
+        strongest_declaration,
         is_fnuz=any(d.is_fnuz for d in declarations),
         rotations=rotations,
         quantized_layers=quantized_layers,
@@ -170,7 +170,7 @@ def describe_kv_scales(config: object) -> str | None:
 
 
 def find_dialect(entry_name: str, quant_config: Mapping[str, object]) -> str:
-    """Return the dialect of the tool that wrote a quantization entry, or "" if it is unknown."""
+    """Return the dialect of the tool that wrote a quantization config, or "" if it is unknown."""
     method = quant_config.get("quant_method")
     method = str(getattr(method, "value", method) or "").lower()
     if method.startswith("modelopt"):
@@ -263,15 +263,17 @@ def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Decla
     locations = [x for x in mappings if x.get("location") == "k_cache"]
     if not locations:
         return
-    kind, size, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
+    method, head_dim, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
     targets = [x.get("targets") for x in locations]
     names = [name for x in targets for name in (x if isinstance(x, list) else [x])]
-    description = f"{label}: K rotated by type {kind!r}, head_dim {size!r}, randomize {randomize!r}"
+    description = (
+        f"{label}: K rotated by type {method!r}, head_dim {head_dim!r}, randomize {randomize!r}"
+    )
     has_ignored = any(x.get("ignore") for x in locations)
-    if kind != "hadamard" or randomize or type(size) is not int or has_ignored or not names:
+    if method != "hadamard" or randomize or type(head_dim) is not int or has_ignored or not names:
         yield Declaration("unsupported", description)
     else:
-        yield Declaration("none", description, rotations=tuple((size, str(x)) for x in names))
+        yield Declaration("none", description, rotations=tuple((head_dim, str(x)) for x in names))
 
 
 def _targets_projections(group: object) -> bool:
@@ -292,8 +294,10 @@ def _parse_projections(
     is_dynamic = False
     for pattern in map(str, patterns):
         # The name of an entry is the pattern itself, or a layer that matches the pattern.
-        matches = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
-        for entry in matches or [None]:
+        matching_entries = [
+            entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)
+        ]
+        for entry in matching_entries or [None]:
             output_config = as_mapping(as_mapping(entry).get("output_tensors"))
             dtype = output_config.get("dtype")
             scheme = output_config.get("qscheme")
@@ -301,8 +305,8 @@ def _parse_projections(
             if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not is_symmetric:
                 description = f"{label}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
                 is_fp4 = "fp4" in (dtype, output_config.get("mx_element_dtype"))
-                size = output_config.get("group_size") or output_config.get("block_size")
-                description += f" ({_name_format(4, 'float', size)})" if is_fp4 else ""
+                group_size = output_config.get("group_size") or output_config.get("block_size")
+                description += f" ({_name_format(4, 'float', group_size)})" if is_fp4 else ""
                 description += "" if is_symmetric else " (asymmetric)"
                 return Declaration("unsupported", description)
             is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
@@ -349,7 +353,7 @@ def remove_declaration(origin: str, config: Config, modelopt: Config | None, for
     return config
 
 
-def pop_entries(block: object, entries: Collection[str]) -> None:
-    if isinstance(block, dict):
-        for entry in entries:
-            block.pop(entry, None)
+def pop_entries(config: object, names: Collection[str]) -> None:
+    if isinstance(config, dict):
+        for name in names:
+            config.pop(name, None)
