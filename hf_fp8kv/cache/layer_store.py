@@ -199,8 +199,9 @@ class LayerStore:
             positions, lengths.device, self.pool.num_heads, num_rows, backend
         )
         return make_handles(
-            pages, lengths, schedule, (self.pool.k_dtype, self.pool.v_dtype), positions.first,
-            positions.stop, self.group.window or 0, self.length.max_tokens is not None, backend,
+            pages, lengths, schedule, (self.pool.k_dtype, self.pool.v_dtype),
+            positions.first_position, positions.stop, self.group.window or 0,
+            self.length.max_tokens is not None, backend,
         )  # fmt: skip
 
     def record(

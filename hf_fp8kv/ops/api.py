@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, OutOfPagesError
-from .backends import CHECKS_ON_DEVICE, IS_DETERMINISTIC, SCHEDULES, load_backend
+from .backends import CHECKS_ON_DEVICE, DETERMINISTIC_BACKENDS, SCHEDULE_BACKENDS, load_backend
 from .pages import PAGE_FIELDS, AttentionSpec, Pages, flatten, unflatten
 from .sizes import check_sizes
 
@@ -208,7 +208,7 @@ def attend(
     mask, bias = spec.mask, spec.bias
     if mask is not None and mask.is_floating_point():
         spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
-    if spec.deterministic and backend not in IS_DETERMINISTIC:
+    if spec.deterministic and backend not in DETERMINISTIC_BACKENDS:
         return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
     attend_pages = load_backend(backend).attend
     output: Tensor = attend_pages(query, pages, lengths, start, stop, spec, schedule)
@@ -246,7 +246,7 @@ def create_schedule(
         num_query_rows: Query heads per KV head times query tokens. With more rows a GPU runs fewer
             programs at once, and `attend` does not use a schedule with too many parts.
     """
-    if backend not in SCHEDULES:
+    if backend not in SCHEDULE_BACKENDS:
         return None
     device = lengths.device
     count_schedule_rows = load_backend(backend).count_schedule_rows

@@ -16,9 +16,9 @@ BACKEND_CHOICES = ("auto", "torch", "cpu", "triton")
 BACKENDS = (*BACKEND_CHOICES[1:], "reference")
 # Backends with schedules, and backends that check the limit and skip a token without a page on the
 # device, because the host does not have the lengths. All other backends read values on the host.
-SCHEDULES = CHECKS_ON_DEVICE = frozenset({"triton"})
+SCHEDULE_BACKENDS = CHECKS_ON_DEVICE = frozenset({"triton"})
 # Backends whose results depend only on the tokens that a query attends to, in any call.
-IS_DETERMINISTIC = frozenset({"cpu"})
+DETERMINISTIC_BACKENDS = frozenset({"cpu"})
 # Whether the kernels of "cpu" and the package "triton" exist. The dict caches these checks, because
 # Dynamo warns about `functools.cache`.
 _is_present: dict[str, bool] = {}
@@ -81,9 +81,9 @@ def _explain_unsupported_device(name: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"it requires pages on a CUDA or ROCm device, got {device.type}"
-    gpu = get_target(device)
+    target = get_target(device)
     required = "it requires a GPU of sm_80 or later, gfx942 or gfx950, got "
-    return None if gpu.is_supported else required + gpu.name
+    return None if target.is_supported else required + target.name
 
 
 @functools.cache

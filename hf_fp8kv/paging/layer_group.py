@@ -44,19 +44,21 @@ class Positions:
     Attributes:
         start: Number of tokens in each sequence before the call.
         num_tokens: Number of new tokens.
-        first: First position to read, at or before the first visible token.
+        first_position: First position to read, at or before the first visible token.
         stop: Last position to read plus one, the number of tokens after the call.
         version: Version of the block table after the pages of the call were reserved.
         first_kept_page: First logical page that a long call keeps, until all layers have stored it.
             None in other calls.
     """
 
-    def __init__(self, table: BlockTable, batch: int, start: int, stop: int, first: int) -> None:
+    def __init__(
+        self, table: BlockTable, batch: int, start: int, stop: int, first_position: int
+    ) -> None:
         self._table = table
         self._batch = batch
         self.start = start
         self.num_tokens = stop - start
-        self.first = first
+        self.first_position = first_position
         self.stop = stop
         self.version = -1
         self.first_kept_page: int | None = None
@@ -76,7 +78,7 @@ class Positions:
         if (first_kept := self.first_kept_page) is None:
             return None
         rows, page_size = self._table.rows, self._table.page_size
-        first_page = self.first // page_size
+        first_page = self.first_position // page_size
         old_pages = rows[:, first_page : -(-self.start // page_size)]
         return LongWrite(first_page, old_pages, first_kept, rows[:, first_kept:])
 
@@ -88,18 +90,18 @@ class Positions:
     def get_schedule(
         self, device: torch.device, num_heads: int, num_rows: int, backend: str
     ) -> torch.Tensor | None:
-        """Return the schedule for positions `first` to `stop - 1`, or None if `backend` has none.
+        """Return the schedule for the positions to read, or None if `backend` has no schedules.
 
         `num_heads` counts KV heads, and `num_rows` the query rows per KV head. A schedule never
         changes. It is valid for any number of query tokens, and for any window in which no position
-        before `first` is visible.
+        before `first_position` is visible.
         """
         key = (device, num_heads, num_rows, backend)
         if key not in self._schedules:
             lengths = self._lengths[device]
-            length = self.stop - self.first
+            length = self.stop - self.first_position
             self._schedules[key] = ops.create_schedule(
-                lengths, 1, 0, self.first, num_heads, backend, length, num_rows
+                lengths, 1, 0, self.first_position, num_heads, backend, length, num_rows
             )
         return self._schedules[key]
 

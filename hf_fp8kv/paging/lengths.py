@@ -22,7 +22,7 @@ class FixedPositions(NamedTuple):
         num_tokens: Number of new tokens.
         table: Page number of each logical page, `[B, M]`, int32.
         lengths: Number of stored tokens after the call, `[B]`, int32.
-        first: First position to read, at or before the first visible token.
+        first_position: First position to read, at or before the first visible token.
         stop: Last position to read plus one, stored or not.
         long_write: The pages of a long call, or None.
     """
@@ -30,7 +30,7 @@ class FixedPositions(NamedTuple):
     num_tokens: int
     table: torch.Tensor
     lengths: torch.Tensor
-    first: int
+    first_position: int
     stop: int
     long_write: LongWrite | None = None
 
@@ -200,7 +200,7 @@ class DeviceLength:
         ring_size = self.group.ring_size
         page_size = self.group.page_size
         long_write = None
-        # Maximum number of new tokens for which the ring keeps all tokens visible to the first one.
+        # Maximum number of new tokens for which the ring keeps all tokens that they attend to.
         max_new_tokens = (ring_size - 1) * page_size - (self.group.window or 0) + 2
         if ring_size and num_tokens > max_new_tokens:
             first, first_kept = map(self._find_first_ring_page, (self.lengths, new_lengths))

@@ -76,8 +76,8 @@ class StoredPrompts:
     def compute_keys(self, identity: str, batch: Tokens) -> None:
         """Compute the keys of all pages. A batch without consecutive positions has no keys.
 
-        `identity` is everything that pages depend on, except the tokens. Padding is included in
-        `batch`, because it determines the page and slot of each token.
+        `identity` is a digest of everything that pages depend on, except the tokens. Padding is
+        included in `batch`, because it determines the page and slot of each token.
         """
         ids, mask, positions, features = batch.expand(batch.length, torch.device("cpu"))
         consecutive_positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -95,7 +95,7 @@ class StoredPrompts:
         """
         store = self._store
         cache = self._cache
-        page_size = self._cache.options.page_size
+        page_size = cache.options.page_size
         num_prompts = len(self._keys)
         max_pages = (self._batch.length - 1) // page_size
         if not num_prompts or not max_pages or cache.host_length():
@@ -184,7 +184,7 @@ class StoredPrompts:
         """Return layers with the first `num_pages` pages of each prompt."""
         cache = self._cache
         keys = self._keys
-        options = self._cache.options
+        options = cache.options
         length = num_pages * options.page_size
         metadata = next(iter(pages.values())).metadata
         indices = {key: index for index, key in enumerate(pages)}
@@ -208,11 +208,11 @@ class StoredPrompts:
         return serialization.unpack(all_metadata, tensors, options, [], cache.config)
 
 
-def _copy_pages(layers: list[Any], sequence: int, indices: list[int]) -> list[Page]:
-    """Return copies of the pages of one sequence of a cache, at these indices."""
+def _copy_pages(layers: list[Any], row: int, indices: list[int]) -> list[Page]:
+    """Return copies of the pages of the sequence in a row of the block table, at these indices."""
     layer_rows = []
     for layer in layers:
-        page_numbers = layer.store.group.table.rows[sequence, np.array(indices)]
+        page_numbers = layer.store.group.table.rows[row, np.array(indices)]
         layer_rows.append(layer.store.pool.memory.take(page_numbers).cpu())
     metadata = [serialization.describe_pool(layer.store.pool) for layer in layers]
     return [Page([*rows], metadata) for rows in zip(*layer_rows, strict=True)]

@@ -67,7 +67,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield counters and gauges."""
         engine = self.engine
-        usage = self.engine.read_usage()
+        usage = engine.read_usage()
         gauge = GaugeMetricFamily
         counter = CounterMetricFamily
         num_waiting = self.count_waiting()
@@ -103,7 +103,7 @@ class Metrics(Collector):
     def summarize(self, tokens_per_second: float) -> str:
         """Return one line for the log: the numbers of requests and the usage of the pages."""
         engine = self.engine
-        usage = self.engine.read_usage()
+        usage = engine.read_usage()
         summary = (
             f"requests: {engine.count_active()} active, {self.count_waiting()} waiting, "
             f"{self.status_counts.total()} answered; {tokens_per_second:.1f} tokens/s"

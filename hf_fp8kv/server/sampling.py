@@ -85,7 +85,7 @@ def _make_index(tokens: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Sequence:
-    """One request of the engine: a prompt, its answer, and how the next token is chosen.
+    """One request of the engine: a prompt, its answer, and options for the choice of tokens.
 
     The engine's thread changes `answer` and all fields after it. Copying returns the same object,
     because an engine that computes a request again copies the arguments of the request.

@@ -21,17 +21,17 @@ def customize_backend(backend: Any, slot_bytes: int, all_bytes: Set[int]) -> Any
     """
 
     def round_up(num_bytes: int) -> int:
-        return smallest << (-(-num_bytes // smallest) - 1).bit_length()
+        return min_bytes << (-(-num_bytes // min_bytes) - 1).bit_length()
 
     def customize_spec(spec: Any) -> Any:
         spec = backend.customize_spec(spec)
         block_size = spec.block_size * block_factor
         return replace(spec, block_size=block_size, state_content_bytes=num_bytes)
 
-    smallest = min(all_bytes)
+    min_bytes = min(all_bytes)
     num_bytes = round_up(slot_bytes)
     block_factor = round_up(max(all_bytes)) // num_bytes
-    if slot_bytes > smallest:
+    if slot_bytes > min_bytes:
         warn_once(
             f"plan: a layer takes {num_bytes} bytes per token and head instead of {slot_bytes}, "
             "because vLLM gives blocks of one size to layers with several windows. vLLM also keeps "

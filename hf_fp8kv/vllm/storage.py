@@ -95,13 +95,15 @@ def read_storage(
     Raises:
         ConfigError, ScaleError: An option is invalid, or conflicts with another option.
     """
-    passed = additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
-    if not isinstance(passed, Mapping) or passed.keys() - _DEFAULT_OPTIONS.keys():
+    passed_options = (
+        additional_config.get(_KEY, {}) if isinstance(additional_config, Mapping) else {}
+    )
+    if not isinstance(passed_options, Mapping) or passed_options.keys() - _DEFAULT_OPTIONS.keys():
         raise ConfigError(
             f"--additional-config {_KEY}: expected a dict of {', '.join(_DEFAULT_OPTIONS)}, got "
-            f"{passed!r}. Omit other entries"
+            f"{passed_options!r}. Omit other entries"
         )
-    options = {**_DEFAULT_OPTIONS, **passed}  # in the order of the defaults
+    options = {**_DEFAULT_OPTIONS, **passed_options}  # in the order of the defaults
     for name, types, expected in (
         ("scales", str | float | int | None, "a path, a repository id or a number"),
         ("plan", str | None, "a path, a repository id or text"),
@@ -126,9 +128,13 @@ def _load_storage(
         loaded_scales = resolve_scales(
             checkpoint, tp_rank=tp_rank, tp_size=tp_size, revision=revision
         )
-    ranks = TensorParallel(tp_rank, tp_size)
+    tensor_parallel = TensorParallel(tp_rank, tp_size)
     options = ServingConfig.parse(
-        scales=loaded_scales, plan=plan, dtype=dtype.format, backend=backend, tensor_parallel=ranks
+        scales=loaded_scales,
+        plan=plan,
+        dtype=dtype.format,
+        backend=backend,
+        tensor_parallel=tensor_parallel,
     ).options
     if options.has_dynamic_scales != dtype.is_dynamic:
         matching_name = f"{name}_static" if dtype.is_dynamic else name.removesuffix("_static")

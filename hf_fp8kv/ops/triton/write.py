@@ -39,6 +39,7 @@ UNLIMITED = 2**31 - 1
 def describe_layout(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> tuple[Any, ...] | None:
+    """Return the properties that a recorded launch depends on, or None if it is not recorded."""
     # Each length of a prompt would need a recording, and the number of recordings is limited.
     if key.shape[2] > MAX_DECODE_TOKENS:
         return None
@@ -48,9 +49,12 @@ def describe_layout(
 def list_variables(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
 ) -> Variables:
-    table = pages.table
-    limit = UNLIMITED if limit is None else limit
-    integers = {"limit": limit, "num_columns": table.shape[1], "table_stride": table.stride(0)}
+    """Return the tensors and integers that differ in each call of a recorded launch."""
+    integers = {
+        "limit": UNLIMITED if limit is None else limit,
+        "num_columns": pages.table.shape[1],
+        "table_stride": pages.table.stride(0),
+    }
     return (key, value, lengths), integers
 
 
