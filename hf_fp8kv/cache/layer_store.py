@@ -160,11 +160,11 @@ class LayerStore:
         by the new tokens. The last window is copied to the layer's pages. Otherwise, only the last
         tokens are stored.
         """
-        encoding, write = self.encoding, positions.long_write
-        assert write is not None
+        encoding, long_write = self.encoding, positions.long_write
+        assert long_write is not None
         listed_pages, lengths = positions.locate(encoding.device)
         pages = encoding.make_pages(self.pool, listed_pages)
-        (batch, num_old), num_kept = write.old_pages.shape, write.kept_pages.shape[1]
+        (batch, num_old), num_kept = long_write.old_pages.shape, long_write.kept_pages.shape[1]
         num_new = -(-positions.num_tokens // pages.page_size)
         if not reads:
             num_skipped = max(num_new - num_kept, 0) * pages.page_size
@@ -175,18 +175,22 @@ class LayerStore:
         num_pages = num_old + num_new
         block = pages.block.new_zeros((batch, num_pages, pages.block.shape[1]))
         if num_old:
-            rows = self.pool.blocks.take(write.old_pages.reshape(-1))
+            rows = self.pool.blocks.take(long_write.old_pages.reshape(-1))
             block[:, :num_old] = rows.unflatten(0, (batch, num_old))
         device = block.device
         # Earlier positions have no scratch page, because they are not visible to any query.
-        column = torch.arange(listed_pages.shape[1], device=device) - write.first_page
+        columns = torch.arange(listed_pages.shape[1], device=device) - long_write.first_page
         sequence = torch.arange(batch, device=device)[:, None]
-        table = (sequence * num_pages + column.clamp(0, num_pages - 1)).int()
+        table = (sequence * num_pages + columns.clamp(0, num_pages - 1)).int()
         scratch = block.flatten(0, 1)
         pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
         ops.write(pages, key, value, lengths, encoding.backend, self.length.max_tokens)
-        column = torch.arange(num_kept, device=device) + (write.first_kept_page - write.first_page)
-        self.pool.memory.put(write.kept_pages.reshape(-1), block[sequence, column].flatten(0, 1))
+        columns = torch.arange(num_kept, device=device) + (
+            long_write.first_kept_page - long_write.first_page
+        )
+        self.pool.memory.put(
+            long_write.kept_pages.reshape(-1), block[sequence, columns].flatten(0, 1)
+        )
         return pages
 
     def make_handles(

@@ -141,14 +141,14 @@ class CacheOptions:
             check_count("offloading", self.offloading, expected="True, False or a whole number")
         if self.offloading and self.is_preallocated:
             raise ConfigError(
-                "offloading: expected a cache that grows, got one with max_cache_len="
+                "offloading: expected a cache that grows, got max_cache_len="
                 f"{self.max_cache_len}, whose addresses stay for compiled code and CUDA graphs. "
                 "Leave out one of the two"
             )
         if not isinstance(self.backend, str):
             raise ConfigError(
                 f"backend: expected a name, such as 'torch', got {self.backend!r}. Leave it out "
-                "for the fastest one that runs here"
+                "for the fastest backend that runs here"
             )
         device_type = "cuda" if self.backend == "triton" else "cpu"  # the device is not known yet
         ops.choose_backend(self.backend, torch.device(device_type))
@@ -214,10 +214,14 @@ class CacheOptions:
         """
         planned_layers = () if isinstance(self.plan, LayerPlan) else self.plan
         scaled_layers = self.scales.layers if isinstance(self.scales, KVScales) else paged_layers
-        if missing := sorted(set(paged_layers).difference(scaled_layers)):
-            raise self._make_error(f"scales for every paged layer, got none for layers {missing}")
-        if extra := sorted(index for index in planned_layers if index >= num_layers):
-            expected = f"only layers of the model, 0 to {num_layers - 1}, but also got {extra}"
+        if missing_layers := sorted(set(paged_layers).difference(scaled_layers)):
+            raise self._make_error(
+                f"scales for every paged layer, got none for layers {missing_layers}"
+            )
+        if extra_layers := sorted(index for index in planned_layers if index >= num_layers):
+            expected = (
+                f"only layers of the model, 0 to {num_layers - 1}, but also got {extra_layers}"
+            )
             raise self._make_error(expected, "Leave them out")
 
     def make_budget(self) -> PageBudget:
@@ -238,12 +242,12 @@ class CacheOptions:
         return PagePool(self.page_size, plan, self.has_dynamic_scales, memory)
 
     def expand_scales(
-        self, scales: KVScales, index: int, heads: int, k_dim: int, v_dim: int
+        self, scales: KVScales, index: int, num_heads: int, k_dim: int, v_dim: int
     ) -> LayerScales:
-        """Return the scales of a layer with `heads` heads in this process. See `for_layer`."""
+        """Return the scales of a layer with `num_heads` heads in this process. See `for_layer`."""
         return scales.for_layer(
             index,
-            num_kv_heads=heads,
+            num_kv_heads=num_heads,
             k_head_dim=k_dim,
             v_head_dim=v_dim,
             tp_rank=self.tensor_parallel.rank,
@@ -251,7 +255,7 @@ class CacheOptions:
         )
 
     def get_layer_scales(
-        self, index: int, heads: int, k_dim: int, v_dim: int
+        self, index: int, num_heads: int, k_dim: int, v_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the scales of K `[Hkv, Dk]` and V `[Hkv, Dv]`, and the center `[Hkv, Dk]`.
 
@@ -261,7 +265,7 @@ class CacheOptions:
             return None, None, None
         plan = self.get_layer_plan(index)
         if isinstance(self.scales, KVScales):
-            layer = self.expand_scales(self.scales, index, heads, k_dim, v_dim)
+            layer = self.expand_scales(self.scales, index, num_heads, k_dim, v_dim)
             k, v = (
                 None
                 if side.is_auto or scale is None or not scale.numel()
@@ -270,8 +274,8 @@ class CacheOptions:
             )
             return k, v, layer.k_center if plan.k.centered else None
         scale = torch.tensor(self.scales, dtype=torch.float32, device="cpu")
-        k = None if plan.k.format == AUTO else scale.repeat(heads, k_dim)
-        v = None if plan.v.format == AUTO or not v_dim else scale.repeat(heads, v_dim)
+        k = None if plan.k.format == AUTO else scale.repeat(num_heads, k_dim)
+        v = None if plan.v.format == AUTO or not v_dim else scale.repeat(num_heads, v_dim)
         return k, v, None
 
 

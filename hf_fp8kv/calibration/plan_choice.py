@@ -377,11 +377,11 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
 def _list_special_ids(value: object, name: str = "") -> Iterator[int]:
     """Yield the ids of special tokens in configs, at any depth. `name` is the field of `value`."""
     if isinstance(value, Mapping):
-        for key, field in value.items():
-            yield from _list_special_ids(field, str(key))
+        for key, nested_value in value.items():
+            yield from _list_special_ids(nested_value, str(key))
     elif isinstance(value, list | tuple):
-        for field in value:
-            yield from _list_special_ids(field, name)
+        for nested_value in value:
+            yield from _list_special_ids(nested_value, name)
     elif type(value) is int and _SPECIAL_ID_FIELD.search(name):
         yield value
 
@@ -537,9 +537,9 @@ def _choose_layer_plan(
     v_costs = total_costs[num_k_plans:]
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
     if _pick_candidate([k_costs[0], k_costs[k_index]], _RECHECK_COST_RATIO) == 0 < k_index:
-        pairs = [LayerPlan(k_plans[i], _FALLBACK) for i in (0, k_index)]
+        layer_plans = [LayerPlan(k_plans[i], _FALLBACK) for i in (0, k_index)]
         k_states = [(k, k, queries) for k, _, queries in all_states]  # V of latents may be empty
-        searched_costs = _measure_costs(k_states, center, pairs)[:, 0].tolist()
+        searched_costs = _measure_costs(k_states, center, layer_plans)[:, 0].tolist()
         k_index *= _pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
     if k_index == 0:  # a center may cost more than no center
         plain_index = k_plans.index(_FALLBACK)
@@ -615,8 +615,11 @@ def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     """
     good_indices = [
         index
-        for index, heads in enumerate(costs)
-        if all(cost <= max_ratio * fallback for cost, fallback in zip(heads, costs[0], strict=True))
+        for index, head_costs in enumerate(costs)
+        if all(
+            cost <= max_ratio * fallback
+            for cost, fallback in zip(head_costs, costs[0], strict=True)
+        )
     ]
     return min(good_indices, key=lambda index: sum(costs[index]), default=0)
 

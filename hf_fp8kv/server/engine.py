@@ -369,7 +369,7 @@ def _record_prefix(state: Any, num_tokens: int) -> None:
 
 
 def explain_fixed_steps(processor: Any) -> str | None:
-    """Return why requests cannot change the steps of a batch processor, or None if they can."""
+    """Return the reason why requests cannot change the steps of a processor, or None."""
     if processor.use_async_batching:
         return "asynchronous batching begins a step before the last token is known"
     if getattr(processor.model_runner, "pad_inputs", False):

@@ -128,9 +128,9 @@ def _fits_schedule(schedule: torch.Tensor, args: AttentionArgs, config: LaunchCo
         return False
     batch = len(args.tensors.lengths)
     num_heads = args.constants.num_heads
-    per_sm = _estimate_call_programs(args, config)
+    programs_per_sm = _estimate_call_programs(args, config)
     return len(schedule) <= count_schedule_rows(
-        schedule.device, batch, num_heads, programs_per_sm=per_sm
+        schedule.device, batch, num_heads, programs_per_sm=programs_per_sm
     )
 
 
@@ -160,8 +160,10 @@ def launch_attention(
     grid: tuple[int, ...] = (num_heads * batch * num_blocks,)
     if split and schedule is None:
         num_head_blocks = num_heads * num_blocks
-        per_sm = _estimate_call_programs(args, config)
-        num_rows = count_schedule_rows(device, batch, num_head_blocks, programs_per_sm=per_sm)
+        programs_per_sm = _estimate_call_programs(args, config)
+        num_rows = count_schedule_rows(
+            device, batch, num_head_blocks, programs_per_sm=programs_per_sm
+        )
         schedule = allocate((num_rows, 4), torch.int32, device)
         fill_schedule(
             schedule,
@@ -170,7 +172,7 @@ def launch_attention(
             args.window,
             args.start,
             num_head_blocks,
-            per_sm,
+            programs_per_sm,
             constants.latent,
         )
     out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), tensors.query.dtype, device)

@@ -235,8 +235,10 @@ def _schedule(
     range_units = tl.maximum(
         range_units, tl.minimum(even_units * max_growth, longest // FAST_MERGE_PARTS)
     )
-    split = _should_split(units, total, longest, batch, num_head_blocks, capacity, UNIT, split_cost)
-    range_units = tl.where(split, range_units, total)
+    is_split = _should_split(
+        units, total, longest, batch, num_head_blocks, capacity, UNIT, split_cost
+    )
+    range_units = tl.where(is_split, range_units, total)
 
     first_range = begin // range_units
     num_parts = tl.where(exists, (stop - 1) // range_units - first_range + 1, 0)
@@ -284,8 +286,12 @@ def _schedule(
     tl.store(sequence_ptr + 1, own_parts)
 
     if own_b == batch - 1:
-        unused = (total_parts + i)[:, None]
-        tl.store(schedule_ptr + unused * 4 + tl.arange(0, 4)[None, :], -1, mask=unused < max_parts)
+        unused_rows = (total_parts + i)[:, None]
+        tl.store(
+            schedule_ptr + unused_rows * 4 + tl.arange(0, 4)[None, :],
+            -1,
+            mask=unused_rows < max_parts,
+        )
 
 
 @triton.jit
