@@ -89,20 +89,20 @@ class PromptMedia:
             or _has_typed_text(x, self.placeholders)
             for x in token_types
         )
-        self._passed = {
+        self._passed_arguments = {
             name: x
             for name, x in arguments.items()
             if name not in (*_NEUTRAL_ARGUMENTS, *_TOKEN_TYPES) and not _is_empty(x)
         }
-        encoded: dict[str, Any] = self._passed.pop(_ENCODER_OUTPUTS, {})
-        self._outputs = {name: x for name, x in encoded.items() if x is not None}
+        encoder_outputs: dict[str, Any] = self._passed_arguments.pop(_ENCODER_OUTPUTS, {})
+        self._encoder_outputs = {name: x for name, x in encoder_outputs.items() if x is not None}
         self._output_masks = {
             modality: _find_placeholders(model_config, ids, (modality,))
-            for modality in self._outputs
+            for modality in self._encoder_outputs
         }
         # Without inputs of the encoder, the caller has computed the features.
-        encoder_inputs = getattr(generation_config, _ENCODER_INPUTS, self._outputs)
-        inputs = {**self._passed, **encoder_inputs}
+        encoder_inputs = getattr(generation_config, _ENCODER_INPUTS, self._encoder_outputs)
+        inputs = {**self._passed_arguments, **encoder_inputs}
         inputs = {name: x for name, x in inputs.items() if not _is_empty(x)}
         self._starts: list[int] = []  # first column of each image
         if inputs and self.placeholders.any():
@@ -127,8 +127,8 @@ class PromptMedia:
             start = int(columns.min())
             stop = int(columns.max()) + 1
             self._starts.append(start)
-            values = {name: _hash_values(x[index]) for name, x in parts_by_name.items()}
-            digest = compute_digest(constants, values)
+            hashes = {name: _hash_values(x[index]) for name, x in parts_by_name.items()}
+            digest = compute_digest(constants, hashes)
             # A digest is several numbers, which are assigned to consecutive tokens in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
             indices = torch.arange(stop - start) % len(words)
@@ -140,26 +140,26 @@ class PromptMedia:
 
         The images of a prompt are its runs of placeholders, or have the sizes of their features.
         """
-        starts = self.placeholders.clone()
-        starts[:, 1:] &= ~self.placeholders[:, :-1]
-        run_of_placeholder = starts.flatten().cumsum(0)[self.placeholders.flatten()]
+        is_start = self.placeholders.clone()
+        is_start[:, 1:] &= ~self.placeholders[:, :-1]
+        run_of_placeholder = is_start.flatten().cumsum(0)[self.placeholders.flatten()]
         num_placeholders = len(run_of_placeholder)
         candidates: list[list[int]] = [run_of_placeholder.unique(return_counts=True)[1].tolist()]
-        for output in self._outputs.values():
+        for output in self._encoder_outputs.values():
             parts = output.get("pooler_output") if isinstance(output, dict) else None
             if parts is not None and all(isinstance(x, Tensor) for x in parts):
                 candidates.append([len(x.reshape(-1, x.shape[-1])) for x in parts])
         first_row = torch.zeros(1, dtype=torch.int64)
         can_divide = all(
             _select_vectors(output, int(self._output_masks[modality].sum()), first_row) is not None
-            for modality, output in self._outputs.items()
+            for modality, output in self._encoder_outputs.items()
         )
         for sizes in candidates if can_divide else []:
             divides_inputs = all(_divide(x, sizes) is not None for x in tensors)
             # Inputs that the model receives are divided by `drop`.
             divides_passed = all(
                 isinstance(x, Tensor) and x.ndim and _list_lengths(x, sizes)
-                for x in self._passed.values()
+                for x in self._passed_arguments.values()
             )
             if sum(sizes) == num_placeholders and divides_inputs and divides_passed:
                 return sizes
@@ -177,7 +177,7 @@ class PromptMedia:
         kept_images = [i for i, start in enumerate(self._starts) if start >= num_tokens]
         if len(kept_images) == len(self._starts):
             return
-        for name, x in self._passed.items():
+        for name, x in self._passed_arguments.items():
             if kept_images:
                 parts = x.split(_list_lengths(x, self._sizes))
                 self._arguments[name] = torch.cat([parts[i] for i in kept_images])
@@ -188,9 +188,9 @@ class PromptMedia:
             indices = mask.flatten().cumsum(0).view_as(mask) - 1
             rows = indices[:, num_tokens:][mask[:, num_tokens:]]
             if len(rows):
-                output = self._outputs[modality]
+                output = self._encoder_outputs[modality]
                 outputs[modality] = _select_vectors(output, int(mask.sum()), rows)
-        if self._outputs:
+        if self._encoder_outputs:
             self._arguments[_ENCODER_OUTPUTS] = outputs
 
 

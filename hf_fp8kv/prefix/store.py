@@ -169,15 +169,17 @@ class PrefixStore:
             with suppress(OSError, ImportError):
                 self._folder.apply_limit()
         keys = iter(keys)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
+        with ThreadPoolExecutor(NUM_READERS) as executor:
 
             def submit_reads(num_reads: int) -> list[tuple[str, Future[Page]]]:
                 load = self._load_page
-                return [(key, _submit(pool, partial(load, key))) for key in islice(keys, num_reads)]
+                return [
+                    (key, _submit(executor, partial(load, key))) for key in islice(keys, num_reads)
+                ]
 
-            pending = deque(submit_reads(1))  # only one page, because often no page is stored
-            while pending:
-                key, future = pending.popleft()
+            pending_reads = deque(submit_reads(1))  # only one page, because often no page is stored
+            while pending_reads:
+                key, future = pending_reads.popleft()
                 try:
                     check(page := future.result())
                 except FileNotFoundError:
@@ -185,7 +187,7 @@ class PrefixStore:
                 except Exception as error:  # a file may have any contents
                     self.refuse(key, error)
                     return
-                pending += submit_reads(NUM_READERS - len(pending))
+                pending_reads += submit_reads(NUM_READERS - len(pending_reads))
                 yield page
 
     def _load_page(self, key: str) -> Page:
@@ -306,10 +308,10 @@ class PrefixStore:
             pages.clear()  # without a thread, the executor keeps this job in its queue
 
 
-def _submit(pool: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
-    """Run a job in the pool, or immediately if it cannot start a thread."""
+def _submit(executor: ThreadPoolExecutor, job: Callable[[], _T]) -> Future[_T]:
+    """Run a job in the executor, or immediately if it cannot start a thread."""
     with suppress(RuntimeError):  # no more threads are possible, or the main thread has ended
-        return pool.submit(job)
+        return executor.submit(job)
     future = Future[_T]()
     try:
         future.set_result(job())

@@ -157,11 +157,11 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
         begin = tl.maximum(begin, tl.load(bounds_ptr))
         full_start = tl.maximum(full_start, tl.load(bounds_ptr + 1))
     elif CALL.mask == COMPLETE:
-        mask_ptr += _row_offset(strides.mask, rows)
+        mask_ptr += _compute_row_offset(strides.mask, rows)
         full_end = 0
     bias_ptr = tensors.bias
     if bias_ptr is not None:
-        bias_ptr += _row_offset(strides.bias, rows)
+        bias_ptr += _compute_row_offset(strides.bias, rows)
 
     # Tiles [main_start, main_end) need no mask. Positions before and after them are read in smaller
     # masked tiles, which are not pipelined and need the most registers.
@@ -246,7 +246,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
 
 
 @triton.jit
-def _row_offset(strides, rows):
+def _compute_row_offset(strides, rows):
     return (
         rows.b.to(tl.int64) * strides[0]
         + rows.head.to(tl.int64) * strides[1]
@@ -266,7 +266,7 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     # (Triton 3.5 only accepts numbers as arguments that are attributes of a record.)
     K_SIDE: tl.constexpr = CALL.k
     V_SIDE: tl.constexpr = CALL.v
-    ptrs = tensors.query + _row_offset(strides, rows)
+    ptrs = tensors.query + _compute_row_offset(strides, rows)
     q, factor, center_logit = _load_query(
         ptrs, tensors.k, factors.k_scaling, factors.scaling, rows, K_SIDE, CALL.centered, K_CODEC
     )
@@ -331,9 +331,9 @@ def _load_query(
     # A power of two that scales the largest value of a row to between 2^13 and 2^14.
     exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) & 0xFF
     scale_bits = tl.minimum(tl.maximum(267 - exponent, 1), 253)
-    scaled = q * (scale_bits << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled_q = q * (scale_bits << 23).to(tl.float32, bitcast=True)[:, None]
     factor = ((254 - scale_bits) << 23).to(tl.float32, bitcast=True) * code_scaling
-    return scaled.to(CODEC.operand_dtype), factor, center_logit
+    return scaled_q.to(CODEC.operand_dtype), factor, center_logit
 
 
 @triton.jit

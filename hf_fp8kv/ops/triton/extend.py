@@ -163,17 +163,21 @@ def _widen_codes_of_head(
     page. Each load returns codes of the four quarters of a group.
     """
     CHUNK: tl.constexpr = 2048
-    PART: tl.constexpr = GROUP_SIZE // 4
-    NUM_PARTS: tl.constexpr = 4 if CODEC.bits < 8 else 1
-    for first in tl.range(0, SIZE // NUM_PARTS, CHUNK, num_stages=1):
+    QUARTER_SIZE: tl.constexpr = GROUP_SIZE // 4
+    NUM_QUARTERS: tl.constexpr = 4 if CODEC.bits < 8 else 1
+    for first in tl.range(0, SIZE // NUM_QUARTERS, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         if CODEC.bits < 8:
-            group, offset = n // PART, n % PART
+            group, offset = n // QUARTER_SIZE, n % QUARTER_SIZE
             ptrs = codes_ptr + group * (GROUP_SIZE * CODEC.bits // 8) + offset
-            parts = load_quarters(ptrs, PART, n < SIZE // 4, CODEC)
+            quarters = load_quarters(ptrs, QUARTER_SIZE, n < SIZE // 4, CODEC)
             wide_ptrs = wide_ptr + group * GROUP_SIZE + offset
             for j in tl.static_range(4):
-                tl.store(wide_ptrs + j * PART, decode_for_dot(parts[j], CODEC), mask=n < SIZE // 4)
+                tl.store(
+                    wide_ptrs + j * QUARTER_SIZE,
+                    decode_for_dot(quarters[j], CODEC),
+                    mask=n < SIZE // 4,
+                )
         else:
             codes = tl.load(codes_ptr + n, mask=n < SIZE, other=0)
             tl.store(wide_ptr + n, decode_for_dot(codes, CODEC), mask=n < SIZE)
