@@ -91,8 +91,8 @@ NO_SHARED_TENSORS = SharedTensors({}, [])
 
 def describe_pages(pages: Pages) -> SharedTensors:
     """Return the properties of pages that recordings depend on, cached in the pages."""
-    shared: SharedTensors | None = pages.launch_properties
-    if shared is None:
+    shared_tensors: SharedTensors | None = pages.launch_properties
+    if shared_tensors is None:
         k, v = pages.k, pages.v
         tensors = (
             pages.k_codes, k.static_scale, k.center, pages.v_codes, v.static_scale, v.center,
@@ -101,8 +101,10 @@ def describe_pages(pages: Pages) -> SharedTensors:
         properties, addresses = describe_tensors(tensors)
         # Format, head size and rotation of each side, without its tensors.
         sizes = k[2:], v[2:], pages.num_heads, pages.page_size
-        shared = pages.launch_properties = SharedTensors(recordings[properties, sizes], addresses)
-    return shared
+        shared_tensors = pages.launch_properties = SharedTensors(
+            recordings[properties, sizes], addresses
+        )
+    return shared_tensors
 
 
 # The arguments that differ in each call: tensors, the first of which determines the device,
@@ -221,20 +223,20 @@ def _compile_replay(
     Raises:
         LookupError: An argument of a launch, or the result, cannot be derived from a later call.
     """
-    allocated = recorded.allocations
+    allocations = recorded.allocations
     # (`torch.empty` takes nearly twice as long.) Keep the target alive: its `id` is in the key.
     objects: dict[str, Any] = {
         "empty": torch.empty_strided,
         "driver": triton.runtime.driver,
-        "kept": target,
+        "target": target,
     }
-    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocated)]
+    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocations)]
     pointers += [(address, f"a[{i}]") for i, address in enumerate(addresses) if address is not None]
     counts = collections.Counter(address for address, _ in pointers)
     expressions = {address: source for address, source in pointers if counts[address] == 1}
     expressions[0] = "0"  # tensors without elements
 
-    def bind(x: Any) -> str:
+    def name_object(x: Any) -> str:
         name = f"x{len(objects)}"
         objects[name] = x
         return name
@@ -242,20 +244,27 @@ def _compile_replay(
     def express_argument(x: Any) -> str:
         if isinstance(x, tuple):
             sources = [express_argument(element) for element in x]
-            return f"({', '.join(sources)},)" if set(sources) - objects.keys() else bind(x)
-        return expressions[x.data_ptr()] if isinstance(x, torch.Tensor) else bind(x)
+            return f"({', '.join(sources)},)" if set(sources) - objects.keys() else name_object(x)
+        return expressions[x.data_ptr()] if isinstance(x, torch.Tensor) else name_object(x)
 
     lines = [f"def replay({', '.join(['a', *integers])}):"]
-    for i, x in enumerate(allocated):
-        shape = bind(tuple(x.shape))
-        stride = bind(x.stride())
-        dtype = bind(x.dtype)
-        lines.append(f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={bind(device)})")
+    for i, x in enumerate(allocations):
+        shape = name_object(tuple(x.shape))
+        stride = name_object(x.stride())
+        dtype = name_object(x.dtype)
+        lines.append(
+            f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={name_object(device)})"
+        )
     lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         handles = compiled.function, compiled.packed_metadata
         # No metadata and no hooks, because `_allows_replay` excludes them.
-        elements = [*map(str, (*grid, 1, 1)[:3]), "stream", *map(bind, handles), *["None"] * 3]
+        elements = [
+            *map(str, (*grid, 1, 1)[:3]),
+            "stream",
+            *map(name_object, handles),
+            *["None"] * 3,
+        ]
         for parameter, x in zip(kernel.params, args, strict=False):
             if parameter.name not in integers:
                 elements.append(express_argument(x))
@@ -263,10 +272,12 @@ def _compile_replay(
                 elements.append(parameter.name)
             else:
                 raise LookupError(parameter.name)
-        elements += [bind(constants[parameter.name]) for parameter in kernel.params[len(args) :]]
-        lines.append(f"{bind(compiled.run)}({', '.join(elements)})")
+        elements += [
+            name_object(constants[parameter.name]) for parameter in kernel.params[len(args) :]
+        ]
+        lines.append(f"{name_object(compiled.run)}({', '.join(elements)})")
     if result is not None:
-        indices = {id(x): i for i, x in enumerate(allocated)}
+        indices = {id(x): i for i, x in enumerate(allocations)}
         lines.append(f"return m{indices[id(result)]}")
     exec("\n    ".join(lines), objects)
     replay: Callable[..., torch.Tensor | None] = objects["replay"]

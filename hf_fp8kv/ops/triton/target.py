@@ -179,11 +179,11 @@ def get_target(device: torch.device) -> Target:
 def assuming(target: Target) -> Iterator[None]:
     """Compile kernels for `target` inside the `with` block, on any device. For tests and checks."""
     global _assumed_target
-    previous, _assumed_target = _assumed_target, target
+    old_target, _assumed_target = _assumed_target, target
     try:
         yield
     finally:
-        _assumed_target = previous
+        _assumed_target = old_target
 
 
 class Launch(NamedTuple):
@@ -227,12 +227,12 @@ def recording(*, dry_run: bool = False) -> Iterator[LaunchRecord]:
 
     With `dry_run`, kernels are not launched.
     """
-    previous = recorder.recorded
+    outer_record = recorder.recorded
     recorder.recorded = LaunchRecord(dry_run)
     try:
         yield recorder.recorded
     finally:
-        recorder.recorded = previous
+        recorder.recorded = outer_record
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
