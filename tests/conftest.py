@@ -99,6 +99,21 @@ def poisoned_outputs() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Discard compiled graphs and their counts before a test, and the graphs after it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_objects() -> None:
     """Exclude objects of earlier modules from garbage collection, which each engine runs twice."""

@@ -125,6 +125,7 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
 # torch's wrapper has the attributes of the model, so `generate()` is the model's own. In the fast
 # tier, a test of training calls compiled code after each `enable`.
 @pytest.mark.filterwarnings("ignore")  # torch.compile's imports warn
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "is_called",
     [

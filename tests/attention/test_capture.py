@@ -105,7 +105,7 @@ def test_replays_give_the_bits_of_eager_steps(name: str, keywords: Any) -> None:
 
 
 def test_the_plan_of_a_model_gives_the_bits_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default plan, and one with centers, rotations, and a layer in the dtype of the model."""
+    """The plans are the default, and plans with centers, rotations, and an unrounded layer."""
     model, inputs = build_variant("gqa", num_hidden_layers=4)
     static = planned_scales_for(model)
     for growth, options in (
@@ -398,7 +398,7 @@ def test_a_cache_that_changes_between_steps_is_captured_again(
     keywords = {"past_key_values": cache, "stopping_criteria": criteria, "max_new_tokens": 48}
     actual, step = run_captured(model, inputs, **keywords)
     assert_equal(actual, expected)
-    # The step after the change is eager, and then two steps are described and one is captured.
+    # The step after the change is eager. Then two steps are described, and a third is captured.
     assert step is not None
     assert step.num_replays == 47 - 3 - 4
     assert all(copied_cache.host_length() == 24 for copied_cache in copies)

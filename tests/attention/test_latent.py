@@ -477,11 +477,10 @@ LATENT_DIM, ROPE_DIM, HEAD_DIM = 16, 8, 8
         pytest.param("deepseek_v32", "eager", None, marks=pytest.mark.full),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
 def test_compiled_steps_read_latents(name: str, prompt_mode: str, make_projection: Any) -> None:
     """The prompt runs eagerly, is compiled after `enable`, or is compiled first."""
-    torch._dynamo.reset()
-    counters.clear()
     config_options = {"num_hidden_layers": 1} if name == "deepseek_v3" else {}
     model, inputs = build_model(name, attn_implementation="fp8_paged", **config_options)
     if make_projection is not None:

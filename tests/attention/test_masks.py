@@ -272,9 +272,9 @@ def test_causal_patterns_need_no_complete_mask(
         pytest.param("gqa", False, marks=pytest.mark.full),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("fresh_compiler")
 def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
     """The caller compiles `forward`, and passes five tokens after the prompt."""
-    torch._dynamo.reset()
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
     mask_heights: list[int | None] = []
 

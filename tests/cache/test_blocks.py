@@ -87,10 +87,10 @@ def test_a_reset_cache_accepts_wider_values():
     assert_same(actual, expected)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_attention_reads_blocks():
     caches = make_caches(prefill="stored")
     add_tokens(caches, 30, 0)
-    torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager")
     for _ in range(4):  # the third token needs new pages and a new block
         k, v = torch.randn(2, BATCH_SIZE, NUM_HEADS, 1, HEAD_DIM)
@@ -103,4 +103,3 @@ def test_compiled_attention_reads_blocks():
         for cache in caches:
             for index in range(1, NUM_LAYERS):
                 cache.update(k, v, index)
-    torch._dynamo.reset()

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_texts(is_padded: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, mask and positions of two texts. One is padded on the left, one on the right."""
+    """Return ids, mask and positions of two texts, padded on the left and on the right."""
     ids = torch.randint(3, 90, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     if is_padded:
@@ -254,6 +254,7 @@ def test_a_model_that_cannot_run_is_refused() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_follows_each_enable() -> None:
     """Compiled code notices that its modules round, and that they do not round any more."""
     model, inputs = build_variant("gqa")
@@ -264,4 +265,3 @@ def test_a_compiled_model_follows_each_enable() -> None:
         with torch.no_grad():
             logits = compiled(ids, use_cache=False).logits
             assert torch.equal(logits, model(ids, use_cache=False).logits)
-    torch._dynamo.reset()
