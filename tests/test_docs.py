@@ -31,7 +31,7 @@ def shallow_model_path(demo_model_path, tmp_path_factory):
 
 @pytest.fixture
 def run_blocks(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Return a function that runs the blocks of a page, with and in given global variables.
+    """Return a function that runs the blocks of a page with a dict of global variables.
 
     A "diff" is run as the script with the added lines, and with the demo model.
 

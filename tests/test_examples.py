@@ -143,7 +143,7 @@ def test_a_chat_computes_only_new_tokens(run_example):
 
 @pytest.mark.full  # the prompts take 25 s of a core, and `--help` is tested in the fast tier
 def test_a_prompt_fits_only_in_8_bits():
-    """Run another process, because memory that this one has freed is not limited.
+    """Run a new process, because memory that this process has freed is not limited.
 
     8-bit pages need 100 MiB, and a `DynamicCache` 150 MiB. Each thread adds a stack and a heap.
     """

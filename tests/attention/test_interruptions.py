@@ -90,7 +90,7 @@ class Chat:
             for ids in self.later_prompts
         ]
         self.folder = folder
-        # Crops free most pages and renumber the remaining ones, or free what a window allows.
+        # Crops free most pages and renumber the other pages, or crop as far as a window allows.
         self.tokens_to_remove = -86 if name == "gqa" else -3
 
     def make_cache(self) -> FP8PagedCache:
@@ -188,7 +188,7 @@ def write_store(chat: Chat, cache: FP8PagedCache) -> None:
 
 
 def check_store(chat: Chat, place: Any) -> None:
-    """Assert that no partial file is left, and that a new process counts the right total."""
+    """Assert that no partial file is left, and that a new process counts the correct total."""
     assert not [*chat.folder.glob(".*.part")], place
     store = PrefixStore(chat.folder)
     enable(chat.model, prefix_store=store, **chat.keywords)
@@ -245,7 +245,7 @@ def test_a_failed_allocation_or_file_leaves_a_usable_cache(
 def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
     options, name, num_stored, tmp_path
 ):
-    """Layer 0 has stored its tokens, layer 1 has not. Transformers' caches continue silently."""
+    """Layer 0 has stored its tokens, but layer 1 has not. Transformers' caches report no error."""
     model, _ = build_variant(name, attn_implementation="fp8_paged")
     ids = torch.arange(60)[None] + 4
     next_ids = ids[:, num_stored : num_stored + 3]

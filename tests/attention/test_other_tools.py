@@ -235,7 +235,7 @@ class PeftWrapper(torch.nn.Module):
             self.base_model.prepare_inputs_for_generation = self.prepare_base
 
 
-# No prefix, and a prefix shorter and one longer than the window.
+# No prefix, a prefix that is shorter than the window, and a longer prefix.
 @pytest.mark.parametrize(
     ("name", "prefix_length"),
     [("gqa", 0), ("sliding_and_full", 0), ("sliding_and_full", 5), ("sliding_and_full", 20)],

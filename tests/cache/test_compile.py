@@ -40,7 +40,7 @@ def make_config(backend: Any = "aot_eager", mode: str | None = None) -> CompileC
     return config
 
 
-# The fast tier has one model here. The last test of this file compiles layers with a window.
+# The fast tier has a single model. The last test of this file compiles layers with a window.
 @pytest.mark.parametrize(
     ("name", "attention", "keywords"),
     [
@@ -108,7 +108,7 @@ def test_an_overrun_raises_and_stores_no_token(mode: str) -> None:
 def test_compiled_code_has_no_copy_of_the_pool(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inductor undoes functionalization, so this test reads the code that it generates."""
+    """Inductor undoes functionalization, so the test reads the generated code."""
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     if backend == "triton":
         replace_triton(monkeypatch)

@@ -129,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(0)
 
     def pick(self, data: st.DataObject) -> Branch:
-        # Hypothesis keeps what it draws, and a dropped cache must free its pages.
+        # Hypothesis keeps drawn objects, and a dropped cache must be freed, so an index is drawn.
         return self.branches[data.draw(st.integers(0, len(self.branches) - 1), label="branch")]
 
     def make_keys(self, batch: int, num_tokens: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-# Two layers with a window precede the layer without a window, and one follows it.
+# Two layers with a window precede the layer without a window. A third such layer follows it.
 MIXED = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 }
@@ -145,7 +145,7 @@ def test_offloading_does_not_change_the_tokens(
 
 @pytest.mark.parametrize(("name", "dtype"), [("position_bias", "auto"), ("speech", None)])
 def test_encoder_decoders_give_the_same_tokens(name: str, dtype: str | None) -> None:
-    """The keys of cross-attention are written once and read in each step."""
+    """The keys of cross-attention are written in the first step, and read in each step."""
     layers_field = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
     model, inputs = build_variant(
         name, **{"num_decoder_layers": 4, layers_field: 4}, attn_implementation="fp8_paged"
@@ -308,7 +308,7 @@ def test_the_footprint_counts_pages_on_the_device_and_on_the_host() -> None:
 
 
 def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delayed writes, records and tables do not keep the pages of a layer on the device."""
+    """Delayed writes, recorded launches and tables keep no pages of a layer on the device."""
     replace_triton(monkeypatch)
     _, cache = make_caches("gemma3_text", backend="triton")
     add_tokens([cache], 21)

@@ -241,7 +241,7 @@ def test_scales_do_not_depend_on_the_order_of_texts(biased_model, batch_size):
 
 @torch.no_grad()
 def test_padding_does_not_affect_scales():
-    """Token 0 pads a batch. In this model, its embedding is far larger than all others."""
+    """Token 0 pads a batch. In this model, it has by far the largest embedding."""
     model = build_variant("llama")[0]
     model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
     for layer in model.model.layers:

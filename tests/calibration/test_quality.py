@@ -110,7 +110,7 @@ def compute_error(
 
 @pytest.mark.parametrize(("name", "is_centered"), [("fp8_e4m3", True), ("fp8_e4m3fnuz", False)])
 def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
-    """K has a scale per head, and V one per channel. K and V have different head sizes."""
+    """K has a scale per head, and V a scale per channel. K and V have different head sizes."""
     k, v = torch.randn(40, NUM_HEADS, 6) + 1.0, torch.randn(40, NUM_HEADS, 4)
     k[3, 1, 2] = -7.0  # saturates, with and without a center
     k_scale = torch.tensor([[0.008], [0.011]])

@@ -213,7 +213,7 @@ def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
         assert store.counts()["tokens_found"] == counts["tokens_found"] + 2 * PAGE_SIZE
         pool.free_blocks(allocator.index, free_blocks[2:])
         cache.free_blocks("waits")
-        # A prompt that is not stored counts as one miss, even if it is looked up often.
+        # A prompt that is not stored counts as a single miss, even if it is looked up often.
         for num_misses in (1, 2):
             for _ in range(2):
                 assert cache.search_prefix_match("other", make_prompt(6 * PAGE_SIZE, seed=8)) == 0

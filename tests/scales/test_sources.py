@@ -343,8 +343,8 @@ def test_strict_errors_become_warnings_without_strict(tmp_path, caplog):
 
 
 # Invalid input. Each entry has a golden folder, a function that damages it, and the message that is
-# expected. There is one entry for each rule of the readers. Reading must raise a ScaleError that
-# names the path. It must neither return scales nor raise an error of a library.
+# expected. Each rule of the readers has an entry. Reading must raise a ScaleError that names the
+# path. It must neither return scales nor raise an error of a library.
 
 Corrupt = Callable[[Path], object]
 JSON_FILE, NATIVE_FILE = "kv_cache_scales.json", "kv_scales.safetensors"

@@ -23,8 +23,8 @@ BEFORE_ROPE = "Quark measured the scales of K before RoPE"
 ALL_ONES = "every KV scale is exactly 1.0"
 
 
-# Each folder has a format, the name of a scale in a layer ("{}" stands for k or v), and the start
-# of a warning if there is one.
+# Each folder has a format, the name of a scale in a layer ("{}" stands for k or v), and optionally
+# the start of a warning.
 AUTO_ROUND = {
     "llama-attn-llmc": ("compressed-tensors", ATTENTION_NAME),
     "llama-fp8-ar": ("autofp8", ATTENTION_NAME),

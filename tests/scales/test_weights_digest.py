@@ -150,12 +150,12 @@ def test_scales_without_a_digest_do_not_warn(
 
 
 @pytest.mark.parametrize("apply", [enable, serving.enable])
-def test_scales_of_another_model_are_noticed_without_a_digest(
+def test_scales_of_a_different_model_are_noticed_without_a_digest(
     apply: Any, model_scales: KVScales, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layer too many, or another type, whose scales have the right shapes.
+    """The scales have the correct shapes, but one more layer or a different model type.
 
-    The text model of a multimodal model, such as Llama 4, may use its scales.
+    The text model of a multimodal model, such as Llama 4, may use the scales of that model.
     """
     caplog.set_level(logging.WARNING, "hf_fp8kv")
     scales = replace(model_scales, weights_digest=None, origin=f"same {apply}")

@@ -66,7 +66,7 @@ def test_noise_depends_only_on_key_and_token():
 
 
 def test_noise_reads_no_tensor_of_an_earlier_call():
-    """A CUDA graph may write to its memory, or a different stream may not have computed it."""
+    """A CUDA graph may overwrite such a tensor, or a different stream may not have computed it."""
     keys = make_noise_keys(2, seed=3)
 
     class Recorder(TorchDispatchMode):
@@ -84,7 +84,7 @@ def test_noise_reads_no_tensor_of_an_earlier_call():
 
 
 def test_the_largest_noise_is_finite():
-    """For this position and token, the bits that become a uniform number are all ones."""
+    """For this position and token, all bits of the uniform number are 1."""
     position, token = 296, 44251
     key = torch.tensor([sampling.make_noise_key(7, position)]).to(torch.int32)
     noise = sampling.make_gumbel_noise(key, 49152)[0]

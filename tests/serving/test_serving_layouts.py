@@ -76,7 +76,7 @@ def test_layers_in_any_order_give_the_same_tokens() -> None:
         "gpt_oss", sliding_window=9, num_hidden_layers=6, layer_types=LAYER_TYPES * 2
     )[0]
     model.set_attn_implementation("fp8_paged")
-    # With other seeds, sums in a different order round one value to an adjacent code.
+    # With other seeds, sums in a different order round a value to an adjacent code.
     prompt_ids, scales = prompts(seed=0), head_scales(model)
     expected = generate_each(model, prompt_ids, scales=scales)
     assert not are_exact(model, prompt_ids, expected)

@@ -218,7 +218,7 @@ def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, t
     }
     with pytest.raises(ConfigError, match=r"expected one of .*got 'ExampleConnector'"):
         serve(folder, "hf_fp8kv_e3m4", kv_transfer_config=transfer_config)
-    serve(folder, "auto", kv_transfer_config=transfer_config)  # vLLM's own dtypes keep all
+    serve(folder, "auto", kv_transfer_config=transfer_config)  # not refused
     for name, options, message in (
         ("LMCacheConnectorV1", {}, "got 'LMCacheConnectorV1'"),
         ("LMCacheMPConnector", {}, "without serde, .*got serde None"),
