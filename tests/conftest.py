@@ -114,6 +114,15 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector, so that only references keep objects alive."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_objects() -> None:
     """Exclude objects of earlier modules from garbage collection, which each engine runs twice."""
@@ -122,12 +131,13 @@ def _freeze_objects() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _set_threads() -> None:
+def _set_threads_of_fixtures() -> None:
     torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(autouse=True)
-def _set_seeds() -> None:
+def _set_seeds_and_threads() -> None:
+    torch.set_num_threads(NUM_THREADS)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

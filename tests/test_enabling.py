@@ -142,7 +142,8 @@ def test_a_compiled_model_is_enabled(is_called: str) -> None:
         compiled(**inputs)
     assert enable(compiled, training="stored") is compiled
     digest = generate_digest(compiled, inputs)
-    cache = FP8PagedCache(compiled, prefill="stored")
+    # A growing cache would break the graph in each layer.
+    cache = FP8PagedCache(compiled, prefill="stored", max_cache_len=64)
     assert digest == read_digest(cache) == choose_plan(compiled).digest
     expected = model(**inputs).logits
     if is_called != "never":

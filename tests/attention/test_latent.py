@@ -344,6 +344,7 @@ def test_adapters_may_differ_by_sequence() -> None:
     assert_same_as_sdpa(model, inputs)
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("make_projection", [None, AdapterLinear])
 def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection: Any) -> None:
     """A model without references is freed at once, before the garbage collector runs."""
@@ -359,12 +360,8 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection:
     assert_same_as_sdpa(model, inputs)
     weights = [weakref.ref(weight) for weight in model.parameters()]
     gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert not any(weight() is not None for weight in weights)
-    finally:
-        gc.enable()
+    del model
+    assert not any(weight() is not None for weight in weights)
 
 
 # -- precision -----------------------------------------------------------------------------------

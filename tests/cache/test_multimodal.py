@@ -38,9 +38,13 @@ each_type = pytest.mark.parametrize("name", NAMES)
 # The types of the fast tier differ in their arguments, masks, positions and encoders. One test of
 # the fast tier runs every type.
 FAST_NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3", "qwen2_audio")
-each_kind_of_type = pytest.mark.parametrize(
-    "name", [x if x in FAST_NAMES else pytest.param(x, marks=pytest.mark.full) for x in NAMES]
-)
+
+
+def each_kind_of_type(fast_names: tuple[str, ...] = FAST_NAMES) -> Any:
+    """Run a test with these types in the fast tier, and with all types in the full tier."""
+    names = [x if x in fast_names else pytest.param(x, marks=pytest.mark.full) for x in NAMES]
+    return pytest.mark.parametrize("name", names)
+
 
 # The numbers of these texts are seeds. They are longer than a page, so that pages can be reused.
 QUESTION, SECOND_QUESTION, THIRD_QUESTION = (make_text(seed, 11) for seed in (1, 2, 3))
@@ -145,7 +149,7 @@ def _count_equal(first_tokens: list[Any], second_tokens: list[Any]) -> int:
     return equal.index(False) if False in equal else len(equal)
 
 
-@each_kind_of_type
+@each_kind_of_type(FAST_NAMES[::2])
 def test_text_is_reused_up_to_the_first_difference(name):
     chat = Chat(name)
     [[_, reply]] = chat.ask([QUESTION])
@@ -168,7 +172,7 @@ def test_turns_after_an_image_reuse_it(name):
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
-@each_kind_of_type
+@each_kind_of_type()
 def test_turns_without_the_values_of_an_image_reuse_it(name):
     if not KINDS[name].continues:
         pytest.skip("later turns need the token types of the prompt")
@@ -185,7 +189,7 @@ def test_turns_without_the_values_of_an_image_reuse_it(name):
     chat.ask([*history, QUESTION])
 
 
-@each_kind_of_type
+@each_kind_of_type()
 def test_an_exchanged_image_is_computed(name):
     chat = Chat(name)
     changed_image = Medium(OTHER_IMAGE.seed, KINDS[name].small_change)
@@ -203,7 +207,7 @@ def test_an_exchanged_image_is_computed(name):
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
-@each_kind_of_type
+@each_kind_of_type(FAST_NAMES[1::2])
 def test_the_second_of_two_images_is_exchanged_or_added(name):
     chat = Chat(name)
     chat.ask([INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION])
@@ -215,7 +219,7 @@ def test_the_second_of_two_images_is_exchanged_or_added(name):
     chat.ask([INTRODUCTION, IMAGE, *history[2:], QUESTION])
 
 
-@each_kind_of_type
+@each_kind_of_type(FAST_NAMES[::2])
 def test_rows_of_a_batch_reuse_their_images(name):
     chat = Chat(name)
     first_row: list[Part] = [INTRODUCTION, IMAGE, QUESTION]
@@ -230,7 +234,7 @@ def test_rows_of_a_batch_reuse_their_images(name):
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
 
 
-@each_kind_of_type
+@each_kind_of_type(FAST_NAMES[1::2])
 def test_chats_that_take_turns_do_not_mix(name):
     chat = Chat(name)
     second_chat = Chat(name, chat.model)

@@ -322,6 +322,7 @@ def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.Monke
             del keys, values
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_memory_is_freed_without_the_garbage_collector() -> None:
     cache = FP8PagedCache(make_config(), offloading=True, page_size=PAGE_SIZE)
     add_tokens([cache], 21)
@@ -329,12 +330,8 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
     add_tokens([fork], 1, 1)
     keys = fork.layers[NUM_LAYERS - 1].keys
     storage = weakref.ref(keys.block.untyped_storage())
-    gc.disable()
-    try:
-        del cache, fork, keys
-        assert storage() is None
-    finally:
-        gc.enable()
+    del cache, fork, keys
+    assert storage() is None
 
 
 def test_other_cache_implementations_use_transformers_caches() -> None:

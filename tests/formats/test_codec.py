@@ -308,10 +308,8 @@ def test_a_scale_for_e4m3_still_covers_448(fmt):
 @pytest.fixture
 def flushed_subnormals() -> Iterator[None]:
     """Flush subnormal values to zero in one thread, because each thread has the setting."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # conftest.py resets the number before the next test
     if not torch.set_flush_denormal(True):
-        torch.set_num_threads(num_threads)
         pytest.skip("this CPU cannot flush subnormal values")
     make_code_table.cache_clear()
     try:
@@ -319,7 +317,6 @@ def flushed_subnormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(num_threads)
         make_code_table.cache_clear()
 
 

@@ -177,15 +177,11 @@ def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) ->
     """
     monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", 1)
     monkeypatch.setattr(cpu_backend, "SPAN_TOKENS", 16)
-    old_num_threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        model, _ = build_variant("gqa", attn_implementation="fp8_paged", intermediate_size=4100)
-        enable(model, deterministic=True)
-        logits, _ = read_chunks(model, make_ids(1, 40), [40])
-        assert torch.equal(read_chunks(model, make_ids(3, 40), [9, 1, 30])[0][:1], logits)
-    finally:
-        torch.set_num_threads(old_num_threads)
+    torch.set_num_threads(num_threads)  # conftest.py resets the number before the next test
+    model, _ = build_variant("gqa", attn_implementation="fp8_paged", intermediate_size=4100)
+    enable(model, deterministic=True)
+    logits, _ = read_chunks(model, make_ids(1, 40), [40])
+    assert torch.equal(read_chunks(model, make_ids(3, 40), [9, 1, 30])[0][:1], logits)
 
 
 # Matrix products of the backend "torch" have the size of a page.

@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def fill(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
-    """Return scales of all layers: for K and for V if `name` has "{side}", else one for both."""
+    """Return scales of all layers: for K and for V if `name` has "{side}", else shared scales."""
     side_scales = {"k": K, "v": V} if "{side}" in name else {"kv": LARGER_KV}
     return {
         f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
@@ -78,8 +78,8 @@ def write_folder(
     if second_config is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps(second_config))
     files = tensors if any(isinstance(t, dict) for t in tensors.values()) else {"model": tensors}
-    for name, content in files.items():
-        save_file(content, folder / f"{name}.safetensors")
+    for name, file_tensors in files.items():
+        save_file(file_tensors, folder / f"{name}.safetensors")
     return folder
 
 
@@ -492,7 +492,7 @@ JUNK = st.recursive(
 
 
 def insert_junk(value: Any, junk: object, data: st.DataObject) -> Any:
-    """Return a JSON value in which junk replaces an entry, at any depth."""
+    """Return a copy of a JSON value in which junk replaces a nested value."""
     damaged = value.copy()
     key = data.draw(st.sampled_from(list(value) if isinstance(value, dict) else range(len(value))))
     is_nested = isinstance(damaged[key], dict | list) and damaged[key] and data.draw(st.booleans())
