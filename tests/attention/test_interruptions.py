@@ -97,8 +97,7 @@ class Chat:
         return FP8PagedCache(self.model.config, **self.keywords)
 
     def generate(self, cache: FP8PagedCache, ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        answer: torch.Tensor = self.model.generate(ids, past_key_values=cache, **GREEDY, **keywords)
-        return answer
+        return self.model.generate(ids, past_key_values=cache, **GREEDY, **keywords)
 
     def fill_cache(self) -> FP8PagedCache:
         cache = self.make_cache()

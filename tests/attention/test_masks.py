@@ -122,7 +122,6 @@ def test_a_compact_mask_matches_the_complete_mask(
     assert isinstance(mask, CompactMask)
     query, key = (torch.zeros(len(MASK_ROWS), 1, n, 8) for n in (num_tokens, capacity))
     expected = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
-    assert expected is not None
     assert_same(make_complete(mask, query, key, window, True), expected)
     assert_same(mask & True, expected, "as any tensor")
     visible = torch.nn.functional.pad(token_mask, (0, max(capacity - num_columns, 0)))[:, :capacity]
@@ -149,7 +148,6 @@ def test_a_request_applies_to_one_mask_of_one_cache() -> None:
         assert [isinstance(mask, CompactMask) for mask in masks] == [True, False], "for one mask"
     assert not isinstance(other_mask, CompactMask), "the request of a different thread"
     for mask in (other_mask, *masks):
-        assert mask is not None
         assert_same(mask & True, other_mask)
     incomplete = token_mask[:, :-1]
     with pytest.raises(ConfigError, match="over all 12 tokens"):
@@ -162,7 +160,6 @@ def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
     mask = fp8_paged_mask(*arguments, config=LlamaConfig())
     expected = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert isinstance(mask, CompactMask)
-    assert expected is not None
     assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
     for operation in (
         lambda x: x[:, :, -1:, :20], lambda x: ~x, lambda x: x.to(torch.float16), copy.deepcopy,
@@ -175,7 +172,6 @@ def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
             operation(mask)
     assert_same(mask & True, expected)
     mask_on_meta = mask.to("meta")
-    assert isinstance(mask_on_meta, CompactMask)
     tensors = (mask_on_meta, mask_on_meta.token_mask, mask_on_meta.bounds, mask_on_meta.lengths)
     assert all(x.device.type == "meta" for x in tensors)
     assert (mask_on_meta.shape, mask_on_meta.window) == (mask.shape, 4)

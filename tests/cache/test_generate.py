@@ -398,6 +398,7 @@ def test_a_short_mask_gives_the_logits_of_sdpa(num_columns: int) -> None:
     assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
 def test_a_custom_4d_mask_gives_the_same_logits() -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
@@ -418,11 +419,10 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
             (stock_model, DynamicCache(config=stock_model.config)),
             (model, make_cache(model, dtype="auto", prefill="stored")),
         ):
-            with torch.no_grad():
-                outputs = [
-                    each_model(x, attention_mask=convert(mask), past_key_values=cache).logits
-                    for x, mask in ((ids, is_visible), (next_ids, next_is_visible))
-                ]
+            outputs = [
+                each_model(x, attention_mask=convert(mask), past_key_values=cache).logits
+                for x, mask in ((ids, is_visible), (next_ids, next_is_visible))
+            ]
             logits.append(torch.cat(outputs, 1))
         assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 

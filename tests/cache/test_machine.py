@@ -138,7 +138,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     def update(self, branch: Branch, layer: int, k: torch.Tensor) -> None:
         """Store keys of a layer, and check the keys and values that attention gets."""
-        assert branch.keys is not None
         key, value = branch.cache.update(k, -k, layer)
         branch.keys[layer] = keys = torch.cat([branch.keys[layer], k], 2)
         length, num_tokens = keys.shape[2], k.shape[2]

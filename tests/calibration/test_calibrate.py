@@ -39,6 +39,7 @@ def make_texts(num_texts: int = 16, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
 
+@torch.no_grad()
 def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Return K and V, `[N, H, D]` in float32, of each layer, from a cache of transformers.
 
@@ -48,8 +49,7 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
     for window, start in itertools.product(windows, starts):
         cache = DynamicCache(config=model.config)
         positions = torch.arange(start, start + len(window))[None]
-        with torch.no_grad():
-            model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
+        model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
             kv = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
             states.setdefault(index, []).append(kv)

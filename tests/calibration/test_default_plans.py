@@ -253,13 +253,13 @@ def raise_in_layer(model: Any, error: BaseException) -> None:
     model.model.layers[1].register_forward_hook(fail)
 
 
+@torch.no_grad()
 def make_failing_model(failure: str) -> Any:
     if failure == "no attention layer":
         return build_variant("mamba")[0]
     model = make_model()
     if failure == "NaN":
-        with torch.no_grad():
-            model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
+        model.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
     elif failure == "own code":
         raise_in_layer(model, CustomError("two\nlines"))
     elif failure == "memory":

@@ -228,6 +228,7 @@ def test_planted_defects_of_stored_states_are_found():
         )
 
 
+@torch.no_grad()
 def test_predictions_along_an_answer_match_decoding():
     """Chunks of an answer have the same divergences as decoding token by token."""
     model, _ = build_variant("llama", num_hidden_layers=2)
@@ -243,8 +244,7 @@ def test_predictions_along_an_answer_match_decoding():
         decoded_kls = []
         for step in range(-1, 12):
             ids = prompt_ids if step < 0 else answers[:, step : step + 1]
-            with torch.no_grad():
-                logits = [model(ids, past_key_values=cache).logits[:, -1] for cache in caches]
+            logits = [model(ids, past_key_values=cache).logits[:, -1] for cache in caches]
             expected, actual = (x.double().log_softmax(-1) for x in logits)
             decoded_kls.append((expected.exp() * (expected - actual)).sum(-1))
     assert torch.equal(last_answer, answers[1:]), "noise must not depend on the group of answers"
@@ -281,14 +281,14 @@ def test_slopes_and_jumps_match_planted_drift():
     assert 30 < jump["factor"] < 300
 
 
+@torch.no_grad()
 def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
     model, _ = build_variant("llama", num_hidden_layers=2)
     ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
     questions = []
     for index in range(10):
         question_ids = torch.tensor([[index + 4, 9, index + 20]])
-        with torch.no_grad():
-            order = model(torch.cat((ids, question_ids), 1)).logits[0, -1].argsort(descending=True)
+        order = model(torch.cat((ids, question_ids), 1)).logits[0, -1].argsort(descending=True)
         best, *middle, worst = order.tolist()
         correct = AnswerToken(2, best, (*middle, worst))
         wrong = AnswerToken(2, worst, (best,))

@@ -439,7 +439,6 @@ def forge(change: Callable[[Any, Any], Any]) -> Damage:
 
     def damage(path: Path, _: Path) -> None:
         (page,) = PrefixStore(path.parent).read([path.stem], _accept_page)
-        assert page is not None
         rows = [*page.rows]
         metadata = change(rows, copy.deepcopy(page.metadata))
         path.write_bytes(pack(path.stem, Page(rows, metadata)))

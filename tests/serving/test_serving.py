@@ -177,14 +177,14 @@ class TestSameTokens:
 
 
 @pytest.mark.parametrize("sides", [None, "K and V"])
+@torch.no_grad()
 def test_an_engine_stores_the_same_bytes_as_a_cache(sides: str | None) -> None:
     """Each layer follows its plan. A page is one row of a block and contains K, V and scales."""
     model, _ = build_variant("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
     plan = planned_scales(is_dynamic=True) if sides is None else protected_plan_for(model, sides)
     cache = FP8PagedCache(model.config, plan=plan, page_size=8, prefill="stored")
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    model(ids, past_key_values=cache)
     serving.enable(model, plan=plan)
     with open_manager(model, page_size=8) as manager:
         request_answer(manager, ids[0].tolist(), 2)
@@ -203,7 +203,6 @@ class TestSharedPages:
             tokens = [request_answer(manager, ids) for ids in prompt_ids]
             usage = serving.read_usage(manager)
         assert tokens == expected
-        assert usage is not None
         assert (usage.prefix_hits, usage.prefix_tokens) == (2, 96)
         assert usage.requests_active == 0
         # Whole pages of finished requests stay. Each request stores all tokens except the last,
