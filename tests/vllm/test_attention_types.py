@@ -68,7 +68,7 @@ def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve,
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_e3m4"])
-def test_an_encoder_is_unchanged(prompts, serve, tmp_path, dtype):
+def test_an_encoder_gives_the_same_embeddings(prompts, serve, tmp_path, dtype):
     """The attention of an encoder is not causal, and has no cache."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -34,7 +34,7 @@ class TestLoader:
                 assert actual.item() == (scale.bfloat16() if is_rounded else scale).item()
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
-    def test_vllm_ignores_formats_that_it_does_not_read(self, load_model, serve, tmp_path, format):
+    def test_vllm_ignores_scales_in_unsupported_formats(self, load_model, serve, tmp_path, format):
         """With scales among the weights but no quantization config, vLLM would fail."""
         _, folder = load_model("llama")
         copy = str(tmp_path / "copy")

@@ -49,17 +49,6 @@ def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_p
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, scales=scales)
 
 
-@pytest.mark.usefixtures("gpu_backend")
-def test_the_gpu_backend_has_slots_of_different_sizes(load_model, prompts, serve, tmp_path):
-    model, folder = load_model("llama")
-    plan = protected_plan_for(model, "K")
-    plan.save_pretrained(tmp_path)
-    llm = serve(folder, "hf_fp8kv", plan=tmp_path)
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    assert [layer.kv_cache.shape[-1] for layer in layers.values()] == [4 * 32 + 32 + 4, 32 + 32 + 4]
-    assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
-
-
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.usefixtures("gpu_backend")
 def test_logprobs_do_not_depend_on_the_batch_or_the_chunks(
@@ -105,20 +94,31 @@ def read_logprobs(llm, prompts):
     ]
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+# K of layer 0 is in float32, so this layer has 4 * 32 + 32 + 4 bytes per token and head, and other
+# layers have 32 + 32 + 4 bytes. With several windows, blocks have one size, so the bytes of layer 0
+# are rounded up to 4 * 68, and blocks of other layers have four times more tokens.
+WINDOW_SHAPES = [(32, 272)] + 5 * [(4 * 32, 68)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "expected"),
+    [
+        ("llama", None, [(32, 164), (32, 68)]), ("gemma2_deep", "LBHNC", WINDOW_SHAPES),
+        ("gemma2_deep", "BLHNC", WINDOW_SHAPES),
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("gpu_backend")
-def test_layers_with_several_windows_have_blocks_of_one_size(
-    load_model, prompts, serve, tmp_path, layout, monkeypatch
+def test_layers_may_have_slots_of_different_sizes(
+    load_model, prompts, serve, tmp_path, name, layout, expected, monkeypatch
 ):
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
-    model, folder = load_model("gemma2_deep")
+    if layout is not None:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    model, folder = load_model(name)
     plan = protected_plan_for(model, "K")
     plan.save_pretrained(tmp_path)
     llm = serve(folder, "hf_fp8kv", plan=tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    # Layer 0 has 164 bytes per token and head, rounded up to 4 * 68 bytes.
-    shapes = [tuple(layer.kv_cache.shape[2:]) for layer in layers.values()]
-    assert shapes == [(32, 272)] + 5 * [(4 * 32, 68)]
+    assert [tuple(layer.kv_cache.shape[2:]) for layer in layers.values()] == expected
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
 
 

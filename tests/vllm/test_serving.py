@@ -18,55 +18,47 @@ DYNAMIC_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DYNAMIC_OPTIONS)
-def test_dynamic_scales_give_equal_tokens(load_model, prompts, serve, dtype):
-    model, folder = load_model("llama")
-    tokens, _ = generate(serve(folder, dtype), prompts)
-    assert tokens == generate_expected(model, prompts, **DYNAMIC_OPTIONS[dtype])
-
-
-@pytest.mark.parametrize(
-    ("granularity", "centered", "dtype", "options"),
-    [
-        ("tensor", False, "hf_fp8kv_static", {}),
-        ("head", True, "hf_fp8kv_e4m3_static", {"dtype": "fp8_e4m3"}),
-        ("channel", False, "hf_fp8kv_e3m4_static", {"dtype": "fp8_e3m4"}),
-    ],
-)
-def test_static_scales_give_equal_tokens(
-    load_model, prompts, serve, tmp_path, granularity, centered, dtype, options
-):
-    model, folder = load_model("llama")
-    scales = make_scales(granularity, centered=centered)
-    scales.save_pretrained(tmp_path)
-    tokens, _ = generate(serve(folder, dtype, tmp_path), prompts)
-    assert tokens == generate_expected(model, prompts, scales=scales, **options)
-
-
 def test_different_scales_change_the_tokens(load_model, prompts):
     """Otherwise the tests of static scales could pass with any scales."""
     model, _ = load_model("llama")
     scales = make_scales("head", centered=True)
     tokens = generate_expected(model, prompts, scales=scales)
-    for other_scales in (make_scales("head"), make_scales("tensor", centered=True)):
-        assert generate_expected(model, prompts, scales=other_scales) != tokens
-    assert generate_expected(model, prompts, dtype="fp8_e4m3") != tokens
+    for options in (
+        {"scales": make_scales("head")}, {"scales": make_scales("tensor", centered=True)},
+        {"dtype": "fp8_e4m3"},
+    ):  # fmt: skip
+        assert generate_expected(model, prompts, **options) != tokens
 
 
+# Each model, and each kind of dtype and scales. Options are options of FP8PagedCache.
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "scales", "options"),
     [
-        ("qwen2", "hf_fp8kv_static"),
-        ("mistral", "hf_fp8kv_e3m4"),
-        ("gemma2", "hf_fp8kv_static"),
-        ("gpt_oss", "hf_fp8kv_e3m4"),
+        *(("llama", dtype, None, options) for dtype, options in DYNAMIC_OPTIONS.items()),
+        ("llama", "hf_fp8kv_static", make_scales("tensor"), {}),
+        (
+            "llama",
+            "hf_fp8kv_e4m3_static",
+            make_scales("head", centered=True),
+            {"dtype": "fp8_e4m3"},
+        ),
+        ("llama", "hf_fp8kv_e3m4_static", make_scales("channel"), {"dtype": "fp8_e3m4"}),
+        ("qwen2", "hf_fp8kv_static", make_scales("head", centered=True), {}),
+        ("mistral", "hf_fp8kv_e3m4", None, {"dtype": "fp8_e3m4"}),
+        ("gemma2", "hf_fp8kv_static", make_scales("head", centered=True), {}),
+        ("gpt_oss", "hf_fp8kv_e3m4", None, {"dtype": "fp8_e3m4"}),
     ],
+    ids=str,
 )
-def test_other_models_give_equal_tokens(load_model, prompts, serve, tmp_path, name, dtype):
+def test_vllm_gives_the_tokens_of_transformers(
+    load_model, prompts, serve, tmp_path, name, dtype, scales, options
+):
     model, folder = load_model(name)
-    options, scales = make_cache_options(dtype, tmp_path)
-    tokens, _ = generate(serve(folder, dtype, scales), prompts)
-    assert tokens == generate_expected(model, prompts, **options)
+    if scales is not None:
+        scales.save_pretrained(tmp_path)
+        options = {**options, "scales": scales}
+    llm = serve(folder, dtype, None if scales is None else tmp_path)
+    assert generate(llm, prompts)[0] == generate_expected(model, prompts, **options)
 
 
 def test_skipped_layers_keep_the_dtype_of_the_model(load_model, prompts, serve):
@@ -135,16 +127,13 @@ def test_the_number_of_blocks_matches_the_bytes_of_a_token(load_model, serve, tm
     """With `hf_fp8kv`, layer 0 keeps K in the dtype of the model, four bytes."""
     model, folder = load_model("llama")
     dim = conftest.HEAD_DIM
-    scales, plan = None, None
-    if dtype == "hf_fp8kv_static":
-        scales = tmp_path
-        make_scales("tensor").save_pretrained(scales)
-    elif dtype == "hf_fp8kv":
-        plan = tmp_path
-        protected_plan_for(model, "K").save_pretrained(plan)
-    llm = serve(folder, dtype, scales, plan, kv_cache_memory_bytes=32 << 20)
+    has_plan = dtype == "hf_fp8kv"
+    storage = protected_plan_for(model, "K") if has_plan else make_scales("tensor")
+    storage.save_pretrained(tmp_path)
+    options = {"plan" if has_plan else "scales": tmp_path}
+    llm = serve(folder, dtype, **options, kv_cache_memory_bytes=32 << 20)
     slot_bytes = 2 * dim + (4 if DTYPES[dtype].is_dynamic else 0)
-    token_bytes = conftest.NUM_LAYERS * slot_bytes + (3 * dim if plan else 0)
+    token_bytes = conftest.NUM_LAYERS * slot_bytes + (3 * dim if has_plan else 0)
     expected_blocks = (32 << 20) / (conftest.NUM_HEADS * 32 * token_bytes)
     num_blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     assert num_blocks == pytest.approx(expected_blocks, rel=0.02)
