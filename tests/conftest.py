@@ -62,7 +62,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU on a machine without one."""
+    """Skip the tests that need a GPU on a machine without a GPU."""
     skip_mark = pytest.mark.skip(reason="needs a GPU, and torch finds none")
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:

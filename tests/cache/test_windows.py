@@ -85,7 +85,7 @@ def test_attention_uses_the_window_of_the_layer_by_default(max_len: int | None) 
     module.is_causal = True
     actual, _ = fp8_paged_attention(module, query, *handles, None)
     visible_states = [
-        states.dense()[:, :, 38 - WINDOW - states.start : 38 - states.start] for states in handles
+        handle.dense()[:, :, 38 - WINDOW - handle.start : 38 - handle.start] for handle in handles
     ]
     expected = scaled_dot_product_attention(query, *visible_states)
     torch.testing.assert_close(actual, expected.transpose(1, 2))

@@ -113,7 +113,7 @@ def test_a_fork_may_be_freed_during_any_operation(operation):
 
 
 def _interrupt_call(call: Callable[[], object], line: int, interrupt: Callable[[], None]) -> object:
-    """Return the result of `call`. Run `interrupt` before line number `line`, if there is one."""
+    """Return the result of `call`. Run `interrupt` before its line number `line`, if it exists."""
     num_lines = 0
 
     def trace(frame: object, event: str, argument: object) -> object:
