@@ -212,11 +212,11 @@ class RoundedLinear(nn.Linear):
 class AdapterLinear(nn.Module):
     """A stand-in for PEFT's layers, which add the product of two small layers to a layer."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.base_layer = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
+        self.base_layer = linear
+        self.down = nn.Linear(linear.in_features, 2, bias=False)
+        self.up = nn.Linear(2, linear.out_features, bias=False)
         self.scaling = {"default": 1.0}
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -226,29 +226,29 @@ class AdapterLinear(nn.Module):
 class PackedLinear(nn.Module):
     """A stand-in for layers with packed weights, which are neither parameters nor buffers."""
 
-    def __init__(self, base: nn.Linear, factor: float = 1.0) -> None:
+    def __init__(self, linear: nn.Linear, factor: float = 1.0) -> None:
         super().__init__()
-        self.packed = (factor * base.weight.detach(),)
+        self.packed = (factor * linear.weight.detach(),)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.packed[0].T
 
 
-def make_rounded(base: nn.Linear) -> nn.Module:
-    layer = RoundedLinear(base.in_features, base.out_features, bias=False)
-    layer.weight = base.weight
+def make_rounded(linear: nn.Linear) -> nn.Module:
+    layer = RoundedLinear(linear.in_features, linear.out_features, bias=False)
+    layer.weight = linear.weight
     return layer
 
 
-def make_biased(base: nn.Linear) -> nn.Module:
-    layer = nn.Linear(base.in_features, base.out_features)
-    layer.weight = base.weight
+def make_biased(linear: nn.Linear) -> nn.Module:
+    layer = nn.Linear(linear.in_features, linear.out_features)
+    layer.weight = linear.weight
     return layer
 
 
-def make_hooked(base: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
-    base.register_forward_hook(lambda *args: change(args[2]))
-    return base
+def make_hooked(linear: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
+    linear.register_forward_hook(lambda *args: change(args[2]))
+    return linear
 
 
 def replace_projections(model: Any, make_projection: Any) -> None:
@@ -296,10 +296,8 @@ def test_changed_weights_take_effect() -> None:
         lambda: replace_projections(model, AdapterLinear),
         lambda: first_module.kv_b_proj.down.weight.mul_(-3),
         lambda: first_module.kv_b_proj.scaling.update(default=5.0),
-        lambda: setattr(
-            first_module.kv_b_proj.up,
-            "weight",
-            nn.Parameter(first_module.kv_b_proj.up.weight.flip(0)),
+        lambda: first_module.kv_b_proj.up.register_parameter(
+            "weight", nn.Parameter(first_module.kv_b_proj.up.weight.flip(0))
         ),
     )
     for change_projection in changes:
@@ -311,10 +309,10 @@ def test_changed_weights_take_effect() -> None:
         assert_same_as_sdpa(model, inputs)
         hook.remove()
     # Two successive projections have no parameters.
-    base_layers = [module.kv_b_proj.base_layer for module in find_attention_modules(model)]
+    linears = [module.kv_b_proj.base_layer for module in find_attention_modules(model)]
     for factor in (1.0, -2.0):
-        for module, base in zip(find_attention_modules(model), base_layers, strict=True):
-            module.kv_b_proj = PackedLinear(base, factor).eval()
+        for module, linear in zip(find_attention_modules(model), linears, strict=True):
+            module.kv_b_proj = PackedLinear(linear, factor).eval()
         assert_same_as_sdpa(model, inputs)
 
 

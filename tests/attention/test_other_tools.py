@@ -244,24 +244,24 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     model, inputs = build_variant(name, attn_implementation="eager")
     wrapper = PeftWrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
-    expected = wrapper.generate(**options)
-    length = expected.past_key_values.get_seq_length()
+    expected_output = wrapper.generate(**options)
+    length = expected_output.past_key_values.get_seq_length()
     assert length == prefix_length + 13 + 5
     assert enable(wrapper, dtype="auto") is wrapper
-    result = wrapper.generate(**options)
-    assert isinstance(result.past_key_values, FP8PagedCache)
-    assert result.past_key_values.get_seq_length() == length
+    output = wrapper.generate(**options)
+    assert isinstance(output.past_key_values, FP8PagedCache)
+    assert output.past_key_values.get_seq_length() == length
     assert torch.allclose(
-        torch.cat(result.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3
+        torch.cat(output.logits), torch.cat(expected_output.logits), rtol=1e-3, atol=1e-3
     )
     enable(wrapper)
     fp8_cache = wrapper.generate(**options).past_key_values
-    sizes = [cache.memory_footprint().used_bytes for cache in (fp8_cache, result.past_key_values)]
+    sizes = [cache.memory_footprint().used_bytes for cache in (fp8_cache, output.past_key_values)]
     assert sizes[0] < sizes[1] / 2
     assert disable(wrapper) is wrapper
-    stock_result = wrapper.generate(**options)
-    assert type(stock_result.past_key_values) is DynamicCache
-    assert_same(stock_result.sequences, expected.sequences)
+    stock_output = wrapper.generate(**options)
+    assert type(stock_output.past_key_values) is DynamicCache
+    assert_same(stock_output.sequences, expected_output.sequences)
 
 
 @pytest.mark.parametrize("prefix_length", [0, 5])
@@ -269,17 +269,19 @@ def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
     model, inputs = build_variant("seq2seq/bart", attn_implementation="eager")
     wrapper = PeftWrapper(model, prefix_length)
     options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
-    expected = wrapper.generate(**options)
-    result = enable(wrapper, dtype="auto").generate(**options)
+    expected_output = wrapper.generate(**options)
+    output = enable(wrapper, dtype="auto").generate(**options)
     for name in ("self_attention_cache", "cross_attention_cache"):
-        expected_cache, cache = (getattr(x.past_key_values, name) for x in (expected, result))
+        expected_cache, cache = (
+            getattr(x.past_key_values, name) for x in (expected_output, output)
+        )
         assert isinstance(cache, FP8PagedCache)
         assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix_length
     assert torch.allclose(
-        torch.cat(result.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3
+        torch.cat(output.logits), torch.cat(expected_output.logits), rtol=1e-3, atol=1e-3
     )
     disable(wrapper)
-    assert_same(wrapper.generate(**options).sequences, expected.sequences)
+    assert_same(wrapper.generate(**options).sequences, expected_output.sequences)
 
 
 def test_a_model_wrapped_twice_can_be_enabled() -> None:

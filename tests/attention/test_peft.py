@@ -48,17 +48,17 @@ SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 def test_each_adapter_has_a_plan() -> None:
     """A model chooses its plan again with a different adapter, once in all processes."""
     peft = pytest.importorskip("peft")
-    base = build_variant("llama", seed=5, max_position_embeddings=8192)[0]
+    base_model = build_variant("llama", seed=5, max_position_embeddings=8192)[0]
     config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(base, config, "first")
+    model = peft.get_peft_model(base_model, config, "first")
     model.add_adapter("second", config)
     calls: list[int] = []
-    base.register_forward_pre_hook(lambda *_: calls.append(1))
+    base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     digests: dict[str, str] = {}
     for name in ("first", "second", "first"):
         model.set_adapter(name)
         calls.clear()
-        digest = resolve_plan(base, {})["plan"].digest
+        digest = resolve_plan(base_model, {})["plan"].digest
         assert bool(calls) == (name not in digests)
         assert digests.setdefault(name, digest) == digest
     assert len({*digests.values()}) == 2
@@ -76,23 +76,24 @@ def test_captured_steps_follow_the_adapter(is_wrapped: bool) -> None:
     }  # fmt: skip
 
     def run(**options: Any) -> list[Any]:
-        base, _ = build_variant("gqa", max_position_embeddings=512)
+        base_model, _ = build_variant("gqa", max_position_embeddings=512)
         config = peft.LoraConfig(**{**METHODS["LoRA"][1], "lora_dropout": 0.1})
-        model = peft.get_peft_model(base, config, "first")
+        model = peft.get_peft_model(base_model, config, "first")
         model.add_adapter("second", config)
         for name in ("first", "second"):
             model.set_adapter(name)
             randomize(model, seed=len(name))
         enable(model, dtype="fp8_e3m4", page_size=PAGE_SIZE, **options)
-        caller, results = model.eval() if is_wrapped else base.eval(), []
+        caller = model.eval() if is_wrapped else base_model.eval()
+        answers = []
         for name in ("first", "second", "first"):
             model.set_adapter(name)
-            results.append(caller.generate(**inputs, **keywords))
+            answers.append(caller.generate(**inputs, **keywords))
         with model.disable_adapter():
-            results.append(caller.generate(**inputs, **keywords))
+            answers.append(caller.generate(**inputs, **keywords))
         model.merge_adapter()
-        results.append(caller.generate(**inputs, **keywords))
-        return [(x.sequences, torch.stack(x.logits)) for x in results]
+        answers.append(caller.generate(**inputs, **keywords))
+        return [(answer.sequences, torch.stack(answer.logits)) for answer in answers]
 
     expected = run()
     with recorded_graphs() as steps:
@@ -113,14 +114,14 @@ def test_three_processes_share_a_folder(tmp_path: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert not process.returncode, process.stderr[-3000:]
-        for method, result_of_method in json.loads(process.stdout.splitlines()[-1]).items():
-            case = f"{method}, process {number}"
-            assert result_of_method["is_equal"], case
+        for method, report in json.loads(process.stdout.splitlines()[-1]).items():
+            case = f"{method}, seed {seed}"
+            assert report["is_equal"], case
             # LoRA changes weights, so its pages have other keys. The 60 tokens fill seven pages.
             counts = (1, 7 * number) if method == "LoRA" else (int(seed == 0), 7 * (number > 1))
-            assert (result_of_method["hits"], result_of_method["pages"]) == counts, case
+            assert (report["hits"], report["pages"]) == counts, case
             assert ("is not used" in process.stderr) == (seed > 0), case
-            answers.setdefault(method, set()).add(str(result_of_method["answer"]))
+            answers.setdefault(method, set()).add(str(report["answer"]))
     assert all(len(texts) == 3 for texts in answers.values()), "an adapter has no effect"
 
 

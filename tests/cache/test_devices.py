@@ -169,9 +169,9 @@ def test_a_model_may_be_on_two_devices(capacity):
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for stop in (9, 12, 13):
         start = int(cache.get_seq_length())
-        out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
-        assert out.logits.shape[:2] == (2, stop - start)
-    assert out.past_key_values is cache
+        output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        assert output.logits.shape[:2] == (2, stop - start)
+    assert output.past_key_values is cache
     for layer, device in zip(cache.layers, devices, strict=True):
         if device == CPU or not capacity:
             assert list_devices(layer.keys) == {device}

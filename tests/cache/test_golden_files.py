@@ -227,21 +227,22 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[A
         layout = make_page_layout(num_heads, page_size, *dims, *stored_dtypes, has_scales)
         fields = layout.split(tensors[f"layers.{index}.pages"])
         for name, side, dtype in zip("kv", plan, dtypes, strict=True):
-            x = (fields["k"] if name == "k" else fields["v"].mT)[pages, :, slots]
+            decoded = (fields["k"] if name == "k" else fields["v"].mT)[pages, :, slots]
             if not side.is_auto:
-                x = unpack_codes(x, side.find_dtype(dtype))
-                x, scales_name = decode(x, FORMATS[side.format]), f"scales.{index}.{name}"
+                decoded = unpack_codes(decoded, side.find_dtype(dtype))
+                decoded = decode(decoded, FORMATS[side.format])
+                scales_name = f"scales.{index}.{name}"
                 if has_scales:
                     scale = fields["token_scales"][pages, :, slots, "kv".index(name), None]
                 elif scales_name in tensors:
                     scale = tensors[scales_name] * FORMATS[side.format].scale_from_e4m3
                 else:
                     scale = torch.tensor(scales)
-                x = x * scale.float()
-                x = rotate(x) if side.rotated else x
+                decoded = decoded * scale.float()
+                decoded = rotate(decoded) if side.rotated else decoded
             if name == "k" and f"scales.{index}.k_center" in tensors:
-                x = x + tensors[f"scales.{index}.k_center"]
-            states.append(x.transpose(1, 2).to(dtype))
+                decoded = decoded + tensors[f"scales.{index}.k_center"]
+            states.append(decoded.transpose(1, 2).to(dtype))
         yield index, start, *states
 
 

@@ -90,10 +90,10 @@ def test_lengths_are_correct_in_compiled_steps(name: str) -> None:
             for cache in caches:
                 cache.reorder_cache(torch.tensor([2, 2, 0]))
                 cache.crop(-2)
-        x = make_states(0, 1, seed)
+        states = make_states(0, 1, seed)
         lengths = [int(layer.get_seq_length()) for layer in caches[0].layers]
         actual, expected = (
-            functions[tuple(layers)](x, cache, MAX_LEN)
+            functions[tuple(layers)](states, cache, MAX_LEN)
             for cache, functions in zip(caches, (stacks, compiled), strict=True)
         )
         assert_same(actual, expected, f"step {seed}")
@@ -124,8 +124,8 @@ def test_compiled_first_calls_may_have_graph_breaks(has_breaks: bool) -> None:
 
         cache.update = update_between_breaks
     compiled = torch.compile(stack, backend="eager", fullgraph=not has_breaks)
-    for x, expected_output in zip(inputs, expected, strict=True):
-        assert_same(compiled(x, cache, MAX_LEN), expected_output)
+    for states, expected_output in zip(inputs, expected, strict=True):
+        assert_same(compiled(states, cache, MAX_LEN), expected_output)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [10, 10, 0, 0]
     assert counters["stats"]["unique_graphs"] > (2 if has_breaks else 0)
 

@@ -171,10 +171,10 @@ def test_the_cache_implementation_offloaded_selects_offloading() -> None:
     requested = {"cache_implementation": "offloaded", **options}
     enable(model, page_size=PAGE_SIZE, dtype="auto")
     expected = model.generate(**inputs, **options)
-    out = model.generate(**inputs, **requested)
-    assert_same(out.sequences, expected.sequences)
-    assert isinstance(out.past_key_values, FP8PagedCache)
-    assert min(count_copied_bytes(out.past_key_values)) > 0
+    output = model.generate(**inputs, **requested)
+    assert_same(output.sequences, expected.sequences)
+    assert isinstance(output.past_key_values, FP8PagedCache)
+    assert min(count_copied_bytes(output.past_key_values)) > 0
     assert count_copied_bytes(expected.past_key_values) == (0, 0)
     model.generation_config.cache_implementation = "offloaded"
     assert min(count_copied_bytes(model.generate(**inputs, **options).past_key_values)) > 0
@@ -194,11 +194,11 @@ def test_offloaded_caches_use_a_prefix_store(offloading: dict[str, Any], tmp_pat
     for num_hits in range(2):
         prefix_store = PrefixStore(tmp_path, max_bytes=1 << 30)
         enable(model, page_size=PAGE_SIZE, prefix_store=prefix_store, **offloading)
-        out = model.generate(ids, **options)
-        assert_same(out.sequences, expected)
+        output = model.generate(ids, **options)
+        assert_same(output.sequences, expected)
         num_full_pages = (ids.shape[1] - 1) // PAGE_SIZE
-        assert out.past_key_values.restored_tokens == num_hits * num_full_pages * PAGE_SIZE
-        assert min(count_copied_bytes(out.past_key_values)) > 0
+        assert output.past_key_values.restored_tokens == num_hits * num_full_pages * PAGE_SIZE
+        assert min(count_copied_bytes(output.past_key_values)) > 0
 
 
 # -- stored keys and values ----------------------------------------------------------------------

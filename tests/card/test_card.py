@@ -58,8 +58,8 @@ def run_command(monkeypatch, capsys):
 
 def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path):
     options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "default,fp8,bf16")
-    code, out, err = run_command(*options, "--out", str(tmp_path))
-    assert code == 0, err
+    code, output, stderr = run_command(*options, "--out", str(tmp_path))
+    assert code == 0, stderr
     card = json.loads((tmp_path / "card.json").read_text())
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= card.keys()
     caches = card["caches"]
@@ -80,7 +80,7 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
         for row in cache["predictions"]:
             assert 0 < row["total_variation"] <= (row["kl"] / 2) ** 0.5  # Pinsker's inequality
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
-        assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(out.split())
+        assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(output.split())
     ET.fromstring((tmp_path / "badge.svg").read_text())
 
 
@@ -117,9 +117,9 @@ def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp
 )
 def test_invalid_options_are_rejected(run_command, model_folder, options, code, message, tmp_path):
     arguments = (model_folder, *options, "--out", str(tmp_path / "card"))
-    exit_code, out, err = run_command("card", *arguments)
-    assert (exit_code, out) == (code, "")
-    assert message in " ".join(err.replace("│", " ").split())
+    exit_code, output, stderr = run_command("card", *arguments)
+    assert (exit_code, output) == (code, "")
+    assert message in " ".join(stderr.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
 
 
@@ -128,9 +128,9 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
     monkeypatch.setitem(measure.SIZES, "quick", SMALLEST_SIZE)
     monkeypatch.chdir(model_folder)
     options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
-    code, out, err = run_command("card", ".", *options, "--memory", "4GiB", "--json")
-    assert code == 0, err
-    cache = json.loads(out)["caches"]["fp8"]
+    code, output, stderr = run_command("card", ".", *options, "--memory", "4GiB", "--json")
+    assert code == 0, stderr
+    cache = json.loads(output)["caches"]["fp8"]
     assert cache["tokens"] == 4 * 2**30 // cache["bytes_per_token"]
     markdown = (tmp_path / "card" / "card.md").read_text()
     assert markdown.startswith(f"# {Path(model_folder).name}: losses")
