@@ -43,11 +43,11 @@ def generate(model: Any, inputs: Any, **keywords: Any) -> Any:
 def run_captured(
     model: Any, inputs: Any, *, graph: Any = RecordedGraph, options: Any = None, **keywords: Any
 ) -> tuple[Any, Any]:
-    """Enable captured steps. Return the result of `generate`, and its step or None."""
+    """Enable captured steps. Return the output of `generate`, and its step or None."""
     enable(model, capture=True, **{**OPTIONS, **(options or {})})
     with recorded_graphs(graph) as steps:
-        result = generate(model, inputs, **keywords)
-    return result, steps[-1] if steps else None
+        output = generate(model, inputs, **keywords)
+    return output, steps[-1] if steps else None
 
 
 def run_eagerly(model: Any, inputs: Any, options: Any = None, **keywords: Any) -> Any:
@@ -144,9 +144,9 @@ def test_a_call_captures_again_after_its_cache_grows(monkeypatch: pytest.MonkeyP
     steps: list[CapturedStep] = []
 
     def run(*args: Any, **keywords: Any) -> Any:
-        result, step = run_captured(*args, **keywords)
+        output, step = run_captured(*args, **keywords)
         steps.append(step)
-        return result
+        return output
 
     *actual, captured_states = chat(run)
     for actual_result, expected_result in zip(actual[:2], expected[:2], strict=True):
@@ -327,10 +327,10 @@ def test_a_model_that_needs_a_growing_cache_runs_eagerly() -> None:
         forward = layer.forward
 
         def check(*args: Any, **kwargs: Any) -> Any:
-            result = forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
             if kwargs[CACHE].is_compileable:
                 raise RuntimeError("expected a growing cache")
-            return result
+            return output
 
         vars(layer)["forward"] = check
         return model, inputs
@@ -420,9 +420,9 @@ def test_threads_have_their_own_graphs() -> None:
     expected = [run_eagerly(model, prompt) for prompt in prompts]
     enable(model, capture=True, **OPTIONS)
     with recorded_graphs() as steps, ThreadPoolExecutor(2) as pool:
-        results = [*pool.map(lambda prompt: generate(model, prompt), prompts)]
-    for result, expected_result in zip(results, expected, strict=True):
-        assert torch.equal(result.sequences, expected_result.sequences)
+        outputs = [*pool.map(lambda prompt: generate(model, prompt), prompts)]
+    for output, expected_output in zip(outputs, expected, strict=True):
+        assert torch.equal(output.sequences, expected_output.sequences)
     assert [x.num_replays for x in steps] == [NEW_TOKENS - 4] * 2
 
 

@@ -237,6 +237,15 @@ def test_a_failed_allocation_or_file_leaves_a_usable_cache(
             check_store(chat, place)
 
 
+def make_equal_caches(model: Any, ids: torch.Tensor, **options: Any) -> list[FP8PagedCache]:
+    """Return two caches that contain a prompt, or no token if it is empty."""
+    options = {"dtype": "model", "prefill": "stored", "page_size": 8, **options}
+    caches = [FP8PagedCache(model.config, **options) for _ in range(2)]
+    for cache in caches if ids.numel() else ():
+        model(ids, past_key_values=cache)
+    return caches
+
+
 @pytest.mark.parametrize("num_stored", [0, 20])
 @pytest.mark.parametrize("name", ["llama", "sliding_and_full"])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=["growing", "preallocated"])
@@ -248,12 +257,8 @@ def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
     model, _ = build_variant(name, attn_implementation="fp8_paged")
     ids = torch.arange(60)[None] + 4
     next_ids = ids[:, num_stored : num_stored + 3]
-    cache = FP8PagedCache(model.config, dtype="model", prefill="stored", page_size=8, **options)
-    new_cache = FP8PagedCache(model.config, dtype="model", prefill="stored", page_size=8, **options)
+    cache, new_cache = make_equal_caches(model, ids[:, :num_stored], **options)
     interrupt = mock.Mock(side_effect=KeyboardInterrupt)
-    if num_stored:
-        model(ids[:, :num_stored], past_key_values=cache)
-        model(ids[:, :num_stored], past_key_values=new_cache)
     uses = [lambda: model(ids[:, 40:], past_key_values=cache)]
     if num_stored:  # before that, layers without tokens may be layers that store none
         uses += [lambda: cache.crop(-5), cache.fork, lambda: cache.save(tmp_path / "cache")]
@@ -284,12 +289,8 @@ def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
 def test_a_call_that_attention_refuses_changes_nothing(num_stored):
     model, _ = build_variant("llama", attn_implementation="fp8_paged")
     ids = torch.arange(60)[None] + 4
-    cache = FP8PagedCache(model.config, dtype="model", prefill="stored")
-    new_cache = FP8PagedCache(model.config, dtype="model", prefill="stored")
-    if num_stored:
-        with torch.no_grad():
-            model(ids[:, :num_stored], past_key_values=cache)
-            model(ids[:, :num_stored], past_key_values=new_cache)
+    with torch.no_grad():
+        cache, new_cache = make_equal_caches(model, ids[:, :num_stored])
     model.train()
     with pytest.raises(ConfigError, match=r"model.eval\(\)"):
         model(ids[:, num_stored:], past_key_values=cache)

@@ -184,18 +184,22 @@ def test_a_mask_of_all_tokens_serves_a_window() -> None:
         token_mask = torch.rand(2, length) > 0.4
         full_mask = make_compact(token_mask, 0, length, 0, 1)
         window_mask = make_compact(token_mask[:, start:], start, length - start, 0, 1)
-        for mask, first in ((full_mask, 0), (window_mask, start)):
+        for mask, first_token in ((full_mask, 0), (window_mask, start)):
             visible = mask.get_columns(start, length)
             assert_same(visible[:, 0, 0].bool(), token_mask[:, start:], (length, start))
-            assert_same(mask.bounds, find_mask_bounds(token_mask[:, first:], first))
+            bounds = find_mask_bounds(token_mask[:, first_token:], first_token)
+            assert_same(mask.bounds, bounds)
             assert_same(mask.make_complete(start, length, 0)[:, 0, 0], token_mask[:, start:])
 
 
-@pytest.mark.parametrize(("num_columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])
-def test_a_mask_of_different_tokens_is_refused(num_columns: int, first: int) -> None:
-    mask = make_compact(torch.ones(2, num_columns, dtype=torch.bool), first, num_columns, 0, 1)
+@pytest.mark.parametrize(
+    ("num_columns", "first_token"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)]
+)
+def test_a_mask_of_different_tokens_is_refused(num_columns: int, first_token: int) -> None:
+    is_token = torch.ones(2, num_columns, dtype=torch.bool)
+    mask = make_compact(is_token, first_token, num_columns, 0, 1)
     for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
-        if first <= start and stop <= first + num_columns:
+        if first_token <= start and stop <= first_token + num_columns:
             assert mask.get_columns(start, stop).shape == (2, 1, 1, stop - start)
         else:
             with pytest.raises(ConfigError, match=f"covers the tokens {start} to {stop - 1}"):
@@ -208,11 +212,11 @@ def masks() -> Iterator[list[Any]]:
     recorded: list[Any] = []
 
     def record(
-        module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kw: Any
+        module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(key, PagedKV):
             recorded.append(mask)
-        return fp8_paged_attention(module, query, key, value, mask, *args, **kw)
+        return fp8_paged_attention(module, query, key, value, mask, *args, **kwargs)
 
     AttentionInterface.register("fp8_paged", record)
     yield recorded

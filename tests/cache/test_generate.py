@@ -433,11 +433,11 @@ def test_enable_and_disable_switch_the_cache() -> None:
     options = {**GREEDY, "return_dict_in_generate": True}
     expected = generate(model, inputs, make_cache(model, page_size=64, dtype="fp8_e3m4"))
     assert enable(model, dtype="fp8_e3m4") is model
-    result = model.generate(**inputs, **options)
-    assert isinstance(result.past_key_values, FP8PagedCache)
-    assert_same(result.sequences, expected)
-    result = model.generate(**inputs, past_key_values=DynamicCache(), **options)
-    assert isinstance(result.past_key_values, DynamicCache)
+    output = model.generate(**inputs, **options)
+    assert isinstance(output.past_key_values, FP8PagedCache)
+    assert_same(output.sequences, expected)
+    output = model.generate(**inputs, past_key_values=DynamicCache(), **options)
+    assert isinstance(output.past_key_values, DynamicCache)
     disable(model)
     disable(model)
     assert model.config._attn_implementation == attention
@@ -569,15 +569,15 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
             lambda _module, _args, kwargs, x=call_lengths: x.append(kwargs["input_ids"].shape[1]),
             with_kwargs=True,
         )
-        result = model.generate(
+        output = model.generate(
             prompt, **GREEDY, **keywords, **fp8_keywords, return_dict_in_generate=True
         )
         hook.remove()
         # Phi-4 only passes its last token after it has dropped a cache, so none is used.
         expected = stock_model.generate(prompt, use_cache=False, **GREEDY, **keywords)
         case = (prompt.shape, keywords, list(fp8_keywords))
-        assert_same(result.sequences, expected, case)
-        cache = result.past_key_values
+        assert_same(output.sequences, expected, case)
+        cache = output.past_key_values
         assert isinstance(cache, FP8PagedCache), case
         assert cache is fp8_keywords.get("past_key_values", cache)
         if fp8_keywords is not lookup:
@@ -591,9 +591,9 @@ def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change() -> No
     for length, chunk_size in ((20, 7), (40, 7), (40, 30)):
         options = {**GREEDY, "prefill_chunk_size": chunk_size, "return_dict_in_generate": True}
         expected = stock_model.generate(ids[:, :length], **options)
-        result = model.generate(ids[:, :length], **options)
-        assert_same(result.sequences, expected.sequences, (length, chunk_size))
-        assert isinstance(result.past_key_values, FP8PagedCache)
+        output = model.generate(ids[:, :length], **options)
+        assert_same(output.sequences, expected.sequences, (length, chunk_size))
+        assert isinstance(output.past_key_values, FP8PagedCache)
 
 
 def test_a_model_that_replaces_its_cache_is_reported(
@@ -722,8 +722,8 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
         assert len(measure(model, scales, texts, progress=False).quality) > 1
         enable(model, training="stored")
         if name == CACHE:
-            result = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
-            assert isinstance(result[CACHE], FP8PagedCache)
+            output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+            assert isinstance(output[CACHE], FP8PagedCache)
 
 
 def test_guidance_uses_a_separate_cache() -> None:

@@ -100,12 +100,12 @@ class Decoder:
             self.step(num_tokens)
 
     def step(self, num_tokens: int = 1, *, padded: bool = False) -> list[torch.Tensor]:
-        """Run a step, and return the results of all layers."""
+        """Run a step, and return the outputs of all layers."""
         length = int(self.cache.get_seq_length()) + num_tokens
         is_token = torch.ones(BATCH, length, dtype=torch.bool)
         is_token[0, :3] = False
         mask = make_compact(is_token, 0, length, 0, num_tokens) if padded else None
-        results = []
+        outputs = []
         for module in self.modules:
             query, key, value = (
                 self.convert(torch.randn(BATCH, n, num_tokens, 32, generator=self.generator))
@@ -113,8 +113,8 @@ class Decoder:
             )
             keys, values = self.cache.update(key, value, module.layer_idx)
             attend, query = ALL_ATTENTION_FUNCTIONS["fp8_paged"], self.convert_query(query)
-            results.append(attend(module, query, keys, values, mask, **self.keywords)[0])
-        return results
+            outputs.append(attend(module, query, keys, values, mask, **self.keywords)[0])
+        return outputs
 
 
 # Each backend, and each kind of step for which a backend has separate code.

@@ -51,8 +51,8 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
         positions = torch.arange(start, start + len(window))[None]
         model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
-            kv = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
-            states.setdefault(index, []).append(kv)
+            k_and_v = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
+            states.setdefault(index, []).append(k_and_v)
     return {
         i: (torch.cat([k for k, _ in pairs]).float(), torch.cat([v for _, v in pairs]).float())
         for i, pairs in states.items()

@@ -103,16 +103,16 @@ def test_tokens_with_other_frequencies_of_rope_are_not_reused(name: str, rope_ty
         (20, 30, 20), (36, 60, 0), (50, 20, 0), (60, 52, 51 * is_phi)
     ):  # fmt: skip
         for is_continued in (False, True):
-            first_result = model.generate(ids[:, :length], **options)
+            first_output = model.generate(ids[:, :length], **options)
             next_ids = ids[:, :next_length]
             if is_continued:
-                next_ids = torch.cat([first_result.sequences, next_ids[:, :7]], 1)
+                next_ids = torch.cat([first_output.sequences, next_ids[:, :7]], 1)
                 # The cache holds the prompt and 8 tokens of the answer.
                 num_reused = (length + 8) * (length + 16 <= 40 or (is_phi and length + 8 > 40))
-            cache = first_result.past_key_values
-            result = model.generate(next_ids, past_key_values=cache, **options)
+            cache = first_output.past_key_values
+            output = model.generate(next_ids, past_key_values=cache, **options)
             case = (length, next_ids.shape[1], is_continued)
-            assert_same(result.sequences, model.generate(next_ids, **options).sequences, case)
+            assert_same(output.sequences, model.generate(next_ids, **options).sequences, case)
             assert cache.memory_footprint().reused_tokens == num_reused, case
 
 

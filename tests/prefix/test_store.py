@@ -66,16 +66,16 @@ class StoreUser:
     def check_answer(self, ids: torch.Tensor, **keywords: Any) -> int:
         """Compare an answer to the answer without a store. Return the number of computed tokens."""
         keywords = {**GREEDY, **keywords}
-        result = self.model.generate(ids, return_dict_in_generate=True, **keywords)
+        output = self.model.generate(ids, return_dict_in_generate=True, **keywords)
         self.store.flush()
         num_prompts = len(ids) * keywords.get("num_beams", 1)
-        num_computed = ids.shape[1] - result.past_key_values.restored_tokens // num_prompts
+        num_computed = ids.shape[1] - output.past_key_values.restored_tokens // num_prompts
         if "num_beams" not in keywords:
             keywords["logits_processor"] = require_wide_margins(MIN_MARGIN)
         enable(self.model, prefill="stored", **self.keywords)
         expected = self.model.generate(ids, **keywords)
         self.enable()
-        assert_same(result.sequences, expected, f"{num_computed} of {ids.shape[1]} tokens computed")
+        assert_same(output.sequences, expected, f"{num_computed} of {ids.shape[1]} tokens computed")
         return num_computed
 
 
@@ -981,8 +981,8 @@ def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
     user = StoreUser(tmp_path)
     user.check_answer(make_ids(40))
     for copied_model in (copy.deepcopy(user.model), pickle.loads(pickle.dumps(user.model))):
-        result = copied_model.generate(make_ids(40), return_dict_in_generate=True, **GREEDY)
-        assert result.past_key_values.restored_tokens == 32
+        output = copied_model.generate(make_ids(40), return_dict_in_generate=True, **GREEDY)
+        assert output.past_key_values.restored_tokens == 32
     disable(user.model)
     usage = user.store.usage()
     user.model.generate(make_ids(40), **GREEDY)

@@ -41,10 +41,10 @@ def add_noise() -> Iterator[Callable[..., None]]:
     """
 
     def switch_attention(model: Any, **options: Any) -> None:
-        def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
+        def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             noise = compute_noise(model.config, module.layer_idx, key, value, **options)
             eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-            return eager(module, query, key + noise[0], value + noise[1], *args, **kw)
+            return eager(module, query, key + noise[0], value + noise[1], *args, **kwargs)
 
         AttentionInterface.register("noisy", attend)
         AttentionMaskInterface.register("noisy", eager_mask)

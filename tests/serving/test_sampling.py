@@ -71,14 +71,14 @@ def test_noise_reads_no_tensor_of_an_earlier_call():
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            results.append(result)
-            return result
+            output = function(*args, **(kwargs or {}))
+            outputs.append(output)
+            return output
 
-    results = []
+    outputs = []
     with Recorder():
         expected = sampling.make_gumbel_noise(keys.clone(), 113).clone()
-    for tensor in results[:-1]:
+    for tensor in outputs[:-1]:
         tensor.fill_(1)
     assert torch.equal(sampling.make_gumbel_noise(keys, 113), expected)
 

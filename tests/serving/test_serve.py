@@ -178,10 +178,10 @@ def test_a_truncated_response_is_incomplete(server, folder):
         response = client.responses.create(**request)
         *_, last_event = client.responses.create(stream=True, **request)
     assert last_event.type == "response.incomplete"
-    for result in (response, last_event.response):
-        assert (result.status, result.model) == ("incomplete", folder)
-        assert result.incomplete_details.reason == "max_output_tokens"
-        assert result.usage.output_tokens == 3
+    for truncated in (response, last_event.response):
+        assert (truncated.status, truncated.model) == ("incomplete", folder)
+        assert truncated.incomplete_details.reason == "max_output_tokens"
+        assert truncated.usage.output_tokens == 3
     assert response.output_text == last_event.response.output_text
 
 
@@ -381,7 +381,7 @@ def test_every_field_of_openai_is_validated(server, path, params_type, valid_fie
         ("{{ raise_exception('no') }}", False),
     ],
 )
-def test_template_shows_tools_if_it_renders_them(folder, template, expected):
+def test_tools_are_shown_only_by_templates_that_render_them(folder, template, expected):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = template
     assert template_shows_tools(tokenizer) is expected
@@ -680,7 +680,7 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
                 assert (status, error["code"]) == (401, "invalid_api_key")
         assert get_status(server, "/health") == get_status(server, "/") == 200
         auth = {"authorization": "Bearer sesame"}
-        request, answers = make_chat(STORY, max_tokens=100), []
+        request, answers = make_chat(STORY, max_tokens=50), []
         with ThreadPoolExecutor(24) as pool:
             # Repeat until some requests wait, because a slow machine may read them one by one.
             while {status for status, _, _ in answers} != {200, 429} and len(answers) < 240:

@@ -196,11 +196,11 @@ def test_a_deterministic_request_does_not_depend_on_the_steps(backend):
         for n in (NUM_QUERY_HEADS, NUM_HEADS, NUM_HEADS)
     ]
     table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
-    results = []
+    outputs_of_request = []
     for counts, other_counts in (([num_tokens], [0]), ([20, 1, 10, 9], second_counts)):
         layer = Layer("dynamic", backend)
         layer.spec = layer.spec._replace(deterministic=True)
-        outputs, ends = [], [0, 0]
+        outputs_of_steps, ends = [], [0, 0]
         for step in zip(counts, other_counts, strict=True):
             spans = [range(end, end + n) for end, n in zip(ends, step, strict=True)]
             ends = [span.stop for span in spans]
@@ -217,9 +217,9 @@ def test_a_deterministic_request_does_not_depend_on_the_steps(backend):
             work = plan_step(starts, lengths, table, slots, BLOCK_SIZE, max(ends))
             if all(n == 1 for n in step):
                 work = make_masked_decode_work(lengths, table, slots, BLOCK_SIZE)
-            outputs.append(layer.attend(*(x[rows] for x in tokens), work)[: step[0]])
-        results.append(torch.cat(outputs))
-    assert torch.equal(*results)
+            outputs_of_steps.append(layer.attend(*(x[rows] for x in tokens), work)[: step[0]])
+        outputs_of_request.append(torch.cat(outputs_of_steps))
+    assert torch.equal(*outputs_of_request)
 
 
 @pytest.mark.parametrize("kind", DTYPE_NAMES)
@@ -285,14 +285,14 @@ def test_whole_prompts_are_read_densely_on_an_h100(monkeypatch):
     monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 18)
     attend_densely = mock.Mock(side_effect=attend.attend_densely)
     monkeypatch.setattr(attend, "attend_densely", attend_densely)
-    results = []
+    outputs = []
     for capability in (None, (9, 0)):
         monkeypatch.setattr(dense_prompts, "_read_capability", lambda _, x=capability: x)
         for steps in ([[20, 20, 0, 0, 0], [20, 20, 0, 0, 0]], [[0, 0, 0, 21, 19]]):
             layer, requests = Layer("dynamic", "torch"), Requests(seed=6)
             for counts in steps:
-                results.append(requests.run_step(counts, layer.attend_in_bfloat16)[2])
+                outputs.append(requests.run_step(counts, layer.attend_in_bfloat16)[2])
     assert [len(call.args[0]) for call in attend_densely.call_args_list] == [2]
-    for expected, actual in zip(results[:3], results[3:], strict=True):
+    for expected, actual in zip(outputs[:3], outputs[3:], strict=True):
         # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
         assert (actual - expected).norm() <= 2**-8 * expected.norm()
