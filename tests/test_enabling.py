@@ -50,7 +50,7 @@ CHOSEN = {
 UNCHOSEN = ("speech", "meta", "NaN")
 
 
-def build(name: str, seed: int = 0, **fields: Any) -> tuple[PreTrainedModel, Inputs]:
+def build_model(name: str, seed: int = 0, **fields: Any) -> tuple[PreTrainedModel, Inputs]:
     """Return a tiny model, and a prompt without padding."""
     variants = {"no special tokens": "llama", "meta": "llama", "NaN": "llama"}
     fields = {**CHOSEN.get(name, {}), **fields}
@@ -105,7 +105,7 @@ def read_serving_digest(model: Any, **keywords: Any) -> str | None:
 
 @pytest.mark.parametrize("name", [*CHOSEN, *UNCHOSEN])
 def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
-    model, inputs = build(name)
+    model, inputs = build_model(name)
     with caplog.at_level("WARNING", "hf_fp8kv"):
         enable(model)
     messages = [x.getMessage() for x in caplog.records if x.name.startswith("hf_fp8kv")]
@@ -136,7 +136,7 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
 )
 @torch.no_grad()
 def test_a_compiled_model_is_enabled(is_called: str) -> None:
-    model, inputs = build("llama", num_hidden_layers=1)
+    model, inputs = build_model("llama", num_hidden_layers=1)
     compiled: Any = torch.compile(model, backend="eager")
     if is_called == "first":
         compiled(**inputs)
@@ -156,7 +156,7 @@ def test_a_compiled_model_is_enabled(is_called: str) -> None:
 
 def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
     """tests/cache/test_generate.py has the functions that take a model."""
-    model, _ = build("llama")
+    model, _ = build_model("llama")
     with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
         FP8PagedCache(torch.nn.DataParallel(model))
     for value in ("some/model", type(model), 3):
@@ -177,7 +177,7 @@ def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
     ids=str,
 )  # fmt: skip
 def test_an_argument_that_says_how_to_store_runs_no_pass(keywords: dict[str, Any]) -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     with counted_calls(model) as calls:
         enable(model, **keywords)
         plan = FP8PagedCache(model, **keywords).plan
@@ -190,7 +190,7 @@ def test_an_argument_that_says_how_to_store_runs_no_pass(keywords: dict[str, Any
 
 
 def test_arguments_that_do_not_say_how_to_store_keep_the_plan(tmp_path: Path) -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     digest = choose_plan(model).digest
     for keywords in (
         {"page_size": 16}, {"max_cache_len": 64}, {"max_pages": 64}, {"skip_layers": [1]},
@@ -209,7 +209,7 @@ def test_arguments_that_do_not_say_how_to_store_keep_the_plan(tmp_path: Path) ->
 
 
 def test_fewer_bits_are_for_generate_and_engines() -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     enable(model, bits=6)
     cache = generate(model, inputs)
     assert {side.format for layer in cache.plan.values() for side in layer} == {"int6"}
@@ -232,7 +232,7 @@ def test_fewer_bits_are_for_generate_and_engines() -> None:
 
 
 def test_the_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = build("llama", seed=7)  # without a plan in a file
+    model, inputs = build_model("llama", seed=7)  # without a plan in a file
     with counted_calls(model) as calls:
         digests = {read_digest(FP8PagedCache(model))}
         assert calls
@@ -251,7 +251,7 @@ def test_the_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_enable_keeps_the_plan_while_the_weights_change() -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     enable(model, training="stored")
     digest = generate_digest(model, inputs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
@@ -285,7 +285,7 @@ def test_enable_keeps_the_plan_while_the_weights_change() -> None:
 
 
 def test_a_cache_of_a_model_equals_a_cache_with_its_plan(tmp_path: Path) -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     plan = choose_plan(model)
     cache = FP8PagedCache(model, page_size=8)
     expected = FP8PagedCache(model.config, plan=plan, page_size=8)
@@ -304,7 +304,7 @@ def test_a_cache_of_a_model_equals_a_cache_with_its_plan(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_cache_does_not_keep_its_model(is_used: bool) -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     cache, reference = FP8PagedCache(model), weakref.ref(model)
     fork = cache.fork()
     if is_used:
@@ -318,7 +318,7 @@ def test_a_cache_does_not_keep_its_model(is_used: bool) -> None:
 
 @pytest.mark.parametrize("name", ["cross_attention", "position_bias", "speech"])
 def test_cross_attention_stays_plain(name: str) -> None:
-    model, inputs = build(name)
+    model, inputs = build_model(name)
     enable(model)
     caches = generate(model, inputs)
     assert isinstance(caches, EncoderDecoderCache)
@@ -335,7 +335,7 @@ def test_cross_attention_stays_plain(name: str) -> None:
 @torch.no_grad()
 def test_a_base_model_without_generate_fills_a_cache() -> None:
     """Models such as BLIP-2 pass the cache to a part of the model."""
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     cache = FP8PagedCache(model.model)
     model.model(**inputs, **{CACHE: cache})
     assert cache.host_length() == inputs["input_ids"].shape[1]
@@ -382,7 +382,7 @@ def test_the_check_of_max_cache_len_leaves_no_trace(name: str, tmp_path: Path, c
 
 
 def test_enable_logs_the_format_and_the_bytes_of_a_token(caplog: Any) -> None:
-    model, _ = build("llama")
+    model, _ = build_model("llama")
     with caplog.at_level("INFO", "hf_fp8kv"):
         enable(model, dtype="fp8")
     # K and V of 2 layers with 2 heads of 16 values, and a bf16 scale per head.
@@ -394,7 +394,7 @@ def test_enable_logs_the_format_and_the_bytes_of_a_token(caplog: Any) -> None:
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
 def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     with pytest.raises(ConfigError, match="expected an enabled model, got LlamaForCausalLM"):
         summary(model)
     enable(model, dtype="fp8", page_size=8)
@@ -430,14 +430,14 @@ def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> Non
 
 
 def test_a_summary_counts_windows_and_layers_of_transformers() -> None:
-    model, inputs = build("sliding_and_full")
+    model, inputs = build_model("sliding_and_full")
     enable(model, dtype="fp8", page_size=8)
     model.generate(**inputs, max_new_tokens=40, min_new_tokens=40, do_sample=False)
     window, num_tokens = model.config.sliding_window, inputs["input_ids"].shape[1] + 39
     num_stored = num_tokens + min(window, num_tokens)
     assert summary(model).stored_bytes == num_stored * 72
     assert summary(model).bf16_bytes == num_stored * 128
-    model, inputs = build("hybrid")
+    model, inputs = build_model("hybrid")
     model.generate(**enable(model) and inputs, **GREEDY)
     assert "stock (layer 0" in str(summary(model))
 
@@ -446,7 +446,7 @@ def test_a_stock_cache_warns_that_nothing_is_stored_in_8_bits(
     caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     model.set_attn_implementation("fp8_paged")
     model.generate(**inputs, **GREEDY, **{CACHE: FP8PagedCache(model)})
     model(**inputs, use_cache=False)
@@ -458,7 +458,7 @@ def test_a_stock_cache_warns_that_nothing_is_stored_in_8_bits(
 
 
 def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion() -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     model.generate(**enable(model, "fp8") and inputs, **GREEDY)
     assert summary(model).footprint.layers_by_plan == {"K fp8_e4m3, V fp8_e4m3": 2}
     with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'page_size'\?"):
@@ -472,7 +472,7 @@ def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion() -> No
 
 
 def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step() -> None:
-    model, inputs = build("llama")
+    model, inputs = build_model("llama")
     serving.enable(model, probe=False)
     enable(model, training="stored")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)

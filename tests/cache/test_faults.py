@@ -60,7 +60,7 @@ def make_cache(kind: str) -> FP8PagedCache:
     return cache
 
 
-def fill(kind: str) -> FP8PagedCache:
+def make_filled_cache(kind: str) -> FP8PagedCache:
     cache = make_cache(kind)
     add_tokens(cache, 61, 1)
     add_tokens(cache, 1, 2)
@@ -104,7 +104,7 @@ def is_same(snapshot: Snapshot, expected: Snapshot) -> bool:
 def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None:
     """Let a call fail at `place`, and compare the cache with caches without a failure."""
     call = CALLS[call_name]
-    make = make_cache if call_name == "first step" else fill
+    make = make_cache if call_name == "first step" else make_filled_cache
     cache, before, after = make(kind), make(kind), make(kind)
     call(after)
     fork = cache.fork() if call_name == "steps" else None
@@ -141,7 +141,7 @@ def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None
 
 
 def iterate_places(kind: str, call_name: str, faults: Faults) -> Iterator[Place]:
-    cache = make_cache(kind) if call_name == "first step" else fill(kind)
+    cache = make_cache(kind) if call_name == "first step" else make_filled_cache(kind)
     fork = cache.fork() if call_name == "steps" else None
     faults.run(lambda: CALLS[call_name](cache))
     del fork

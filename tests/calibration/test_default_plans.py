@@ -46,10 +46,10 @@ PLAIN = {"dtype": "fp8_e3m4", "plan": None}
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hf_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let models keep their plans in a new folder, and return it."""
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf_home"))
+    return tmp_path / "hf_home"
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +111,17 @@ def test_adaptive_excludes_other_arguments_about_storage(keywords: dict[str, Any
 
 
 @pytest.mark.parametrize("dtype", [None, "adaptive"])
-def test_the_default_is_the_chosen_plan(dtype: str | None, own_plan: Any, home: Path) -> None:
+def test_the_default_is_the_chosen_plan(dtype: str | None, own_plan: Any, hf_home: Path) -> None:
     model = make_model()
     assert resolve_and_count(model, dtype=dtype) == (own_plan.digest, NUM_PASSES)
     for _ in range(2):
         assert resolve_and_count(model, dtype=dtype, page_size=16) == (own_plan.digest, 0)
     assert resolve_and_count(model, scales=None, key_dtype=None) == (own_plan.digest, 0)
-    assert len(list_plan_files(home)) == 1
+    assert len(list_plan_files(hf_home)) == 1
     assert vars(model).keys() - vars(make_model()).keys() == {"_hf_fp8kv_plan_choice"}
 
 
-def test_plans_are_kept_by_their_bits(own_plan: Any, home: Path) -> None:
+def test_plans_are_kept_by_their_bits(own_plan: Any, hf_home: Path) -> None:
     model = make_model()
     narrow_digest, num_passes = resolve_and_count(model, bits=6)
     assert num_passes
@@ -130,7 +130,7 @@ def test_plans_are_kept_by_their_bits(own_plan: Any, home: Path) -> None:
     for new_model in (model, make_model()):
         for bits, digest in ((6, narrow_digest), (6.0, narrow_digest), (8, own_plan.digest)):
             assert resolve_and_count(new_model, bits=bits, dtype=None) == (digest, 0)
-    assert len(list_plan_files(home)) == 2
+    assert len(list_plan_files(hf_home)) == 2
     for name, value in (("dtype", "fp8"), ("plan", "int8"), ("scales", 1.0)):
         with pytest.raises(ConfigError, match=f"{name}: expected None with bits=6, got"):
             resolve_plan(model, {"bits": 6, name: value})
@@ -143,7 +143,7 @@ def test_plans_are_kept_by_their_bits(own_plan: Any, home: Path) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_new_model_takes_the_plan_in_the_file(own_plan: Any, home: Path) -> None:
+def test_a_new_model_takes_the_plan_in_the_file(own_plan: Any, hf_home: Path) -> None:
     assert resolve_and_count(make_model())[1] == NUM_PASSES
     model = make_model()
     assert resolve_and_count(model) == (own_plan.digest, 0)
@@ -160,7 +160,7 @@ def test_a_new_model_takes_the_plan_in_the_file(own_plan: Any, home: Path) -> No
         elif change == "config":
             model.config.rms_norm_eps *= 2
         assert resolve_and_count(model)[1] >= NUM_PASSES, change
-    assert len(list_plan_files(home)) == 5
+    assert len(list_plan_files(hf_home)) == 5
 
 
 @pytest.mark.parametrize("constant", ["_CHOOSER_VERSION", "_MAX_EXTRA_BYTES"])
@@ -171,12 +171,12 @@ def test_files_of_a_different_chooser_are_not_used(constant: str, monkeypatch: A
 
 
 @pytest.mark.full
-def test_a_second_process_runs_no_pass(own_plan: Any, home: Path) -> None:
+def test_a_second_process_runs_no_pass(own_plan: Any, hf_home: Path) -> None:
     code = (
         "from tests.calibration import test_default_plans as tests\n"
         "print(*tests.resolve_and_count(tests.make_model()))"
     )
-    environment = {**os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "HF_HOME": str(hf_home), "OMP_NUM_THREADS": "1"}
     for num_passes in (NUM_PASSES, 0):
         output = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
         assert output.split()[-2:] == [own_plan.digest, str(num_passes)]
@@ -200,9 +200,9 @@ def damage_file(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flipped", "link", "pipe", "plan of another model"])
-def test_a_damaged_file_is_replaced(kind: str, own_plan: Any, home: Path, caplog: Any) -> None:
+def test_a_damaged_file_is_replaced(kind: str, own_plan: Any, hf_home: Path, caplog: Any) -> None:
     resolve_plan(make_model(), {})
-    (path,) = list_plan_files(home)
+    (path,) = list_plan_files(hf_home)
     original_bytes = path.read_bytes()
     damage_file(path, kind)
     assert resolve_and_count(make_model()) == (own_plan.digest, NUM_PASSES)
@@ -213,13 +213,13 @@ def test_a_damaged_file_is_replaced(kind: str, own_plan: Any, home: Path, caplog
 
 @pytest.mark.parametrize("obstacle", ["a file", "a folder"])
 def test_a_plan_is_chosen_if_its_folder_cannot_be_written(
-    obstacle: str, own_plan: Any, home: Path, caplog: Any
+    obstacle: str, own_plan: Any, hf_home: Path, caplog: Any
 ) -> None:
     if obstacle == "a file":
-        home.write_text("not a folder")
+        hf_home.write_text("not a folder")
     else:
         resolve_plan(make_model(), {})
-        (path,) = list_plan_files(home)
+        (path,) = list_plan_files(hf_home)
         path.unlink()
         (path / "folder").mkdir(parents=True)
     caplog.set_level(logging.DEBUG, "hf_fp8kv")
@@ -228,13 +228,13 @@ def test_a_plan_is_chosen_if_its_folder_cannot_be_written(
     assert sum("is not written" in message for message in caplog.messages) == 1
 
 
-def test_a_model_that_cannot_be_sampled_has_no_file(own_plan: Any, home: Path) -> None:
+def test_a_model_that_cannot_be_sampled_has_no_file(own_plan: Any, hf_home: Path) -> None:
     """An offloaded weight may have any values, so a different model could have the same key."""
     model = make_model()
     model.register_buffer("offloaded", torch.empty(4, device="meta"))
     assert resolve_and_count(model) == (own_plan.digest, NUM_PASSES)
     assert resolve_and_count(model) == (own_plan.digest, 0)
-    assert not list_plan_files(home)
+    assert not list_plan_files(hf_home)
     assert resolve_and_count(copy.deepcopy(model)) == (own_plan.digest, NUM_PASSES)
 
 
@@ -284,7 +284,7 @@ def read_state(model: Any) -> dict[str, Any]:
 # tests/test_enabling.py has models of speech and on the meta device.
 @pytest.mark.parametrize("kind", ["NaN", "own code", "memory", "no attention layer", "config"])
 def test_a_failure_gives_the_plain_format_and_one_line(
-    kind: str, caplog: pytest.LogCaptureFixture, home: Path, store: PrefixStore
+    kind: str, caplog: pytest.LogCaptureFixture, hf_home: Path, store: PrefixStore
 ) -> None:
     model = make_failing_model(kind)
     model.model.train() if hasattr(model, "model") else model.train()
@@ -301,7 +301,7 @@ def test_a_failure_gives_the_plain_format_and_one_line(
         resolve_plan(model, {"dtype": "adaptive"})
     assert read_state(model) == state
     assert caplog.messages == [message]
-    assert not list_plan_files(home)
+    assert not list_plan_files(hf_home)
     assert not list_plan_files(store.path)
 
 
@@ -513,14 +513,14 @@ def only_default_format() -> Iterator[None]:
 
 
 def test_a_prefix_store_keeps_the_first_plan_of_each_model(
-    store: PrefixStore, own_plan: Any, home: Path
+    store: PrefixStore, own_plan: Any, hf_home: Path
 ) -> None:
     first_model = make_model()
     assert resolve_and_count(first_model, store) == (own_plan.digest, NUM_PASSES)
     assert len(list_plan_files(store.path)) == 1
     with only_default_format():
         second_model = make_model()
-        list_plan_files(home)[0].unlink()
+        list_plan_files(hf_home)[0].unlink()
         for keywords in ({}, {"dtype": "adaptive"}):
             assert resolve_and_count(second_model, store, **keywords) == (own_plan.digest, 0)
         other_digest, num_passes = resolve_and_count(second_model)  # without the store
@@ -602,10 +602,10 @@ def test_a_store_serves_models_whose_choice_is_refused(
 
 
 def test_a_store_shares_plans_between_kinds_of_devices(
-    store: PrefixStore, own_plan: Any, monkeypatch: Any, home: Path
+    store: PrefixStore, own_plan: Any, monkeypatch: Any, hf_home: Path
 ) -> None:
     resolve_plan(make_model(), {}, prefix_store=store)
     monkeypatch.setattr(plan_choice, "find_input_device", lambda _: torch.device("cuda"))
     assert resolve_and_count(make_model(), store) == (own_plan.digest, 0)
     assert resolve_and_count(make_model())[1] == NUM_PASSES
-    assert len(list_plan_files(home)) == 2
+    assert len(list_plan_files(hf_home)) == 2

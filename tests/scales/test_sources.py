@@ -575,14 +575,14 @@ def serve(monkeypatch, tmp_path):
     def serve_folder(golden: str, error: Exception = NOT_FOUND) -> tuple[Path, mock.Mock]:
         folder = copy_golden(golden, tmp_path)
 
-        def find(repo: str, name: str, **_: object) -> str:
+        def find_file(repo: str, name: str, **_: object) -> str:
             if not (folder / name).exists():
                 raise error
             return str(folder / name)
 
-        api, download = mock.Mock(), mock.Mock(side_effect=find)
+        api, download = mock.Mock(), mock.Mock(side_effect=find_file)
         api().parse_safetensors_file_metadata.side_effect = lambda *names, **_: SimpleNamespace(
-            tensors=load_file(find(*names))
+            tensors=load_file(find_file(*names))
         )
         monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
         monkeypatch.setattr(checkpoint_module, "HfApi", api)

@@ -38,7 +38,7 @@ TENSORRT = {
 Tensors = dict[str, torch.Tensor]
 
 
-def fill(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
+def make_tensors(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
     """Return scales of all layers: for K and for V if `name` has "{side}", else shared scales."""
     side_scales = {"k": K, "v": V} if "{side}" in name else {"kv": LARGER_KV}
     return {
@@ -92,10 +92,10 @@ ATTENTION = "self_attn.{side}_scale"
 PROJECTION = "self_attn.{side}_proj.{side}_scale"
 OUTPUT = "self_attn.{side}_proj.output_scale"
 TOWERS = {
-    **fill("self_attn.{side}_scale", prefix="vision_tower.layers"),
-    **fill("self_attn.{side}_scale", prefix="model.vision_tower.encoder.layers"),
-    **fill("attn.{side}_proj.{side}_scale", prefix="model.visual.blocks"),
-    **fill("self_attn.{side}_proj.output_scale", prefix="audio_tower.layers"),
+    **make_tensors("self_attn.{side}_scale", prefix="vision_tower.layers"),
+    **make_tensors("self_attn.{side}_scale", prefix="model.vision_tower.encoder.layers"),
+    **make_tensors("attn.{side}_proj.{side}_scale", prefix="model.visual.blocks"),
+    **make_tensors("self_attn.{side}_proj.output_scale", prefix="audio_tower.layers"),
 }
 TOWERS = {name: tensor * 64 for name, tensor in TOWERS.items()}
 
@@ -105,22 +105,22 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     "compressed-tensors-with-null-strategy": (
         "compressed-tensors",
         make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
-        fill(ATTENTION, (1,)),
+        make_tensors(ATTENTION, (1,)),
     ),
     "compression-config": (
         "compressed-tensors",
         LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
-        fill(ATTENTION, (1,)),
+        make_tensors(ATTENTION, (1,)),
     ),
     "compression-config-with-output-scales": (
         "compressed-tensors",
         LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
-        fill(OUTPUT, (1,)),
+        make_tensors(OUTPUT, (1,)),
     ),
     "output-activations": (
         "compressed-tensors",
         make_llama(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj")),
-        fill(OUTPUT, (1,)),
+        make_tensors(OUTPUT, (1,)),
     ),
     "text-config": (
         "compressed-tensors",
@@ -129,7 +129,7 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
             "text_config": make_llama(**COMPRESSED, kv_cache_scheme=SCHEME),
             "vision_config": {"num_hidden_layers": 24, "num_attention_heads": 16},
         },
-        {**fill(ATTENTION, (1,), "model.language_model.layers"), **TOWERS},
+        {**make_tensors(ATTENTION, (1,), "model.language_model.layers"), **TOWERS},
     ),
     "thinker-config": (
         "autofp8",
@@ -139,8 +139,8 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
             "talker_config": {"num_hidden_layers": 24},
         },
         {
-            **fill(ATTENTION, (), "thinker.model.layers"),
-            **fill(ATTENTION, (), "talker.model.layers"),
+            **make_tensors(ATTENTION, (), "thinker.model.layers"),
+            **make_tensors(ATTENTION, (), "talker.model.layers"),
             **TOWERS,
         },
     ),
@@ -148,41 +148,55 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         "autofp8",
         make_llama(**AUTOFP8),
         {
-            **fill("self_attn.{side}_cache.scale", (1,)),
+            **make_tensors("self_attn.{side}_cache.scale", (1,)),
             **{f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
         },
     ),
     "hifp8": (
         "autofp8",
         make_llama(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
-        fill(ATTENTION),
+        make_tensors(ATTENTION),
     ),
     "modelopt": (
         "modelopt",
         make_llama(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
-        fill(PROJECTION),
+        make_tensors(PROJECTION),
     ),
-    "modelopt-word": ("modelopt", make_llama(**MODELOPT, kv_cache_scheme="FP8"), fill(PROJECTION)),
+    "modelopt-word": (
+        "modelopt",
+        make_llama(**MODELOPT, kv_cache_scheme="FP8"),
+        make_tensors(PROJECTION),
+    ),
     "modelopt-of-angelslim": (
         "modelopt",
         make_llama(**MODELOPT, kv_cache_scheme="static"),
-        fill(PROJECTION),
+        make_tensors(PROJECTION),
     ),
-    "modelopt-two-configs": ("modelopt", make_llama(**MODELOPT), fill(PROJECTION), ALGO),
-    "modelopt-megatron": ("modelopt", LLAMA, fill(ATTENTION), ALGO),
-    "modelopt-stacked-qkv": ("modelopt", LLAMA, fill("self_attn.qkv_proj.{side}_scale"), ALGO),
-    "modelopt-stacked-twice": ("modelopt", LLAMA, fill("self_attn.qkqkv_proj.{side}_scale"), ALGO),
+    "modelopt-two-configs": ("modelopt", make_llama(**MODELOPT), make_tensors(PROJECTION), ALGO),
+    "modelopt-megatron": ("modelopt", LLAMA, make_tensors(ATTENTION), ALGO),
+    "modelopt-stacked-qkv": (
+        "modelopt",
+        LLAMA,
+        make_tensors("self_attn.qkv_proj.{side}_scale"),
+        ALGO,
+    ),
+    "modelopt-stacked-twice": (
+        "modelopt",
+        LLAMA,
+        make_tensors("self_attn.qkqkv_proj.{side}_scale"),
+        ALGO,
+    ),
     "modelopt-nemotron": (
         "modelopt",
         LLAMA | {"model_type": "nemotron_h", "hybrid_override_pattern": "***M"},
-        fill("mixer.{side}_proj.{side}_scale", (), "backbone.layers"),
+        make_tensors("mixer.{side}_proj.{side}_scale", (), "backbone.layers"),
         ALGO,
     ),
     **{
         f"quark-fused-{module}": (
             "quark",
             make_llama(**make_quark(f"*{module}") | {"export": {"kv_cache_group": [f"*{module}"]}}),
-            fill(f"{attention}.{module}.output_scale", (), prefix),
+            make_tensors(f"{attention}.{module}.output_scale", (), prefix),
         )
         for prefix, attention, module in (
             ("model.layers", "self_attn", "qkv_proj"),
@@ -191,26 +205,30 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
             ("transformer.h", "attn", "c_attn"),
         )
     },
-    "quark": ("quark", make_llama(**make_quark()), fill(OUTPUT)),
+    "quark": ("quark", make_llama(**make_quark()), make_tensors(OUTPUT)),
     "quark-entries-by-layer": (
         "quark",
         make_llama(
             **make_quark(*(f"model.layers.{i}.self_attn.{s}_proj" for i in range(3) for s in "kv"))
         ),
         {
-            **fill(OUTPUT),
+            **make_tensors(OUTPUT),
             "model.layers.0.self_attn.q_proj.output_scale": torch.ones(()),
             "model.layers.0.self_attn.prob_output_scale": torch.ones(()),
         },
     ),
-    "tgi": ("tgi", LLAMA | {"kv_cache_torch_dtype": "float8_e4m3fn"}, fill("self_attn.kv_scale")),
+    "tgi": (
+        "tgi",
+        LLAMA | {"kv_cache_torch_dtype": "float8_e4m3fn"},
+        make_tensors("self_attn.kv_scale"),
+    ),
     "trtllm-pair": (
         "trtllm",
         TENSORRT,
         {
             "rank0": {
-                **fill("attention.{side}_cache_scaling_factor", (1,), "transformer.layers"),
-                **fill("attention.kv_cache_scaling_factor", (1,), "transformer.layers"),
+                **make_tensors("attention.{side}_cache_scaling_factor", (1,), "transformer.layers"),
+                **make_tensors("attention.kv_cache_scaling_factor", (1,), "transformer.layers"),
             }
         },
     ),
@@ -238,7 +256,9 @@ def test_a_folder_in_each_dialect_is_read(tmp_path, caplog, name):
 
 
 def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
-    tensors = {n: torch.stack([t, t / 2]) for n, t in fill(ATTENTION).items()}
+    tensors = {
+        name: torch.stack([scale, scale / 2]) for name, scale in make_tensors(ATTENTION).items()
+    }
     scales = KVScales.from_pretrained(write_folder(tmp_path, PER_HEAD, tensors))
     assert [s.k.tolist() for s in scales.layers.values()] == [[[k], [k / 2]] for k in K]
     assert [s.v.tolist() for s in scales.layers.values()] == [[[v], [v / 2]] for v in V]
@@ -251,8 +271,11 @@ FACTOR = "attention.kv_cache_scaling_factor"
 
 def make_ranks(*factors: float) -> dict[str, Tensors]:
     """Return a file for each rank, with scales that are multiplied by the rank's factor."""
-    tensors = fill(FACTOR, (1,), "transformer.layers")
-    return {f"rank{r}": {n: t * f for n, t in tensors.items()} for r, f in enumerate(factors)}
+    tensors = make_tensors(FACTOR, (1,), "transformer.layers")
+    return {
+        f"rank{r}": {name: scale * factor for name, scale in tensors.items()}
+        for r, factor in enumerate(factors)
+    }
 
 
 def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
@@ -270,7 +293,7 @@ def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
 
 def test_an_ordinary_checkpoint_is_read_before_rank_files(tmp_path):
     write_folder(tmp_path, TENSORRT, make_ranks(8.0, 8.0))
-    folder = write_folder(tmp_path, make_llama(**AUTOFP8), fill(ATTENTION))
+    folder = write_folder(tmp_path, make_llama(**AUTOFP8), make_tensors(ATTENTION))
     assert KVScales.from_pretrained(folder).format == "autofp8"
 
 
@@ -280,17 +303,17 @@ LAYER_1 = "model.layers.1.self_attn."
 
 
 PER_HEAD = make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
-PAIR = fill(ATTENTION, (1,))
+PAIR = make_tensors(ATTENTION, (1,))
 WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
 PER_TENSOR = make_llama(**COMPRESSED, kv_cache_scheme=SCHEME)
-RANK = fill(FACTOR, (1,), "transformer.layers")
+RANK = make_tensors(FACTOR, (1,), "transformer.layers")
 
 
 # Each rule of the readers once. An entry has a config, tensors, the message, and a second config.
 INVALID_FOLDERS = {
     "heads-of-a-different-model": (
         PER_HEAD,
-        fill(ATTENTION, (3, 1, 1)),
+        make_tensors(ATTENTION, (3, 1, 1)),
         r"heads in config.json .*got \[3, 1, 1\]",
     ),
     "quark-mxfp4": (
@@ -312,7 +335,7 @@ INVALID_FOLDERS = {
     "int8-next-to-fp8": (PER_TENSOR | {"text_config": {"kv_cache_dtype": "int8"}}, PAIR, "'int8'"),
     "zero-point-of-the-projection": (
         make_llama(**make_quark()),
-        fill(OUTPUT) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
+        make_tensors(OUTPUT) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
         "output_zero_point: expected a zero point of 0",
     ),
     "global-scale": (PER_TENSOR, PAIR | {LAYER_1 + "v_global_scale": torch.ones(1)}, "NVFP4"),
@@ -321,27 +344,31 @@ INVALID_FOLDERS = {
         PAIR | {LAYER_1 + "v_proj.kv_cache_offset": torch.ones(4)},
         "INT8",
     ),
-    "output-scales-undeclared": (LLAMA, fill(OUTPUT), "which no format has"),
+    "output-scales-undeclared": (LLAMA, make_tensors(OUTPUT), "which no format has"),
     "output-scales-of-all-layers": (
         make_llama(**COMPRESSED | quantize_outputs("Linear")),
-        fill(OUTPUT),
+        make_tensors(OUTPUT),
         "which no format has",
     ),
     "output-activations-int8": (
         make_llama(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj", type="int")),
-        fill(OUTPUT, (1,)),
+        make_tensors(OUTPUT, (1,)),
         r"group_1.output_activations \(kv_cache\): 8-bit int",
     ),
-    "quark-int8": (make_llama(**make_quark(dtype="int8")), fill(OUTPUT), "dtype 'int8'"),
-    "quark-asymmetric": (make_llama(**make_quark(symmetric=False)), fill(OUTPUT), "asymmetric"),
+    "quark-int8": (make_llama(**make_quark(dtype="int8")), make_tensors(OUTPUT), "dtype 'int8'"),
+    "quark-asymmetric": (
+        make_llama(**make_quark(symmetric=False)),
+        make_tensors(OUTPUT),
+        "asymmetric",
+    ),
     "quark-dynamic": (
         make_llama(**make_quark(is_dynamic=True)),
-        fill(OUTPUT),
+        make_tensors(OUTPUT),
         "which needs no scales",
     ),
     "quark-without-its-layers": (
         make_llama(**make_quark("*q_proj")),
-        fill(OUTPUT),
+        make_tensors(OUTPUT),
         r"\*k_proj with dtype None",
     ),
     "quark-one-layer-of-int8": (
@@ -357,23 +384,23 @@ INVALID_FOLDERS = {
                 }
             }
         ),
-        fill(OUTPUT),
+        make_tensors(OUTPUT),
         "dtype 'int8'",
     ),
     "quark-without-a-cache": (
         make_llama(**make_quark() | {"export": {"kv_cache_group": []}}),
-        fill(OUTPUT),
+        make_tensors(OUTPUT),
         "which no format has",
     ),
     "modelopt-int8": (
         LLAMA,
-        fill(PROJECTION),
+        make_tensors(PROJECTION),
         "hf_quant_config.json.*'INT8'",
         {"quantization": {"kv_cache_quant_algo": "INT8"}},
     ),
     "modelopt-two-configs-that-differ": (
         make_llama(**MODELOPT, kv_cache_scheme="NVFP4"),
-        fill(PROJECTION),
+        make_tensors(PROJECTION),
         "'NVFP4'",
         ALGO,
     ),
@@ -381,13 +408,13 @@ INVALID_FOLDERS = {
         LLAMA,
         {
             n.replace("k_proj.k_", "v_proj.k_"): t
-            for n, t in fill(PROJECTION).items()
+            for n, t in make_tensors(PROJECTION).items()
             if "k_proj" in n
         },
         "which no format has",
         ALGO,
     ),
-    "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, fill(ATTENTION), "e5m2"),
+    "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, make_tensors(ATTENTION), "e5m2"),
     "only-layers-past-the-last": (
         PER_TENSOR,
         {f"model.layers.{i}.self_attn.{s}_scale": torch.ones(1) for i in (3, 4) for s in "kv"},
@@ -436,14 +463,16 @@ INVALID_FOLDERS = {
     "trtllm-per-head": (
         TENSORRT,
         {
-            f"rank{r}": {n: t.expand(2).reshape(2, 1, 1).clone() for n, t in RANK.items()}
+            f"rank{r}": {
+                name: scale.expand(2).reshape(2, 1, 1).clone() for name, scale in RANK.items()
+            }
             for r in range(2)
         },
         "expected one number for K and for V",
     ),
     "trtllm-reciprocals": (
         TENSORRT,
-        {"rank0": {n.replace("scaling", "rcp_scaling"): t for n, t in RANK.items()}},
+        {"rank0": {name.replace("scaling", "rcp_scaling"): scale for name, scale in RANK.items()}},
         "got none|which no format has",
     ),
     "nvfp4": (
