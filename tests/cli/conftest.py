@@ -18,9 +18,9 @@ class Command:
 
     def __call__(self, *arguments: object, stdin: str = "") -> tuple[str, str]:
         """Run a command that must succeed. Return its stdout and stderr."""
-        code, out, err = self.run_command(*map(str, arguments), stdin=stdin)
-        assert code == 0, err
-        return out, err
+        code, output, stderr = self.run_command(*map(str, arguments), stdin=stdin)
+        assert code == 0, stderr
+        return output, stderr
 
     def json(self, *arguments: object, **kwargs: str) -> Any:
         """Run a command with `--json` that must succeed. Return its parsed output."""
@@ -28,10 +28,10 @@ class Command:
 
     def fails(self, *arguments: object, code: int = 1, stdin: str = "") -> str:
         """Run a command that must exit with `code`, without output on stdout. Return its stderr."""
-        exit_code, out, err = self.run_command(*map(str, arguments), stdin=stdin)
-        assert (exit_code, out) == (code, ""), err
-        assert "Traceback" not in err
-        return err
+        exit_code, output, stderr = self.run_command(*map(str, arguments), stdin=stdin)
+        assert (exit_code, output) == (code, ""), stderr
+        assert "Traceback" not in stderr
+        return stderr
 
 
 @pytest.fixture(scope="session")

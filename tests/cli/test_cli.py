@@ -185,19 +185,19 @@ CONVERT = "convert SCALES "
 def test_usage_errors_exit_with_2_and_other_errors_with_1(
     run, saved_scales, model_folder, tmp_path, code, command, message
 ):
-    out = tmp_path / "out"
-    words = {"SCALES": str(saved_scales), "OUT": str(out), "MODEL": model_folder}
+    output_folder = tmp_path / "out"
+    words = {"SCALES": str(saved_scales), "OUT": str(output_folder), "MODEL": model_folder}
     words |= {"EMPTY_FOLDER": str(tmp_path / "empty"), "EMPTY": "", "LATIN1": str(tmp_path / "a")}
     (tmp_path / "empty").mkdir()
     (tmp_path / "a").write_bytes(b"\xe9")
     arguments = [re.sub("|".join(words), lambda m: words[m[0]], x) for x in command.split()]
-    err = run.fails(*arguments, code=code, stdin="\udce9")  # not UTF-8
+    stderr = run.fails(*arguments, code=code, stdin="\udce9")  # not UTF-8
     if code == 1:
-        output, error, err = err.partition("hf-fp8kv: error: ")
+        output, error, stderr = stderr.partition("hf-fp8kv: error: ")
         assert error
         assert command.startswith("generate") or not output
-    assert message in err
-    assert not out.exists()
+    assert message in stderr
+    assert not output_folder.exists()
 
 
 # -- other commands --------------------------------------------------------------------------------
@@ -212,14 +212,14 @@ def test_help_names_the_commands_and_version_prints_the_version(run):
 
 def test_the_default_prompt_fills_pages_and_a_short_answer_has_no_speed(run, model_folder):
     command = ("generate", "--model", model_folder, "--backend", "torch", "--max-new-tokens", "9")
-    out, _ = run(*command)
-    assert "247 tokens of Python's documentation" in out  # as far as 256 positions allow
-    assert "256 tokens" in out  # four full pages
-    dense_size, paged_size = re.search(r"256 tokens +│ (\S+) KiB +│ (\S+) KiB", out).groups()
+    printed, _ = run(*command)
+    assert "247 tokens of Python's documentation" in printed  # as far as 256 positions allow
+    assert "256 tokens" in printed  # four full pages
+    dense_size, paged_size = re.search(r"256 tokens +│ (\S+) KiB +│ (\S+) KiB", printed).groups()
     # K and V of 2 layers, 2 heads, 16 values: 2 bytes, or 1 byte and a bf16 scale per head.
     assert (float(dense_size), float(paged_size)) == (64.0, 36.0)
-    assert "tokens/s" not in out
-    assert float(re.search(r"KL of predictions[ │]+(\S+)", out)[1]) > 0
+    assert "tokens/s" not in printed
+    assert float(re.search(r"KL of predictions[ │]+(\S+)", printed)[1]) > 0
 
 
 def test_demo_shows_memory_and_predictions_of_the_demo_model(run, model_folder, monkeypatch):
@@ -237,8 +237,8 @@ def test_only_generate_needs_a_tokenizer(run, model_folder, tmp_path, command):
     if command == "check":
         assert "fused" in run(command, "--model", tmp_path)[0]
     else:
-        err = run.fails(command, "--model", tmp_path)
-        assert f"expected a tokenizer in {tmp_path}, got none" in err
+        stderr = run.fails(command, "--model", tmp_path)
+        assert f"expected a tokenizer in {tmp_path}, got none" in stderr
 
 
 def test_check_shows_versions_backends_and_the_bytes_of_a_token(run, model_folder):
@@ -246,9 +246,9 @@ def test_check_shows_versions_backends_and_the_bytes_of_a_token(run, model_folde
     assert torch.__version__.startswith(output["versions"]["torch"])
     assert output["backends"]["torch"] == "available"
     assert output["token_bytes"] == {"bf16": 131072, "8-bit pages": 66560}
-    out, _ = run("check")
-    assert output["versions"]["torch"] in out
-    assert "65.00 KiB per token, 16,132 tokens per GiB" in out
+    printed, _ = run("check")
+    assert output["versions"]["torch"] in printed
+    assert "65.00 KiB per token, 16,132 tokens per GiB" in printed
     # K and V of 2 layers with 2 heads of 16 values, and a scale of 2 bytes per head.
     output = run.json("check", "--model", model_folder)
     assert output["token_bytes"] == {"bf16": 256, "8-bit pages": 144}

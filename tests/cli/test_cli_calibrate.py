@@ -95,23 +95,23 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model_fo
         old_folder, format="compressed-tensors", checkpoint=model_folder
     )
     options = ("--checkpoint", old_folder, "--format", "compressed-tensors")
-    err = run.fails(*options)
+    stderr = run.fails(*options)
     assert not calibration.called
-    assert "--overwrite" in err
-    out, _ = run(*options, "--overwrite")
+    assert "--overwrite" in stderr
+    printed, _ = run(*options, "--overwrite")
     folder, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint"
     scales, copied_scales = (KVScales.from_pretrained(path) for path in (folder, checkpoint))
     assert (scales.format, copied_scales.format) == ("hf_fp8kv", "compressed-tensors")
     assert scales.digest == copied_scales.digest
     assert (checkpoint / "tokenizer.json").is_file()
-    assert str(checkpoint / "model-kv-scales.safetensors") in out.splitlines()
+    assert str(checkpoint / "model-kv-scales.safetensors") in printed.splitlines()
 
 
 def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(run, calibration, tmp_path):
     layers = random_scales("tensor").layers
     calibration.return_value = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
-    err = run.fails("--format", "vllm-json")
-    assert f"The scales are in {tmp_path / 'out'}" in err
+    stderr = run.fails("--format", "vllm-json")
+    assert f"The scales are in {tmp_path / 'out'}" in stderr
     assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
 
 
@@ -177,8 +177,8 @@ def test_missing_texts_are_rejected_before_calibration(run, calibration):
 
 
 def test_calibrated_scales_are_measured_by_inspect(run, tmp_path, model_folder, text_file):
-    out, _ = run("--max-length", "64", "--max-tokens", "160", "--granularity", "tensor")
-    assert out.splitlines() == [str(tmp_path / "out" / "kv_scales.safetensors")]
+    printed, _ = run("--max-length", "64", "--max-tokens", "160", "--granularity", "tensor")
+    assert printed.splitlines() == [str(tmp_path / "out" / "kv_scales.safetensors")]
     layers = KVScales.from_pretrained(tmp_path / "out").layers
     inspect_arguments = ("inspect", tmp_path / "out", "--model", model_folder, "--texts", text_file)
     output = run.json(*inspect_arguments, "--max-tokens", "100", "--device", "cpu")

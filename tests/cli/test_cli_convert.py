@@ -13,11 +13,11 @@ def test_scales_are_converted_to_a_format_and_back(run, tmp_path):
     source, converted, final = (tmp_path / name for name in ("source", "converted", "final"))
     scales = random_scales("centered-head")
     scales.save_pretrained(source)
-    out, err = run("convert", source, converted, "--to", "compressed-tensors")
-    assert sorted(map(Path, out.splitlines())) == sorted(converted.iterdir())
+    printed, stderr = run("convert", source, converted, "--to", "compressed-tensors")
+    assert sorted(map(Path, printed.splitlines())) == sorted(converted.iterdir())
     assert_holds(converted, scales, "compressed-tensors")
-    assert "hf_fp8kv -> compressed-tensors: 3 layers, per head" in err
-    assert err.count("warning: ") == 1
+    assert "hf_fp8kv -> compressed-tensors: 3 layers, per head" in stderr
+    assert stderr.count("warning: ") == 1
     output = run.json("convert", converted, final, "--to", "hf_fp8kv")
     assert output["from"]["format"] == "compressed-tensors"
     assert output["to"] == {"format": "hf_fp8kv", "folder": str(final)}
@@ -41,8 +41,8 @@ def test_model_type_and_tp_size_and_overwrite_reach_the_library(run, tmp_path):
     source, target = (tmp_path / name for name in ("source", "target"))
     KVScales(random_scales("tensor").layers).save_pretrained(source)
     arguments = ("convert", source, target, "--to", "vllm-json", "--tp-size", 2)
-    _, err = run(*arguments)
-    assert "model_type is unknown" in err
+    _, stderr = run(*arguments)
+    assert "model_type is unknown" in stderr
     assert "--overwrite" in run.fails(*arguments)
     run(*arguments, "--overwrite", "--model-type", "qwen2")
     path = target / "kv_cache_scales.json"

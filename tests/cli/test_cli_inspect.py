@@ -22,9 +22,9 @@ def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
     assert (output["format"], output["model_type"]) == ("hf_fp8kv", "llama")
     assert (output["report"], output["warnings"], output["remarks"]) == (None, [], [])
     assert output["layers"].keys() == {"0", "1", "2"}
-    out, err = run("inspect", tmp_path)
-    assert f"hf_fp8kv, llama, 3 layers, per {kind.removeprefix('centered-')}, K " in out
-    assert err == ""
+    printed, stderr = run("inspect", tmp_path)
+    assert f"hf_fp8kv, llama, 3 layers, per {kind.removeprefix('centered-')}, K " in printed
+    assert stderr == ""
     row, layer = output["layers"]["1"], scales.layers[1]
     assert row["centered"] == kind.startswith("centered")
     assert row["granularity"] == layer.granularity
@@ -39,9 +39,9 @@ def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_plan_is_shown(run, tmp_path, is_dynamic):
     planned_scales(is_dynamic=is_dynamic).save_pretrained(tmp_path)
-    out, _ = run("inspect", tmp_path)
-    assert "per token" in out if is_dynamic else "per head" in out
-    assert all(f"1 x {plan}" in out for plan in PLANS)
+    printed, _ = run("inspect", tmp_path)
+    assert "per token" in printed if is_dynamic else "per head" in printed
+    assert all(f"1 x {plan}" in printed for plan in PLANS)
     output = run.json("inspect", tmp_path)
     assert output["plan"] == {str(plan): 1 for plan in PLANS}
     assert output["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
@@ -53,9 +53,9 @@ def test_the_plan_of_a_saved_cache_is_shown(run, tmp_path):
     for index in range(2):
         cache.update(torch.ones(1, 4, 5, 8), torch.ones(1, 4, 5, 8), index)
     path = cache.save(tmp_path / "prompt.safetensors")
-    out, _ = run("inspect", path)
-    assert f"FP8PagedCache(2 layers: 1 x {PLANS[0]}; 1 x {PLANS[1]})" in out
-    assert "5 tokens" in out
+    printed, _ = run("inspect", path)
+    assert f"FP8PagedCache(2 layers: 1 x {PLANS[0]}; 1 x {PLANS[1]})" in printed
+    assert "5 tokens" in printed
     output = run.json("inspect", path)
     assert output["layers_by_plan"] == {str(plan): 1 for plan in PLANS[:2]}
     assert output["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
@@ -67,10 +67,10 @@ def test_warnings_and_remarks_are_shown(run, tmp_path):
     scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
     scales.save_pretrained(tmp_path, format="autofp8")
     edit_json(tmp_path / "config.json", num_hidden_layers=3)
-    out, err = run("inspect", tmp_path)
-    assert err.startswith("warning: ")
-    assert "layers without scales: 1" in err
-    assert "no scales for layer 1" in out
+    printed, stderr = run("inspect", tmp_path)
+    assert stderr.startswith("warning: ")
+    assert "layers without scales: 1" in stderr
+    assert "no scales for layer 1" in printed
     assert len(run.json("inspect", tmp_path)["remarks"]) == 2
 
 
@@ -82,13 +82,13 @@ def test_a_measurement_is_shown(run, tmp_path, model_folder, monkeypatch):
     (text_file := tmp_path / "text.txt").write_text("the capital of London")
     arguments = ("inspect", tmp_path, "--model", model_folder, "--device", "cpu", "--texts")
     options = ("--max-tokens", "99", "--dtype", "fp8", "--model-dtype", "bfloat16")
-    out, _ = run(*arguments, text_file, *options)
+    printed, _ = run(*arguments, text_file, *options)
     model, _, texts = measure.call_args.args
     keywords = measure.call_args.kwargs
     assert (model.dtype, texts) == (torch.bfloat16, text_file)
     assert (keywords["max_tokens"], keywords["dtype"]) == (99, "fp8_e4m3")
     for text in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
-        assert text in out
+        assert text in printed
     output = run.json(*arguments, "pydoc")  # Python's documentation
     assert len(measure.call_args.args[2]) > 50
     side = output["layers"]["1"]["v"]
@@ -100,6 +100,6 @@ def test_a_plot_is_written(run, tmp_path):
     pytest.importorskip("matplotlib")
     random_scales("head").save_pretrained(tmp_path)
     path = tmp_path / "scales.png"
-    out, _ = run("inspect", tmp_path, "--plot", path)
+    printed, _ = run("inspect", tmp_path, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert "per head" in out
+    assert "per head" in printed

@@ -41,14 +41,11 @@ def test_a_move_to_the_cpu_waits_for_the_copy():
     pool = PagePool(64, LayerPlan(SidePlan("fp8"), SidePlan("fp8")), False)
     states = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     pool.allocate(states, states, 2048)
-    x = torch.randn(8192, 8192, device="cuda")
+    product = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
     # The copy to the CPU waits for this work on the GPU. A read on the CPU would not wait.
     for _ in range(20):
-        x = x @ x.clamp(-1, 1)
+        product = product @ product.clamp(-1, 1)
     pool.blocks.tensors[0].fill_(7)
     pool.memory.move(torch.device("cpu"))
     assert int(pool.blocks.tensors[0].min()) == 7
-
-
-# -- cached pages ----------------------------------------------------------------------------------

@@ -53,17 +53,20 @@ def run_prompts(
     return EngineRun(answers, usage, None if store is None else store.usage())
 
 
+def run_and_compare(folder: Path, prompts: list[list[int]], **options: Any) -> EngineRun:
+    """Run a new engine with a store. Assert that an engine without a store answers the same."""
+    engine_run = run_prompts(folder, prompts, **options)
+    assert engine_run.answers == run_prompts(None, prompts, **options).answers
+    return engine_run
+
+
 def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
     prefix = make_prompt(5 * PAGE_SIZE + 3)
     prompts = [prefix + make_prompt(7, seed=1), make_prompt(2 * PAGE_SIZE, seed=9)]
-    expected, _, _ = run_prompts(None, prompts)
-    actual, usage, store_usage = run_prompts(tmp_path, prompts)
-    assert actual == expected
+    _, usage, store_usage = run_and_compare(tmp_path, prompts)
     assert (usage.prefix_hits, store_usage.hits, store_usage.misses) == (0, 0, 2)
     next_prompts = [prefix + make_prompt(11, seed=4), prompts[1], prefix[: 3 * PAGE_SIZE]]
-    expected, _, _ = run_prompts(None, next_prompts)
-    actual, usage, store_usage = run_prompts(tmp_path, next_prompts)
-    assert actual == expected
+    _, usage, store_usage = run_and_compare(tmp_path, next_prompts)
     # The store has the second prompt except its last page, and memory has the pages of the third.
     assert (store_usage.hits, store_usage.tokens_found) == (2, (5 + 1) * PAGE_SIZE)
     assert (usage.prefix_hits, usage.prefix_tokens) == (3, (5 + 1 + 2) * PAGE_SIZE)
@@ -86,21 +89,16 @@ def test_pages_of_different_sizes_are_stored_in_one_block(tmp_path: Path) -> Non
 
 def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:
     prompt = make_prompt(2 * PAGE_SIZE - 4)
-    actual, _, _ = run_prompts(tmp_path, [prompt])
-    next_prompt = prompt + actual[0] + make_prompt(PAGE_SIZE, seed=3)
-    expected, _, _ = run_prompts(None, [next_prompt])
-    actual, _, store_usage = run_prompts(tmp_path, [next_prompt])
-    assert actual == expected
-    assert store_usage.tokens_found == 2 * PAGE_SIZE
+    (answer,) = run_prompts(tmp_path, [prompt]).answers
+    next_prompt = prompt + answer + make_prompt(PAGE_SIZE, seed=3)
+    assert run_and_compare(tmp_path, [next_prompt]).store_usage.tokens_found == 2 * PAGE_SIZE
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"scales": 0.05}], ids=str)
 def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Path) -> None:
     prompt = make_prompt(4 * PAGE_SIZE)
     run_prompts(tmp_path, [prompt])
-    expected, _, _ = run_prompts(None, [prompt], **options)
-    actual, _, store_usage = run_prompts(tmp_path, [prompt], **options)
-    assert actual == expected
+    store_usage = run_and_compare(tmp_path, [prompt], **options).store_usage
     assert (store_usage.hits, store_usage.misses) == (0, 1)
 
 
@@ -120,14 +118,14 @@ def test_prompts_with_equal_hashes_are_read_from_their_own_pages(
     monkeypatch.setattr(
         cache_allocator, "compute_block_hash", lambda parent, tokens: (parent or 0) + 1
     )
-    prompts = [make_prompt(3 * PAGE_SIZE, seed=number) for number in range(3)]
+    prompts = [make_prompt(3 * PAGE_SIZE, seed=seed) for seed in range(3)]
     expected = [run_prompts(None, [prompt]).answers[0] for prompt in prompts]
     for _ in range(2):
         assert run_prompts(tmp_path, prompts).answers == expected
 
 
 def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
-    prompts = [make_prompt(9 * PAGE_SIZE, seed=number) for number in range(3)]
+    prompts = [make_prompt(9 * PAGE_SIZE, seed=seed) for seed in range(3)]
     expected, _, _ = run_prompts(None, prompts)
     for _ in range(3):
         actual, usage, _ = run_prompts(tmp_path, prompts, num_pages=12)
@@ -175,7 +173,7 @@ def test_the_work_per_block_does_not_depend_on_the_prompt(
 
 def test_a_frequent_prefix_outlives_later_prompts(tmp_path: Path) -> None:
     """The engine finds the prefix in memory, so its files are not read, but they count as used."""
-    frequent, rare = make_prompt(4 * PAGE_SIZE + 2), make_prompt(4 * PAGE_SIZE + 2, seed=5)
+    frequent, rare = (make_prompt(4 * PAGE_SIZE + 2, seed) for seed in (0, 5))
     store = PrefixStore(tmp_path)
     with run_engine(store) as (generate, _):
         generate(frequent)

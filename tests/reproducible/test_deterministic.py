@@ -153,7 +153,9 @@ def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
         (torch.nn.SiLU(), (BLOCK_ROWS,)),
     ],
 )  # fmt: skip
-def test_modules_keep_their_results(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
+def test_deterministic_modules_give_the_stock_results_and_gradients(
+    module: torch.nn.Module, shape: tuple[int, ...]
+) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.extra = copy.deepcopy(module)
     states = torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0))
@@ -312,7 +314,7 @@ def test_unsupported_models_and_options_are_refused(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_an_engine_refuses_windows() -> None:
+def test_a_deterministic_engine_refuses_windows() -> None:
     model, _ = build_variant("sliding", attn_implementation="fp8_paged")
     with pytest.raises(ConfigError, match=r"deterministic: .*windows"):
         serving.enable(model, deterministic=True)

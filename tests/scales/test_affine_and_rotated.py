@@ -52,12 +52,12 @@ def write_checkpoint(
 def save_affine(plain_folder: Path, folder: Path, shift: float) -> Path:
     """Save a checkpoint in FP8_AFFINE. Biases are means, and scales fit the centered values."""
     tensors: dict[str, torch.Tensor] = {}
-    for index, states in enumerate(run_model(plain_folder)[1]):
-        for side, x in zip("kv", states, strict=True):
-            bias = x.mean(2, keepdim=True) + shift
+    for index, states_of_layer in enumerate(run_model(plain_folder)[1]):
+        for side, states in zip("kv", states_of_layer, strict=True):
+            bias = states.mean(2, keepdim=True) + shift
             prefix = f"{index}.self_attn.{side}_proj.{side}"
             tensors[f"{prefix}_bias"] = bias.bfloat16()
-            tensors[f"{prefix}_scale"] = (x - bias.bfloat16().float()).abs().max() / 448
+            tensors[f"{prefix}_scale"] = (states - bias.bfloat16().float()).abs().max() / 448
     quantization_config = {
         "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"],
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
@@ -104,8 +104,8 @@ def make_rotation_config(**changes: object) -> dict[str, object]:
 def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
     tensors = {}
     for index, (k, v) in enumerate(run_model(plain_folder)[1]):
-        for side, x in (("k", rotate(k)), ("v", v)):
-            tensors[f"{index}.self_attn.{side}_scale"] = x.abs().max()[None] / 448
+        for side, states in (("k", rotate(k)), ("v", v)):
+            tensors[f"{index}.self_attn.{side}_scale"] = states.abs().max()[None] / 448
     return write_checkpoint(plain_folder, folder, make_rotation_config(**changes), tensors)
 
 
@@ -130,8 +130,9 @@ def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
 def test_the_rotation_matches_compressed_tensors(dim):
     hadamard = pytest.importorskip("compressed_tensors.transform.utils.hadamard")
     matrix = hadamard.deterministic_hadamard_matrix(dim, torch.float64, torch.device("cpu"))
-    x = torch.randn(5, dim)
-    torch.testing.assert_close(rotate(x), (x.double() @ matrix / dim**0.5).float())
+    vectors = torch.randn(5, dim)
+    expected = (vectors.double() @ matrix / dim**0.5).float()
+    torch.testing.assert_close(rotate(vectors), expected)
 
 
 K_CACHE_LOCATION = {"targets": ["LlamaAttention"], "location": "k_cache"}

@@ -310,9 +310,9 @@ def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path
         for path in (copy, tools / "quark-0.13" / "llama-fp8-kv-postrope")
     )
     assert config["layer_type_quant_config"] == {}
-    for entry in ("layer_quant_config", "kv_cache_quant_config"):
+    for field in ("layer_quant_config", "kv_cache_quant_config"):
         for projection in ("*k_proj", "*v_proj"):
-            assert set(config[entry][projection]) == set(expected[entry][projection])
+            assert set(config[field][projection]) == set(expected[field][projection])
 
 
 BAD_SOURCES = {
@@ -509,9 +509,9 @@ def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, is_ne
     copy = add_scales(folder, tmp_path / "copy", format)
     new_config = json.loads((copy / "config.json").read_text())
     block = (new_config["text_config"] if is_nested else new_config)["quantization_config"]
-    for entry in ("quant_method", "quant_algo", "ignore", "ignored_layers", "config_groups",
+    for field in ("quant_method", "quant_algo", "ignore", "ignored_layers", "config_groups",
                   "activation_scheme", "exclude", "global_quant_config"):  # fmt: skip
-        assert block.get(entry) == QUANTIZED_CONFIGS[format].get(entry)
+        assert block.get(field) == QUANTIZED_CONFIGS[format].get(field)
     if format == "quark":
         assert block["layer_quant_config"]["*k_proj"]["weight"] == {"dtype": "fp8_e4m3"}
     assert ("quantization_config" in new_config) == (not is_nested)
