@@ -268,11 +268,11 @@ def replace_state(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     return states + mlp.state
 
 
-def draw(mlp: Any, states: torch.Tensor) -> torch.Tensor:
+def drop_values(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.dropout(states, 0.1)
 
 
-def alternate(mlp: Any, states: torch.Tensor) -> torch.Tensor:
+def alternate_calls(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     mlp.count = getattr(mlp, "count", 0) + 1
     return states * 2 if mlp.count % 2 else states.neg()
 
@@ -285,8 +285,8 @@ def alternate(mlp: Any, states: torch.Tensor) -> torch.Tensor:
         (count_in_python, "aten.add"),
         (make_constant, "aten.lift_fresh"),
         (replace_state, "different memory"),
-        (draw, "draws random numbers"),
-        (alternate, "where the previous step calls"),
+        (drop_values, "draws random numbers"),
+        (alternate_calls, "where the previous step calls"),
     ],
 )
 def test_a_step_that_a_graph_cannot_repeat_runs_eagerly(
