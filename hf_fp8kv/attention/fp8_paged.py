@@ -152,9 +152,9 @@ def fp8_paged_attention(
     softcap = float(softcap or 0.0)
     arguments = dropout, scaling, is_causal, sliding_window, softcap
     if can_repeat and type(key) is PagedKV and not is_compiling:
-        attended = _repeat(module, query, key, value, attention_mask, arguments)
-        if attended is not None:
-            return attended, None
+        output = _repeat(module, query, key, value, attention_mask, arguments)
+        if output is not None:
+            return output, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Positional arguments take half the time of keyword arguments.
     spec = AttentionSpec(
@@ -194,10 +194,10 @@ def _attend(
         if not needs_dense and is_same_layer and (key.side, value.side) == ("k", "v"):
             if query.requires_grad and module.training:
                 raise ConfigError(_TRAINING_ERROR)
-            attended = attend_stored(query, key, spec)
+            output = attend_stored(query, key, spec)
             if can_repeat and not torch.compiler.is_compiling():
                 _record(module, query, key, call.spec.mask, arguments, spec)
-            return attended, None
+            return output, None
         warn_once(_DENSE_WARNING.format(type(module).__name__))
     # Dynamo guards a missing attribute of a module, but not a missing key of its `__dict__`.
     elif (rounding := getattr(module, ROUNDING.name, None)) is not None:
@@ -275,8 +275,8 @@ def _repeat(
         scaling, causal, window, softcap, sinks, *_ = spec
         columns = mask.get_columns(start, stop)
         spec = AttentionSpec(scaling, causal, window, softcap, sinks, columns, None, mask.bounds)
-    attended: Tensor = recorded.attend(query, pages, key.lengths, start, stop, spec, key.schedule)
-    return attended
+    output: Tensor = recorded.attend(query, pages, key.lengths, start, stop, spec, key.schedule)
+    return output
 
 
 def _record(
@@ -342,8 +342,8 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
         mask = masks.make_complete(spec.mask, query, key, window, spec.causal, key.start, lengths)
         spec = spec._replace(mask=masks.keep_selected_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
-    attended = attend_stored(projections.absorb(query, spec.deterministic), key, spec)
-    return projections.expand(attended, spec.deterministic), None
+    output = attend_stored(projections.absorb(query, spec.deterministic), key, spec)
+    return projections.expand(output, spec.deterministic), None
 
 
 def drop_mask(query: Tensor, key: PagedKV, spec: AttentionSpec) -> AttentionSpec:
@@ -462,8 +462,8 @@ def _attend_in_engine(call: Call, cache: Any) -> Tensor:
         )
     sinks = _detach_sinks(spec.sinks)
     spec = spec._replace(causal=True, window=0, sinks=sinks, mask=None)
-    attended: Tensor = cache.attend_stored(module, query, key, value, spec, kwargs)
-    return attended
+    output: Tensor = cache.attend_stored(module, query, key, value, spec, kwargs)
+    return output
 
 
 def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:

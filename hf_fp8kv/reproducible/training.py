@@ -109,16 +109,16 @@ class StoredRounding:
             key, value = self.read(handles, key, value)
             return attend_dense(call._replace(key=key, value=value))
         stored_spec = drop_mask(query, handles[0], spec) if spec.deterministic else spec
-        attended = attend_stored(query, handles[0], stored_spec)
+        output = attend_stored(query, handles[0], stored_spec)
         inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
         if not torch.is_grad_enabled() or not any(
             x is not None and x.requires_grad for x in inputs
         ):
-            return attended, None
+            return output, None
         key, value = self.read(handles, key, value)
         gradient_spec = spec._replace(deterministic=False)
         dense_output, _ = attend_dense(call._replace(key=key, value=value, spec=gradient_spec))
-        return straight_through(dense_output, attended.to(dense_output.dtype)), None
+        return straight_through(dense_output, output.to(dense_output.dtype)), None
 
     def _attend_padded(self, call: Call, mask: CompactMask) -> Tensor:
         """Move padded sequences to the first positions, as in a cache without padding, and attend.
@@ -132,9 +132,9 @@ class StoredRounding:
         inputs = (call.query, call.key, call.value)
         query, key, value = (x.gather(2, order[:, None, :, None].expand_as(x)) for x in inputs)
         call = call._replace(query=query, key=key, value=value, spec=call.spec._replace(mask=None))
-        attended, _ = self.attend(call)
+        output, _ = self.attend(call)
         inverse_order = order.argsort(1)[:, :, None, None]
-        return attended.gather(1, inverse_order.expand_as(attended))
+        return output.gather(1, inverse_order.expand_as(output))
 
 
 def prepare_rounding(

@@ -33,7 +33,7 @@ _OPTIONS = [
     "-Wno-psabi",
 ]
 if sys.platform == "linux":
-    # Systems older than the system of the compiler have older versions of these two libraries.
+    # Older systems than the compiler's have older versions of these two libraries.
     _OPTIONS += ["-static-libgcc", "-static-libstdc++"]
 
 
