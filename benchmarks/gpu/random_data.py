@@ -41,14 +41,14 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
         scales = scale * torch.linspace(*factors, heads.kv, device=device)
         return StoredSide(scales[:, None].expand(-1, dim).contiguous(), None, format_name, dim)
 
-    k, v = make_side(heads.dim, fmt.dtype, 1, 1.5), make_side(v_dim, v_format, 1.5, 1)
-    has_scales = k.is_dynamic or v.is_dynamic
-    dtypes = [SidePlan(side.format).find_dtype(torch.bfloat16) for side in (k, v)]
+    sides = [make_side(heads.dim, fmt.dtype, 1, 1.5), make_side(v_dim, v_format, 1.5, 1)]
+    has_scales = any(side.is_dynamic for side in sides)
+    dtypes = [SidePlan(side.format).find_dtype(torch.bfloat16) for side in sides]
     layout = make_page_layout(heads.kv, PAGE_SIZE, heads.dim, v_dim, *dtypes, has_scales)
     block = torch.zeros((num_pages, layout.size), dtype=torch.uint8, device=device)
     table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
     pages = Pages(
-        k, v, block, table, locate_pages([block]), heads.kv, PAGE_SIZE, *dtypes, has_scales
+        *sides, block, table, locate_pages([block]), heads.kv, PAGE_SIZE, *dtypes, has_scales
     )
     key, value = (
         torch.randn(1, heads.kv, num_tokens, dim, dtype=torch.bfloat16, device=device)
@@ -112,9 +112,9 @@ def compute_output_error(
         return float("inf")
     batch, heads, new_tokens = len(case.lengths), case.heads, case.new_tokens
     longest = case.lengths.index(max(case.lengths))
-    heads_per_kv = group_size = heads.query // heads.kv
-    if heads_per_kv > MAX_COMPARED_HEADS:
-        group_size = math.gcd(heads_per_kv, MAX_COMPARED_HEADS)
+    heads_per_kv = heads.query // heads.kv
+    has_many_heads = heads_per_kv > MAX_COMPARED_HEADS
+    group_size = math.gcd(heads_per_kv, MAX_COMPARED_HEADS) if has_many_heads else heads_per_kv
     num_groups = heads.query // group_size
     compared_pairs = {(0, 0), (batch - 1, num_groups - 1), (longest, num_groups // 2)}
     compared_pairs.add((random.randrange(batch), random.randrange(num_groups)))

@@ -157,7 +157,8 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             results += ["failure", call.cache and describe(call.cache)]
             previous = None
         else:
-            tokens, cache = previous = output.sequences, output[CACHE]
+            tokens, cache = output.sequences, output[CACHE]
+            previous = tokens, cache
             results += [tokens.tolist(), streamer and streamer.tokens, describe(cache)]
             results.append([x.tolist() for x in output.get("scores") or ()])
     return results
