@@ -90,7 +90,7 @@ class Chat:
             for ids in self.later_prompts
         ]
         self.folder = folder
-        # Crops free most pages and renumber the other pages, or crop as far as a window allows.
+        # A crop frees most pages and renumbers the remaining pages. Windows allow only short crops.
         self.tokens_to_remove = -86 if name == "gqa" else -3
 
     def make_cache(self) -> FP8PagedCache:

@@ -407,9 +407,9 @@ INVALID_FOLDERS = {
     "modelopt-k-under-v": (
         LLAMA,
         {
-            n.replace("k_proj.k_", "v_proj.k_"): t
-            for n, t in make_tensors(PROJECTION).items()
-            if "k_proj" in n
+            name.replace("k_proj.k_", "v_proj.k_"): scale
+            for name, scale in make_tensors(PROJECTION).items()
+            if "k_proj" in name
         },
         "which no format has",
         ALGO,

@@ -317,7 +317,7 @@ class TestManagers:
                 assert torch.equal(run_generate(), expected)
 
     def test_least_recently_used_prefixes_are_evicted(self, served_llama: Any) -> None:
-        """The engine evicts pages from the end of this prefix, and only as many as needed."""
+        """The engine evicts pages from the end of this prefix, and no page without need."""
         prompt_ids = [[n + 3] * (6 * PAGE + 1) for n in range(5)]
         with open_manager(served_llama, pages=32) as manager:
 
