@@ -173,7 +173,7 @@ def measure_passage(
     """Append the mean divergence of a passage after each prompt to the lists in `kl`."""
     all_scores = score_text(
         model, ids, prefill(model, ids).states, {name: storages[name].contender for name, _ in kl},
-        positions=[ids.shape[1]], scored=SCORED_TOKENS, stored_positions=[ids.shape[1]],
+        positions=[ids.shape[1]], num_scored=SCORED_TOKENS, stored_positions=[ids.shape[1]],
     )  # fmt: skip
     for (_, prompt, cache), scores in all_scores:
         kl[cache, prompt].append(scores.kl.mean().item())

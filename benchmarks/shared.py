@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from hf_fp8kv.errors import FP8KVError
 from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv.utils.terminal import build_table
-from hf_fp8kv_cli.bench import show_result
+from hf_fp8kv_cli.bench import output_result
 from hf_fp8kv_cli.shared import load_model, show_progress
 
 Result = dict[str, Any]
@@ -52,7 +52,7 @@ def main(docstring: str | None, measure: Callable[..., Result], options: Options
             result = {**run, "settings": arguments, **measure(**arguments, progress=report)}
     except FP8KVError as error:
         sys.exit(f"error: {error}")
-    show_result(result, format_rows, None if path == "-" else path, as_json=path == "-")
+    output_result(result, format_rows, None if path == "-" else path, as_json=path == "-")
 
 
 def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:

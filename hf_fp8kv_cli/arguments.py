@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-# Names of `hf_fp8kv`, which a test compares, because its import takes seconds.
+# Copies of names in `hf_fp8kv`, whose import takes seconds. A test compares them.
 FORMATS = ("fp8_e4m3", "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", "int6", "int4")
 DEFAULT_DTYPE = "fp8_e3m4"
 STATIC_DTYPE = "fp8_e4m3"
@@ -24,7 +24,8 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 SCALE_FORMATS = (
     "vllm-json", "tgi", "compressed-tensors", "autofp8", "modelopt", "quark", "hf_fp8kv",
 )  # fmt: skip
-GRANULARITIES, WEIGHTS = ("tensor", "head", "channel"), ("copy", "link")
+GRANULARITIES = ("tensor", "head", "channel")
+WEIGHT_MODES = ("copy", "link")
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical")
 
 

@@ -40,11 +40,11 @@ def speed(
     setup, _ = _make_setup(model, device)
     with show_progress() as progress:
         result = measure_speed(setup, progress=progress)
-    show_result(result, format_table, out, as_json=as_json)
+    output_result(result, format_table, out, as_json=as_json)
 
 
-@app.command("memory")
-def measure_memory_use(
+@app.command()
+def memory(
     model: ModelOption = None,
     device: Device = "auto",
     memory: Annotated[
@@ -60,19 +60,19 @@ def measure_memory_use(
     models = None if config is None else {str(model): config}
     with show_progress() as progress:
         result = measure_memory(setup, models=models, memory_gib=memory / 2**30, progress=progress)
-    show_result(result, format_table, out, as_json=as_json)
+    output_result(result, format_table, out, as_json=as_json)
 
 
-def show_result(
+def output_result(
     result: dict[str, Any],
     format_table: Callable[[dict[str, Any]], RenderableType],
-    path: str | None,
+    out: str | None,
     *,
     as_json: bool = False,
 ) -> None:
-    """Write a result to a path as JSON, and print it as tables or as JSON."""
-    if path is not None:
-        Path(path).write_text(json.dumps(result, indent=2) + "\n")
+    """Write a result to the file `out` as JSON, and print it as tables or as JSON."""
+    if out is not None:
+        Path(out).write_text(json.dumps(result, indent=2) + "\n")
     if as_json:
         print(json.dumps(result))
         return

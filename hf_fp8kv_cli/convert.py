@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .arguments import SCALE_FORMATS, WEIGHTS, Json, Overwrite, Scales, make_choice
+from .arguments import SCALE_FORMATS, WEIGHT_MODES, Json, Overwrite, Scales, make_choice
 from .shared import WarningLog, handle_log, print_note
 
 logger = logging.getLogger("hf_fp8kv.convert")
@@ -28,7 +28,7 @@ def convert(
         Any,
         typer.Option(
             help="copy, or link (hard links to the weights, on the same disk).",
-            **make_choice(WEIGHTS),
+            **make_choice(WEIGHT_MODES),
         ),
     ] = "copy",
     overwrite: Overwrite = False,

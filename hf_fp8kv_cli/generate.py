@@ -83,13 +83,17 @@ def _compare(
     sampling: Mapping[str, Any], attention: str = "fp8_paged", chat: bool = False, seed: int = 0,
     memory: int = 8 * 2**30, as_json: bool = False,
 ) -> None:  # fmt: skip
-    """Run a model with both caches, and print the comparison. None means the default prompt."""
+    """Run a model with both caches, and print the comparison.
+
+    A prompt of None means the default prompt, a name of None the demo model.
+    """
     from hf_fp8kv import FP8PagedCache
 
     from . import comparison
 
     if page_options.get("dtype") != arguments.ADAPTIVE:
-        # Raises for invalid options before the model is loaded. Fewer bits need the model.
+        # Raise for invalid options before the model is loaded. `bits` is left out, because only the
+        # model shows whether it is valid.
         FP8PagedCache(**{**page_options, "bits": None})
     model_name = name or DEMO_NAME
     model, tokenizer = load_model(name, device)

@@ -55,14 +55,14 @@ def inspect(
                 raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
             _show_cache(scales, as_json)
             return
-        # Faulty scales are shown with warnings, unless they cannot be read.
+        # Faulty scales are shown with warnings. Unreadable scales raise an error.
         kv_scales = KVScales.from_pretrained(scales, strict=False)
         report = None
         if texts is not None:
-            corpus = arguments.load_texts(texts)
+            loaded_texts = arguments.load_texts(texts)
             loaded_model, tokenizer = load_model(model, device, model_dtype)
             options |= {"tokenizer": tokenizer}
-            report = calibration.measure(loaded_model, kv_scales, corpus, **options)
+            report = calibration.measure(loaded_model, kv_scales, loaded_texts, **options)
         if plot is not None:
             plot_scales(kv_scales, report, plot)
         if as_json:

@@ -177,9 +177,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention, and record a decode step with `arguments` if it `can_repeat`."""
     module, query, key, value, spec, dropout, kwargs = call
-    engine = getattr(key, ENGINE_ATTRIBUTE, kwargs.get(_ENGINE_ARGUMENT))
-    if engine is not None:
-        return _attend_in_engine(call, engine), None
+    engine_cache = getattr(key, ENGINE_ATTRIBUTE, kwargs.get(_ENGINE_ARGUMENT))
+    if engine_cache is not None:
+        return _attend_in_engine(call, engine_cache), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         if spec.deterministic:
@@ -203,7 +203,7 @@ def _attend(
     elif (rounding := getattr(module, ROUNDING.name, None)) is not None:
         rounded: tuple[Tensor, Tensor | None] = rounding.attend(call)
         return rounded
-    return attend_dense(call)
+    return attend_with_transformers(call)
 
 
 class AttentionRecord(NamedTuple):
@@ -335,7 +335,7 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
         warn_once(warning.format(type(module).__name__, reason))
     is_cheaper = projections and projections.is_cheaper(query.shape[2], key.shape[2])
     if projections is None or not (spec.deterministic or is_cheaper):
-        return attend_dense(call)
+        return attend_with_transformers(call)
     if indices is not None:
         window = spec.window or key.window
         lengths = key.lengths if key.is_ragged else None
@@ -445,9 +445,9 @@ def _cut_to_keys(mask: Tensor, key: PagedKV) -> Tensor:
     return mask[..., : key.shape[2]]
 
 
-def _attend_in_engine(call: Call, cache: Any) -> Tensor:
+def _attend_in_engine(call: Call, engine_cache: Any) -> Tensor:
     module, query, key, value, spec, _, kwargs = call
-    if not hasattr(cache, "attend_stored"):
+    if not hasattr(engine_cache, "attend_stored"):
         raise ConfigError(
             "expected an engine with FP8 pages, got transformers' cache. Call "
             "hf_fp8kv.serving.enable(model) before creating the engine, or use a different "
@@ -462,11 +462,11 @@ def _attend_in_engine(call: Call, cache: Any) -> Tensor:
         )
     sinks = _detach_sinks(spec.sinks)
     spec = spec._replace(causal=True, window=0, sinks=sinks, mask=None)
-    output: Tensor = cache.attend_stored(module, query, key, value, spec, kwargs)
+    output: Tensor = engine_cache.attend_stored(module, query, key, value, spec, kwargs)
     return output
 
 
-def attend_dense(call: Call) -> tuple[Tensor, Tensor | None]:
+def attend_with_transformers(call: Call) -> tuple[Tensor, Tensor | None]:
     """Compute attention over dense K and V with transformers' code."""
     module, query, key, value, spec, dropout, kwargs = call
     if spec.deterministic:

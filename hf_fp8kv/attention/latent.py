@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cache.paged_tensor import PagedKV
 from ..modeling.identity import ADAPTER_FIELDS
 from ..modeling.methods import ModelAttribute, ModelMethod
-from ..modeling.model_support import ATTENTION, EXPAND
+from ..modeling.model_support import ATTENTION, EXPAND_METHOD
 from .deterministic import compute_in_blocks
 
 # Whether an attention module passes stored latents to "fp8_paged" unexpanded.
@@ -124,9 +124,9 @@ def install(module: Any, like: Tensor | None = None) -> None:
     `like` is a tensor with the dtype and device of the module's latents. It is used if the weight
     of the projection does not determine them. None means the weight of the module's norm.
     """
-    if not hasattr(type(module), EXPAND) or torch.compiler.is_compiling():
+    if not hasattr(type(module), EXPAND_METHOD) or torch.compiler.is_compiling():
         return
-    if _READS_STORED.is_set(module) or EXPAND in vars(module):
+    if _READS_STORED.is_set(module) or EXPAND_METHOD in vars(module):
         return
     projection = getattr(module, _PROJECTION_NAME, None)
     weight = _find_plain_weight(projection)
@@ -140,7 +140,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     if can_absorb is not None:
         _READS_STORED.set(module, can_absorb)
     if can_absorb:
-        ModelMethod(module, EXPAND, _pass_stored_latents).install()
+        ModelMethod(module, EXPAND_METHOD, _pass_stored_latents).install()
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -163,7 +163,7 @@ def remove_all(model: torch.nn.Module, excluded: Collection[torch.nn.Module] = (
     """Undo `install` for all modules of a model, except `excluded`."""
     for module in model.modules():
         if module not in excluded and _READS_STORED.remove(module):
-            vars(module).pop(EXPAND, None)
+            vars(module).pop(EXPAND_METHOD, None)
             _WEIGHT.remove(module)
 
 
@@ -183,7 +183,9 @@ def _pass_stored_latents(
 
 def expand(module: Any, latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
     """Expand latents by the module's class to K `[B, H, n, N + P]` and V `[B, H, n, V]`."""
-    expanded: tuple[Tensor, Tensor] = getattr(type(module), EXPAND)(module, latent, rope_part)
+    expanded: tuple[Tensor, Tensor] = getattr(type(module), EXPAND_METHOD)(
+        module, latent, rope_part
+    )
     return expanded
 
 

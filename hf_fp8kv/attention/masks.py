@@ -58,7 +58,7 @@ def fp8_paged_mask(
 
     Returns:
         None if only causality and the window hide tokens, otherwise a compact or complete mask
-        `[B, 1, T, N]`, bool, True if visible. Models that add the mask to their scores themselves
+        `[B, 1, T, N]`, bool, True if visible. Models that add the mask to their logits themselves
         get an additive float mask.
 
     Raises:

@@ -18,12 +18,15 @@ class Encoding:
 
     Attributes:
         index: Index of the layer in the model and in the scales.
+        options: Options of the cache.
         plan: Storage plan of the layer.
         k_scale: Static scale of K, `[Hkv, Dk]`, float32, or None.
         v_scale: Static scale of V, `[Hkv, Dv]`, float32, or None.
         k_center: Center of K, `[Hkv, Dk]`, float32, or None.
-        num_model_heads: Number of KV heads of the model if processes share them, otherwise None.
-        device: Device on which the layer computes.
+        num_model_heads: Number of KV heads of the whole model if they are split among processes,
+            otherwise None.
+        device: Device on which the layer computes. Set by `prepare`.
+        backend: Name of the backend on this device. Set by `prepare`.
     """
 
     device: torch.device
@@ -52,10 +55,8 @@ class Encoding:
             ConfigError: The split of the model does not match `tensor_parallel`.
         """
         num_heads = key.shape[1]
-        k_dim = key.shape[3]
-        v_dim = value.shape[3]
         check_split(self.index, num_heads, self.num_model_heads, self.options.tensor_parallel.size)
-        scales = self.options.get_layer_scales(self.index, num_heads, k_dim, v_dim)
+        scales = self.options.get_layer_scales(self.index, num_heads, key.shape[3], value.shape[3])
         self.k_scale, self.v_scale, self.k_center = (
             None if x is None else x.to(key.device) for x in scales
         )

@@ -98,7 +98,7 @@ class LayerStore:
     def _allocate_pool(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not self.pool.is_allocated:
             is_preallocated = self.length.max_tokens is not None
-            self.pool.allocate(key, value, self.group.capacity, single_block=is_preallocated)
+            self.pool.allocate(key, value, self.group.capacity, is_single_block=is_preallocated)
         self._is_prepared = True
         self.mark_addresses()
 

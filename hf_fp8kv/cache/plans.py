@@ -13,7 +13,8 @@ from ..formats import ALIASES, AUTO, FORMATS, LayerPlan, SidePlan
 from ..scales.kv_scales import KVScales, StoragePlan
 
 Plan = StoragePlan | LayerPlan | Mapping[int, LayerPlan]
-# The package sets it to `calibration.plan_choice.resolve_plan`, which imports the cache.
+# Set to `calibration.plan_choice.resolve_plan` when the package is imported, because that module
+# imports this package.
 resolve_plan: Callable[[PreTrainedModel, Mapping[str, Any]], dict[str, Any]]
 
 
@@ -37,7 +38,9 @@ def parse_plan(plan: object) -> Plan | None:
     if isinstance(plan, os.PathLike) or (isinstance(plan, str) and _is_location(plan)):
         return StoragePlan.load(plan)
     if isinstance(plan, str):
-        if (plan.split() or [""])[0] not in (AUTO, *(formats := (*ALIASES, *FORMATS))):
+        formats = (*ALIASES, *FORMATS)
+        first_word = (plan.split() or [""])[0]
+        if first_word not in (AUTO, *formats):
             raise ConfigError(
                 f"plan: expected the path of a saved plan, or text that begins with one of "
                 f"{', '.join(formats)}, got {plan!r}. Check the path. Plans are made by "

@@ -25,8 +25,8 @@ class Scores:
     kl: Tensor  # [n]
     top1_match: Tensor  # [n], 1 if the most likely next token is the same, otherwise 0
     nll: Tensor  # [m], negative log-likelihood of the next token, if the text has one
-    # [n], half the sum of the absolute differences of probabilities. A draft token is accepted
-    # less often by at most this probability.
+    # [n], total variation of the two distributions. It bounds how much less often a draft token is
+    # accepted.
     total_variation: Tensor
 
     def summarize(self, cache: str = "") -> QualityRow:
@@ -152,11 +152,11 @@ def _compare_logits(expected: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     expected, logits = expected.to(dtype), logits.to(dtype)
     p = expected.softmax(-1)
-    # A token with an expected logit of -inf adds nothing here. `cached_p` adds its probability.
+    # A token with an expected logit of -inf adds nothing here. `scaled_p` adds its probability.
     logit_diff = torch.where(p > 0, logits - expected, 0.0)
     mean = (p * logit_diff).sum(-1, keepdim=True)
-    cached_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
-    kl = torch.where(p > 0, p * (logit_diff - mean).expm1(), cached_p).sum(-1).log1p().clamp(min=0)
+    scaled_p = (logits - expected.logsumexp(-1, keepdim=True) - mean).exp()
+    kl = torch.where(p > 0, p * (logit_diff - mean).expm1(), scaled_p).sum(-1).log1p().clamp(min=0)
     kl = torch.where(mean[..., 0].isfinite(), kl, math.inf)
     total_variation = (p - logits.softmax(-1)).abs().sum(-1) / 2
     return kl, expected.argmax(-1) == logits.argmax(-1), logits.logsumexp(-1), total_variation

@@ -47,20 +47,21 @@ class Queries:
         return cls(q, logits.masked_fill(is_masked, -torch.inf).softmax(-1).flatten(1, 2))
 
     def compute_cost(self, side: str, error: Tensor, v: Tensor | None = None) -> Tensor:
-        """Return the cost of errors of K or V, `[..., N, Hkv, D]`, by head, `[..., Hkv]`.
+        """Return the cost of `error` for each KV head, `[..., Hkv]`.
+
+        `error` is that of K or V, `[..., N, Hkv, D]`. Leading dimensions are batched.
 
         The cost of V is the squared error of the output. The cost of K is the variance of the
         logits' errors, or with `v`, `[N, Hkv, D]`, the squared error of the output to first order.
-        The number of operations does not depend on the leading dimensions of the errors.
         """
         error = error.transpose(-3, -2)
         if side == "v":
             return (self.weights @ error).square().sum((-2, -1))
-        logits = self.q @ error.mT
-        logits = logits - (self.weights * logits).sum(-1, keepdim=True)
+        logit_errors = self.q @ error.mT
+        logit_errors = logit_errors - (self.weights * logit_errors).sum(-1, keepdim=True)
         if v is not None:
-            return (self.weights * logits @ v.transpose(-3, -2)).square().sum((-2, -1))
-        return (self.weights * logits.square()).sum((-2, -1))
+            return (self.weights * logit_errors @ v.transpose(-3, -2)).square().sum((-2, -1))
+        return (self.weights * logit_errors.square()).sum((-2, -1))
 
 
 def observe_queries(

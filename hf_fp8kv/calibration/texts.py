@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 # A window of one token has no previous token to attend to.
 _MIN_TOKENS = 2
-# A line of a text file is cut at a space if it has more than 32 characters, and more characters
-# than 1/8 of the number of tokens in a window. Short lines let texts fill their windows.
+# Lines longer than `max(max_length // 8, 32)` characters are cut, at a space if possible, so that
+# texts can fill their windows.
 _LINES_PER_WINDOW, _UNCUT_CHARACTERS = 8, 32
 # Number of lines that are tokenized in one call, and of characters that are read at once.
 _LINES_PER_CALL = 1024
@@ -94,7 +94,7 @@ def read_windows(
     windows: list[torch.Tensor] = []
     num_texts = 0
     tokens_left = max_tokens
-    for label, item in _list_items(texts, encoder, max_length):
+    for label, item in _iterate_items(texts, encoder, max_length):
         ids = encoder.encode(label, item)
         if ids is None:
             continue
@@ -207,7 +207,7 @@ def _make_error(name: str, rule: str, got: object, hint: str) -> ConfigError:
     return ConfigError(f"{name}: expected {rule}, got {got}. {hint}")
 
 
-def _list_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
+def _iterate_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
     """Yield a label of each item, for error messages, and the item."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):

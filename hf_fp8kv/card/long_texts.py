@@ -4,7 +4,8 @@ Nothing is downloaded. Code is the source of the standard library. Manual pages 
 Prose is the running text in the library's docstrings, which is technical English. Tool JSON
 describes the library's functions as the tools of a model. A chat asks about functions one by one,
 in the model's chat template, and the answers are docstrings. The same version of Python and the
-same tokenizer give the same texts. No paragraph occurs twice in a kind.
+same tokenizer give the same texts. No paragraph of prose or of the
+manual, and no docstring, occurs twice.
 """
 
 import ast
@@ -56,8 +57,8 @@ def read_texts(tokenizer: Any, kind: str, num_texts: int, length: int) -> list[t
         ids = _read_text(tokenizer, passages, length)
         if ids is None:
             raise ConfigError(
-                f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
-                f"got {num_texts}. Choose fewer or shorter texts, because Python comes with no more"
+                f"expected at most {len(texts)} texts of {length} tokens of the kind {kind!r}, got "
+                f"{num_texts}. Choose fewer or shorter texts"
             )
         texts.append(ids)
     return texts

@@ -63,8 +63,8 @@ class Size:
         scored: Number of scored tokens before each position.
         answers: Number of long answers.
         drift: Number of tokens of a long answer, along which drift is measured.
-        free: Number of tokens of a freely sampled answer. 0 leaves this part out.
-        asked: Number of answers in each task. 0 leaves the tasks out.
+        free: Number of tokens of an answer that each cache samples itself. 0 omits these answers.
+        asked: Number of answers in each task. 0 omits the tasks.
         length: Number of tokens of a haystack and its longest question in a task.
         stored: Numbers of stored tokens before a timed decode step.
     """
@@ -278,7 +278,7 @@ class _Card:
             states,
             self.contenders,
             positions=self.size.positions,
-            scored=self.size.scored,
+            num_scored=self.size.scored,
             stored_positions=self.size.positions[:1],
         )
         return {

@@ -48,10 +48,10 @@ def score_text(
     contenders: Mapping[str, Contender],
     *,
     positions: Sequence[int],
-    scored: int,
+    num_scored: int,
     stored_positions: Collection[int] = (),
 ) -> Iterator[tuple[tuple[int, str, str], Scores]]:
-    """Yield the scores of the last `scored` tokens before each position.
+    """Yield the scores of the last `num_scored` tokens before each position.
 
     The key of scores is the position, `EXACT` or `STORED`, and the name of the cache. The scored
     tokens are one call, which attends to the stored states of all earlier tokens. An exact prompt
@@ -61,14 +61,14 @@ def score_text(
     Args:
         model: The model, with the attention implementation to measure.
         ids: Tokens, `[1, N]`, int64, on the model's device. N is at least the last position.
-        states: Keys and values of the text, by layer, with at least N - `scored` tokens.
+        states: Keys and values of the text, by layer, with at least N - `num_scored` tokens.
         contenders: The caches by name.
-        positions: Positions in the text, each greater than `scored`.
-        scored: Number of scored tokens before each position.
+        positions: Positions in the text, each greater than `num_scored`.
+        num_scored: Number of scored tokens before each position.
         stored_positions: The positions at which stored prompts are also scored.
     """
     for position in positions:
-        start = position - scored
+        start = position - num_scored
         scored_ids = ids[:, start:position]
         next_ids = ids[:, start + 1 : position]
         exact_cache = UNQUANTIZED.fill(model, states, start)
@@ -97,7 +97,8 @@ def compare_states(
         None for caches other than `FP8PagedCache`, otherwise a dictionary with these entries:
 
         * `k_error`, `v_error`: largest RMS error of a layer, relative to the RMS of its states.
-        * `k_gain`, `v_gain`: largest factor of a layer between stored and exact states, minus 1.
+        * `k_gain`, `v_gain`: factor from exact to stored states, minus 1, of the layer where it is
+          farthest from 0.
         * `center`: RMS error of K over all layers, relative to the RMS error without centers.
         * `lost`: positions of tokens whose error is larger than half of their norm.
     """
@@ -105,7 +106,7 @@ def compare_states(
     if not isinstance(cache, FP8PagedCache):
         return None
     uncentered_cache = Contender("", partial(_make_uncentered, cache)).fill(model, states)
-    largest_errors: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
+    extremes: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
     lost_positions: set[int] = set()
     error_power = uncentered_power = 0.0  # sums of squared errors over the layers
     # The last layers of some models store nothing, because they read an earlier layer.
@@ -115,15 +116,15 @@ def compare_states(
             num_skipped = exact.shape[2] - stored.shape[2]  # tokens before the layer's window
             exact = exact[:, :, num_skipped:].float()
             error, gain, token_errors = _compare_side(stored, exact)
-            largest_errors[f"{side}_error"] = max(largest_errors[f"{side}_error"], error)
-            largest_errors[f"{side}_gain"] = max(largest_errors[f"{side}_gain"], gain, key=abs)
+            extremes[f"{side}_error"] = max(extremes[f"{side}_error"], error)
+            extremes[f"{side}_gain"] = max(extremes[f"{side}_gain"], gain, key=abs)
             lost_tokens = (token_errors > _LOST_ERROR).nonzero()
             lost_positions.update(int(n) + num_skipped for n in lost_tokens)
             if side == "k":
                 error_power += error**2
                 uncentered_power += _compare_side(uncentered_layer.keys, exact)[0] ** 2
     center_error = math.sqrt(error_power / max(uncentered_power, _EPSILON))
-    return {**largest_errors, "center": center_error, "lost": sorted(lost_positions)}
+    return {**extremes, "center": center_error, "lost": sorted(lost_positions)}
 
 
 def _make_uncentered(cache: FP8PagedCache, model: PreTrainedModel) -> FP8PagedCache:

@@ -82,7 +82,10 @@ class Format:
 
     @property
     def error_unit(self) -> float:
-        """512 divided by the largest rounding error, half of `max_step`. It is a power of two."""
+        """512 / (largest rounding error), a power of two.
+
+        The largest rounding error is half of `max_step`.
+        """
         return 1024.0 / self.max_step
 
 
@@ -180,8 +183,8 @@ class SidePlan:
                 )
         if self.is_auto and (self.rotated or self.centered):
             raise ConfigError(
-                "format 'model' expected neither rotation nor a center, because it stores values "
-                f"unchanged, got {self}. Choose an 8-bit format"
+                f"format: expected an 8-bit format for rotation or a center, got {self}. 'model' "
+                "stores values unchanged"
             )
 
     @property
@@ -226,11 +229,11 @@ class LayerPlan(NamedTuple):
 
     @classmethod
     def check(cls, plan: object, argument: str) -> "LayerPlan":
-        """Return `plan` if it is a `LayerPlan` of two `SidePlan`, otherwise raise ConfigError."""
+        """Return `plan` if it is a `LayerPlan` of two `SidePlan`s, otherwise raise ConfigError."""
         if isinstance(plan, cls) and all(isinstance(side, SidePlan) for side in plan):
             return plan
         raise ConfigError(
-            f"{argument}: expected a LayerPlan of two SidePlan, got {plan!r}. "
+            f"{argument}: expected a LayerPlan of two SidePlans, got {plan!r}. "
             "LayerPlan.parse('fp8_e2m5 rotated', 'int8') parses text"
         )
 

@@ -18,7 +18,7 @@ from .methods import ModelAttribute
 # Name of the attention function that reads stored pages.
 ATTENTION = "fp8_paged"
 # Method of an attention module that expands cached latents to K and V of each head.
-EXPAND = "expand_kv"
+EXPAND_METHOD = "expand_kv"
 # Set on a deterministic model and on its modules.
 DETERMINISTIC = ModelAttribute[bool]("_hf_fp8kv_deterministic")
 # Attribute of new keys that holds the cache of a continuous-batching engine.
@@ -27,7 +27,7 @@ ENGINE_ATTRIBUTE = "_hf_fp8kv_engine"
 _SIGNATURE = inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 CACHE = "cache" if "cache" in _SIGNATURE.parameters else "past_key_values"
 # Field of a config. Phi-3 computes all tokens again when a sequence grows past this length.
-_REPLACEMENT_LENGTH = "original_max_position_embeddings"
+_REPLACEMENT_FIELD = "original_max_position_embeddings"
 # Config fields that hold the number of positions.
 _POSITION_FIELDS = (
     "max_position_embeddings",
@@ -90,7 +90,7 @@ def find_varying_rope(config: Any) -> str | None:
 
 def changes_rope(config: Any, lengths: Collection[int]) -> bool:
     """Return whether RoPE may have had different frequencies for sequences of these lengths."""
-    threshold: int | None = getattr(config, _REPLACEMENT_LENGTH, None)
+    threshold: int | None = getattr(config, _REPLACEMENT_FIELD, None)
     if threshold is not None:
         return min(lengths) <= threshold < max(lengths)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -159,7 +159,7 @@ def caches_latents(config: Any) -> bool:
     module_name = config_class.__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(module_name if model_class is None else model_class.__module__)
     objects = [] if module is None else list(vars(module).values())
-    return any(isinstance(x, type) and hasattr(x, EXPAND) for x in objects)
+    return any(isinstance(x, type) and hasattr(x, EXPAND_METHOD) for x in objects)
 
 
 def accepts_argument(cls: type[Any], argument: str) -> bool:
@@ -203,12 +203,12 @@ def find_refusal(cls: type[Any]) -> str:
 
 def describe_cache_replacement(config: Any) -> str:
     """Return a note if `generate()` of a config's model replaces its cache between two steps."""
-    if getattr(config, _REPLACEMENT_LENGTH, None) is None:
+    if (num_tokens := getattr(config, _REPLACEMENT_FIELD, None)) is None:
         return ""
     name = getattr(find_model_class(config.__class__), "__name__", "the model")
     return (
-        f"without enable(model), generate() of {name} replaces its cache by a DynamicCache, in the "
-        f"model's dtype, past {_REPLACEMENT_LENGTH} tokens"
+        f"without enable(model), generate() of {name} replaces its cache with an unquantized "
+        f"DynamicCache after {num_tokens} tokens (`{_REPLACEMENT_FIELD}`)"
     )
 
 

@@ -25,7 +25,7 @@ from .api import advance, attend, bind, create_schedule, fill_schedule, gather, 
 from .backends import (
     BACKEND_CHOICES,
     BACKENDS,
-    CHECKS_ON_DEVICE,
+    DEVICE_CHECK_BACKENDS,
     choose_backend,
     explain_backends,
     load_backend,
@@ -33,7 +33,7 @@ from .backends import (
 from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = [
-    "BACKENDS", "BACKEND_CHOICES", "CHECKS_ON_DEVICE", "AttentionSpec", "Pages", "StoredSide",
+    "BACKENDS", "BACKEND_CHOICES", "DEVICE_CHECK_BACKENDS", "AttentionSpec", "Pages", "StoredSide",
     "advance", "attend", "bind", "choose_backend", "create_schedule", "explain_backends",
     "fill_schedule", "gather", "load_backend", "write",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, OutOfPagesError
-from .backends import CHECKS_ON_DEVICE, DETERMINISTIC_BACKENDS, SCHEDULE_BACKENDS, load_backend
+from .backends import DETERMINISTIC_BACKENDS, DEVICE_CHECK_BACKENDS, SCHEDULE_BACKENDS, load_backend
 from .pages import PAGE_FIELDS, AttentionSpec, Pages, flatten, unflatten
 from .sizes import check_sizes
 
@@ -86,7 +86,9 @@ def _register_operation(function: _Operation) -> _Operation:
         flat_arguments = [arguments[x] for x in plain_names]
         for x in record_names:
             flat_arguments += flatten(arguments[x]) if x == "pages" else arguments[x]
-        return (device_op if arguments["backend"] in CHECKS_ON_DEVICE else host_op)(*flat_arguments)
+        return (device_op if arguments["backend"] in DEVICE_CHECK_BACKENDS else host_op)(
+            *flat_arguments
+        )
 
     return cast(_Operation, call)
 
@@ -335,7 +337,7 @@ def _attend_per_token(
         return token_rows[chunk, :, None, : end - start]
 
     outputs = []
-    host_lengths = None if backend in CHECKS_ON_DEVICE else token_lengths.tolist()
+    host_lengths = None if backend in DEVICE_CHECK_BACKENDS else token_lengths.tolist()
     chunk_size = _MAX_SEPARATE_TOKENS if host_lengths is None else 1
     for chunk_start in range(0, len(token_queries), chunk_size):
         chunk = slice(chunk_start, chunk_start + chunk_size)

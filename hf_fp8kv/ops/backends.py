@@ -14,9 +14,11 @@ from .triton.target import get_target, is_interpreted
 # Values of the argument `backend`. The backend "reference" is only for tests.
 BACKEND_CHOICES = ("auto", "torch", "cpu", "triton")
 BACKENDS = (*BACKEND_CHOICES[1:], "reference")
-# Backends with schedules, and backends that check the limit and skip a token without a page on the
-# device, because the host does not have the lengths. All other backends read values on the host.
-SCHEDULE_BACKENDS = CHECKS_ON_DEVICE = frozenset({"triton"})
+# Backends with schedules.
+SCHEDULE_BACKENDS = frozenset({"triton"})
+# Backends that check lengths on the device, and skip tokens without a page. All others read the
+# lengths on the host.
+DEVICE_CHECK_BACKENDS = frozenset({"triton"})
 # Backends whose results depend only on the tokens that a query attends to, in any call.
 DETERMINISTIC_BACKENDS = frozenset({"cpu"})
 # Whether the kernels of "cpu" and the package "triton" exist. The dict caches these checks, because

@@ -193,7 +193,7 @@ class DeviceLength:
                 raise OutOfPagesError.for_tokens(self.max_tokens, 0, num_tokens)
         if not is_allocated:
             self.allocate(batch, device)
-        if torch.compiler.is_compiling() and backend not in ops.CHECKS_ON_DEVICE:
+        if torch.compiler.is_compiling() and backend not in ops.DEVICE_CHECK_BACKENDS:
             new_lengths = ops.advance(self.lengths, num_tokens, self.max_tokens, backend)
         else:
             new_lengths = self.lengths + num_tokens

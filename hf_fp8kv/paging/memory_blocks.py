@@ -23,7 +23,7 @@ class Blocks:
         page_bytes: Size of a page, in bytes.
         tensors: The blocks: an empty list before `allocate`, and an empty block for 0 pages.
         offsets: Offsets of the pages, `[P]`, int64 (see `locate_pages`).
-        single_block: Whether all pages stay in one block, as compiled code requires.
+        is_single_block: Whether all pages stay in one block, as compiled code requires.
         is_pinned: Whether blocks are in pinned host memory.
         cached_pages: A storage plan and the `Pages` made for it, or None. The `Pages` keep the
             blocks alive, and are dropped when the blocks are replaced.
@@ -33,7 +33,7 @@ class Blocks:
     cached_pages: tuple[LayerPlan, Pages] | None
 
     def __init__(self) -> None:
-        self.single_block = self.is_pinned = False
+        self.is_single_block = self.is_pinned = False
         self.free()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,12 +59,12 @@ class Blocks:
         num_pages: int,
         device: torch.device,
         *,
-        single_block: bool = False,
+        is_single_block: bool = False,
         is_pinned: bool = False,
     ) -> None:
         """Allocate `num_pages` zeroed pages of `page_bytes` bytes."""
         self.page_bytes = page_bytes
-        self.single_block = single_block
+        self.is_single_block = is_single_block
         self.is_pinned = is_pinned
         self._set_blocks(self._allocate(num_pages, device))
 
@@ -82,15 +82,15 @@ class Blocks:
         self.cached_pages = None
 
     def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
-        is_single = self.single_block or not num_pages
-        ranges = [slice(0, num_pages)] if is_single else self._split_pages(num_pages)
-        shapes = [(pages.stop - pages.start, self.page_bytes) for pages in ranges]
+        is_single_block = self.is_single_block or not num_pages
+        parts = [slice(0, num_pages)] if is_single_block else self._split_pages(num_pages)
+        shapes = [(part.stop - part.start, self.page_bytes) for part in parts]
         return [
             make_zeros(shape, torch.uint8, device, is_pinned=self.is_pinned) for shape in shapes
         ]
 
     def _split_pages(self, num_pages: int) -> list[slice]:
-        """Split the pages 0 to `num_pages - 1` into ranges of at most `BLOCK_BYTES` each."""
+        """Split `num_pages` pages into slices of at most `BLOCK_BYTES` each."""
         step = max(1, BLOCK_BYTES // self.page_bytes)
         return [slice(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
 
@@ -100,7 +100,7 @@ class Blocks:
         A block is added and no data moves, unless all pages must be in one block.
         """
         num_added = num_pages - len(self)
-        if num_added > 0 and self.single_block:
+        if num_added > 0 and self.is_single_block:
             self.keep_pages(np.arange(num_pages))
         elif num_added > 0:
             old_blocks = [block for block in self.tensors if len(block)]
@@ -118,8 +118,8 @@ class Blocks:
         self, sources: IntArray, targets: IntArray, target_blocks: list[torch.Tensor] | None = None
     ) -> None:
         """Copy pages to `target_blocks`, or to pages of this object that are not sources."""
-        for pages in self._split_pages(len(sources)):
-            put_pages(target_blocks or self.tensors, targets[pages], self.take(sources[pages]))
+        for part in self._split_pages(len(sources)):
+            put_pages(target_blocks or self.tensors, targets[part], self.take(sources[part]))
 
     def copy_from(self, source: "Blocks", pages: IntArray, *, blocking: bool) -> None:
         """Copy the pages with the numbers `pages`, ascending, from `source`.
@@ -154,7 +154,7 @@ class Blocks:
             for block, end in zip(self.tensors, block_ends, strict=True)
             if np.isin(np.arange(end - len(block), end), existing).all()
         ]
-        if not self.single_block and sum(map(len, whole_blocks)) == len(existing) == len(pages):
+        if not self.is_single_block and sum(map(len, whole_blocks)) == len(existing) == len(pages):
             self._set_blocks(whole_blocks)  # moves no data
             return
         blocks = self._allocate(len(pages), self.tensors[0].device)

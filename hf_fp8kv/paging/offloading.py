@@ -125,7 +125,12 @@ class OffloadedLayer:
         return len(self._on_device)
 
     def allocate(
-        self, page_bytes: int, num_pages: int, device: torch.device, *, single_block: bool = False
+        self,
+        page_bytes: int,
+        num_pages: int,
+        device: torch.device,
+        *,
+        is_single_block: bool = False,
     ) -> None:
         """Create `num_pages` pages of `page_bytes` bytes. Memory is allocated at first use."""
         self.page_bytes = page_bytes

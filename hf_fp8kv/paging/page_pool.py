@@ -46,11 +46,16 @@ class PagePool:
         return self.memory.is_allocated
 
     def allocate(
-        self, key: torch.Tensor, value: torch.Tensor, num_pages: int, *, single_block: bool = False
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        num_pages: int,
+        *,
+        is_single_block: bool = False,
     ) -> None:
         """Allocate zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
 
-        Only shapes, dtypes and the device are read. `single_block` is as in `Blocks.allocate`.
+        Only shapes, dtypes and the device are read. `is_single_block` is as in `Blocks.allocate`.
         """
         self.k_dtype = key.dtype
         self.v_dtype = value.dtype
@@ -72,7 +77,9 @@ class PagePool:
             self.stored_v_dtype,
             self.has_scales,
         )
-        self.memory.allocate(self.layout.size, num_pages, self.device, single_block=single_block)
+        self.memory.allocate(
+            self.layout.size, num_pages, self.device, is_single_block=is_single_block
+        )
 
     def make_empty_kv(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return empty keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` as for `allocate`."""

@@ -39,10 +39,12 @@ def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") 
     """
     tokens = np.asarray(ids, "<i8")
     keys = []
-    previous = bytes.fromhex(previous_key) or f"{_FORMAT}.{identity}".encode()
+    previous_bytes = bytes.fromhex(previous_key) or f"{_FORMAT}.{identity}".encode()
     for start in range(0, len(tokens) - page_size + 1, page_size):
-        digest = hashlib.sha256(previous + b"\0" + tokens[start : start + page_size].tobytes())
-        previous = digest.digest()
+        digest = hashlib.sha256(
+            previous_bytes + b"\0" + tokens[start : start + page_size].tobytes()
+        )
+        previous_bytes = digest.digest()
         keys.append(digest.hexdigest())
     return keys
 
@@ -62,7 +64,7 @@ def unpack(key: str, contents: bytes) -> Page:
     if header.pop("digest") != compute_digest(header, rows):
         raise ValueError("its bytes have changed since they were written")
     if header["format"] != _FORMAT or header["key"] != key:
-        raise ValueError("its format is different, or its name belongs to a different page")
+        raise ValueError("the file has a different format, or belongs to another page")
     if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
         raise ValueError("its tensors are not vectors of uint8")
     return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["metadata"]))

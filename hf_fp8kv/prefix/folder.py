@@ -26,7 +26,7 @@ _TICK_NS = 20_000_000
 
 
 class StoredFile(NamedTuple):
-    """A file of the folder."""
+    """A stored page's file in the folder."""
 
     last_use: int  # time of the last use, in ns since 1970
     num_bytes: int
@@ -111,11 +111,11 @@ class PrefixFolder:
 
         Files in `kept_names` stay. `total_bytes` is the size of all files. Return the new size.
         """
-        is_scanned = False
+        has_scanned = False
         while total_bytes > max_bytes:
-            if not is_scanned and (not self._heap or self._heap[0].last_use >= self._scan_time):
+            if not has_scanned and (not self._heap or self._heap[0].last_use >= self._scan_time):
                 total_bytes = self._scan(lock_fd)
-                is_scanned = True
+                has_scanned = True
                 continue
             if not self._heap:
                 break

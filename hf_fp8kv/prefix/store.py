@@ -38,7 +38,8 @@ _NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_MAX_BYTES = 16 << 30
 # Time to wait for other processes that write: at first, and after a wait has timed out.
 _LOCK_SECONDS, _SHORT_LOCK_SECONDS = 2.0, 0.1
-# Number of files to read at a time, and bytes in the queue above which a prompt waits to be added.
+# Number of files to read at a time, and bytes in the queue above which `write` waits for the queue
+# to empty.
 NUM_READERS = min(os.cpu_count() or 1, 8)
 _MAX_QUEUED_BYTES = 1 << 30
 
@@ -227,7 +228,10 @@ class PrefixStore:
     # -- writing -----------------------------------------------------------------------------
 
     def write(
-        self, keys: Sequence[str], make_pages: Callable[[list[int]], Iterable[Page]], first: int = 0
+        self,
+        keys: Sequence[str],
+        make_pages: Callable[[list[int]], Iterable[Page]],
+        first_index: int = 0,
     ) -> None:
         """Store the missing pages of a prompt in a background thread.
 
@@ -236,14 +240,14 @@ class PrefixStore:
         Args:
             keys: Keys of all pages of the prompt, from the first token on.
             make_pages: Function from indices to pages. The tensors of the pages must not change.
-            first: First index that `make_pages` supports. If the page before it is not stored,
-                later pages would not be found and are not stored.
+            first_index: First index that `make_pages` supports. If the page before it is not
+                stored, later pages would not be found and are not stored.
         """
         missing = []
-        for index in range(max(first - 1, 0), len(keys)):
+        for index in range(max(first_index - 1, 0), len(keys)):
             if self.has(keys[index]):
                 continue
-            if index < first or keys[index] in self._refused_keys:
+            if index < first_index or keys[index] in self._refused_keys:
                 keys = keys[:index]
                 break
             missing.append(index)
@@ -262,9 +266,11 @@ class PrefixStore:
     def touch(self, keys: Sequence[str]) -> None:
         """Mark the pages of a prompt as used now. The first page becomes the most recent one."""
 
-        def set_times(last_use: int = time.time_ns()) -> None:
+        now = time.time_ns()
+
+        def set_times() -> None:
             for index, key in enumerate(keys):
-                self._folder.touch(self._get_path(key).name, last_use - index)
+                self._folder.touch(self._get_path(key).name, now - index)
 
         if self._queue:  # the queue may have pages of the prompt
             _submit(self._writer, set_times)

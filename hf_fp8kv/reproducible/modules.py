@@ -29,7 +29,7 @@ from ..modeling.model_support import (
     ATTENTION,
     CACHE,
     DETERMINISTIC,
-    EXPAND,
+    EXPAND_METHOD,
     find_varying_rope,
     with_cache,
 )
@@ -144,7 +144,7 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
         _OWNERS.set(model, owners)
     if not owners:
         # Latent attention multiplies by the weight of this projection without calling the module.
-        absorbed_ids = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND)}
+        absorbed_ids = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND_METHOD)}
         for module in model.modules():
             DETERMINISTIC.set(module, True)
             if id(module) not in absorbed_ids and (forward := _find_forward(module)):

@@ -18,8 +18,8 @@ from ..attention.deterministic import check_padding
 from ..attention.fp8_paged import (
     ROUNDING,
     Call,
-    attend_dense,
     attend_stored,
+    attend_with_transformers,
     drop_mask,
     requires_dense,
 )
@@ -107,7 +107,7 @@ class StoredRounding:
         handles = self.store(key, value)
         if dropout or requires_dense(kwargs):
             key, value = self.read(handles, key, value)
-            return attend_dense(call._replace(key=key, value=value))
+            return attend_with_transformers(call._replace(key=key, value=value))
         stored_spec = drop_mask(query, handles[0], spec) if spec.deterministic else spec
         output = attend_stored(query, handles[0], stored_spec)
         inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
@@ -117,7 +117,9 @@ class StoredRounding:
             return output, None
         key, value = self.read(handles, key, value)
         gradient_spec = spec._replace(deterministic=False)
-        dense_output, _ = attend_dense(call._replace(key=key, value=value, spec=gradient_spec))
+        dense_output, _ = attend_with_transformers(
+            call._replace(key=key, value=value, spec=gradient_spec)
+        )
         return straight_through(dense_output, output.to(dense_output.dtype)), None
 
     def _attend_padded(self, call: Call, mask: CompactMask) -> Tensor:

@@ -15,8 +15,9 @@ CARD_FILE = "README.md"
 # Markers around the section, which is replaced when new scales are saved.
 _SECTION_START = "<!-- hf_fp8kv: KV cache -->"
 _SECTION_END = "<!-- hf_fp8kv: end -->"
-_SGLANG = "python -m sglang.launch_server --model-path {0} --kv-cache-dtype fp8_e4m3"
-# Command of a server that reads each format. {0} is the copy of the checkpoint, {1} the model.
+_SGLANG_COMMAND = "python -m sglang.launch_server --model-path {0} --kv-cache-dtype fp8_e4m3"
+# For each format, the command of a server that reads it. {0} is the folder or repository with the
+# scales, {1} the model.
 _COMMANDS_BY_FORMAT = {
     "hf_fp8kv": "vllm serve {1} --kv-cache-dtype hf_fp8kv_static "
     '--additional-config \'{{"hf_fp8kv": {{"scales": "{0}"}}}}\'',
@@ -25,7 +26,8 @@ _COMMANDS_BY_FORMAT = {
         "vllm serve {0} --kv-cache-dtype fp8",
     ),
     "tgi": "text-generation-launcher --model-id {0} --kv-cache-dtype fp8_e4m3fn",
-    "vllm-json": f"{_SGLANG.replace('{0}', '{1}')} --quantization-param-path kv_cache_scales.json",
+    "vllm-json": _SGLANG_COMMAND.replace("{0}", "{1}")
+    + " --quantization-param-path kv_cache_scales.json",
 }
 
 
@@ -86,7 +88,7 @@ def _make_section(
         facts.append(f"made for the weights with the digest `{scales.weights_digest}`")
     commands = [_COMMANDS_BY_FORMAT[format.name]]
     if scales.granularity == "tensor" and commands[0].startswith("vllm serve {0}"):
-        commands.append(_SGLANG)  # SGLang reads one number for each side
+        commands.append(_SGLANG_COMMAND)  # SGLang reads one number for each side
     return "\n".join([
         _SECTION_START, "## FP8 KV cache", "", *(f"- {fact}" for fact in facts), "",
         "```python",

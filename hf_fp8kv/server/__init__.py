@@ -1,9 +1,9 @@
 """An OpenAI server of one model on the engine of `hf_fp8kv.serving`, to run or to mount.
 
-    client ──> app ──> schemas ──> model ──> choices ──> engine ──> FP8 pages
-               access, validated   prompts   one request continuous batching,
-               limits  fields      of tokens per answer  sampling, grammars
-    client <── app <── completions, responses <── text <── tokens
+    client ──> app ────> schemas ──> model ────> choices ─────> engine ──> FP8 pages
+               access,   validated   prompts     one request    continuous batching,
+               limits    fields      of tokens   per answer     sampling, grammars
+    client <── app <──── completions, responses <── text <───── tokens
 
 Importing this package does not import fastapi or uvicorn. `make_application` imports them.
 """
@@ -56,8 +56,8 @@ def make_application(
         tokenizer: The model's tokenizer with its chat template, or a processor that contains it.
         batching: A ContinuousBatchingConfig. On a CPU, a step has at most 256 tokens by default.
         served_name: The model's name for clients. None means `model.name_or_path`.
-        api_key: Token that clients must send. None means the value of HF_FP8KV_API_KEY. If neither
-            is set, clients need no token.
+        api_key: Key that clients must send. None means the value of HF_FP8KV_API_KEY. If neither
+            is set, clients need no key.
         max_waiting: Maximum number of waiting requests. Further requests get status 429.
         max_body: Maximum size of a request's body in bytes.
         max_model_len: Maximum number of tokens of a prompt and its answer. None means the model's

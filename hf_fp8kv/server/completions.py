@@ -73,7 +73,7 @@ class CompletionWriter:
     async def stream(self, part_groups: AsyncIterator[ChoiceParts]) -> AsyncIterator[str]:
         """Yield the events of the response, for parts in groups that arrive together."""
         if self._is_chat:
-            yield "".join(self._format_choices(self._make_choice(x)) for x in self._choices)
+            yield "".join(self._format_choices_event(self._make_choice(x)) for x in self._choices)
         async for parts in part_groups:
             if self._has_logprobs and self._body.echo:
                 # The first part has the prompt's log-probabilities. Formatting them here would
@@ -82,20 +82,22 @@ class CompletionWriter:
             else:
                 yield self._format_parts(parts)
         if self._sends_usage_last:
-            yield self._format_choices(usage=count_usage(self._choices))
+            yield self._format_choices_event(usage=count_usage(self._choices))
         yield DONE_EVENT
 
     def _format_parts(self, parts: ChoiceParts) -> str:
         """Return the events for parts. The last event of a single answer may have the usage."""
         adds_usage = len(self._choices) == 1 and not self._sends_usage_last
         return "".join(
-            self._format_choices(self._format_part(choice, part), usage=count_usage(self._choices))
+            self._format_choices_event(
+                self._format_part(choice, part), usage=count_usage(self._choices)
+            )
             if adds_usage and part is None
-            else self._format_choices(self._format_part(choice, part))
+            else self._format_choices_event(self._format_part(choice, part))
             for choice, part in parts
         )
 
-    def _format_choices(self, *choices: dict[str, Any], **fields: Any) -> str:
+    def _format_choices_event(self, *choices: dict[str, Any], **fields: Any) -> str:
         return format_event({**self._common_fields, "choices": choices, **fields})
 
     def _make_choice(self, choice: Choice) -> dict[str, Any]:
@@ -178,7 +180,7 @@ class _LogprobWriter:
         self._texts = texts
         self._prompt_logprobs = choice.prompt_logprobs  # filled in while the request runs
         self._num_sent = 0  # number of the answer's tokens whose log-probabilities were returned
-        self._start = 0  # number of characters before the answer
+        self._prompt_length = 0  # number of characters before the answer
 
     def take_logprobs(self, num_tokens: int, echo: Echo | None, *, is_chat: bool) -> dict[str, Any]:
         """Return the log-probabilities of tokens up to `num_tokens` that were not returned before.
@@ -187,52 +189,64 @@ class _LogprobWriter:
         """
         placed = [] if echo is None else self._place_prompt(echo)
         new_logprobs = self._sequence.logprobs[self._num_sent : num_tokens]
-        placed += [self._place_next(scored) for scored in new_logprobs]
+        placed += [self._place_next(token_logprob) for token_logprob in new_logprobs]
         if is_chat:
-            content = [self._format_logprob(scored, is_first) for scored, is_first, _ in placed]
+            content = [
+                self._format_logprob(token_logprob, is_first)
+                for token_logprob, is_first, _ in placed
+            ]
             return {"content": content, "refusal": None}
         get_text = self._texts.get_text
         return {
-            "tokens": [get_text(scored.token, is_first) for scored, is_first, _ in placed],
-            "token_logprobs": [scored.logprob for scored, _, _ in placed],
+            "tokens": [
+                get_text(token_logprob.token, is_first) for token_logprob, is_first, _ in placed
+            ],
+            "token_logprobs": [token_logprob.logprob for token_logprob, _, _ in placed],
             "top_logprobs": [
-                None if scored.logprob is None else self._map_top_tokens(scored, is_first)
-                for scored, is_first, _ in placed
+                None
+                if token_logprob.logprob is None
+                else self._map_top_tokens(token_logprob, is_first)
+                for token_logprob, is_first, _ in placed
             ],
             "text_offset": [offset for _, _, offset in placed],
         }
 
     def _place_prompt(self, echo: Echo) -> list[_PlacedLogprob]:
         """Return the log-probabilities of the prompt with their places in its text."""
-        self._start = len(echo.text)
+        self._prompt_length = len(echo.text)
         placed = zip(self._prompt_logprobs or (), echo.offsets, strict=True)
-        return [(scored, offset == 0, offset) for scored, offset in placed]
+        return [(token_logprob, offset == 0, offset) for token_logprob, offset in placed]
 
-    def _place_next(self, scored: TokenLogprob) -> _PlacedLogprob:
+    def _place_next(self, token_logprob: TokenLogprob) -> _PlacedLogprob:
         """Return the next log-probability of the answer with its place in the text."""
         old_end, end = self._decoder.text_ends[self._num_sent : self._num_sent + 2]
         self._num_sent += 1
-        offset = self._texts.find_offset(scored.token, old_end, end)
-        return scored, old_end == 0, self._start + offset
+        offset = self._texts.find_offset(token_logprob.token, old_end, end)
+        return token_logprob, old_end == 0, self._prompt_length + offset
 
     def _get_bytes(self, token: int, is_first: bool) -> bytes | None:
         """Return the bytes of a token of the answer, or None if the text omits the token."""
         omits = token in self._decoder.hidden_tokens or token in self._texts.special_tokens
         return None if omits else self._texts.get_bytes(token, is_first)
 
-    def _map_top_tokens(self, scored: TokenLogprob, is_first: bool) -> dict[str, float | None]:
+    def _map_top_tokens(
+        self, token_logprob: TokenLogprob, is_first: bool
+    ) -> dict[str, float | None]:
         """Return log-probabilities by text. Tokens with equal texts are named by their ids."""
-        chosen_text = self._texts.get_text(scored.token, is_first)
+        chosen_text = self._texts.get_text(token_logprob.token, is_first)
         logprobs = {}
-        for token, logprob in {**dict(scored.top_tokens), scored.token: scored.logprob}.items():
+        for token, logprob in {
+            **dict(token_logprob.top_tokens),
+            token_logprob.token: token_logprob.logprob,
+        }.items():
             text = self._texts.get_text(token, is_first)
-            is_taken = token != scored.token and (text == chosen_text or text in logprobs)
+            is_taken = token != token_logprob.token and (text == chosen_text or text in logprobs)
             logprobs[f"token_id:{token}" if is_taken else text] = logprob
         return logprobs
 
-    def _format_logprob(self, scored: TokenLogprob, is_first: bool) -> dict[str, Any]:
-        top_logprobs = [self._format_token(*pair, is_first) for pair in scored.top_tokens]
-        token = self._format_token(scored.token, scored.logprob, is_first)
+    def _format_logprob(self, token_logprob: TokenLogprob, is_first: bool) -> dict[str, Any]:
+        top_logprobs = [self._format_token(*pair, is_first) for pair in token_logprob.top_tokens]
+        token = self._format_token(token_logprob.token, token_logprob.logprob, is_first)
         return {**token, "top_logprobs": top_logprobs}
 
     def _format_token(self, token: int, logprob: float | None, is_first: bool) -> dict[str, Any]:

@@ -26,10 +26,10 @@ class Metrics(Collector):
         self._registry = registry = CollectorRegistry()
         self._histograms: dict[str, Any] = {}
         for name, description, buckets in (
-            ("queue_time", "From a request to its first step", _LONG_SECONDS),
-            ("time_to_first_token", "From a request to its first token", _LONG_SECONDS),
+            ("queue_time", "From a request to an answer's first step", _LONG_SECONDS),
+            ("time_to_first_token", "From a request to an answer's first token", _LONG_SECONDS),
             ("inter_token_latency", "From a token to the next token", _SHORT_SECONDS),
-            ("request_duration", "From a request to its last token", _LONG_SECONDS),
+            ("request_duration", "From a request to an answer's last token", _LONG_SECONDS),
         ):
             arguments = (f"hf_fp8kv_{name}_seconds", description, ["model_name"])
             histogram = Histogram(*arguments, buckets=buckets, registry=registry)
@@ -41,7 +41,7 @@ class Metrics(Collector):
         registry.register(self)
 
     def record_token(self, sequence: Sequence, started_at: float) -> None:
-        """Record a new token of a request, whose first step began at `started_at`."""
+        """Record a new token of an answer. The answer's first step began at `started_at`."""
         now = time.perf_counter()
         if sequence.last_token_at is None:
             self._histograms["time_to_first_token"].observe(now - sequence.submitted_at)
@@ -52,7 +52,7 @@ class Metrics(Collector):
         sequence.last_token_at = now
 
     def record_end(self, sequence: Sequence) -> None:
-        """Record the end of a request, after its last token."""
+        """Record the end of an answer, after its last token."""
         self._histograms["request_duration"].observe(time.perf_counter() - sequence.submitted_at)
 
     def count_waiting(self) -> int:
@@ -73,8 +73,8 @@ class Metrics(Collector):
         num_waiting = self.count_waiting()
         rows: list[tuple[Any, str, str, float]] = [
             (gauge, "engine_up", "1 while the engine's thread runs", engine.is_alive()),
-            (gauge, "requests_active", "Requests that have had a step", engine.count_active()),
-            (gauge, "requests_waiting", "Requests that wait for a first step", num_waiting),
+            (gauge, "requests_active", "Answers that have had a step", engine.count_active()),
+            (gauge, "requests_waiting", "Answers that wait for a first step", num_waiting),
             (counter, "prompt_tokens", "Tokens of prompts", engine.num_prompt_tokens),
             (counter, "generated_tokens", "New tokens", engine.num_new_tokens),
         ]
@@ -85,11 +85,21 @@ class Metrics(Collector):
                 (gauge, "tokens_held", "Tokens of requests and kept prefixes", usage.tokens_held),
                 (gauge, "bytes_total", "Bytes of all pages", usage.bytes_total),
                 (gauge, "bytes_used", "Bytes of the pages in use", usage.bytes_used),
-                (counter, "prefix_hits", "Requests that found their beginning", usage.prefix_hits),
+                (counter, "prefix_hits", "Requests with cached first tokens", usage.prefix_hits),
                 (counter, "prefix_tokens", "Tokens not computed again", usage.prefix_tokens),
                 (counter, "store_tokens", "Tokens read from the prefix store", usage.store_tokens),
-                (counter, "store_read_bytes", "Read from the store", usage.store_bytes_read),
-                (counter, "store_written_bytes", "Written to the store", usage.store_bytes_written),
+                (
+                    counter,
+                    "store_read_bytes",
+                    "Bytes read from the prefix store",
+                    usage.store_bytes_read,
+                ),
+                (
+                    counter,
+                    "store_written_bytes",
+                    "Bytes written to the store",
+                    usage.store_bytes_written,
+                ),
             ]
         for family, name, description, value in rows:
             yield family(f"hf_fp8kv_{name}", description, value)
@@ -101,7 +111,7 @@ class Metrics(Collector):
         yield statuses
 
     def summarize(self, tokens_per_second: float) -> str:
-        """Return one line for the log: the numbers of requests and the usage of the pages."""
+        """Return one line for the log: numbers of answers and requests, and the usage of pages."""
         engine = self.engine
         usage = engine.read_usage()
         summary = (

@@ -67,8 +67,8 @@ def enable(
             attention "fp8_paged" while a manager runs, and its previous attention afterwards.
         scales: As for `FP8PagedCache`, of all heads if tensor parallelism is used. None means one
             scale per token and head, stored in the page.
-        dtype: As for `FP8PagedCache(model)`. "adaptive" is the default, and `hf_fp8kv.enable` keeps
-            its plan while weights change.
+        dtype: As for `FP8PagedCache(model)`. The default is "adaptive". As with
+            `hf_fp8kv.enable`, the plan stays the same when the weights change.
         key_dtype: Overrides `dtype` for K.
         value_dtype: Overrides `dtype` for V.
         plan: As for `FP8PagedCache`.
@@ -76,7 +76,8 @@ def enable(
         backend: As for `FP8PagedCache`.
         probe: Whether to run the model on two short sequences, packed as in an engine and each
             alone, and compare the logits. Models that count positions themselves, or do not pass
-            the engine's cache to their attention, are wrong even with stock caches.
+            the engine's cache to their attention, give wrong logits in any engine, even with
+            transformers' own caches.
         prefix_store: Store from which the engine reads pages that it lacks, and to which it writes
             its pages. Other processes may share the store. The model must have no windows. All
             weights are read once to identify the model.

@@ -38,7 +38,7 @@ class StoredLayer:
         spec: AttentionSpec,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a step's keys and values. Return the attention `[1, N, Hq, D]`, 0 for padding.
+        """Store a step's keys and values. Return the output, `[1, N, Hq, D]`, 0 for padding.
 
         Args:
             query: Queries, `[1, Hq, N, D]`. Tokens after the tokens of the step are padding.
@@ -46,7 +46,7 @@ class StoredLayer:
             value: As `key`, for the values.
             work: The operations of the step.
             spec: Causal attention without a mask. `spec.window` must be 0 if the pages are a ring.
-            out: Tensor for the attention, contiguous or not. None allocates a tensor.
+            out: Tensor for the output, contiguous or not. None allocates it.
 
         Raises:
             ConfigError: Keys or values do not have the sizes of the pages.
@@ -131,7 +131,10 @@ class StoredLayer:
         spec: AttentionSpec,
         out: torch.Tensor,
     ) -> None:
-        """Attend in scratch pages with old and new tokens in order. Then copy kept tokens back."""
+        """Attend to scratch pages that hold the old and new tokens in order.
+
+        Then copy the kept tokens back to the ring.
+        """
         num_old = len(chunk.old_slots[0])
         page_size = self._layout.page_size
         num_tokens = num_old + chunk.num_new

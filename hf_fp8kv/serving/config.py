@@ -46,7 +46,7 @@ class ServingConfig:
         options = replace(self.options, page_size=page_size)
         return identify_model(model) + digest_options(options, layers)
 
-    def make_layer_storage(
+    def make_storages(
         self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"
     ) -> list[LayerStorage]:
         """Return the storage of `num_layers` layers, for the `num_heads` KV heads of this process.
@@ -56,8 +56,10 @@ class ServingConfig:
         """
         options = self.options
         options.check_layers(range(num_layers), num_layers)
-        sizes = num_heads, head_dim, device
-        return [make_layer_storage(options, index, *sizes) for index in range(num_layers)]
+        return [
+            make_layer_storage(options, index, num_heads, head_dim, device)
+            for index in range(num_layers)
+        ]
 
 
 def make_layer_storage(

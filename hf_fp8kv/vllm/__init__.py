@@ -1,4 +1,4 @@
-"""Plugin for FP8 pages in vLLM. The entry point `vllm.general_plugins` loads it in each process.
+"""Plugin for 8-bit pages in vLLM. The entry point `vllm.general_plugins` loads it in each process.
 
 vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 
@@ -43,7 +43,7 @@ def register() -> None:
         register_dtypes()
     except Exception:  # vLLM can still serve its own dtypes
         logger.exception(
-            "hf_fp8kv's plugin could not register its dtypes in vLLM %s, because vLLM's hooks have "
+            "hf_fp8kv's plugin could not register its dtypes in vLLM %s. Its hooks may have "
             "changed. --kv-cache-dtype hf_fp8kv* cannot be used. The error follows",
             version,
         )

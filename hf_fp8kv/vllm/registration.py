@@ -52,7 +52,8 @@ def _extend_literal() -> None:
     """Add the names of all dtypes to the fixed list of vLLM 0.32, which has no hook to extend it.
 
     The list is a `Literal`, whose members vLLM reads when it parses the command line and selects an
-    attention backend. Pydantic has copied them to a config's validator, so that is built again.
+    attention backend. Pydantic has copied them into the validator of `CacheConfig`, which is
+    therefore rebuilt.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache
@@ -82,7 +83,10 @@ def _register_attention() -> None:
 
 @functools.cache  # a second call would rename twice
 def _rename_models() -> None:
-    """Make vLLM's factory pass a model to connectors whose name has a fingerprint of the bytes."""
+    """Make vLLM's factory add a fingerprint of the stored bytes to the model name.
+
+    Connectors receive this name.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     create_connector = KVConnectorFactory.create_connector

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, check_model, disable, enable
 from hf_fp8kv.attention.latent import Projections
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
+from hf_fp8kv.modeling.model_support import EXPAND_METHOD, caches_latents
 from hf_fp8kv.utils import warn_once
 from tests.helpers.tiny_models import build_model, list_types
 from tests.tools.sweep import Watch
@@ -51,7 +51,7 @@ def copy_model(name: str) -> Any:
 
 
 def find_attention_modules(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(type(module), EXPAND)]
+    return [module for module in model.modules() if hasattr(type(module), EXPAND_METHOD)]
 
 
 def count_latent_layers(model: Any) -> int:

@@ -155,7 +155,7 @@ E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
         ({"plan": dict.fromkeys(range(5), E3M4), "max_cache_len": 64}, r"0 to 2, .*\[3, 4\]"),
         ({"plan": {-1: E3M4}}, r"layers from 0 on, got -1\. Use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
-        ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlan, got"),
+        ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlans, got"),
         ({"plan": {1: LayerPlan(E3M4.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, r"\. Leave 'centered' out"),
         ({"dtype": "adaptive"}, r"FP8PagedCache\(model\)"),

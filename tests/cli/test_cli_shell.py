@@ -110,6 +110,6 @@ def test_the_names_of_the_command_line_are_those_of_the_package():
     assert ops.BACKEND_CHOICES == arguments.BACKENDS
     assert tuple(SCALE_FORMATS) == arguments.SCALE_FORMATS
     assert (get_args(Granularity), get_args(Weights)) == (
-        arguments.GRANULARITIES, arguments.WEIGHTS
+        arguments.GRANULARITIES, arguments.WEIGHT_MODES
     )  # fmt: skip
     assert tuple(log_levels) == arguments.LOG_LEVELS

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_fp8kv import ConfigError
 from hf_fp8kv.modeling.layer_specs import read_config
-from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
+from hf_fp8kv.modeling.model_support import EXPAND_METHOD, caches_latents
 from hf_fp8kv.modeling.tensor_parallel import count_kv_heads
 
 
@@ -27,7 +27,7 @@ def test_each_layer_of_a_heterogeneous_config_has_its_heads() -> None:
 def test_attention_without_source_code_counts_as_mla(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention class is found in its module, although transformers does not list the model."""
     namespace: dict[str, type] = {}
-    exec(f"class Attention:\n    {EXPAND} = forward = lambda self: None\n", namespace)
+    exec(f"class Attention:\n    {EXPAND_METHOD} = forward = lambda self: None\n", namespace)
     module = ModuleType("code_of_a_user.modeling_new")
     module.Attention = namespace["Attention"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -328,7 +328,8 @@ MUTANTS = (
     ),
     Mutant(
         "prefix store: keys ignore the tokens before", "prefix/file.py",
-        "previous = digest.digest()", "previous = previous", "tests/prefix/test_store.py",
+        "previous_bytes = digest.digest()", "previous_bytes = previous_bytes",
+        "tests/prefix/test_store.py",
     ),
     Mutant(
         "prefix store: the lock is not taken", "prefix/folder.py",

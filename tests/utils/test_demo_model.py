@@ -37,8 +37,8 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
         for name in demo_model._FILE_NAMES:
             (folder / name).write_text("new")
 
-    (tmp_path / demo_model.GGUF_FILE).touch()
-    monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF_FILE)
+    (tmp_path / demo_model.GGUF_FILE_NAME).touch()
+    monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF_FILE_NAME)
     monkeypatch.setattr(demo_model, "convert", fake_convert)
     return folders
 

@@ -16,7 +16,7 @@ _MIN_PYTHON = (3, 11)  # as `requires-python`, which pip compares only after the
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be missing
-    """Adds the libraries to the wheel. Without a compiler, the wheel has no libraries."""
+    """Adds the compiled CPU kernels to the wheel, if a compiler is found."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the kernels, and tag the wheel with their platform.
@@ -29,8 +29,10 @@ class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be
         try:
             _build_module["build"]()
         except (OSError, subprocess.CalledProcessError) as error:
-            consequence = "The slower backend 'torch' is used on CPUs"
-            self.app.display_warning(f"CPU kernels were not compiled: {error}. {consequence}")
+            self.app.display_warning(
+                f"CPU kernels were not compiled: {error}. "
+                "The slower backend 'torch' is used on CPUs"
+            )
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"

@@ -53,29 +53,29 @@ def list_table_fields(pages: Pages, lengths: Tensor) -> tuple[int, ...]:
     )
 
 
-def list_side_fields(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
-    """Return the fields of the struct `StoredSide` of side "k" or "v".
+def list_side_fields(pages: Pages, side: str, center: Tensor | None) -> tuple[int, ...]:
+    """Return the fields of the struct `StoredSide` of the side "k" or "v".
 
     `codes_offset` is the offset of the side's codes in a head of a page, in bytes. `scales_offset`
     is the offset of its first dynamic scale, or 0. A dynamic scale follows every four bytes.
     `head_size` is the size of a head in a page, in bytes. `bits` is the size of a stored value.
     `rotation` is the number of channels that are rotated together, or 0.
     """
-    side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
+    stored, dtype = (pages.k, pages.k_dtype) if side == "k" else (pages.v, pages.v_dtype)
     layout = pages.layout
-    scale_offset = 0
-    if side.is_dynamic:
-        scale_offset = layout.offsets["token_scales"] + (2 if name == "v" else 0)
+    scales_offset = 0
+    if stored.is_dynamic:
+        scales_offset = layout.offsets["token_scales"] + (2 if side == "v" else 0)
     return (
-        layout.offsets[name],
+        layout.offsets[side],
         KINDS[dtype],
-        8 * dtype.itemsize if side.format == AUTO else FORMATS[side.format].bits,
-        side.head_dim,
-        scale_offset,
+        8 * dtype.itemsize if stored.format == AUTO else FORMATS[stored.format].bits,
+        stored.head_dim,
+        scales_offset,
         layout.head_size,
-        get_address(side.static_scale),
-        get_address(None if side.format == AUTO else center),
-        compute_rotation_block(side.head_dim) if side.rotated else 0,
+        get_address(stored.static_scale),
+        get_address(None if stored.format == AUTO else center),
+        compute_rotation_block(stored.head_dim) if stored.rotated else 0,
     )
 
 
@@ -134,7 +134,10 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
 
 @functools.cache
 def list_encoding_fields(name: str) -> tuple[float, ...]:
-    """Return the fields of a format in `NewSide`. `error_exponent` is log2 of `error_unit`."""
+    """Return the fields that the struct `NewSide` adds to `StoredSide`.
+
+    The field `error_exponent` is log2 of `Format.error_unit`.
+    """
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]

@@ -88,7 +88,7 @@ class EngineCache:
         """
         options, (num_heads, head_dim) = serving_config.options, read_kv_sizes(config)
         sizes = config.num_hidden_layers, num_heads // options.tensor_parallel.size, head_dim
-        self._config, self._storage = config, serving_config.make_layer_storage(*sizes, device)
+        self._config, self._storage = config, serving_config.make_storages(*sizes, device)
         self.page_layouts = make_layouts(options, *sizes, page_size, dtype)
         self.page_size = page_size
         self.backend = ops.choose_backend(options.backend, torch.device(device))
