@@ -68,7 +68,7 @@ class Summary:
     Attributes:
         report: Use of the cache by each layer, with reasons.
         footprint: Memory and contents of the cache at the end. None before the first `generate()`,
-            or if it used a different cache.
+            or if it used another cache.
         stored_bytes: Size of the tokens, without the unused slots of pages.
         bf16_bytes: Size of the same tokens in a cache of transformers in bfloat16.
         captured: Whether decode steps ran in CUDA graphs, or why not.
@@ -110,7 +110,7 @@ def enable(
 ) -> _Model:
     """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
 
-    Each call creates a new cache, unless it passes a cache, selects a different type of cache, or
+    Each call creates a new cache, unless it passes a cache, selects another type of cache, or
     uses no cache. The attention is set to "fp8_paged" if the model supports it. Call `enable` again
     to change the keywords, or `disable` to undo this call.
 

@@ -68,7 +68,7 @@ def main() -> None:
         if isinstance(error, torch.OutOfMemoryError):
             message = (
                 f"expected enough device memory, got: {error}. Use a smaller --max-length or "
-                "--batch-size, or a different --device"
+                "--batch-size, or another --device"
             )
         print(f"{NAME}: error: {message}", file=sys.stderr)
         sys.exit(1)

@@ -57,9 +57,13 @@ def memory(
     from hf_fp8kv.bench.memory import format_table, measure_memory
 
     setup, config = _make_setup(model, device)
-    models = None if config is None else {str(model): config}
     with show_progress() as progress:
-        result = measure_memory(setup, models=models, memory_gib=memory / 2**30, progress=progress)
+        result = measure_memory(
+            setup,
+            models=None if config is None else {str(model): config},
+            memory_gib=memory / 2**30,
+            progress=progress,
+        )
     output_result(result, format_table, out, as_json=as_json)
 
 

@@ -54,7 +54,7 @@ def convert(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert static scales to a different format, and print the path of each new file.
+    """Convert static scales to another format, and print the path of each new file.
 
     Scales that the format cannot hold are reduced with a warning, so that nothing saturates.
     """

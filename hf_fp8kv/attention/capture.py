@@ -184,7 +184,7 @@ class StepDescription(TorchDispatchMode):
         for tag in tags:
             self.report(f"{func} {_TAGS[tag]}")
         if len(devices) > 1 or (reads_old_memory and self._device.type != "cpu"):
-            self.report(f"{func} reads or copies a tensor of a different device")
+            self.report(f"{func} reads or copies a tensor of another device")
 
     def _describe(self, x: Any) -> Any:
         """Return a description of an argument. A tensor has an origin, and its layout."""

@@ -210,7 +210,7 @@ class AttentionRecord(NamedTuple):
     """A decode step of one layer, for steps that only differ in values (see `DecodeRecord`).
 
     Attributes:
-        layout: Result of `_describe`.
+        layout: Result of `_describe_layout`.
         module: Weak reference to the attention module.
         spec: Parameters of the attention, without the mask.
         attend: `ops.attend` for calls of this layout.
@@ -222,7 +222,7 @@ class AttentionRecord(NamedTuple):
     attend: Callable[..., Tensor]
 
 
-def _describe(
+def _describe_layout(
     module: torch.nn.Module,
     query: Tensor,
     key: PagedKV,
@@ -264,7 +264,7 @@ def _repeat(
     start, stop = key.start, key.stop
     if (
         recorded.module() is not module
-        or recorded.layout != _describe(module, query, key, mask, arguments)
+        or recorded.layout != _describe_layout(module, query, key, mask, arguments)
         or value.stop != stop
         or (key.side, value.side) != ("k", "v")
         or api.is_observed(query)
@@ -300,7 +300,7 @@ def _record(
         "attend", key.backend, query, pages, key.lengths, key.start, key.stop, spec, key.schedule
     )
     pages.record.attention = AttentionRecord(
-        _describe(module, query, key, mask, arguments),
+        _describe_layout(module, query, key, mask, arguments),
         weakref.ref(module),
         spec._replace(mask=None, bounds=None),
         attend,
@@ -318,7 +318,9 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     module, query, key, _, spec, dropout, kwargs = call
     assert isinstance(key, PagedKV)
     indices = kwargs.get("indices")
-    kwargs_without_indices = {name: x for name, x in kwargs.items() if name != "indices"}
+    kwargs_without_indices = {
+        name: argument for name, argument in kwargs.items() if name != "indices"
+    }
     projections, reason = None, ""
     # Stored latents have no gradient, but expanding them has a gradient for the weights.
     if latent.needs_gradient(module, query):
@@ -450,7 +452,7 @@ def _attend_in_engine(call: Call, engine_cache: Any) -> Tensor:
     if not hasattr(engine_cache, "attend_stored"):
         raise ConfigError(
             "expected an engine with FP8 pages, got transformers' cache. Call "
-            "hf_fp8kv.serving.enable(model) before creating the engine, or use a different "
+            "hf_fp8kv.serving.enable(model) before creating the engine, or use another "
             "attn_implementation"
         )
     unsupported = [name for name in _MODEL_ARGUMENTS if kwargs.get(name) is not None]
@@ -489,7 +491,9 @@ def attend_with_transformers(call: Call) -> tuple[Tensor, Tensor | None]:
         mask = masks.keep_selected_keys(mask, indices, query, key)
     extra_kwargs = {name: kwargs.get(name) for name in _MODEL_ARGUMENTS}
     extra_kwargs |= {"softcap": spec.softcap or None, "s_aux": spec.sinks}
-    extra_kwargs = {name: x for name, x in extra_kwargs.items() if x is not None}
+    extra_kwargs = {
+        name: argument for name, argument in extra_kwargs.items() if argument is not None
+    }
     if extra_kwargs or kwargs.get("output_attentions"):
         attend_eagerly = _find_eager_attention(type(module).__module__)
         if spec.bias is not None:

@@ -251,7 +251,7 @@ def find_window(
 
     torch.compile cannot read closures. In compiled code, the window is transformers' `local_size`
     if the pattern `is_unpacked`: positions are not packed, the config has no chunks, and the caller
-    passed no function (which needs vmap). Patterns with blocks use a different function.
+    passed no function (which needs vmap). Patterns with blocks use another function.
     """
     if function is causal_mask_function:
         return 0

@@ -120,7 +120,7 @@ class FP8PagedLayer(CacheLayerMixin):
             arguments instead, padded to `max_cache_len` if the attention is not "fp8_paged".
 
         Raises:
-            ConfigError: The tokens belong to a different model or batch.
+            ConfigError: The tokens belong to another model or batch.
             ScaleError: The static scales do not fit.
             OutOfPagesError: The budget would be exceeded. After any error the cache is unchanged.
                 On a CPU, tokens past `max_cache_len` always raise this error, even under
@@ -341,7 +341,7 @@ def check_tokens(layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor) -
         raise ConfigError(
             "expected keys and values like the first call's (heads, key size, value size) = "
             f"{(pool.num_heads, pool.k_dim, pool.v_dim)}, got {sizes}. A cache belongs to one "
-            "model. Create a new FP8PagedCache for a different model"
+            "model. Create a new FP8PagedCache for another model"
         )
     if is_initialized and (key.dtype, value.dtype) != (pool.k_dtype, pool.v_dtype):
         raise ConfigError(
@@ -376,7 +376,7 @@ def refuse_export() -> None:
     if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
         raise ConfigError(
             "torch.export: expected strict=True and a module with a preallocated cache as its "
-            "attribute, got a different export of FP8PagedCache. Export the model without a cache "
+            "attribute, got another export of FP8PagedCache. Export the model without a cache "
             "(use_cache=False), or compile it with torch.compile"
         )
 

@@ -196,7 +196,7 @@ class CacheOptions:
         )
 
     def _make_error(self, expected: str, advice: str = "") -> FP8KVError:
-        """Return the error for scales or a plan of a different model. `advice` is for a plan."""
+        """Return the error for scales or a plan of another model. `advice` is for a plan."""
         if isinstance(self.scales, KVScales):
             name = "plan" if isinstance(self.scales, StoragePlan) else "scales"
             return ScaleError(
@@ -209,8 +209,8 @@ class CacheOptions:
         """Check that scales have all `paged_layers`, and that a plan only has layers of the model.
 
         Raises:
-            ScaleError: The scales belong to a different model.
-            ConfigError: The plan belongs to a different model.
+            ScaleError: The scales belong to another model.
+            ConfigError: The plan belongs to another model.
         """
         planned_layers = () if isinstance(self.plan, LayerPlan) else self.plan
         scaled_layers = self.scales.layers if isinstance(self.scales, KVScales) else paged_layers

@@ -153,7 +153,7 @@ class PagedLayers:
 
         Raises:
             ConfigError: An option needs a config, or does not fit it.
-            ScaleError: The scales belong to a different model.
+            ScaleError: The scales belong to another model.
         """
         config = self.config
         if config is None:

@@ -52,7 +52,7 @@ from .texts import read_model_windows
 
 logger = logging.getLogger(__name__)
 
-# Raise this number with every change after which the same weights may get a different plan: of the
+# Raise this number with every change after which the same weights may get another plan: of the
 # tokens, positions, candidates, costs or protection. Plans in files have an older number then.
 _CHOOSER_VERSION = 1
 _MAX_WINDOW_TOKENS = 128  # maximum number of tokens of a window
@@ -216,7 +216,7 @@ def resolve_plan(
         with _choice_lock:
             plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
-        # Later processes read it. If the folder has a different plan, the model keeps this plan.
+        # Later processes read it. If the folder has another plan, the model keeps this plan.
         share_plan(_find_shared_file(model, prefix_store, bits), plan, prefix_store)
     return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
 

@@ -108,7 +108,7 @@ def measure(
 
     Raises:
         ConfigError: As in `calibrate`.
-        ScaleError: The scales belong to a different model.
+        ScaleError: The scales belong to another model.
     """
     model = find_base_model(model)
     layers = find_paged_layers(model)

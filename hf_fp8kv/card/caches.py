@@ -18,7 +18,9 @@ from ..utils.text import suggest
 FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
 _BLOCK_SIZE = 32  # number of values that share a scale in llama.cpp's formats
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
-_CACHE_TOKENS = 1024  # tokens of a cache whose bytes are counted, a multiple of every page size
+_CACHE_TOKENS = (
+    1024  # number of tokens of a cache whose bytes are counted, a multiple of every page size
+)
 States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
 Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
 
@@ -38,11 +40,13 @@ class Contender:
     make: Callable[[PreTrainedModel], Any]
     bits: float | None = None
 
-    def fill(self, model: PreTrainedModel, states: list[States], length: int | None = None) -> Any:
-        """Return a new cache that holds the first `length` tokens. None means all tokens."""
+    def fill(
+        self, model: PreTrainedModel, states: list[States], num_tokens: int | None = None
+    ) -> Any:
+        """Return a new cache that holds the first `num_tokens` tokens. None means all tokens."""
         cache = self.make(model)
-        for index, layer in enumerate(states):
-            cache.update(*(x[:, :, :length] for x in layer), index)
+        for index, (keys, values) in enumerate(states):
+            cache.update(keys[:, :, :num_tokens], values[:, :, :num_tokens], index)
         return cache
 
     def make_stored(self, model: PreTrainedModel) -> Any:
@@ -104,22 +108,22 @@ def round_to_q8_0(
         rotation_size: Number of channels that are rotated together. None means the number for K.
         max_code: The largest code. 31 means six bits.
     """
-    size = states.shape[-1]
-    if not size % _ROTATION_SIZE:
-        groups = states.unflatten(-1, (-1, rotation_size or size))
+    head_dim = states.shape[-1]
+    if not head_dim % _ROTATION_SIZE:
+        groups = states.unflatten(-1, (-1, rotation_size or head_dim))
         return rotate(_round_blocks(rotate(groups), max_code)).view_as(states).to(states.dtype)
     return _round_blocks(states, max_code).to(states.dtype)
 
 
 def _round_blocks(states: torch.Tensor, max_code: int) -> torch.Tensor:
-    size = states.shape[-1]
-    padded_states = torch.nn.functional.pad(states.float(), (0, -size % _BLOCK_SIZE))
+    head_dim = states.shape[-1]
+    padded_states = torch.nn.functional.pad(states.float(), (0, -head_dim % _BLOCK_SIZE))
     blocks = padded_states.unflatten(-1, (-1, _BLOCK_SIZE))
     scale = blocks.abs().amax(-1, keepdim=True) / max_code
     # llama.cpp divides by the scale in float32, and stores it in float16.
     codes = (blocks / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round()
     rounded_blocks: torch.Tensor = codes * scale.half().float()
-    return rounded_blocks.flatten(-2)[..., :size]
+    return rounded_blocks.flatten(-2)[..., :head_dim]
 
 
 def _make_paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
@@ -235,5 +239,5 @@ def count_token_bytes(
     ]
     cache = contender.fill(model, new_states)
     is_paged = isinstance(cache, FP8PagedCache)
-    size = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
-    return size * (contender.bits or 16) / 16 / num_tokens
+    num_bytes = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
+    return num_bytes * (contender.bits or 16) / 16 / num_tokens

@@ -16,8 +16,8 @@ from .predictions import Prefill
 
 # Pages in the model's dtype store the same bits as DynamicCache, but a step does not copy them.
 UNQUANTIZED_PAGES = Contender("", lambda model: FP8PagedCache(model.config, dtype="model"))
-WINDOW_TOKENS = 32  # tokens of an answer whose divergences are averaged
-_SLOPE_WINDOWS = 4  # windows whose divergences are averaged for a point of a slope
+WINDOW_TOKENS = 32  # number of tokens of an answer whose divergences are averaged
+_SLOPE_WINDOWS = 4  # number of windows whose mean is a point of a slope
 _TEMPERATURE = 0.7
 # Maximum numbers of tokens and of logits of a call.
 _MAX_CHUNK_TOKENS = 128
@@ -25,7 +25,7 @@ _MAX_LOGITS = 1 << 26
 _FEW_ROWS = 8  # maximum number of rows that are multiplied as weight times input
 _JUMP_DEVIATIONS = 8.0  # standard deviations by which a jump exceeds the median of all windows
 _MAX_LOG_CHANGE = math.log(11)  # +1,000%
-_MIN_SLOPE_POINTS = 8  # points of 128 tokens that a slope needs
+_MIN_SLOPE_POINTS = 8  # minimum number of points of a slope, of 128 tokens each
 _POWER = 0.8  # statistical power, the probability of finding the detectable slope
 
 
@@ -36,7 +36,7 @@ def sample_answers(
     rows: slice,
     sampled: Contender,
     compared: Mapping[str, Contender],
-    length: int,
+    num_tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sample answers with one cache, and compare the predictions of other caches along them.
 
@@ -53,11 +53,11 @@ def sample_answers(
         rows: Rows of the prompts to answer.
         sampled: The cache to sample with.
         compared: The other caches, by name.
-        length: Number of tokens of each answer.
+        num_tokens: Number of tokens of each answer.
 
     Returns:
-        The answers, `[B, length]`, int64, and for each other cache the divergences after each token
-        of the answers, `[B, length]`, float64.
+        The answers, `[B, num_tokens]`, int64, and for each other cache the divergences after each
+        token of the answers, `[B, num_tokens]`, float64.
     """
     states = [(keys[rows], values[rows]) for keys, values in prompts.states]
     cache = sampled.fill(model, states)
@@ -66,19 +66,19 @@ def sample_answers(
     excluded_ids = torch.tensor([] if end_ids is None else end_ids, dtype=torch.long).flatten()
 
     def sample_tokens(logits: torch.Tensor, position: int) -> torch.Tensor:
-        scores = logits[:, -1].float().cpu().index_fill(1, excluded_ids, -math.inf)
+        last_logits = logits[:, -1].float().cpu().index_fill(1, excluded_ids, -math.inf)
         generator = torch.Generator().manual_seed(position)
-        noise = torch.rand((len(prompts.logits), scores.shape[1]), generator=generator)
-        # Adding Gumbel noise, -log(-log(noise)), makes the largest score a sample of the softmax.
-        scores = scores / _TEMPERATURE - noise[rows].log().neg().log()
-        return scores.argmax(-1, keepdim=True).to(logits.device)
+        noise = torch.rand((len(prompts.logits), last_logits.shape[1]), generator=generator)
+        # Adding Gumbel noise, -log(-log(noise)), makes the argmax a sample of the softmax.
+        noisy_logits = last_logits / _TEMPERATURE - noise[rows].log().neg().log()
+        return noisy_logits.argmax(-1, keepdim=True).to(logits.device)
 
     ids = sample_tokens(prompts.logits[rows], 0)
-    answers = ids.new_empty(len(ids), length)
+    answers = ids.new_empty(len(ids), num_tokens)
     kl = {name: torch.empty(answers.shape, dtype=torch.float64) for name in compared}
     chunk_size = max(min(_MAX_CHUNK_TOKENS, _MAX_LOGITS // prompts.logits[rows].numel()), 1)
     with _speed_up_few_rows(model):
-        for positions in torch.arange(length).split(chunk_size):
+        for positions in torch.arange(num_tokens).split(chunk_size):
             step_logits = []
             for position in positions.tolist():
                 answers[:, position] = ids[:, 0]
@@ -100,7 +100,11 @@ def _speed_up_few_rows(model: PreTrainedModel) -> Iterator[None]:
 
     `linear` of torch 2.13 reads float32 weights at only 6 GB/s for 2 to 8 rows.
     """
-    layers = [x for x in model.modules() if type(x) is torch.nn.Linear and x.weight.is_cpu]
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) is torch.nn.Linear and module.weight.is_cpu
+    ]
     for layer in layers:
         layer.forward = partial(_apply_linear, layer)  # type: ignore[method-assign]
     try:
@@ -151,11 +155,11 @@ def describe_drift(windows: torch.Tensor, floor: torch.Tensor | None) -> dict[st
     kilotokens = torch.arange(log_kl.shape[1]).to(log_kl) * _SLOPE_WINDOWS * WINDOW_TOKENS / 1000
     kilotokens = kilotokens - kilotokens.mean()
     log_kl = log_kl - log_kl.mean(1, keepdim=True)
-    squares = len(log_kl) * kilotokens.square().sum()
-    slope = (log_kl * kilotokens).sum() / squares
+    sum_of_squares = len(log_kl) * kilotokens.square().sum()
+    slope = (log_kl * kilotokens).sum() / sum_of_squares
     degrees = log_kl.numel() - len(log_kl) - 1
     residual = (log_kl - slope * kilotokens).square().sum()
-    standard_error = (residual / degrees / squares).sqrt().item()
+    standard_error = (residual / degrees / sum_of_squares).sqrt().item()
     quantile = compute_student_quantile(0.975, degrees)
     return {
         "slope": slope.item(),

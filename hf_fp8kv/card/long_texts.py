@@ -45,29 +45,29 @@ class _Definition:
     arguments: tuple[tuple[str, str | None], ...] | None
 
 
-def read_texts(tokenizer: Any, kind: str, num_texts: int, length: int) -> list[torch.Tensor]:
-    """Return the first `num_texts` texts of a kind, `[1, length]` each, int64.
+def read_texts(tokenizer: Any, kind: str, num_texts: int, num_tokens: int) -> list[torch.Tensor]:
+    """Return the first `num_texts` texts of a kind, `[1, num_tokens]` each, int64.
 
     Raises:
-        ConfigError: The kind has fewer texts of this length, or Python has no sources.
+        ConfigError: The kind has fewer texts of this many tokens, or Python has no sources.
     """
     passages = KINDS[kind]()  # strings, or questions with answers for a chat
     texts: list[torch.Tensor] = []
     while len(texts) < num_texts:
-        ids = _read_text(tokenizer, passages, length)
+        ids = _read_text(tokenizer, passages, num_tokens)
         if ids is None:
             raise ConfigError(
-                f"expected at most {len(texts)} texts of {length} tokens of the kind {kind!r}, got "
-                f"{num_texts}. Choose fewer or shorter texts"
+                f"expected at most {len(texts)} texts of {num_tokens} tokens of the kind {kind!r}, "
+                f"got {num_texts}. Choose fewer or shorter texts"
             )
         texts.append(ids)
     return texts
 
 
-def _read_text(tokenizer: Any, passages: Iterator[Any], length: int) -> torch.Tensor | None:
-    """Return the tokens of the next passages, `[1, length]`, or None if they are too few."""
+def _read_text(tokenizer: Any, passages: Iterator[Any], num_tokens: int) -> torch.Tensor | None:
+    """Return the tokens of the next passages, `[1, num_tokens]`, or None if they are too few."""
     text_passages: list[Any] = []
-    min_characters = _CHARACTERS_PER_TOKEN * length
+    min_characters = _CHARACTERS_PER_TOKEN * num_tokens
     num_characters = 0
     for passage in passages:
         text_passages.append(passage)
@@ -75,10 +75,10 @@ def _read_text(tokenizer: Any, passages: Iterator[Any], length: int) -> torch.Te
         if num_characters < min_characters:
             continue
         text = _join_passages(text_passages, tokenizer)
-        ids = read_windows([text], tokenizer, max_tokens=length, max_length=length)[0]
-        if len(ids) == length:
+        ids = read_windows([text], tokenizer, max_tokens=num_tokens, max_length=num_tokens)[0]
+        if len(ids) == num_tokens:
             return ids[None].long()
-        min_characters = num_characters + _CHARACTERS_PER_TOKEN * length // 4
+        min_characters = num_characters + _CHARACTERS_PER_TOKEN * num_tokens // 4
     return None
 
 
@@ -101,7 +101,7 @@ def read_prose() -> Iterator[str]:
     for definition in _walk_library():
         for block in re.split(r"\n\s*\n", definition.doc):
             paragraph = " ".join(block.split())
-            num_letters = sum(c.isalpha() or c in " ,.'" for c in paragraph)
+            num_letters = sum(character.isalpha() or character in " ,.'" for character in paragraph)
             if (
                 len(paragraph) >= _MIN_PARAGRAPH_CHARACTERS
                 and num_letters >= _MIN_LETTER_SHARE * len(paragraph)
@@ -124,7 +124,7 @@ def _read_manual() -> Iterator[str]:
     topics: dict[str, str] = pydoc_data.topics.topics
     yielded: set[str] = set()
     for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
-        paragraphs = [x for x in topics[name].split("\n\n") if x not in yielded]
+        paragraphs = [text for text in topics[name].split("\n\n") if text not in yielded]
         yielded.update(paragraphs)
         yield "\n\n".join(paragraphs) + "\n"
 

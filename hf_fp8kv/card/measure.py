@@ -47,7 +47,7 @@ TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _PROMPT_TOKENS, _GROUP_SIZE = 128, 4  # numbers of tokens of a prompt, and of answers in a group
 _TIMED_STEPS = 5  # number of timed decode steps of a cache
 _MIN_POSITIONS = 512  # minimum number of positions of a model
-# Largest tolerated gain of stored states, and error of K relative to the error without centers.
+# Largest tolerated gain of stored states, and ratio of the error of K to its error without centers.
 _MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
 _SIGNIFICANCE = 0.05  # maximum p-value of a finding about lost answers
 
@@ -200,7 +200,7 @@ def measure_card(
         "settings": settings,
         "bf16_bytes_per_token": results["bytes"][UNQUANTIZED.title],
         "tasks": {
-            task: {key: x for key, x in results[f"task: {task}"].items() if key != "caches"}
+            task: {key: count for key, count in results[f"task: {task}"].items() if key != "caches"}
             for task in card.haystacks
         },
         "caches": entries,
@@ -236,7 +236,9 @@ class _Card:
                 self.refusals[task] = str(error)
         num_prompts = -(-size.answers // len(KINDS))
         prompts = [
-            x for kind in KINDS for x in read_texts(tokenizer, kind, num_prompts, _PROMPT_TOKENS)
+            ids
+            for kind in KINDS
+            for ids in read_texts(tokenizer, kind, num_prompts, _PROMPT_TOKENS)
         ]
         self.prompts = prefill(model, torch.cat(prompts)[: size.answers].to(model.device))
         self.sample_states = [(keys[:1], values[:1]) for keys, values in self.prompts.states]
@@ -282,12 +284,17 @@ class _Card:
             stored_positions=self.size.positions[:1],
         )
         return {
-            " ".join(map(str, key)): {field: x.tolist() for field, x in vars(text_scores).items()}
+            " ".join(map(str, key)): {
+                field: tensor.tolist() for field, tensor in vars(text_scores).items()
+            }
             for key, text_scores in scores
         }
 
     def _compare_states(self) -> dict[str, Any]:
-        return {n: compare_states(c, self.model, self.states) for n, c in self.contenders.items()}
+        return {
+            name: compare_states(contender, self.model, self.states)
+            for name, contender in self.contenders.items()
+        }
 
     def _measure_drift(self, start: int) -> dict[str, Any]:
         """Return unquantized answers, and the divergences of each cache along them, by window."""
@@ -347,9 +354,12 @@ class _Card:
 
     def describe_cache(self, name: str) -> dict[str, Any]:
         """Return the entry of a cache in the card."""
-        groups = [group["windows"] for group in self._drift_groups]
+        group_windows = [group["windows"] for group in self._drift_groups]
         windows, floor = (
-            torch.tensor([row for x in groups for row in x.get(cache, ())], dtype=torch.float64)
+            torch.tensor(
+                [row for group in group_windows for row in group.get(cache, ())],
+                dtype=torch.float64,
+            )
             for cache in (name, FLOOR)
         )
         is_relative = name != FLOOR and FLOOR in self.contenders
@@ -360,7 +370,7 @@ class _Card:
             "stored": self.results["stored states"][name],
             "drift": {
                 "kl": windows.mean().item(),
-                "windows": [float(f"{x:.4g}") for x in windows.mean(0).tolist()],
+                "windows": [float(f"{mean:.4g}") for mean in windows.mean(0).tolist()],
                 **describe_drift(windows, floor if is_relative else None),
             },
             "free": self.results.get(f"free: {name}"),
@@ -382,7 +392,7 @@ class _Card:
             (EXACT, STORED), self.size.positions, (ALL_KINDS, *KINDS)
         ):
             text_scores = [
-                Scores(*(torch.tensor(x, dtype=torch.float64) for x in fields.values()))
+                Scores(*(torch.tensor(numbers, dtype=torch.float64) for numbers in fields.values()))
                 for part, part_scores in self.results.items()
                 if part.startswith("text:" if kind == ALL_KINDS else f"text: {kind} ")
                 for key, fields in part_scores.items()
@@ -461,5 +471,7 @@ def select_rows(entry: Mapping[str, Any], prompt: str) -> list[Any]:
 
 def _compute_p_value(num_lost: int, num_gained: int) -> float:
     """Return the p-value of a sign test: P(losses >= num_lost) if losses are as likely as gains."""
-    total = num_lost + num_gained
-    return float(sum(math.comb(total, n) for n in range(num_lost, total + 1)) / 2**total)
+    num_changed = num_lost + num_gained
+    return float(
+        sum(math.comb(num_changed, n) for n in range(num_lost, num_changed + 1)) / 2**num_changed
+    )

@@ -117,7 +117,11 @@ def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
             f"{settings['free']} sampled tokens."
         )
     tasks = card["tasks"].items()
-    if shares := [f"{n} ({x['right']} of {x['asked']})" for n, x in tasks if not x["dropped"]]:
+    if shares := [
+        f"{name} ({task['right']} of {task['asked']})"
+        for name, task in tasks
+        if not task["dropped"]
+    ]:
         yield f"Correct answers with the unquantized cache: {', '.join(shares)}."
     if dropped_tasks := [name for name, task in tasks if task["dropped"]]:
         yield f"Too hard for this model: {', '.join(dropped_tasks)}."
@@ -138,15 +142,17 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
         values = {
             "bytes per token": f"{cache['bytes_per_token']:,.0f}",
             f"tokens in {settings['memory_gib']:g} GiB": f"{cache['tokens']:,}",
-            **{f"KL at {x['position']:,}": _format_kl(x["kl"], x["kl_error"]) for x in rows},
+            **{
+                f"KL at {row['position']:,}": _format_kl(row["kl"], row["kl_error"]) for row in rows
+            },
             **{f"KL at {n:,}, stored": stored_cells.get(n, "refused") for n in stored_positions},
             "99th percentile": _format_kl(rows[-1]["kl_p99"]),
             "largest KL": _format_kl(rows[-1]["kl_max"]),
-            **{f"top-1 at {x['position']:,}": f"{x['top1']:.1%}" for x in rows},
+            **{f"top-1 at {row['position']:,}": f"{row['top1']:.1%}" for row in rows},
             **{
-                f"total variation at {x['position']:,}": f"{x['total_variation']:.2%}"
-                for x in rows
-                if "total_variation" in x
+                f"total variation at {row['position']:,}": f"{row['total_variation']:.2%}"
+                for row in rows
+                if "total_variation" in row
             },
             "KL of answers": _format_kl(drift["kl"]),
             "drift": "",
@@ -157,7 +163,7 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
             values["drift"] = f"{slope} [{low}, {high}]"
             values["detectable drift"] = format_change(drift["detectable"])
         if settings["free"]:
-            positions = ["none" if x is None else f"{x}" for x in cache["free"]["first"][:4]]
+            positions = ["none" if n is None else f"{n}" for n in cache["free"]["first"][:4]]
             values["first difference"] = ", ".join(positions)
         if card["tasks"]:
             tasks = [task for task in cache["tasks"].values() if task]

@@ -32,16 +32,16 @@ _NUMBER_TEXT = "The secret number for {} is"
 _WORD_TEXT = "The secret word for {} is"
 _ANSWER_PREFIX = "\n\nAnswer: "
 _NUMBERS = range(10_000, 100_000)
-_TOKENS_PER_SENTENCE = 100  # tokens of a haystack for each hidden sentence
-_MAX_HIDDEN = 40  # maximum number of hidden sentences in a haystack
+_TOKENS_PER_SENTENCE = 100  # number of tokens of a haystack for each hidden sentence
+_MAX_HIDDEN_SENTENCES = 40  # maximum number of hidden sentences in a haystack
 _GROUP_SIZE, _MAX_GROUPS = 4, 3  # keys that differ in one digit, and such groups in a haystack
 _CHAIN_LINKS = 3  # number of links of a chain
 _LIST_PREFIX = "A list of words:"
 _COMMON_PREFIX = "\n\nThe most frequent words in the list above are:"
 _NUM_WORDS = 40  # number of different words in a list
-_NUM_COMMON, _COMMON_REPEATS = 3, 30  # frequent words, and occurrences of each per rare word
-_NUM_WRONG = 4  # number of wrong answers for a word of a list
-_QUESTION_TOKENS = 96  # tokens that are reserved for a question after a haystack
+_NUM_COMMON_WORDS, _COMMON_REPEATS = 3, 30  # frequent words, and occurrences of each per rare word
+_NUM_WRONG_ANSWERS = 4  # number of wrong answers for a word of a list
+_QUESTION_TOKENS = 96  # number of tokens that are reserved for a question
 _TOOL_TEXT = (
     '{{"type": "function", "function": {{"name": "{0}", "description": "Use it for the {1}.", '
     '"parameters": {{"type": "object", "properties": {{"{2}": {{"type": "integer"}}}}}}}}}}'
@@ -49,7 +49,7 @@ _TOOL_TEXT = (
 _REQUEST_TEXT = "\n\nRequest: call {} with {}.\nCall: "
 _NAME_TEXT = '{"name": "'
 _ARGUMENT_TEXT, _VALUE_TEXT = '", "arguments": {"', '": '
-_TOOL_TOKENS = 60  # tokens of a tool, an upper limit for most tokenizers
+_TOOL_TOKENS = 60  # maximum number of tokens of a tool for most tokenizers
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Writer:
     def hide_sentences(self, sentences: Sequence[str]) -> torch.Tensor:
         """Return the tokens of prose that contains the sentences in this order, `[1, N]`."""
         start_ids = self._get_start_ids()
-        lines = [self.encode(f"{x}\n") for x in sentences]
+        lines = [self.encode(f"{sentence}\n") for sentence in sentences]
         tokens_left = self.haystack_length - len(start_ids) - sum(map(len, lines))
         prose: list[list[int]] = []
         for sentence in _read_sentences(self._seed):
@@ -125,8 +125,8 @@ class Writer:
             prose.append(ids)
             tokens_left -= len(ids)
         # Each hidden sentence is inserted into a separate section of the prose, in order.
-        for number, line in reversed([*enumerate(lines)]):
-            start_index, stop_index = (len(prose) * n // len(lines) for n in (number, number + 1))
+        for index, line in reversed([*enumerate(lines)]):
+            start_index, stop_index = (len(prose) * n // len(lines) for n in (index, index + 1))
             prose.insert(self.random.randint(start_index, stop_index), line)
         return torch.tensor([start_ids + [token for line in prose for token in line]])
 
@@ -145,10 +145,12 @@ class Writer:
         for part in parts:
             ids += self.encode(part.text)
             answer = self.encode(part.answer)
-            wrong_answers = [self.encode(x) for x in part.wrong_answers]
+            wrong_answers = [self.encode(text) for text in part.wrong_answers]
             tokens = []
             for n, token in enumerate(answer):
-                wrong_ids = {x[n] for x in wrong_answers if x[:n] == answer[:n] and x[n:]} - {token}
+                wrong_ids = {
+                    wrong[n] for wrong in wrong_answers if wrong[:n] == answer[:n] and wrong[n:]
+                } - {token}
                 if wrong_ids:
                     tokens.append(AnswerToken(len(ids) + n - 1, token, tuple(sorted(wrong_ids))))
             if not tokens:
@@ -174,12 +176,12 @@ def _read_sentences(seed: int) -> Iterable[str]:
         yield from re.split(r"(?<=\.) ", paragraph.strip())
 
 
-def write_confusable_keys(writer: Writer, num_hidden: int) -> Haystack:
+def write_confusable_keys(writer: Writer, num_sentences: int) -> Haystack:
     """Return a haystack of numbers whose keys differ in one digit from three other keys.
 
     The wrong answers are all other numbers of the haystack.
     """
-    num_groups = min(max(num_hidden // _GROUP_SIZE, 1), _MAX_GROUPS)
+    num_groups = min(max(num_sentences // _GROUP_SIZE, 1), _MAX_GROUPS)
     words = writer.draw_words(num_groups)
     codes = writer.draw_numbers(num_groups)
     keys = [
@@ -200,15 +202,15 @@ def _make_part(key: str, numbers: dict[str, str]) -> Part:
     return Part(_ANSWER_PREFIX + _NUMBER_TEXT.format(key), f" {numbers[key]}", wrong_answers)
 
 
-def write_chains(writer: Writer, num_hidden: int) -> Haystack:
+def write_chains(writer: Writer, num_sentences: int) -> Haystack:
     """Return a haystack of chains of words. A word refers to its predecessor or to a number."""
-    num_chains = max(num_hidden // _CHAIN_LINKS, 2)
+    num_chains = max(num_sentences // _CHAIN_LINKS, 2)
     words = writer.draw_words(num_chains * _CHAIN_LINKS)
     numbers = writer.draw_numbers(num_chains)
     chains = [words[n::num_chains] for n in range(num_chains)]
-    number_by_word = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
+    first_numbers = {chain[0]: number for chain, number in zip(chains, numbers, strict=True)}
     # A word is defined before the words that refer to it, as in programs.
-    sentences = [f"{_NUMBER_TEXT.format(word)} {x}." for word, x in number_by_word.items()]
+    sentences = [f"{_NUMBER_TEXT.format(word)} {number}." for word, number in first_numbers.items()]
     for link in range(1, _CHAIN_LINKS):
         sentences += [f"{_WORD_TEXT.format(chain[link])} {chain[link - 1]}." for chain in chains]
     questions = []
@@ -221,42 +223,48 @@ def write_chains(writer: Writer, num_hidden: int) -> Haystack:
             )
             for key, answer in pairwise(chain[::-1])
         ]
-        questions.append(writer.make_question(*parts, _make_part(chain[0], number_by_word)))
+        questions.append(writer.make_question(*parts, _make_part(chain[0], first_numbers)))
     return Haystack(writer.hide_sentences(sentences), tuple(questions))
 
 
-def write_aggregation(writer: Writer, num_hidden: int) -> Haystack:
+def write_aggregation(writer: Writer, num_sentences: int) -> Haystack:
     """Return a list in which three words are far more frequent than all other words."""
     words = writer.draw_words(_NUM_WORDS)
-    rare_words = words[_NUM_COMMON:]
-    all_words = words[:_NUM_COMMON] * _COMMON_REPEATS + rare_words
+    rare_words = words[_NUM_COMMON_WORDS:]
+    all_words = words[:_NUM_COMMON_WORDS] * _COMMON_REPEATS + rare_words
     stream = (word for _ in count() for word in writer.random.sample(all_words, len(all_words)))
     text = _LIST_PREFIX + "".join(f" {word}," for word in islice(stream, writer.haystack_length))
     questions = []
-    for start in range(_NUM_COMMON):
-        answers = (*words[start:_NUM_COMMON], *words[:start])
+    for start in range(_NUM_COMMON_WORDS):
+        answers = (*words[start:_NUM_COMMON_WORDS], *words[:start])
         parts = [
-            Part(text, f" {word}", [f" {x}" for x in writer.random.sample(rare_words, _NUM_WRONG)])
-            for text, word in zip((_COMMON_PREFIX, *"," * (_NUM_COMMON - 1)), answers, strict=True)
+            Part(
+                text,
+                f" {word}",
+                [f" {wrong}" for wrong in writer.random.sample(rare_words, _NUM_WRONG_ANSWERS)],
+            )
+            for text, word in zip(
+                (_COMMON_PREFIX, *"," * (_NUM_COMMON_WORDS - 1)), answers, strict=True
+            )
         ]
         questions.append(writer.make_question(*parts))
     return Haystack(writer.encode_haystack(text), tuple(questions))
 
 
-def write_tool_calls(writer: Writer, num_hidden: int) -> Haystack:
+def write_tool_calls(writer: Writer, num_sentences: int) -> Haystack:
     """Return descriptions of tools as JSON, and requests that call each tool with a number.
 
     A request has the name and the number. The name of the argument is only in the description.
     The wrong answers are the names, arguments and numbers of all other tools.
     """
-    num_tools = max(min(num_hidden, writer.haystack_length // _TOOL_TOKENS - 1, 30), 3)
+    num_tools = max(min(num_sentences, writer.haystack_length // _TOOL_TOKENS - 1, 30), 3)
     words = writer.draw_words(3 * num_tools)
     numbers = writer.draw_numbers(num_tools)
     tools = [*zip(words[:num_tools], words[num_tools : 2 * num_tools], numbers, strict=True)]
 
     def make_parts(tool: tuple[str, str, str]) -> list[Part]:
         name, _, number = tool
-        wrong_answers = zip(*(x for x in tools if x != tool), strict=True)
+        wrong_answers = zip(*(other for other in tools if other != tool), strict=True)
         texts = (_REQUEST_TEXT.format(name, number) + _NAME_TEXT, _ARGUMENT_TEXT, _VALUE_TEXT)
         return [*map(Part, texts, tool, wrong_answers)]
 
@@ -294,10 +302,14 @@ def write_haystacks(tokenizer: Any, task: str, length: int, num_answers: int) ->
     haystacks: list[Haystack] = []
     while num_answers > 0:
         writer = Writer(tokenizer, length, len(haystacks))
-        num_hidden = max(min(num_answers, _MAX_HIDDEN, length // _TOKENS_PER_SENTENCE), 1)
-        haystacks.append(haystack := TASKS[task](writer, num_hidden))
+        num_sentences = max(
+            min(num_answers, _MAX_HIDDEN_SENTENCES, length // _TOKENS_PER_SENTENCE), 1
+        )
+        haystacks.append(haystack := TASKS[task](writer, num_sentences))
         num_answers -= sum(len(question.answers) for question in haystack.questions)
-        min_length = haystack.ids.shape[1] + max(x.ids.shape[1] for x in haystack.questions)
+        min_length = haystack.ids.shape[1] + max(
+            question.ids.shape[1] for question in haystack.questions
+        )
         if min_length > length:
             raise ConfigError(
                 f"tasks: expected at least {min_length} tokens for a haystack and its longest "

@@ -37,7 +37,7 @@ def release_states(layer: Any) -> None:
 
 
 def reuses_kv(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer reads K and V of a different layer, and stores only indexer keys."""
+    """Return whether a layer reads K and V of another layer, and stores only indexer keys."""
     modes = getattr(config, "kv_sharing_modes", None)
     return modes is not None and modes[index] == "reuse_but_indexer"
 

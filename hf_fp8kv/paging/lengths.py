@@ -133,7 +133,7 @@ class DeviceLength:
         # An upper bound on the number of stored tokens, kept on the host for `check_capacity`.
         self._upper_bound = 0
         self._schedule: torch.Tensor | None = None
-        # Number of KV heads and backend of the schedule, or None if a different layer fills it.
+        # Number of KV heads and backend of the schedule, or None if another layer fills it.
         self._schedule_arguments: tuple[int, str] | None = None
 
     @property

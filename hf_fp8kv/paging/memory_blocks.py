@@ -124,7 +124,7 @@ class Blocks:
     def copy_from(self, source: "Blocks", pages: IntArray, *, blocking: bool) -> None:
         """Copy the pages with the numbers `pages`, ascending, from `source`.
 
-        `source` may be on a different device. With `blocking`, the copies are complete on return.
+        `source` may be on another device. With `blocking`, the copies are complete on return.
         """
         block_starts = [np.cumsum([0, *map(len, blocks.tensors)]) for blocks in (self, source)]
         is_block_start = np.bincount(np.concatenate(block_starts)) > 0

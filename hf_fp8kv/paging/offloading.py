@@ -113,7 +113,7 @@ class OffloadedLayer:
         budget.layers.add(self)
 
     def __del__(self) -> None:
-        # A copy may be in progress, and the layer may compute on a different stream than this
+        # A copy may be in progress, and the layer may compute on another stream than this
         # thread. So torch must not allocate this memory again before the copy ends.
         if self._copy_event is not None:
             for block in self.device_blocks.tensors:

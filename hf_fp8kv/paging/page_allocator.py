@@ -144,7 +144,7 @@ class PageAllocator:
     def abandon(self, pages: IntArray) -> None:
         """Let `free_orphans` free the pages of a table that was garbage-collected.
 
-        The garbage collector may run while a different table changes reference counts.
+        The garbage collector may run while another table changes reference counts.
         """
         self._orphans.append(pages)
 

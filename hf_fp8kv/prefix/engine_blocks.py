@@ -99,7 +99,7 @@ class BlockExchange:
                 if not self._has_free_block():
                     break
             if blocks:
-                synchronize(self._block_rows.device)  # the engine computes on a different stream
+                synchronize(self._block_rows.device)  # the engine computes on another stream
         finally:
             # A released block stays cached by its hash. The block released first is evicted first.
             for block in reversed(blocks):

@@ -81,7 +81,7 @@ def prefill(
         except ConfigError as error:
             if not prompts.num_restored:
                 raise
-            # The files are intact, but have numbers of heads or dtypes of a different model.
+            # The files are intact, but have numbers of heads or dtypes of another model.
             prompts.undo_restore(error)
             model_kwargs.clear()
             model_kwargs.update(old_kwargs)
@@ -103,7 +103,7 @@ def prefill(
 
 
 def _record_model(model: Any, cache: FP8PagedCache, config: Any, *, can_empty: bool) -> bool:
-    """Record the model that fills a cache. Return whether a different model has filled it.
+    """Record the model that fills a cache. Return whether another model has filled it.
 
     The sample is not taken if no caller can use the cache again.
 
@@ -116,7 +116,7 @@ def _record_model(model: Any, cache: FP8PagedCache, config: Any, *, can_empty: b
     is_other_model = cache.model_sample not in (None, sample) and bool(cache.get_seq_length())
     if is_other_model and not can_empty:
         raise ConfigError(
-            "expected a cache that this model has filled, got a cache of a different model, or of "
+            "expected a cache that this model has filled, got a cache of another model, or of "
             "different weights or adapters. Pass the whole prompt, so that it can be computed "
             "again, or a new cache"
         )

@@ -103,7 +103,7 @@ class PrefixStore:
         except (OSError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"path: expected a folder that exists or can be created, got {str(path)!r}: "
-                f"{error}. Choose a different path"
+                f"{error}. Choose another path"
             ) from error
         self._folder = PrefixFolder(self.path, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
@@ -222,7 +222,7 @@ class PrefixStore:
             error,
         )
         with suppress(OSError):  # a folder, or not removable
-            self._get_path(key).unlink(missing_ok=True)  # a different process may be faster
+            self._get_path(key).unlink(missing_ok=True)  # another process may be faster
             self._refused_keys.discard(key)
 
     # -- writing -----------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class PrefixStore:
                         break
                     path = self._get_path(key)
                     if os.path.lexists(path):
-                        continue  # a different process has written the page
+                        continue  # another process has written the page
                     contents = pack(key, page)
                     if not self._folder.put(lock_fd, path.name, contents, names):
                         break  # the prompt fills the store, but its beginning is stored

@@ -183,7 +183,7 @@ def _probe_roundings(
 ) -> dict[torch.nn.Module, StoredRounding]:
     """Return the rounding of the stored layer that each attention module reads.
 
-    A layer may share the keys of a different layer, which only the cache can identify.
+    A layer may share the keys of another layer, which only the cache can identify.
     """
     # These options need no scales, and avoid the warning about scales in the checkpoint.
     cache = FP8PagedCache(

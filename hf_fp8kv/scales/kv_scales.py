@@ -149,7 +149,7 @@ class KVScales(ScaleData):
         """Write the scales in a format, alone or into a checkpoint, and return the paths.
 
         Either all files are written completely, or none. "hf_fp8kv" holds every granularity and the
-        centers exactly. Scales that a different format cannot hold are reduced to the largest
+        centers exactly. Scales that another format cannot hold are reduced to the largest
         scale, with a warning.
 
         Args:
@@ -245,7 +245,7 @@ class KVScales(ScaleData):
             if "config.json" in files and has_model:
                 raise ScaleError(
                     f"{repo_id}: expected a repository without weights and their config.json, got "
-                    f"{format_list([*weights, 'config.json'])}. Choose a different repository, or "
+                    f"{format_list([*weights, 'config.json'])}. Choose another repository, or "
                     "write the scales into a copy of the checkpoint (checkpoint=) and upload it"
                 )
             old_card = b""

@@ -143,7 +143,7 @@ class LayerScales:
         if self.k is None or self.v is None:
             raise ScaleError(
                 f"scales ({self.source}): expected static scales, got granularity 'token', whose "
-                "scales are computed when a token is stored. Calibrate with a different granularity"
+                "scales are computed when a token is stored. Calibrate with another granularity"
             )
         return self.k, self.v
 

@@ -107,7 +107,7 @@ def read_base(
     has_model = True
     target_path = target.resolve()  # because ".." may follow a missing folder
     if target_path.exists() and not target_path.is_dir():
-        raise ScaleError(f"{target}: expected a folder, got a file. Choose a different path")
+        raise ScaleError(f"{target}: expected a folder, got a file. Choose another path")
     if checkpoint is None:
         old_files = list_files(target)
         check_target(target, old_files, new_files, overwrite=overwrite)
@@ -122,7 +122,7 @@ def read_base(
     elif target_path.exists() and (any(target_path.iterdir()) or target_path.samefile(os.curdir)):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got a folder with files, or the "
-            "working folder. A copy of a checkpoint never replaces files. Choose a different folder"
+            "working folder. A copy of a checkpoint never replaces files. Choose another folder"
         )
     folder = LocalFolder(source)
     if has_model and folder.find_file("config.json") is None:
@@ -211,7 +211,7 @@ def write_files(
             _write_copy(source, target, weights, contents)
     except (OSError, SafetensorError) as error:
         raise ScaleError(
-            f"{target}: expected a folder that can be written, got {error}. Choose a different "
+            f"{target}: expected a folder that can be written, got {error}. Choose another "
             f"folder{', or weights=' + repr('copy') if weights == 'link' else ''}"
         ) from error
     return [target / name for name, content in contents.items() if content is not None]
@@ -343,11 +343,11 @@ def check_target(
         rule = format_list(clashes) or "weights and their config.json"
         raise ScaleError(
             f"{target}: expected a place without {rule}, got {format_list(clashes or weights)}. "
-            "Choose a different place, pass overwrite=True (--overwrite), or checkpoint= "
+            "Choose another place, pass overwrite=True (--overwrite), or checkpoint= "
             "(--checkpoint) for a copy of a checkpoint with the scales"
         )
     if KV_FILE not in files and any(PurePath(name).name == KV_FILE for name in old_files):
         raise ScaleError(
             f"{target}: expected a place without {KV_FILE}, got that file, which is read before "
-            "all others. Choose a different place, or delete it"
+            "all others. Choose another place, or delete it"
         )

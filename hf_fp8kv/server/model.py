@@ -47,7 +47,7 @@ class ServedModel:
         if modality != "LLM" or not hasattr(self.tokenizer, "backend_tokenizer"):
             raise ConfigError(
                 f"{name}: expected a text model with a fast tokenizer, got {type(model).__name__} "
-                f"({modality}) with {type(self.tokenizer).__name__}. Choose a different model"
+                f"({modality}) with {type(self.tokenizer).__name__}. Choose another model"
             )
         self.short_name = served_name or name.rstrip("/").rsplit("/", 1)[-1]
         revision_names = () if os.path.exists(name) or "@" in name else (f"{name}@main",)
@@ -74,7 +74,7 @@ class ServedModel:
         """Return the model's name for a response: the requested name, or by default the short name.
 
         Raises:
-            APIError: The request names a different model.
+            APIError: The request names another model.
         """
         if name is not None and name not in self.names:
             raise APIError(

@@ -99,6 +99,6 @@ def listen(host: str, port: int) -> socket.socket:
             raise
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at {host}:{port}: {error}. Choose a different --host or --port"
+            f"cannot listen at {host}:{port}: {error}. Choose another --host or --port"
         ) from error
     return sock

@@ -181,7 +181,7 @@ class Guide:
             raise make_field_error(field, "it matches only the empty text")
 
     def fork(self) -> "Guide":
-        """Return a guide in the same state, for a different answer."""
+        """Return a guide in the same state, for another answer."""
         return Guide(self.field, self._matcher.deep_copy(), self._text_bits)
 
     @property

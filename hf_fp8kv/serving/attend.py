@@ -42,7 +42,7 @@ class StoredLayer:
 
         Args:
             query: Queries, `[1, Hq, N, D]`. Tokens after the tokens of the step are padding.
-            key: Keys, `[1, Hkv, N, D]`. None if a different layer has stored keys and values.
+            key: Keys, `[1, Hkv, N, D]`. None if another layer has stored keys and values.
             value: As `key`, for the values.
             work: The operations of the step.
             spec: Causal attention without a mask. `spec.window` must be 0 if the pages are a ring.
@@ -63,7 +63,7 @@ class StoredLayer:
         for batch in work.batches:
             self._attend_batch(query, batch, spec, out)
         for chunk in work.chunks:
-            # Engines with rings have no layers that share the keys of a different layer.
+            # Engines with rings have no layers that share the keys of another layer.
             assert key is not None
             assert value is not None
             self._attend_chunk(query, key, value, chunk, spec, out)

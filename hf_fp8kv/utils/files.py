@@ -87,7 +87,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """Return the file name of each tensor, by the tensor's name, from a safetensors index."""
     weight_map = read_json(path).get("weight_map")
     names = [*weight_map.values()] if isinstance(weight_map, dict) else []
-    # A file in a different folder is not part of the checkpoint.
+    # A file in another folder is not part of the checkpoint.
     invalid_names = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if not isinstance(weight_map, dict) or invalid_names or not names:
         got = format_value(invalid_names[0] if invalid_names else weight_map)

@@ -69,11 +69,11 @@ def bind_layers(
         device: Device of the pool.
 
     Raises:
-        ScaleError, ConfigError: The scales or the plan belong to a different model.
+        ScaleError, ConfigError: The scales or the plan belong to another model.
     """
     check_supported_page_size(block_size, "--block-size", "Use --block-size 64")
     model_config = vllm_config.model_config
-    # A layer that reads the pages of a different layer has the same storage.
+    # A layer that reads the pages of another layer has the same storage.
     owners = {name: layer.kv_sharing_target_layer_name or name for name, layer in layers.items()}
     indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
     for name, layer in layers.items():
@@ -82,7 +82,7 @@ def bind_layers(
 
 
 def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
-    """Raise ScaleError if the scales belong to a different model than vLLM's `ModelConfig`."""
+    """Raise ScaleError if the scales belong to another model than vLLM's `ModelConfig`."""
     configs = config.hf_text_config, config.hf_config
     # Calibration of a model that reads images stores the type of the whole model.
     model_types = [x.model_type for x in configs if hasattr(x, "model_type")]
@@ -210,7 +210,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             self.sinks,
             deterministic=envs.VLLM_BATCH_INVARIANT,
         )
-        # A layer that shares the pages of a different layer stores nothing.
+        # A layer that shares the pages of another layer stores nothing.
         inputs = (
             None if x is None or self.shares_pages else x.transpose(0, 1)[None]
             for x in (key, value)

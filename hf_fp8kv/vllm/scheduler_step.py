@@ -42,7 +42,7 @@ def make_masked_decode_work(
 
     The arguments are as in `plan_step`. A CUDA graph captures this computation, and replays it with
     the current values of vLLM's tensors. A row without a slot (padding, or a dummy run) stores
-    nothing and attends to nothing, because its block table may still belong to a different request.
+    nothing and attends to nothing, because its block table may still belong to another request.
     """
     lacks_slot = slots[: len(lengths)] < 0
     table = table.masked_fill(lacks_slot[:, None], -1)

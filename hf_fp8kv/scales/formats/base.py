@@ -71,7 +71,7 @@ class TensorFormat(ScaleFormat):
         """Add the entries that declare the scales to a `config.json`. Other entries are kept.
 
         `excluded` names the modules of a checkpoint whose weights are not quantized. Raise
-        ScaleError if a different tool has quantized the weights.
+        ScaleError if another tool has quantized the weights.
         """
         raise NotImplementedError(self.name)
 

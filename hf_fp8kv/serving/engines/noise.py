@@ -78,7 +78,7 @@ def make_gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
     A uniform number is 23 bits of the mixed key and token (finalizer of MurmurHash3) plus a half,
     divided by 2**23. More bits would round the largest number to 1, whose noise is infinite.
-    No tensor is kept for the next call, which may use a different stream or be part of a graph.
+    No tensor is kept for the next call, which may use another stream or be part of a graph.
     """
     tokens = torch.arange(1, vocab_size + 1, dtype=torch.int32, device=keys.device)
     # The factor is 2^32 divided by the golden ratio, as int32.
