@@ -46,8 +46,8 @@ class Projections:
 
     def __init__(self, weight: Tensor, key_dim: int, value_dim: int) -> None:
         """Split `weight`, `[H * (N + V), R]`, into views."""
-        weight_by_head = weight.view(-1, key_dim + value_dim, weight.shape[1])
-        self.key, self.value = weight_by_head.split([key_dim, value_dim], 1)
+        head_weights = weight.view(-1, key_dim + value_dim, weight.shape[1])
+        self.key, self.value = head_weights.split([key_dim, value_dim], 1)
 
     def absorb(self, query: Tensor, deterministic: bool = False) -> Tensor:
         """Project queries for keys `[B, H, T, N + P]` to queries for latents `[B, H, T, R + P]`."""

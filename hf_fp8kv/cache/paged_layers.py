@@ -181,8 +181,8 @@ class PagedLayers:
         if isinstance(scales := self.options.scales, KVScales):
             for layer in self.layers:
                 if sizes := find_kv_sizes(config, layer.index):
-                    heads = sizes[0] // self.options.tensor_parallel.size
-                    self.options.expand_scales(scales, layer.index, heads, *sizes[1:])
+                    num_heads = sizes[0] // self.options.tensor_parallel.size
+                    self.options.expand_scales(scales, layer.index, num_heads, *sizes[1:])
         return layers
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:
@@ -204,7 +204,9 @@ class PagedLayers:
         self.unreserve()
         self.check_complete()
         lengths = self.read_lengths()
-        has_pages = self.fixed_groups or any(x.table.num_columns for x in self.groups.values())
+        has_pages = self.fixed_groups or any(
+            group.table.num_columns for group in self.groups.values()
+        )
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
         fork = self._make_copy(self.budget, groups)
         for store, source, length in zip(fork.stores, self.stores, lengths, strict=True):
@@ -260,7 +262,7 @@ class PagedLayers:
         if not self.fixed_groups:
             return [store.length.count_stored() for store in self.stores]
         lengths = {group.window: group.read_lengths() for group in self.fixed_groups}
-        return [lengths[x.group.window].get(x.length.member, 0) for x in self.stores]
+        return [lengths[store.group.window].get(store.length.member, 0) for store in self.stores]
 
     def make_mask_request(self, num_tokens: int, num_columns: int, start: int) -> MaskRequest:
         """Return this cache's request for a mask of these sizes.
@@ -296,7 +298,7 @@ class PagedLayers:
         span = length, max_tokens, self.batch
         for group in self.groups.values():
             group.settle_step()
-        self.budget.check(sum(x.table.count_needed(*span) for x in self.groups.values()))
+        self.budget.check(sum(group.table.count_needed(*span) for group in self.groups.values()))
         reserved = dict[int | None, FixedPages]()
         tables = dict[int | None, torch.Tensor]()
         for window, group in self.groups.items():

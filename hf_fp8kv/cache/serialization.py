@@ -165,7 +165,9 @@ def unpack(
         _check_count("window", 1 if window is None else window, 1)
         group_layers = group_metadata["layers"]
         limit = max_tokens or _MAX_TOKENS
-        lengths = [_check_count("length", x.get("length", 0), 0, limit) for x in group_layers]
+        lengths = [
+            _check_count("length", layer.get("length", 0), 0, limit) for layer in group_layers
+        ]
         max_length = max(lengths, default=0)
         # A preallocated cache may be saved within a step, when only some layers have new tokens.
         group_length = max_length if max_tokens else min(filter(None, lengths), default=0)
@@ -279,7 +281,8 @@ def save(
     target = Path(path)
     metadata, tensors = pack(paged)
     metadata["stock"] = [
-        _pack_stock_layer(x, f"stock.{i}", tensors) for i, x in enumerate(stock_layers)
+        _pack_stock_layer(layer, f"stock.{index}", tensors)
+        for index, layer in enumerate(stock_layers)
     ]
     metadata["options"] = _pack_options(paged.options, tensors)
     metadata["model_sample"] = history.model_sample
@@ -315,7 +318,11 @@ def _pack_stock_layer(layer: Any, name: str, tensors: Tensors) -> Metadata:
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Metadata:
     """Return the options as JSON values, and add the tensors of scales to `tensors`."""
     plan, scales = options.plan, options.scales
-    plans = {} if isinstance(plan, LayerPlan) else {i: [*map(str, x)] for i, x in plan.items()}
+    plans = (
+        {}
+        if isinstance(plan, LayerPlan)
+        else {index: [*map(str, layer_plan)] for index, layer_plan in plan.items()}
+    )
     metadata = {**vars(options), "plan": plans or [*map(str, plan)]}
     if isinstance(scales, KVScales):
         for i, layer in scales.layers.items():
@@ -347,7 +354,8 @@ def load(
         if device is not None and name.startswith(("layers.", "stock.")):
             tensors[name] = tensors[name].to(device)
     stock_layers = [
-        _unpack_stock_layer(x, f"stock.{i}", tensors) for i, x in enumerate(metadata["stock"])
+        _unpack_stock_layer(layer_metadata, f"stock.{index}", tensors)
+        for index, layer_metadata in enumerate(metadata["stock"])
     ]
     options = _unpack_options(metadata["options"], tensors)
     history = History(_pop_tokens(tensors), metadata["model_sample"], metadata["identity"])

@@ -94,11 +94,11 @@ class Tokens:
             is_same_token &= (positions == prompt_positions[:, None]).all(0)
             is_equal = torch.where(mask & prompt_mask, is_same_token, mask == prompt_mask)
             prefix_lengths.append(is_equal.long().cumprod(1).sum(1))
-        lengths_by_row = torch.stack(prefix_lengths).tolist()  # [row of `prompt`][row]
-        best_lengths = [max(lengths) for lengths in lengths_by_row]
+        row_lengths = torch.stack(prefix_lengths).tolist()  # [row of `prompt`][row]
+        best_lengths = [max(lengths) for lengths in row_lengths]
         best_rows = [
             row if row < len(lengths) and lengths[row] == longest else lengths.index(longest)
-            for row, (lengths, longest) in enumerate(zip(lengths_by_row, best_lengths, strict=True))
+            for row, (lengths, longest) in enumerate(zip(row_lengths, best_lengths, strict=True))
         ]
         return best_rows, min(best_lengths)
 

@@ -139,7 +139,10 @@ def observe(
 
 def find_input_device(model: PreTrainedModel) -> torch.device:
     """Return the device for token ids. A spread or offloaded model moves them with hooks."""
-    return next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
+    return next(
+        (parameter.device for parameter in model.parameters() if not parameter.is_meta),
+        torch.device("cpu"),
+    )
 
 
 def center_and_rotate(x: Tensor, center: Tensor | None, *, rotated: bool) -> Tensor:

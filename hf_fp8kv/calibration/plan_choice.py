@@ -196,7 +196,9 @@ def resolve_plan(
         check_bits(bits)
     dtype = keywords.get("dtype")
     is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
-    storage_names = [x for x in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(x) is not None]
+    storage_names = [
+        name for name in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(name) is not None
+    ]
     has_fewer_bits = bits is not None and bits < MAX_BITS
     must_choose = is_adaptive or has_fewer_bits
     if must_choose and storage_names:
@@ -233,7 +235,9 @@ def unfreeze_plan(model: PreTrainedModel) -> None:
     """Undo `freeze_plan`, if it was called. A choice that failed can then be made again."""
     _FROZEN_PLAN.remove(model)
     if choices := _CHOICES.get(model):
-        _CHOICES.set(model, {n: x for n, x in choices.items() if x.plan is not None})
+        _CHOICES.set(
+            model, {bits: choice for bits, choice in choices.items() if choice.plan is not None}
+        )
 
 
 def choose_passes(num_parameters: int, num_tokens: int, num_positions: int) -> Passes | None:
@@ -338,7 +342,11 @@ def _find_shared_file(model: PreTrainedModel, store: PrefixStore, bits: float) -
 
 def _choose_cpu_passes(model: PreTrainedModel) -> Passes | None:
     """Return the passes of a default plan. Only parameters on the CPU or on a disk are counted."""
-    num_parameters = sum(x.numel() for x in model.parameters() if x.device.type in ("cpu", "meta"))
+    num_parameters = sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter.device.type in ("cpu", "meta")
+    )
     num_tokens = len(_draw_window(model))
     num_positions = len(_list_first_positions(model, num_tokens))
     return choose_passes(num_parameters, num_tokens, num_positions)
@@ -362,12 +370,14 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
     sizes = (num_embeddings, get_field(config, "vocab_size"))
     vocab_size = min((n for n in sizes if isinstance(n, int) and n > 0), default=1)
     generator = torch.Generator("cpu").manual_seed(0)
-    length = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
-    ids = torch.randint(vocab_size, (length,), generator=generator, device="cpu")
+    num_tokens = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
+    ids = torch.randint(vocab_size, (num_tokens,), generator=generator, device="cpu")
     generation_config = getattr(model, "generation_config", None)
-    configs = [x.to_dict() for x in (model.config, generation_config) if x is not None]
+    configs = [
+        config.to_dict() for config in (model.config, generation_config) if config is not None
+    ]
     is_special = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
-    is_special[[x for x in _list_special_ids(configs) if 0 <= x < vocab_size]] = True
+    is_special[[token for token in _list_special_ids(configs) if 0 <= token < vocab_size]] = True
     ordinary_ids = (~is_special).nonzero()[:, 0]
     if not len(ordinary_ids):
         return ids
@@ -403,15 +413,13 @@ def _choose(
     windows = windows or [random_window]
     source = f"chosen on {sum(map(len, windows))} {kind}"
     is_latent = caches_latents(model.config.get_text_config(decoder=True))
-    gpus = {x.device for x in model.parameters() if x.is_cuda}
+    gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     # Compiling a model takes longer than the passes. Only an imported module has compiled code.
     has_compiler = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
     with torch.inference_mode(False), torch.random.fork_rng(gpus), eager:
         with eval_mode(model):
-            states_by_call, num_positions = read_states(
-                model, layers, windows, passes.num_positions
-            )
+            call_states, num_positions = read_states(model, layers, windows, passes.num_positions)
         may_transform_k = num_positions > 1 or not has_rope(model)
         layer_scales, k_costs = {}, {}
         narrow_scales, errors = {}, {}
@@ -420,7 +428,7 @@ def _choose(
             center = None
             layer_plan = LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
             k_costs[index] = 0.0  # unknown
-            all_states = [states.pop(index) for states in states_by_call if index in states]
+            all_states = [states.pop(index) for states in call_states if index in states]
             is_visible = all_states and all(queries is not None for *_, queries in all_states)
             if is_visible:
                 center, layer_plan, k_costs[index] = _choose_layer_plan(
@@ -433,7 +441,7 @@ def _choose(
                         f"bits: expected 8, because layer {index} stores latents or hides its "
                         f"queries, got {bits}. Leave it out"
                     )
-                key, value = (x[:1].transpose(0, 1)[None] for x in all_states[0][:2])
+                key, value = (side[:1].transpose(0, 1)[None] for side in all_states[0][:2])
                 cache.update(key, value, index)
                 narrow_plan, errors[index] = _choose_narrow_plan(all_states, center, layer_plan.k)
                 narrow_scales[index] = replace(layer_scales[index], plan=narrow_plan)
@@ -459,7 +467,9 @@ def _list_first_positions(model: PreTrainedModel, num_tokens: int) -> list[int |
     first_positions: list[int | None] = [None]
     if accepts_argument(type(model), "position_ids") and not model.config.is_encoder_decoder:
         max_first_position = find_max_positions(model) - num_tokens
-        first_positions += [x for x in _FIRST_POSITIONS[1:] if x <= max_first_position]
+        first_positions += [
+            position for position in _FIRST_POSITIONS[1:] if position <= max_first_position
+        ]
     return first_positions
 
 
@@ -479,14 +489,14 @@ def read_states(
     A window is read at up to `max_positions` first positions that the model has.
     """
     first_positions = _list_first_positions(model, max(map(len, windows)))[:max_positions]
-    states_by_call: list[dict[int, LayerStates]] = []
+    call_states: list[dict[int, LayerStates]] = []
 
     def add_states(index: int, k: Tensor, v: Tensor, queries: Queries | None) -> None:
-        states_by_call[-1][index] = k, v, queries
+        call_states[-1][index] = k, v, queries
 
     for window in windows:
         for first_position in first_positions:
-            states_by_call.append({})
+            call_states.append({})
             try:
                 observe_queries(model, Batch((window,), first_position), layers, add_states)
             except ConfigError as error:
@@ -494,9 +504,9 @@ def read_states(
                     raise
                 logger.warning("positions from %d are not tried: %s", first_position, error)
                 first_positions = first_positions[: first_positions.index(first_position)]
-                states_by_call.pop()
+                call_states.pop()
                 break
-    return states_by_call, len(first_positions)
+    return call_states, len(first_positions)
 
 
 def _choose_layer_plan(
@@ -522,8 +532,8 @@ def _choose_layer_plan(
         else:
             k_errors = compute_dynamic_errors(keys, formats[:num_k_plans])
             v_errors = compute_dynamic_errors(values, formats[num_k_plans:])
-        q = torch.stack([x.q for x in queries])
-        weights = torch.stack([x.weights for x in queries])
+        q = torch.stack([sample.q for sample in queries])
+        weights = torch.stack([sample.weights for sample in queries])
         # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
         q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])
         sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
@@ -558,8 +568,8 @@ def _choose_narrow_plan(
     The center is used if `k_plan`, the plan of K in eight bits, has it.
     """
     plans = [
-        LayerPlan(replace(k_plan, format=k, rotated=True), SidePlan(v, rotated=True))
-        for k, v in _NARROW_FORMATS
+        LayerPlan(replace(k_plan, format=k_format, rotated=True), SidePlan(v_format, rotated=True))
+        for k_format, v_format in _NARROW_FORMATS
     ]
     *costs, e4m3_cost = _measure_costs(all_states, center, [*plans, _E4M3])[:, 1:].clamp(1e-30)
     best_index = min(range(len(plans)), key=lambda i: costs[i][:2].sum())
@@ -586,7 +596,9 @@ def _describe_losses(
         index: replace(layer, plan=_E4M3, k_center=None) for index, layer in plan.layers.items()
     })  # fmt: skip
     e4m3_plan = protect_layers(model, e4m3_plan, window, {}, 0.0)
-    kl, e4m3_kl = (x.protection.kl if x.protection else 0.0 for x in (plan, e4m3_plan))
+    kl, e4m3_kl = (
+        measured.protection.kl if measured.protection else 0.0 for measured in (plan, e4m3_plan)
+    )
     if kl > max(MAX_KL, e4m3_kl):
         logger.warning(
             "bits=%s: the KL after a stored prompt is %.1e, larger than in E4M3 (%.1e). Pass more "
@@ -597,9 +609,16 @@ def _describe_losses(
         )
     wide_plans, narrow_plans = plan.plan or {}, narrow_plan.plan or {}
     is_narrow = {
-        n: [[x == y] for x, y in zip(wide_plans[n], narrow_plans[n], strict=True)] for n in errors
+        index: [
+            [wide == narrow]
+            for wide, narrow in zip(wide_plans[index], narrow_plans[index], strict=True)
+        ]
+        for index in errors
     }
-    squares = {n: (x[:2] * torch.tensor(is_narrow[n])).sum(0).max() for n, x in errors.items()}
+    squares = {
+        index: (layer_errors[:2] * torch.tensor(is_narrow[index])).sum(0).max()
+        for index, layer_errors in errors.items()
+    }
     worst_index = max(squares, key=lambda index: squares[index])
     return replace(plan, origin=(
         f"{plan.origin}, largest expected error of attention "

@@ -153,7 +153,9 @@ def widen_layers(
         if num_bytes > 0:
             gains[index, side] = float(errors[index]["kv".index(side)].mean()) / num_bytes
     lossy_layers = {
-        n: wide_plan.layers[n] for n, x in errors.items() if x[2].max() > _MAX_ERROR_RATIO
+        index: wide_plan.layers[index]
+        for index, layer_errors in errors.items()
+        if layer_errors[2].max() > _MAX_ERROR_RATIO
     }
     plan = replace(plan, layers={**plan.layers, **lossy_layers})
     num_bytes = _count_bytes(cache, plan)
@@ -162,8 +164,8 @@ def widen_layers(
         raise ConfigError(
             f"bits: expected at least {math.ceil(100 * min_bits) / 100} for this model, got "
             f"{bits}, because in {len(lossy_layers)} of {len(errors)} layers six bits have up to "
-            f"{max(x[2].max() for x in errors.values()):.0f} times the squared error of E4M3. "
-            "Leave it out for 8"
+            f"{max(layer_errors[2].max() for layer_errors in errors.values()):.0f} times the "
+            "squared error of E4M3. Leave it out for 8"
         )
     for index, side in sorted(gains, key=lambda key: -gains[key]):
         candidate = _replace_side(plan, index, side, getattr(wide_plan.layers[index].plan, side))
@@ -180,9 +182,9 @@ def _count_bytes(cache: FP8PagedCache, plan: StoragePlan) -> int:
     num_bytes = 0
     for layer in cache.paged_layers:
         layer_plan = LayerPlan.check(plan.layers[layer.index].plan, "plan")
-        k_dtype, v_dtype = (x.find_dtype(torch.bfloat16) for x in layer_plan)
+        k_dtype, v_dtype = (side.find_dtype(torch.bfloat16) for side in layer_plan)
         num_tokens = min(_COUNTED_TOKENS, layer.sliding_window or _COUNTED_TOKENS)
-        has_scales = not all(x.is_auto for x in layer_plan)
+        has_scales = not all(side.is_auto for side in layer_plan)
         pool = layer.store.pool
         num_bytes += make_page_layout(
             pool.num_heads, num_tokens, pool.k_dim, pool.v_dim, k_dtype, v_dtype, has_scales

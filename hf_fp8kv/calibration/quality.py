@@ -178,7 +178,7 @@ def _measure_statistics(
         ).cpu()
         if not torch.isfinite(new_counts).all():
             raise make_nan_error(index, "K and V of the text")
-        new_amax = [x.float().abs().amax((0, 2)).cpu() for x in (k, v)]
+        new_amax = [states.float().abs().amax((0, 2)).cpu() for states in (k, v)]
         if index in counts:
             new_counts += counts[index]
             new_amax = list(map(torch.maximum, new_amax, head_amax[index]))
@@ -250,7 +250,7 @@ def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format])
     num_values, num_saturated, num_nonzero, num_vanished, energy, *squares = row
     names = [prefix + fmt.name for prefix in ("", DYNAMIC) for fmt in formats]
     names = names[-len(squares) :]  # without the static scales of a layer that has none
-    errors = [(x / energy) ** 0.5 if energy else 0.0 for x in squares]
+    errors = [(square / energy) ** 0.5 if energy else 0.0 for square in squares]
     shares = num_saturated / max(num_values, 1.0), num_vanished / max(num_nonzero, 1.0)
     return SideStatistics(amax, *shares, dict(zip(names, errors, strict=True)))
 

@@ -128,11 +128,11 @@ def calibrate(
         tqdm(total=num_tokens, disable=not progress, unit="tok", unit_scale=True) as bar,
     ):
         sample = [window[:_MAX_SAMPLE_TOKENS] for window in sample_windows(windows)]
-        states_by_call, num_positions = read_states(model, layers, sample)
+        call_states, num_positions = read_states(model, layers, sample)
         may_transform_k = num_positions > 1 or not has_rope(model)
         is_latent = caches_latents(model.config.get_text_config(decoder=True))
         may_center = center and plan is None and may_transform_k and not is_latent
-        storages = _add_centers(storages, states_by_call, may_center=may_center)
+        storages = _add_centers(storages, call_states, may_center=may_center)
         layer_amax: dict[int, _LayerAmax] = {}
 
         def observe_layer(index: int, k: Tensor, v: Tensor) -> None:
@@ -141,7 +141,7 @@ def calibrate(
                 amax = torch.maximum(old_amax[0], amax[0]), torch.maximum(old_amax[1], amax[1])
             layer_amax[index] = amax
 
-        for states in states_by_call:
+        for states in call_states:
             for index, (k, v, _) in states.items():
                 observe_layer(index, k, v)
         for batch in make_batches(windows, batch_size):
@@ -163,7 +163,7 @@ def calibrate(
         v_granularity = _coarsen_granularity(granularity, is_mixed=storages[index].rotates("v"))
         k_scale = compute_scale(k_amax * margin, k_granularity)
         v_scale = compute_scale(v_amax * margin, v_granularity)
-        layer_states = [x[index] for x in states_by_call if index in x]
+        layer_states = [states[index] for states in call_states if index in states]
         has_queries = all(queries is not None for *_, queries in layer_states)
         if granularity == "head" and layer_center is None and has_queries:
             k_scale = search_head_scales("k", k_scale, layer_states, layer_plan)
@@ -260,7 +260,7 @@ def _parse_storages(
 
 def _add_centers(
     storages: Mapping[int, _Storage],
-    states_by_call: Sequence[Mapping[int, LayerStates]],
+    call_states: Sequence[Mapping[int, LayerStates]],
     *,
     may_center: bool,
 ) -> dict[int, _Storage]:
@@ -271,7 +271,7 @@ def _add_centers(
     new_storages = dict(storages)
     for index, (layer_plan, center) in storages.items():
         needs_center = may_center if layer_plan is None else layer_plan.k.centered
-        keys = [states[index][0] for states in states_by_call if index in states]
+        keys = [states[index][0] for states in call_states if index in states]
         if needs_center and center is None and keys:
             mean = torch.cat([k.float() for k in keys]).mean(0)
             new_storages[index] = _Storage(layer_plan, mean.cpu())

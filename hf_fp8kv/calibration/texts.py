@@ -93,23 +93,23 @@ def read_windows(
     encoder = _Encoder(tokenizer, text_column, chat_template)
     windows: list[torch.Tensor] = []
     num_texts = 0
-    tokens_left = max_tokens
+    num_tokens_left = max_tokens
     for label, item in _iterate_items(texts, encoder, max_length):
         ids = encoder.encode(label, item)
         if ids is None:
             continue
         # A view would keep the complete text in memory.
-        new_windows = [w.clone() for w in ids[:tokens_left].split(max_length)]
-        windows += [w for w in new_windows if len(w) >= _MIN_TOKENS]
+        new_windows = [window.clone() for window in ids[:num_tokens_left].split(max_length)]
+        windows += [window for window in new_windows if len(window) >= _MIN_TOKENS]
         num_texts += 1
-        tokens_left = max_tokens - sum(map(len, windows))
-        if tokens_left < _MIN_TOKENS:
+        num_tokens_left = max_tokens - sum(map(len, windows))
+        if num_tokens_left < _MIN_TOKENS:
             break
     if not windows:
         got = f"{num_texts} of one token" if num_texts else "none except blank texts"
         hint = "Check the file, or that the iterator was not read before"
         raise _make_error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
-    return sorted(windows, key=lambda w: (-len(w), _to_bytes(w)))
+    return sorted(windows, key=lambda window: (-len(window), _to_bytes(window)))
 
 
 class _Encoder:

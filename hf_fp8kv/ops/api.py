@@ -46,9 +46,13 @@ def _register_operation(function: _Operation) -> _Operation:
     names = list(hints)
     observed_index = list(hints.values()).index(Tensor)
     parameters = inspect.signature(function).parameters.values()
-    defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
-    plain_names = [x for x in names if not hasattr(hints[x], "_fields")]
-    record_names = [x for x in ("spec", "pages") if x in hints]
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
+    plain_names = [field for field in names if not hasattr(hints[field], "_fields")]
+    record_names = [record for record in ("spec", "pages") if record in hints]
     types = dict(pair for n in plain_names + record_names for pair in _flatten_hint(n, hints[n]))
 
     def run(*args: Any, **overrides: Any) -> Any:
@@ -62,8 +66,8 @@ def _register_operation(function: _Operation) -> _Operation:
     mutates = result_type is type(None)
     vars(run)["__signature__"] = inspect.Signature(
         [
-            inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=types[x])
-            for x in types
+            inspect.Parameter(field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=type_)
+            for field, type_ in types.items()
         ],
         return_annotation=None if mutates else result_type,
     )
@@ -83,9 +87,9 @@ def _register_operation(function: _Operation) -> _Operation:
         if not is_observed(args[observed_index]):
             return function(*args, **kwargs)
         arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
-        flat_arguments = [arguments[x] for x in plain_names]
-        for x in record_names:
-            flat_arguments += flatten(arguments[x]) if x == "pages" else arguments[x]
+        flat_arguments = [arguments[field] for field in plain_names]
+        for record in record_names:
+            flat_arguments += flatten(arguments[record]) if record == "pages" else arguments[record]
         return (device_op if arguments["backend"] in DEVICE_CHECK_BACKENDS else host_op)(
             *flat_arguments
         )

@@ -24,16 +24,18 @@ def locate_pages(blocks: Sequence[Tensor]) -> Tensor:
 
     If there are several blocks, the result keeps them alive.
     """
-    first = blocks[0]
+    first_block = blocks[0]
     if len(blocks) == 1:
         # These offsets contain no addresses, so they stay valid if compiled code copies the block.
-        size = first.stride(0)
-        return torch.arange(0, size * len(first), size, dtype=torch.int64, device=first.device)
+        stride = first_block.stride(0)
+        return torch.arange(
+            0, stride * len(first_block), stride, dtype=torch.int64, device=first_block.device
+        )
     block_offsets = [
-        block.data_ptr() - first.data_ptr() + block.stride(0) * np.arange(len(block))
+        block.data_ptr() - first_block.data_ptr() + block.stride(0) * np.arange(len(block))
         for block in blocks
     ]
-    offsets = upload(np.concatenate(block_offsets).astype(np.int64), first.device)
+    offsets = upload(np.concatenate(block_offsets).astype(np.int64), first_block.device)
     vars(offsets)["blocks"] = tuple(blocks)
     return offsets
 

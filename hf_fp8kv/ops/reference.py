@@ -112,9 +112,9 @@ def gather(
 
 def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     """Return K or V, `[B, Hkv, stop - start, D]`, in float32, or in the stored dtype for "auto"."""
-    size = pages.page_size
-    page_start = start // size
-    page_stop = -(-stop // size)
+    page_size = pages.page_size
+    page_start = start // page_size
+    page_stop = -(-stop // page_size)
     # A freed page is outside the window. It is read as page 0, and the caller masks it.
     regions = pages.layout.split(read_rows(pages, page_start, page_stop))
     shape = len(pages.table), page_stop - page_start
@@ -122,7 +122,7 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     codes: Tensor = regions[side].unflatten(0, shape)
     if side == "v":
         codes = codes.transpose(3, 4)
-    span = slice(start - page_start * size, stop - page_start * size)
+    span = slice(start - page_start * page_size, stop - page_start * page_size)
     # [B, pages, Hkv, S, D] -> [B, Hkv, pages * S, D]
     codes = codes.transpose(1, 2).flatten(2, 3)[:, :, span]
     if stored_side.format == AUTO:

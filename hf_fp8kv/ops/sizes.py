@@ -81,11 +81,11 @@ def _read_sizes(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
     k_dim = pages.k.head_dim
     if table.ndim != 2 or not table.numel() or table.dtype is not _INT:
         _raise_mismatch("block table", "[B, M], int32", table.device, table)
-    batch, columns = table.shape
+    batch, num_columns = table.shape
     has_shape = center is None or center.shape == (num_heads, k_dim)
     if center is not None and not (has_shape and center.dtype is torch.float32):
         _raise_mismatch("center", f"[{num_heads}, {k_dim}], float32", table.device, center)
-    sizes = batch, num_heads, k_dim, pages.v.head_dim, columns * pages.page_size, table.device
+    sizes = batch, num_heads, k_dim, pages.v.head_dim, num_columns * pages.page_size, table.device
     if all(type(size) is int for size in sizes[:5]):  # a SymInt belongs to a single trace
         pages.sizes = sizes
     return sizes

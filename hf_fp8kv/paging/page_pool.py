@@ -92,8 +92,8 @@ class PagePool:
         blocks = self.blocks
         memory = self.memory
         page_bytes = self.layout.size
-        parts_by_block = [self.layout.split(block) for block in blocks.tensors]
-        scales = sum(parts["token_scales"].nbytes for parts in parts_by_block if self.has_scales)
+        block_parts = [self.layout.split(block) for block in blocks.tensors]
+        scales = sum(parts["token_scales"].nbytes for parts in block_parts if self.has_scales)
         pages = len(blocks) * page_bytes - scales
         host = len(memory.host_blocks) * page_bytes if isinstance(memory, OffloadedLayer) else 0
         return {"pages": pages, "scales": scales, "tables": blocks.offsets.nbytes, "host": host}

@@ -100,9 +100,9 @@ class StoredPrompts:
         max_pages = (self._batch.length - 1) // page_size
         if not num_prompts or not max_pages or cache.host_length():
             return
-        keys_by_page = [*zip(*self._keys, strict=True)][:max_pages]
-        pages = self._read_pages(dict.fromkeys(key for keys in keys_by_page for key in keys))
-        num_pages = sum(all(key in pages for key in keys) for keys in keys_by_page)
+        page_keys = [*zip(*self._keys, strict=True)][:max_pages]
+        pages = self._read_pages(dict.fromkeys(key for keys in page_keys for key in keys))
+        num_pages = sum(all(key in pages for key in keys) for keys in page_keys)
         while self._batch.find_boundary(num_pages * page_size) != num_pages * page_size:
             num_pages -= 1
         if not num_pages:

@@ -43,7 +43,7 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none';style-src 'unsafe-inline';"
     "script-src 'unsafe-inline';connect-src 'self';frame-ancestors 'none'"
 }
-_OPEN_PATHS = ("/", "/health")  # paths that need no access token
+_OPEN_PATHS = ("/", "/health")  # paths that need no API key
 _CLIENT_LEFT_STATUS = 499  # as in nginx's log
 _LONG_INPUT_LENGTH = 100_000  # bytes of a body, or characters of a prompt
 _NUM_SHORT_JOBS = 8  # number of threads for short prompts, and for responses
@@ -204,7 +204,7 @@ class Application:
     def _check_access(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
         host = headers.get(b"host", b"localhost").decode("latin-1")
         if not self.config.accepts_host(host):
-            expected = "a name of this machine, such as localhost, without an access token"
+            expected = "a name of this machine, such as localhost, without an API key"
             got = f"got {host!r:.100}. Set {KEY_VARIABLE} to allow it"
             raise APIError(421, f"host: expected {expected}, {got}", code="wrong_host")
         if self._key_digest is not None and not (path in _OPEN_PATHS and method in ("GET", "HEAD")):
@@ -214,7 +214,7 @@ class Application:
             if not is_equal or scheme.lower() != b"bearer":
                 raise APIError(
                     401,
-                    "expected an access token in the header `Authorization: Bearer ...`",
+                    "expected an API key in the header `Authorization: Bearer ...`",
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )

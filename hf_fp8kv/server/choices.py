@@ -127,7 +127,7 @@ class ChoiceMaker:
         default is. Equal seeds would give equal answers, so answer `index` uses `seed + index`.
         """
         names = ("temperature", "top_p", "top_k", "min_p")
-        requested = {x: getattr(body, x) for x in names if getattr(body, x) is not None}
+        requested = {name: value for name in names if (value := getattr(body, name)) is not None}
         options = {name: self._get_default(body, name) for name in names} | requested
         temperature = 1.0 if options["temperature"] is None else options["temperature"]
         does_sample = bool(requested) or self._get_default(body, "do_sample")

@@ -60,7 +60,7 @@ class CompletionWriter:
         self._sends_usage_last = bool(body.stream_options.include_usage)
         self._call_prefix = f"call_{uuid.uuid4().hex}"
         self._has_logprobs = body.num_top_tokens is not None
-        self._logprob_writers = [_LogprobWriter(x, texts) for x in choices]
+        self._logprob_writers = [_LogprobWriter(choice, texts) for choice in choices]
         self._num_calls = Counter[int]()  # number of written calls, by index of the choice
 
     def collect(self, parts: ChoiceParts) -> dict[str, Any]:
@@ -73,7 +73,9 @@ class CompletionWriter:
     async def stream(self, part_groups: AsyncIterator[ChoiceParts]) -> AsyncIterator[str]:
         """Yield the events of the response, for parts in groups that arrive together."""
         if self._is_chat:
-            yield "".join(self._format_choices_event(self._make_choice(x)) for x in self._choices)
+            yield "".join(
+                self._format_choices_event(self._make_choice(choice)) for choice in self._choices
+            )
         async for parts in part_groups:
             if self._has_logprobs and self._body.echo:
                 # The first part has the prompt's log-probabilities. Formatting them here would

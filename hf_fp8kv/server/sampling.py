@@ -1,6 +1,6 @@
 """Sampling of each request's next token: penalties, masks, temperature, seeds and logprobs.
 
-For a request with a temperature, noise is added to the scores. The token with the largest score is
+For a request with a temperature, noise is added to the logits. The token with the largest logit is
 chosen. The noise is a function of the seed, the position and the token, so a seed gives the same
 text next to any other requests. Log-probabilities are computed from the model's unchanged logits.
 """
@@ -50,37 +50,37 @@ class TokenRules:
     def __bool__(self) -> bool:
         return self != _NO_RULES
 
-    def apply(self, scores: torch.Tensor, sequence: "Sequence") -> None:
-        """Change one row of scores `[V]`, float32, in place."""
+    def apply(self, logits: torch.Tensor, sequence: "Sequence") -> None:
+        """Change one row of logits `[V]`, float32, in place."""
         answer, tensors = sequence.answer, sequence.cached_tensors
         if self.logit_bias:
             if "bias" not in tensors:
-                tensors["bias_tokens"] = _make_index(self.logit_bias, scores)
-                tensors["bias"] = torch.tensor([*self.logit_bias.values()], device=scores.device)
-            scores[tensors["bias_tokens"]] += tensors["bias"]
+                tensors["bias_tokens"] = _make_index(self.logit_bias, logits)
+                tensors["bias"] = torch.tensor([*self.logit_bias.values()], device=logits.device)
+            logits[tensors["bias_tokens"]] += tensors["bias"]
         if len(answer) < self.min_tokens:
-            blocked_tokens = [token for token in sequence.end_tokens if token < len(scores)]
-            scores[_make_index(blocked_tokens, scores)] = -math.inf
+            blocked_tokens = [token for token in sequence.end_tokens if token < len(logits)]
+            logits[_make_index(blocked_tokens, logits)] = -math.inf
         if self.repetition_penalty != 1:
             if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
-                tensors["prompt"] = _make_index(sequence.prompt, scores)
+                tensors["prompt"] = _make_index(sequence.prompt, logits)
             # A token that occurs twice is penalized once.
-            tokens = torch.cat([tensors["prompt"], _make_index({*answer}, scores)])
-            old_scores = scores[tokens]
+            tokens = torch.cat([tensors["prompt"], _make_index({*answer}, logits)])
+            old_logits = logits[tokens]
             penalty = self.repetition_penalty
-            scores[tokens] = torch.where(old_scores > 0, old_scores / penalty, old_scores * penalty)
+            logits[tokens] = torch.where(old_logits > 0, old_logits / penalty, old_logits * penalty)
         if answer and (self.presence_penalty or self.frequency_penalty):
             counts = Counter(answer)
-            frequencies = torch.tensor([*counts.values()], device=scores.device)
+            frequencies = torch.tensor([*counts.values()], device=logits.device)
             penalties = self.presence_penalty + self.frequency_penalty * frequencies
-            scores[_make_index(counts, scores)] -= penalties
+            logits[_make_index(counts, logits)] -= penalties
 
 
 _NO_RULES = TokenRules()
 
 
-def _make_index(tokens: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([*tokens], dtype=torch.int64, device=scores.device)
+def _make_index(tokens: Iterable[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([*tokens], dtype=torch.int64, device=logits.device)
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ class Sampler:
         """Fill in the arguments `[5, >= B]` of a step's rows, and store their sequences."""
         states = [request.state for request in requests_in_batch if request.has_new_token]
         arguments = [state.logit_processor_kwargs for state in states]
-        self._sequences = [x.get(SEQUENCE_KEY, _WARMUP_SEQUENCE) for x in arguments]
+        self._sequences = [kwargs.get(SEQUENCE_KEY, _WARMUP_SEQUENCE) for kwargs in arguments]
         rows = []
         for state, sequence in zip(states, self._sequences, strict=True):
             temperature = sequence.temperature
@@ -175,24 +175,24 @@ class Sampler:
         return arg_storage
 
     def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, arguments: torch.Tensor
+        self, input_ids: torch.Tensor, logits: torch.Tensor, arguments: torch.Tensor
     ) -> torch.Tensor:
-        """Return scores `[B, V]` whose maximum in each row is the next token."""
+        """Return logits `[B, V]` whose maximum in each row is the next token."""
         self._logits = {
-            row: scores[row].clone()
+            row: logits[row].clone()
             for row, sequence in enumerate(self._sequences)
             if sequence.num_top_tokens is not None
         }
         for processor in self._processors:
-            scores = processor(input_ids, scores)
+            logits = processor(input_ids, logits)
         for row, sequence in enumerate(self._sequences):
             if sequence.rules:
-                sequence.rules.apply(scores[row], sequence)
+                sequence.rules.apply(logits[row], sequence)
             if sequence.guide is not None:
                 mask = sequence.guide.compute_mask(sequence.end_tokens, self._vocab_size)
-                is_blocked = torch.from_numpy(mask).to(scores.device)
-                scores[row].masked_fill_(is_blocked, -math.inf)
-        return transform_scores(scores, arguments[:, : len(scores)])
+                is_blocked = torch.from_numpy(mask).to(logits.device)
+                logits[row].masked_fill_(is_blocked, -math.inf)
+        return transform_logits(logits, arguments[:, : len(logits)])
 
     def record(self, row: int, token: int) -> None:
         """Record the log-probability of a row's new token, from the logits of the same step."""
@@ -209,37 +209,37 @@ def _encode_arguments(rows: list[tuple[float, float, float, int, int]]) -> torch
     return torch.cat([floats.view(torch.int32), integers], dim=1).T
 
 
-def transform_scores(scores: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:
-    """Return scores `[B, V]` with temperature, top-k, top-p, min-p and noise applied.
+def transform_logits(logits: torch.Tensor, arguments: torch.Tensor) -> torch.Tensor:
+    """Return logits `[B, V]` with temperature, top-k, top-p, min-p and noise applied.
 
-    `arguments` is `[5, B]`, as in Sampler. A temperature of 0 does not change the scores.
+    `arguments` is `[5, B]`, as in Sampler. A temperature of 0 does not change the logits.
     """
     temperature, top_p, min_p = (row.view(torch.float32) for row in arguments[:3])
     top_k, keys = arguments[3], arguments[4]
-    is_on_cpu = scores.device.type == "cpu"
+    is_on_cpu = logits.device.type == "cpu"
 
     def may_apply(is_affected: torch.Tensor) -> bool:  # on a GPU, a read would synchronize
         return not is_on_cpu or bool(is_affected.any())
 
     if may_apply((temperature != 0) & (temperature != 1)):
-        scores = scores / temperature.masked_fill(temperature == 0, 1.0)[:, None]
-    if may_apply(top_k < scores.shape[1]):
-        sorted_scores = scores.sort(-1, descending=True).values
-        threshold = sorted_scores.gather(1, (top_k - 1)[:, None].long())
-        scores = scores.masked_fill(scores < threshold, -math.inf)
+        logits = logits / temperature.masked_fill(temperature == 0, 1.0)[:, None]
+    if may_apply(top_k < logits.shape[1]):
+        sorted_logits = logits.sort(-1, descending=True).values
+        threshold = sorted_logits.gather(1, (top_k - 1)[:, None].long())
+        logits = logits.masked_fill(logits < threshold, -math.inf)
     if may_apply(top_p < ALL_TOKENS):
-        sorted_scores, order = scores.sort(-1)
-        is_dropped = sorted_scores.softmax(-1).cumsum(-1) <= 1 - top_p[:, None]
+        sorted_logits, order = logits.sort(-1)
+        is_dropped = sorted_logits.softmax(-1).cumsum(-1) <= 1 - top_p[:, None]
         is_dropped[:, -1] = False
-        scores = scores.masked_fill(is_dropped.scatter(-1, order, is_dropped), -math.inf)
+        logits = logits.masked_fill(is_dropped.scatter(-1, order, is_dropped), -math.inf)
     if may_apply(min_p > 0):
         # Nguyen et al. 2024. It can be last, because top-k and top-p keep probability ratios.
-        threshold = scores.amax(-1, keepdim=True) + min_p.log()[:, None]  # -inf for 0
-        scores = scores.masked_fill(scores < threshold, -math.inf)
+        threshold = logits.amax(-1, keepdim=True) + min_p.log()[:, None]  # -inf for 0
+        logits = logits.masked_fill(logits < threshold, -math.inf)
     if not is_on_cpu:
-        noise = make_gumbel_noise(keys, scores.shape[1])
-        return scores + noise.masked_fill_((keys == 0)[:, None], 0.0)
+        noise = make_gumbel_noise(keys, logits.shape[1])
+        return logits + noise.masked_fill_((keys == 0)[:, None], 0.0)
     rows = keys.nonzero()[:, 0]  # greedy rows need no noise
     if not len(rows):
-        return scores
-    return scores.index_add(0, rows, make_gumbel_noise(keys[rows], scores.shape[1]))
+        return logits
+    return logits.index_add(0, rows, make_gumbel_noise(keys[rows], logits.shape[1]))

@@ -18,11 +18,11 @@ class ServerConfig:
     """Access and limits of a server.
 
     Raises:
-        ConfigError: A required token is missing, the token is not a valid header, or a limit is 0.
+        ConfigError: A required key is missing, the key is not a valid header, or a limit is 0.
     """
 
     host: str | None = None  # address to listen on. None if the application is mounted
-    api_key: str | None = None  # token that clients must send. None means the environment variable
+    api_key: str | None = None  # key that clients must send. None means the environment variable
     max_body_bytes: int = 4 * 2**20  # maximum size of a request's body
     max_waiting: int = 128  # maximum number of requests that wait for the engine
     grace_seconds: float = 30.0  # time that running requests get after a signal to stop
@@ -43,7 +43,7 @@ class ServerConfig:
             raise ConfigError("--api-key: expected printable ASCII without spaces around it")
         if not key and self.host is not None and not is_loopback(self.host):
             raise ConfigError(
-                f"--host {self.host}: expected an access token, because other machines can reach "
+                f"--host {self.host}: expected an API key, because other machines can reach "
                 f"it, got none. Set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
         limits = (("--max-waiting", self.max_waiting), ("--max-body", self.max_body_bytes))

@@ -25,7 +25,9 @@ class TokenTexts:
         self._tokenizer = tokenizer.backend_tokenizer
         self._prefix_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
         added_tokens = self._tokenizer.get_added_tokens_decoder().items()
-        self.special_tokens = frozenset(token_id for token_id, x in added_tokens if x.special)
+        self.special_tokens = frozenset(
+            token_id for token_id, added_token in added_tokens if added_token.special
+        )
         decoder = self._tokenizer.decoder
         self._decoder_state = b"" if decoder is None else decoder.__getstate__()  # JSON
         self._byte_alphabet = {character: byte for byte, character in bytes_to_unicode().items()}

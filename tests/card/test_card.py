@@ -146,7 +146,7 @@ def test_cards_support_windows_latents_and_shared_layers(name):
         states = prefill(model, ids).states
         all_scores = score_text(
             model, ids, states, {"unquantized": UNQUANTIZED_PAGES, "fp8": CONTENDERS["fp8"]},
-            positions=[40, 80], scored=8, stored_positions=[40, 80],
+            positions=[40, 80], num_scored=8, stored_positions=[40, 80],
         )  # fmt: skip
         for (_, prompt, cache), scores in all_scores:
             assert (scores.kl.mean() < 1e-9) == (cache == "unquantized"), (prompt, cache)

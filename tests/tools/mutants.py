@@ -438,7 +438,7 @@ MUTANTS = (
     ),
     Mutant(
         "repeat: another call of attention is accepted", "attention/fp8_paged.py",
-        "or recorded.layout != _describe(module, query, key, mask, arguments)", "",
+        "or recorded.layout != _describe_layout(module, query, key, mask, arguments)", "",
         "tests/cache/test_repeated_steps.py",
     ),
     Mutant(

@@ -191,8 +191,8 @@ def attend(
     block_tokens = min(num_tokens, max(MAX_UNIT_ROWS // group_size, 1))
     num_blocks = -(-num_tokens // block_tokens)
     num_rows = block_tokens * group_size
-    read_values = (stop - start) * batch * num_heads * (q_dim + v_dim)
-    num_threads = _choose_num_threads(read_values * -(-num_rows // 4) * num_blocks)
+    num_read_values = (stop - start) * batch * num_heads * (q_dim + v_dim)
+    num_threads = _choose_num_threads(num_read_values * -(-num_rows // 4) * num_blocks)
     num_units = batch * num_heads * num_blocks
     is_split = num_threads > 1 and num_units < MIN_THREAD_UNITS * num_threads
     num_splits = -(-stop // SPAN_TOKENS) - start // SPAN_TOKENS if is_split else 1

@@ -31,7 +31,7 @@ _HAS_BF16_PRODUCTS = torch.cpu._is_avx512_bf16_supported()
 
 def is_faster(query: Tensor, pages: Pages, lengths: Tensor, stop: int, spec: AttentionSpec) -> bool:
     """Return whether `attend` supports the call and is faster than the C++ kernel."""
-    rows = query.shape[2] * query.shape[1] // pages.num_heads
+    num_rows = query.shape[2] * query.shape[1] // pages.num_heads
     is_supported = (
         spec.sinks is None
         and spec.mask is None
@@ -42,7 +42,7 @@ def is_faster(query: Tensor, pages: Pages, lengths: Tensor, stop: int, spec: Att
         and not spec.deterministic
         and query.dtype in (torch.bfloat16, torch.float16)
     )
-    return is_supported and rows >= MIN_QUERY_ROWS and int(lengths.max()) <= stop
+    return is_supported and num_rows >= MIN_QUERY_ROWS and int(lengths.max()) <= stop
 
 
 def attend(
@@ -69,15 +69,15 @@ def attend(
         if spec.window:
             first_key = max(start, find_first_visible(length - num_queries, spec.window))
         head_bytes = (length - first_key) * (pages.k.head_dim + v_dim) * dtype.itemsize
-        heads_at_once = max(1, min(num_heads, _MAX_DENSE_BYTES // head_bytes))
+        max_heads = max(1, min(num_heads, _MAX_DENSE_BYTES // head_bytes))
         mask = _make_mask(num_queries, length - first_key, spec.window)
         group_size = num_q_heads // num_heads
         # A center adds the same value to all logits of a query, which cancels in the softmax.
         # Without it K has smaller rounding errors.
         k = pages.k._replace(center=None)
         sequence_pages = pages._replace(k=k, table=pages.table[b : b + 1])
-        for first in range(0, num_heads, heads_at_once):
-            heads = slice(first, min(first + heads_at_once, num_heads))
+        for first_head in range(0, num_heads, max_heads):
+            heads = slice(first_head, min(first_head + max_heads, num_heads))
             key, value = (
                 gather(
                     sequence_pages, lengths[b : b + 1], side, first_key, length, dtype, False, heads
