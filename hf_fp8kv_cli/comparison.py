@@ -181,7 +181,10 @@ def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
 
     Positions count from 0 to the end of the longer answer, whose additional tokens differ.
     """
-    matches = [a == b for a, b in zip_longest(dense_run.token_ids, paged_run.token_ids)]
+    matches = [
+        dense_id == paged_id
+        for dense_id, paged_id in zip_longest(dense_run.token_ids, paged_run.token_ids)
+    ]
     index = None if all(matches) else matches.index(False)
     return {"equal": sum(matches), "positions": len(matches), "first_difference": index}
 
@@ -199,8 +202,10 @@ def make_comparison(
     num_tokens = -(-paged_run.cached_tokens // _TOKEN_UNIT) * _TOKEN_UNIT
     rows: dict[str, Sequence[str]] = {
         "per token": [token_sizes[0], token_sizes[1] + ratio],
-        f"{num_tokens:,} tokens": [format_size(num_tokens * x.bytes_per_token) for x in runs],
-        f"fit into {format_size(memory_bytes)}": [f"{x.tokens_that_fit:,} tokens" for x in runs],
+        f"{num_tokens:,} tokens": [format_size(num_tokens * run.bytes_per_token) for run in runs],
+        f"fit into {format_size(memory_bytes)}": [
+            f"{run.tokens_that_fit:,} tokens" for run in runs
+        ],
         "answer": [run.text for run in runs],
         "same tokens": ["", f"{agreement['equal']} of {agreement['positions']}{difference}"],
         "KL of predictions": ["", "-" if kl is None else f"{kl:.1e}"],

@@ -123,7 +123,10 @@ def render_scales(
     other_columns = [*columns][2:]
     tables = [[*fixed_columns]]
     for name in other_columns:
-        if len(tables[-1]) > 2 and 1 + sum(widths[x] for x in [*tables[-1], name]) > width:
+        if (
+            len(tables[-1]) > 2
+            and 1 + sum(widths[column] for column in [*tables[-1], name]) > width
+        ):
             tables.append([*fixed_columns])
         tables[-1].append(name)
     left_columns = ("stored", "source")

@@ -304,7 +304,7 @@ class CapturedStep:
     def begin(self) -> None:
         """Reserve pages after the prompt."""
         # Drafts and assisted decoding remove tokens after each step, so they record the past.
-        if not any(x.record_past for x in self.cache._paged.groups.values()):
+        if not any(group.record_past for group in self.cache._paged.groups.values()):
             if not self.cache.options.is_preallocated:
                 self._backup = self.cache.fork()
                 modules = self.model.modules()
@@ -327,7 +327,9 @@ class CapturedStep:
         paged.unreserve()
         length = cache._count_tokens()
         capacity = cache.options.max_cache_len
-        counting_layers = [type(x).__name__ for x in cache.stock_layers if counts_on_host(x)]
+        counting_layers = [
+            type(layer).__name__ for layer in cache.stock_layers if counts_on_host(layer)
+        ]
         if counting_layers or not (paged.stores or capacity):
             self.refuse(f"{(*counting_layers, 'the model')[0]} counts tokens on the host")
         elif {length, *paged.read_lengths()} != {length}:
@@ -583,9 +585,9 @@ def find_refusal(model: Any) -> str:
     quantizer = getattr(model, "hf_quantizer", None)
     reasons = {
         "the model is on several devices": len({*getattr(model, "hf_device_map", {}).values()}) > 1,
-        "modules have hooks of accelerate": any(hasattr(x, "_hf_hook") for x in modules),
+        "modules have hooks of accelerate": any(hasattr(module, "_hf_hook") for module in modules),
         "modules have hooks, which a graph does not call": packages - {"hf_fp8kv", "transformers"},
-        "modules are compiled": any(x._compiled_call_impl is not None for x in modules),
+        "modules are compiled": any(module._compiled_call_impl is not None for module in modules),
         "its quantizer does not support it": quantizer and not quantizer.is_compileable,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

@@ -64,7 +64,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """
     training_modules = [module for module in model.modules() if module.training]
     roundings = {module: ROUNDING.remove(module) for module in model.modules()}
-    deterministic_modules = [x for x in model.modules() if DETERMINISTIC.remove(x)]
+    deterministic_modules = [module for module in model.modules() if DETERMINISTIC.remove(module)]
     try:
         model.eval()
         yield

@@ -55,7 +55,7 @@ FP8_OPTIONS: dict[str, dict[str, Any]] = {
 GIB = 2**30
 MEMORY_SHARE = 0.9  # share of the free memory that pages may use, the engine's default on a GPU
 PAGE_SIZE = 256  # tokens
-MAX_BATCH_TOKENS, MAX_REQUESTS = 8192, 256  # maxima of a step, whose activations need memory
+MAX_BATCH_TOKENS, MAX_REQUESTS = 8192, 256  # per step, whose activations need memory
 
 
 def plan_tokens(
@@ -155,7 +155,9 @@ def plan_capacity(
             serving_config = ServingConfig.parse(backend="torch", **options)
             layout = EngineCache()
             layout.prepare(serving_config, decoder, PAGE_SIZE, torch.bfloat16, "cpu")
-            token_bytes = sum(x.bytes_per_page for x in layout.page_layouts) / PAGE_SIZE
+            token_bytes = (
+                sum(page_layout.bytes_per_page for page_layout in layout.page_layouts) / PAGE_SIZE
+            )
             sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory_bytes, serving_config)
         rows += [
             {

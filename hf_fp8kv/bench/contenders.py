@@ -132,7 +132,10 @@ def take_turns(
 
 def compute_ratios(seconds: Mapping[str, list[float]], name: str, baseline: str) -> list[float]:
     """Return the time of a step divided by the time of step `baseline`, for each turn."""
-    return [x / y for x, y in zip(seconds[name], seconds[baseline], strict=True)]
+    return [
+        time / baseline_time
+        for time, baseline_time in zip(seconds[name], seconds[baseline], strict=True)
+    ]
 
 
 def store_and_attend(

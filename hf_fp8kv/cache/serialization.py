@@ -33,8 +33,8 @@ from .tokens import Tokens
 VERSION = 6
 _STOCK_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-# Positions are int32. A block table may have `_MIN_ENTRY_LIMIT` entries, or one entry for each byte
-# of a file if that is more.
+# Positions are int32, which limits the tokens of a sequence. A block table may have
+# `_MIN_ENTRY_LIMIT` entries, or one entry for each byte of a file if that is more.
 _MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
 
 # Fields of `Tokens`, and the number of their dimensions.

@@ -88,7 +88,7 @@ def describe_rounding(model: torch.nn.Module) -> str:
         return _PROJECTIONS_NOTE.format(" and ".join(sorted(projections)))
     wrapper_class = _find_wrapper_class()
     modules = () if wrapper_class is None else model.modules()
-    return ROUNDING_NOTE if any(isinstance(x, wrapper_class) for x in modules) else ""
+    return ROUNDING_NOTE if any(isinstance(module, wrapper_class) for module in modules) else ""
 
 
 def warn_of_rounding(model: torch.nn.Module) -> None:

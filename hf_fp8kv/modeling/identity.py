@@ -122,7 +122,11 @@ def _check_hooks(model: Any) -> None:
         accelerate_hook = attributes.get("_hf_hook")
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
-        refused = [x for x in hooks if x is not None and not _is_defined_in(x, _ACCEPTED_PACKAGES)]
+        refused = [
+            hook
+            for hook in hooks
+            if hook is not None and not _is_defined_in(hook, _ACCEPTED_PACKAGES)
+        ]
         for method, packages in _PACKAGES_BY_METHOD.items():
             function = _unwrap(attributes.get(method))
             stock_method = getattr(type(module), method.removeprefix("_old_"), None)

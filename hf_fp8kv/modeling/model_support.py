@@ -68,7 +68,9 @@ def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
     base = unwrap_model(model)
     if isinstance(base, PreTrainedModel) and hasattr(base, attribute or method or "forward"):
         return base
-    names = (x for x in _WRAPPER_FIELDS if isinstance(getattr(base, x, None), PreTrainedModel))
+    names = (
+        name for name in _WRAPPER_FIELDS if isinstance(getattr(base, name, None), PreTrainedModel)
+    )
     advice = "Load a model with AutoModelForCausalLM.from_pretrained(...)"
     if not isinstance(base, PreTrainedModel) and (name := next(names, "")):
         advice = f"Pass the model inside it (its attribute {name})"

@@ -74,9 +74,11 @@ class OffloadBudget(PageBudget):
         """Evict other layers until the pages of `incoming` fit."""
         num_layers = max(layer.index for layer in self.layers) + 1
         candidates = self._find_resident_layers() - {current, incoming}
-        by_next_use = sorted(candidates, key=lambda x: (x.index - current.index - 1) % num_layers)
-        while by_next_use and not self._can_hold(self._find_resident_layers() | {incoming}):
-            by_next_use.pop().evict()
+        sorted_candidates = sorted(
+            candidates, key=lambda layer: (layer.index - current.index - 1) % num_layers
+        )
+        while sorted_candidates and not self._can_hold(self._find_resident_layers() | {incoming}):
+            sorted_candidates.pop().evict()
 
     def _can_hold(self, layers: "set[OffloadedLayer]") -> bool:
         if self.max_device_pages is None:

@@ -116,10 +116,10 @@ class PageAllocator:
         self.reference_counts = self.reference_counts[pages]
 
     def _add_pages(self, num_pages: int) -> None:
-        first = self.capacity
+        first_page = self.capacity
         self.reference_counts = np.pad(self.reference_counts, (0, num_pages))
         # Lowest numbers are allocated first, so that pages of a sequence stay close together.
-        self._free[:0] = range(first + num_pages - 1, first - 1, -1)
+        self._free[:0] = range(first_page + num_pages - 1, first_page - 1, -1)
 
     def share(self, pages: IntArray) -> None:
         """Add a reference to the page of each entry of `pages`, except NO_PAGE."""

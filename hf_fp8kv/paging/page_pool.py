@@ -93,7 +93,11 @@ class PagePool:
         memory = self.memory
         page_bytes = self.layout.size
         block_parts = [self.layout.split(block) for block in blocks.tensors]
-        scales = sum(parts["token_scales"].nbytes for parts in block_parts if self.has_scales)
-        pages = len(blocks) * page_bytes - scales
-        host = len(memory.host_blocks) * page_bytes if isinstance(memory, OffloadedLayer) else 0
-        return {"pages": pages, "scales": scales, "tables": blocks.offsets.nbytes, "host": host}
+        scales_bytes = sum(parts["token_scales"].nbytes for parts in block_parts if self.has_scales)
+        num_host_pages = len(memory.host_blocks) if isinstance(memory, OffloadedLayer) else 0
+        return {
+            "pages": len(blocks) * page_bytes - scales_bytes,
+            "scales": scales_bytes,
+            "tables": blocks.offsets.nbytes,
+            "host": num_host_pages * page_bytes,
+        }

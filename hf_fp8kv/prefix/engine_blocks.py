@@ -69,16 +69,16 @@ class BlockExchange:
 
         Loading stops when no block is free. At least one token is left to compute.
         """
-        allocator, size = self._allocator, self._block_size
+        allocator, block_size = self._allocator, self._block_size
         num_cached = len(allocator.match_prefix_blocks(tokens))
-        max_blocks = (len(tokens) - 1) // size
+        max_blocks = (len(tokens) - 1) // block_size
         blocks: list[int] = []
         missing_blocks: list[tuple[bytes, str]] = []  # hash and key
 
         def find_missing_keys() -> Iterator[str]:
             key, block_hash = "", None
             for index in range(max_blocks if num_cached < max_blocks else 0):
-                block_tokens = tokens[index * size : (index + 1) * size]
+                block_tokens = tokens[index * block_size : (index + 1) * block_size]
                 (key,) = self._chain_keys(block_tokens, key)
                 block_hash = self._hasher(block_hash, block_tokens)
                 if block_hash not in allocator.ledger.hash_to_block:
@@ -110,7 +110,7 @@ class BlockExchange:
             self._missed_requests.add(request_id)
             self._store.add_counts(misses=1)
         if blocks:
-            self._store.add_counts(hits=1, tokens_found=len(blocks) * size)
+            self._store.add_counts(hits=1, tokens_found=len(blocks) * block_size)
 
     def _chain_keys(self, tokens: list[int], previous_key: str) -> list[str]:
         """Return the store's keys of the full blocks of `tokens`. See `chain_keys`."""
@@ -120,7 +120,7 @@ class BlockExchange:
         return chain_keys(identity, tokens, self._block_size, previous_key)
 
     def _check_page(self, page: Page) -> None:
-        if page.metadata is not None or [len(x) for x in page.rows] != [self._block_rows.shape[1]]:
+        if page.metadata is not None or [*map(len, page.rows)] != [self._block_rows.shape[1]]:
             raise ValueError("not a block of this engine")
 
     def _has_free_block(self) -> bool:
@@ -139,7 +139,7 @@ class BlockExchange:
         `is_last` means that the engine frees the blocks after this call. All blocks are then marked
         as used, and blocks that the store has evicted are written again.
         """
-        size = self._block_size
+        block_size = self._block_size
         hashes = self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
         blocks = list(takewhile(hashes.__contains__, table))
@@ -149,17 +149,17 @@ class BlockExchange:
             if block_hash != hashes[block]:
                 break
             keys.append(key)
-        first_new = len(keys)
-        if new_tokens := tokens[first_new * size : len(blocks) * size]:
+        num_known = len(keys)
+        if new_tokens := tokens[num_known * block_size : len(blocks) * block_size]:
             keys += self._chain_keys(new_tokens, keys[-1] if keys else "")
-            for block, key in zip(blocks[first_new:], keys[first_new:], strict=False):
+            for block, key in zip(blocks[num_known:], keys[num_known:], strict=False):
                 self._hashes_and_keys[block] = hashes[block], key
         if is_last:
             self._missed_requests.discard(request_id)
-            first_new = 0
-        if first_new < len(keys):
+            num_known = 0
+        if num_known < len(keys):
             self._store.write(
-                keys, lambda indices: self._copy_blocks([blocks[i] for i in indices]), first_new
+                keys, lambda indices: self._copy_blocks([blocks[i] for i in indices]), num_known
             )
         if is_last:
             self._store.touch(keys)

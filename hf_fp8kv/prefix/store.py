@@ -253,7 +253,7 @@ class PrefixStore:
             missing.append(index)
         if not missing or not self._can_write:
             return
-        if sum(len(x) for page in [*self._queue.values()] for x in page.rows) > _MAX_QUEUED_BYTES:
+        if sum(sum(map(len, page.rows)) for page in [*self._queue.values()]) > _MAX_QUEUED_BYTES:
             self.flush()
         try:
             pages = dict(zip((keys[index] for index in missing), make_pages(missing), strict=True))

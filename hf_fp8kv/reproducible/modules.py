@@ -195,7 +195,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     if model.dtype == torch.float64:
         raise ConfigError("deterministic: expected 16 or 32 bits, got a model in float64")
     # A cache without layers is falsy, so compare with None.
-    caches = [kwargs[x] for x in (CACHE, "past_key_values") if kwargs.get(x) is not None]
+    caches = [kwargs[name] for name in (CACHE, "past_key_values") if kwargs.get(name) is not None]
     mask: Any = kwargs.get("attention_mask")
     is_padded = isinstance(mask, Tensor) and mask.ndim == 2
     for cache in caches:
@@ -226,7 +226,11 @@ def _find_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     if type(module).forward in _LINEAR_FORWARDS:
         return _forward_blocks
     # On a GPU, the order of sums in torch's reductions depends on the number of rows.
-    if is_leaf and "Norm" in name and any(not x.is_cpu for x in module.parameters()):
+    if (
+        is_leaf
+        and "Norm" in name
+        and any(not parameter.is_cpu for parameter in module.parameters())
+    ):
         return _forward_blocks
     is_activation = type(module).__module__ in _ACTIVATION_MODULES
     is_elementwise = is_leaf and is_activation and not _NOT_ELEMENTWISE.fullmatch(name)
@@ -236,7 +240,9 @@ def _find_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
 def _has_matrices(module: torch.nn.Module) -> bool:
     """Return whether a module may multiply matrices. An embedding only looks up rows."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    has_matrices = isinstance(module, torch.nn.Linear | Conv1D) or any(x.ndim > 1 for x in tensors)
+    has_matrices = isinstance(module, torch.nn.Linear | Conv1D) or any(
+        tensor.ndim > 1 for tensor in tensors
+    )
     return has_matrices and not isinstance(module, torch.nn.Embedding)
 
 

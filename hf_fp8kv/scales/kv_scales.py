@@ -183,7 +183,9 @@ class KVScales(ScaleData):
         )
         files = writer.make_files(scales, tp_size, base)
         if base is not None:
-            types = [x.get("model_type") for x in (base.config, find_text_config(base.config))]
+            types = [
+                config.get("model_type") for config in (base.config, find_text_config(base.config))
+            ]
             if self.model_type is not None and self.model_type not in types and any(types):
                 raise ScaleError(
                     f"{base.origin}: expected a {self.model_type!r} model for these scales, got "

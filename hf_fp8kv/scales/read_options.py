@@ -43,7 +43,9 @@ class ReadOptions:
         layers = dict(rank_scales[0].layers)
         ranks_differ = False
         for index, layer_scales in layers.items() if num_ranks > 1 else ():
-            rank_kv = [x.layers[index].static for x in rank_scales if index in x.layers]
+            rank_kv = [
+                scales.layers[index].static for scales in rank_scales if index in scales.layers
+            ]
             if len(rank_kv) < num_ranks or any(scale.ndim for kv in rank_kv for scale in kv):
                 raise ScaleError(
                     f"{origin}: expected one number for K and for V of layer {index} from every "

@@ -84,7 +84,9 @@ def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[
         return dict(files)
     uses_folder = find_weight_files(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
     prefix = f"{KV_FOLDER}/" if uses_folder else ""
-    new_files = {prefix + n if n == KV_FILE else n: x for n, x in files.items()}
+    new_files = {
+        prefix + name if name == KV_FILE else name: content for name, content in files.items()
+    }
     return {**dict.fromkeys(name for name in _KV_PATHS if name in old_files), **new_files}
 
 
@@ -203,7 +205,9 @@ def write_files(
     if base is not None:
         transfer = partial(_transfer_file, "link" if source == target else weights)
         contents = _plan_weight_files(source, base, files, transfer) | contents
-    contents = dict(sorted(contents.items(), key=lambda x: (x[0] == "config.json", x[1] is None)))
+    contents = dict(
+        sorted(contents.items(), key=lambda item: (item[0] == "config.json", item[1] is None))
+    )
     try:
         if source == target:
             write_atomically({target / name: content for name, content in contents.items()})
@@ -246,7 +250,11 @@ def _plan_weight_files(
             is_renamed = path.name == SINGLE_FILE and SINGLE_FILE in changes
             changes[FIRST_FILE if is_renamed else path.name] = rewrite
     for path in source.glob("*.safetensors.index.json") if removed_names else ():
-        weight_map = {n: f for n, f in read_weight_map(path).items() if n not in removed_names}
+        weight_map = {
+            name: file_name
+            for name, file_name in read_weight_map(path).items()
+            if name not in removed_names
+        }
         changes[path.name] = make_index(path, weight_map)
     # An index among `files` is written later, after the files that it lists.
     return {name: content for name, content in changes.items() if name not in files}

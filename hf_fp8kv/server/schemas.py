@@ -30,11 +30,11 @@ from .errors import UNSUPPORTED_CODE, APIError, make_field_error
 
 logger = logging.getLogger(__name__)
 
-MAX_CHOICES = 1024  # answers to all prompts of one request
-MAX_REGEX_LENGTH = 8_192  # characters of a regular expression
-_MAX_FIELD_VALUES = 16_384  # values in all lists and objects of a field
-_MAX_CONFIG_LENGTH = 16_384  # characters of a generation_config
-_MAX_ERROR_LENGTH = 60  # characters of an invalid value in an error
+MAX_CHOICES = 1024  # maximum number of answers to all prompts of one request
+MAX_REGEX_LENGTH = 8_192  # maximum number of characters of a regular expression
+_MAX_FIELD_VALUES = 16_384  # maximum number of values in all lists and objects of a field
+_MAX_CONFIG_LENGTH = 16_384  # maximum number of characters of a generation_config
+_MAX_ERROR_LENGTH = 60  # maximum number of characters of an invalid value in an error
 
 # Fields of other servers, with the values that agree with this server's behavior. The fields of a
 # body take precedence.

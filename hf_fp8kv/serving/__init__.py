@@ -141,7 +141,7 @@ def enable(
     keywords = resolve_plan(base, keywords, prefix_store=prefix_store)
     config = ServingConfig.parse(backend=backend, prefix_store=prefix_store, **keywords)
     make_cache_class(config)  # raises an error if this version of transformers is not supported
-    EngineCache().prepare(config, text_config, 64, base.dtype, base.device)
+    EngineCache().prepare(config, text_config, page_size=64, dtype=base.dtype, device=base.device)
     if prefix_store is not None:
         check_store(prefix_store, config.options, base.config)
     if deterministic:

@@ -56,8 +56,9 @@ class EngineLayout:
 
     def view_memory(self, memory: torch.Tensor) -> Pages:
         """Return the pages in contiguous `memory`, `[bytes]`, uint8, without a block table."""
-        size = self.bytes_per_page
-        return self.view_pages(memory[: len(memory) // size * size].view(-1, size))
+        page_bytes = self.bytes_per_page
+        num_bytes = len(memory) // page_bytes * page_bytes
+        return self.view_pages(memory[:num_bytes].view(-1, page_bytes))
 
     def view_pages(self, page_rows: torch.Tensor) -> Pages:
         """Return the pages in the rows of `page_rows`, `[n, bytes]`, without a block table.
@@ -72,7 +73,9 @@ class EngineLayout:
                 f"the next page {page_stride} bytes after it"
             )
         table = torch.empty((0, 0), dtype=torch.int32, device=page_rows.device)
-        k, v = (StoredSide(None, None, x.format, self.head_dim, x.rotated) for x in self.plan)
+        k, v = (
+            StoredSide(None, None, side.format, self.head_dim, side.rotated) for side in self.plan
+        )
         return Pages(
             k, v, page_rows, table, locate_pages([page_rows]), self.num_heads, self.page_size,
             *self._dtypes, self._has_token_scales,
@@ -117,7 +120,9 @@ def plan_block_sizes(layouts: Mapping[str, Sequence[EngineLayout]]) -> dict[str,
     each kind leaves half a sector free on average. The cost of large sectors is therefore compared
     with the unused bytes, for memory of about 2,000 blocks.
     """
-    min_sizes = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in layouts.items()}
+    min_sizes = {
+        kind: sum(layout.bytes_per_page for layout in layers) for kind, layers in layouts.items()
+    }
 
     def compute_block_sizes(num_largest: int) -> dict[str, int]:
         sector_size = num_largest * max(min_sizes.values())

@@ -157,11 +157,19 @@ class _Planner:
     def plan_layer(self, requests: Sequence[_Request], num_step_tokens: int) -> LayerWork:
         wrapping = [request for request in requests if self.wraps_ring(request)]
         appending = [request for request in requests if not self.wraps_ring(request)]
-        slots = [self.locate_slots(x, x.num_stored, x.num_stored + x.num_new) for x in appending]
-        page, slot = (np.concatenate(x) for x in zip((_EMPTY, _EMPTY), *slots, strict=True))
+        slots = [
+            self.locate_slots(request, request.num_stored, request.num_stored + request.num_new)
+            for request in appending
+        ]
+        page, slot = (
+            np.concatenate(arrays) for arrays in zip((_EMPTY, _EMPTY), *slots, strict=True)
+        )
         written_tokens = None
         if wrapping:
-            spans = [np.arange(x.first_token, x.first_token + x.num_new) for x in appending]
+            spans = [
+                np.arange(request.first_token, request.first_token + request.num_new)
+                for request in appending
+            ]
             written_tokens = self.upload(np.concatenate([_EMPTY, *spans]), np.int64)
         return LayerWork(
             written_tokens,
@@ -242,7 +250,9 @@ def make_batch(
         tokens = targets = upload(queries, lengths.device)
         if is_padding.any():
             used_rows = np.flatnonzero(~is_padding).astype(np.int64)
-            rows, targets = (upload(x, lengths.device) for x in (used_rows, queries[used_rows]))
+            rows, targets = (
+                upload(indices, lengths.device) for indices in (used_rows, queries[used_rows])
+            )
     causal = num_queries > 1
     return AttendBatch(tokens, rows, targets, num_queries, table, lengths, max_length, causal)
 
@@ -250,7 +260,8 @@ def make_batch(
 def group_by_length(requests: Sequence[Any]) -> list[list[Any]]:
     """Split requests into sets of about equal `num_new`. Requests with one new token are a set."""
     groups: list[list[Any]] = []
-    for request in sorted(requests, key=lambda x: -x.num_new):  # stable: ties keep their order
+    # The sort is stable, so ties keep their order.
+    for request in sorted(requests, key=lambda request: -request.num_new):
         longest = groups[-1][0].num_new if groups else 0
         is_similar = longest and request.num_new >= MIN_LENGTH_RATIO * longest
         if is_similar and (request.num_new > 1) == (longest > 1) and len(groups[-1]) < MAX_BATCH:

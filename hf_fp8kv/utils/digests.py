@@ -60,14 +60,16 @@ def _sample_tensors(tensors: dict[str, torch.Tensor]) -> list[bytes]:
             indices = torch.arange(0, tensor.numel(), step, device=tensor.device)
             sample = tensor.detach()[torch.unravel_index(indices, tensor.shape)]
         samples.setdefault(tensor.device, []).append(sample.contiguous().view(torch.uint8))
-    return [torch.cat(x).cpu().numpy().tobytes() for x in samples.values()]
+    return [
+        torch.cat(device_samples).cpu().numpy().tobytes() for device_samples in samples.values()
+    ]
 
 
 def can_sample(model: torch.nn.Module) -> bool:
     """Return whether this process has all weights: none is offloaded, split or packed."""
     is_packed = any(name.endswith("_packed_params") for name, _ in model.named_modules())
     weights = _list_weights(model).values()
-    return not is_packed and all(is_whole(x) or not x.numel() for x in weights)
+    return not is_packed and all(is_whole(weight) or not weight.numel() for weight in weights)
 
 
 def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = ()) -> str:
@@ -89,9 +91,11 @@ def sample_checkpoint(path: str) -> dict[str, str]:
     """
     root = Path(path)
     paths = root.iterdir() if root.is_dir() else [root]
-    files = [x for x in paths if x.is_file() and x.stat().st_size]
-    samples = {x.name: _sample_file(x) for x in files if x.suffix in WEIGHT_SUFFIXES}
-    configs = {x.name: compute_digest(x.read_text()) for x in files if x.name == "config.json"}
+    files = [path for path in paths if path.is_file() and path.stat().st_size]
+    samples = {path.name: _sample_file(path) for path in files if path.suffix in WEIGHT_SUFFIXES}
+    configs = {
+        path.name: compute_digest(path.read_text()) for path in files if path.name == "config.json"
+    }
     return samples and samples | configs
 
 
@@ -105,7 +109,7 @@ def _sample_file(path: Path) -> str:
         data_start = 8 + int.from_bytes(contents[:8].tobytes(), "little")
         header = json.loads(contents[8:data_start].tobytes())
         header.pop("__metadata__", None)
-        offsets = [x["data_offsets"] for x in header.values()]
+        offsets = [entry["data_offsets"] for entry in header.values()]
         spans = [(data_start + start, data_start + stop) for start, stop in offsets]
     # An odd step reads low and high bytes of values.
     samples = [contents[start : stop : (stop - start) // 64 | 1] for start, stop in spans]
@@ -205,7 +209,9 @@ def digest_decoder(model: torch.nn.Module) -> str | None:
     that the model has no decoder.
     """
     mesh = getattr(model, "_device_mesh", None)
-    wrapper: Any = next((x for x in model.modules() if hasattr(x, "get_decoder")), None)
+    wrapper: Any = next(
+        (module for module in model.modules() if hasattr(module, "get_decoder")), None
+    )
     if wrapper is None or (mesh is not None and mesh.size() > 1):  # transformers splits parameters
         return None
     try:

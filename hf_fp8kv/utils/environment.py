@@ -36,7 +36,9 @@ def describe_hardware() -> dict[str, object]:
 
     return {
         "cpu": _read_cpu_field("model name") or platform.processor() or platform.machine(),
-        "instructions": [x for x in _INSTRUCTION_SETS if x in _read_cpu_field("flags").split()],
+        "instructions": [
+            name for name in _INSTRUCTION_SETS if name in _read_cpu_field("flags").split()
+        ],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -98,4 +100,4 @@ def _read_cpu_field(name: str) -> str:
     """Return the field `name` of the first CPU in /proc/cpuinfo, or "" if it is missing."""
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith(name)), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -80,7 +80,9 @@ class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignor
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
-        is_paged = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
+        is_paged = any(
+            isinstance(layer.impl, PagedCPUImpl) and layer.impl.is_paged for layer in layers
+        )
         self._base_class: Any = PagedBuilder if is_paged else CPUAttentionMetadataBuilder
         self._base_class.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 

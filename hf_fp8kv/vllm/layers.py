@@ -85,7 +85,7 @@ def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()
     """Raise ScaleError if the scales belong to another model than vLLM's `ModelConfig`."""
     configs = config.hf_text_config, config.hf_config
     # Calibration of a model that reads images stores the type of the whole model.
-    model_types = [x.model_type for x in configs if hasattr(x, "model_type")]
+    model_types = [config.model_type for config in configs if hasattr(config, "model_type")]
     storage.check_layers(indices, config.hf_text_config.num_hidden_layers, model_types)
 
 

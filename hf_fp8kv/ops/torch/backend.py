@@ -18,7 +18,8 @@ __all__ = ["attend", "gather", "write"]
 
 # Number of tokens of a chunk.
 CHUNK_TOKENS = 512
-# With at most MAX_LATENT_ROWS query rows, latents have longer chunks: threads wait less often.
+# Number of tokens of a chunk of latents for at most MAX_LATENT_ROWS query rows. Threads then wait
+# less often.
 LATENT_CHUNK_TOKENS, MAX_LATENT_ROWS = 2048, 256
 
 

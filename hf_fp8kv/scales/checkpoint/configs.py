@@ -204,7 +204,9 @@ def _parse_quant_config(label: str, quant_config: Mapping[str, object]) -> Itera
 
 def _parse_layers(label: str, value: object) -> Iterator[Declaration]:
     """Yield the declaration of the quantized layers, if the entry lists any."""
-    formats = {str(n): as_mapping(x).get("quant_algo") for n, x in as_mapping(value).items()}
+    formats = {
+        str(n): as_mapping(entry).get("quant_algo") for n, entry in as_mapping(value).items()
+    }
     unsupported = [f"{name} with {x!r}" for name, x in formats.items() if x != "FP8"]
     if unsupported:
         yield Declaration("unsupported", f"{label}: {format_list(unsupported)}")
@@ -259,21 +261,23 @@ def _name_format(num_bits: object, number_type: object, group_size: object) -> s
 def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Declaration]:
     """Yield the rotation of K before its scales (R3 of SpinQuant), if the scheme has one."""
     entries = scheme.get("apply")
-    mappings = [as_mapping(x) for x in entries] if isinstance(entries, list) else []
-    locations = [x for x in mappings if x.get("location") == "k_cache"]
+    mappings = [as_mapping(entry) for entry in entries] if isinstance(entries, list) else []
+    locations = [mapping for mapping in mappings if mapping.get("location") == "k_cache"]
     if not locations:
         return
     method, head_dim, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
-    targets = [x.get("targets") for x in locations]
+    targets = [location.get("targets") for location in locations]
     names = [name for x in targets for name in (x if isinstance(x, list) else [x])]
     description = (
         f"{label}: K rotated by type {method!r}, head_dim {head_dim!r}, randomize {randomize!r}"
     )
-    has_ignored = any(x.get("ignore") for x in locations)
+    has_ignored = any(location.get("ignore") for location in locations)
     if method != "hadamard" or randomize or type(head_dim) is not int or has_ignored or not names:
         yield Declaration("unsupported", description)
     else:
-        yield Declaration("none", description, rotations=tuple((head_dim, str(x)) for x in names))
+        yield Declaration(
+            "none", description, rotations=tuple((head_dim, str(name)) for name in names)
+        )
 
 
 def _targets_projections(group: object) -> bool:

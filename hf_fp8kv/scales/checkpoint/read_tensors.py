@@ -214,7 +214,9 @@ def _add_unquantized_layers(
         make_scalar(1.0), make_scalar(1.0), source=source, plan=LayerPlan.parse(AUTO, AUTO)
     )
     plan = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
-    return dict.fromkeys(unquantized, layer) | {n: replace(x, plan=plan) for n, x in layers.items()}
+    return dict.fromkeys(unquantized, layer) | {
+        index: replace(layer_scales, plan=plan) for index, layer_scales in layers.items()
+    }
 
 
 def _is_target(path: str, target: str) -> bool:
@@ -233,7 +235,9 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     factor = 0.5 if checkpoint.declaration.is_fnuz else 1.0
     scales = {
         name: _reshape_scale(checkpoint, name, tensor) * factor
-        for name, tensor in _load_tensors(checkpoint, (x.name for x in scale_tensors)).items()
+        for name, tensor in _load_tensors(
+            checkpoint, (scale_tensor.name for scale_tensor in scale_tensors)
+        ).items()
     }
     layer_tensors: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
     for tensor in scale_tensors:

@@ -105,7 +105,10 @@ class TensorFormat(ScaleFormat):
             n.split(".experts.")[0] + ".experts" for n in tensor_files if ".experts." in n
         }
         indexed_tensors = tensors if self.is_indexed or not tensor_files else {}
-        weight_map = {n: FIRST_FILE if f == SINGLE_FILE else f for n, f in tensor_files.items()}
+        weight_map = {
+            name: FIRST_FILE if file_name == SINGLE_FILE else file_name
+            for name, file_name in tensor_files.items()
+        }
         weight_map |= dict.fromkeys(indexed_tensors, SCALES_SHARD)
         return {
             SCALES_SHARD: to_safetensors(tensors, {"format": "pt"}),
