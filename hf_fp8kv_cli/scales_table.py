@@ -92,7 +92,9 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
     for n, side in enumerate("KV"):
         largest_scales = {index: float(x[n].max()) for index, x in sides_by_layer.items()}
         median = statistics.median(largest_scales.values())
-        if outliers := [i for i, x in largest_scales.items() if x > _OUTLIER_FACTOR * median]:
+        if outliers := [
+            i for i, scale in largest_scales.items() if scale > _OUTLIER_FACTOR * median
+        ]:
             yield (
                 f"{side} of {_name_layers(outliers)}: the scale is over {_OUTLIER_FACTOR} times "
                 f"the median of all layers ({format_number(median)}), because of a few huge values "

@@ -189,7 +189,9 @@ def serve(
         "use_cuda_graph": cb_use_cuda_graph,
     }
     # Check these options before the model is loaded.
-    batching = make_batching_config(**{n: x for n, x in batching_options.items() if x is not None})
+    batching = make_batching_config(
+        **{name: value for name, value in batching_options.items() if value is not None}
+    )
     template_text = None
     if chat_template is not None:
         with convert_read_errors(chat_template, "a template in UTF-8", ConfigError):

@@ -45,14 +45,20 @@ def get_attn_implementations(model: PreTrainedModel) -> dict[str, Any]:
     """Return the attention implementations by sub-config name. The key "" is the model itself."""
     configs = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
     sub_implementations = {
-        name: x._attn_implementation for name, x in configs.items() if x is not None
+        name: config._attn_implementation for name, config in configs.items() if config is not None
     }
     return {"": model.config._attn_implementation, **sub_implementations}
 
 
 def set_attn_implementations(model: PreTrainedModel, implementations: dict[str, Any]) -> None:
     """Set the attention implementations that `get_attn_implementations` returned."""
-    model.set_attn_implementation({name: x for name, x in implementations.items() if x is not None})
+    model.set_attn_implementation(
+        {
+            name: implementation
+            for name, implementation in implementations.items()
+            if implementation is not None
+        }
+    )
     model.config._attn_implementation = implementations  # the method does not accept None
 
 

@@ -73,7 +73,9 @@ class IndexerLayer(StaticIndexedLayer):
     def move(self, device: torch.device) -> None:
         """Move all tensors to `device`, to new addresses."""
         with torch.inference_mode(False), torch.no_grad():
-            vars(self).update({name: x.to(device) for name, x in get_indexer_tensors(self).items()})
+            vars(self).update(
+                {name: tensor.to(device) for name, tensor in get_indexer_tensors(self).items()}
+            )
         self.indexer_device = device
         self._mark_addresses()
 

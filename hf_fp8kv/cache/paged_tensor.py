@@ -47,8 +47,10 @@ class LazyTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         attributes = {name: getattr(self, name) for name in self.FIELDS}
-        tensors = [name for name, x in attributes.items() if isinstance(x, torch.Tensor)]
-        constants = tuple((name, x) for name, x in attributes.items() if name not in tensors)
+        tensors = [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]
+        constants = tuple(
+            (name, value) for name, value in attributes.items() if name not in tensors
+        )
         return tensors, (constants, self.dtype)
 
     @classmethod

@@ -288,7 +288,9 @@ def save(
     metadata["model_sample"] = history.model_sample
     metadata["identity"] = history.identity
     fields = vars(history.tokens) if history.tokens is not None else {}
-    tensors |= {f"tokens.{name}": x.clone() for name, x in fields.items() if x is not None}
+    tensors |= {
+        f"tokens.{name}": tensor.clone() for name, tensor in fields.items() if tensor is not None
+    }
     contiguous_tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(metadata)}
     header["digest"] = compute_digest(header, contiguous_tensors)
@@ -327,7 +329,11 @@ def _pack_options(options: CacheOptions, tensors: Tensors) -> Metadata:
     if isinstance(scales, KVScales):
         for i, layer in scales.layers.items():
             fields = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
-            tensors |= {f"scales.{i}.{name}": x for name, x in fields.items() if x is not None}
+            tensors |= {
+                f"scales.{i}.{name}": tensor
+                for name, tensor in fields.items()
+                if tensor is not None
+            }
         metadata["scales"] = {"format": scales.format, "layers": list(scales.layers)}
     return metadata
 

@@ -307,7 +307,7 @@ class Message(_OpenModel):
         """The message for a chat template, with text as content and objects as arguments."""
         names = {"role", "tool_calls", "tool_call_id", "reasoning_content"}
         fields = self.model_dump(exclude_unset=True, include=names)
-        return {"content": self.content, **{name: x for name, x in fields.items() if x}}
+        return {"content": self.content, **{name: value for name, value in fields.items() if value}}
 
 
 class FunctionCall(_OpenModel):

@@ -204,7 +204,7 @@ def choose_schedule_config(target: Target, *, latent: bool = False) -> ScheduleC
 
 def get_family(target: Target) -> Family:
     """Return the launch parameters of a GPU's family."""
-    return next(x for name, x in _FAMILIES.items() if target.name.startswith(name))
+    return next(family for name, family in _FAMILIES.items() if target.name.startswith(name))
 
 
 def estimate_programs(
@@ -365,5 +365,7 @@ def _finish(config: LaunchConfig, target: Target, workload: Workload) -> LaunchC
 
 
 def _apply_parameters(config: _Config, target: Target) -> _Config:
-    overrides = {name: x for name, x in target.parameters.items() if hasattr(config, name)}
+    overrides = {
+        name: parameter for name, parameter in target.parameters.items() if hasattr(config, name)
+    }
     return replace(config, **overrides) if overrides else config
