@@ -39,13 +39,14 @@ from hf_fp8kv.utils.demo_model import find_gguf_file
 from hf_fp8kv.utils.environment import find_version
 from hf_fp8kv_cli.shared import load_model
 
-from .other_cpu_kernels import Attend, make_other_steps
+from .rival_cpu_kernels import Attend, make_rival_steps
 from .shared import TURNS_OPTION, Result, exchange_line, main
 
 HEADS = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
-# Numbers of stored tokens of a sequence, and of sequences.
+# Pairs: the stored tokens of each sequence, and the number of sequences.
 BATCHES = ((1024, 1), (1024, 8), (4096, 1), (4096, 8), (16384, 1), (32768, 1))
-# Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit 24 GiB.
+# Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit in
+# 24 GiB.
 MAX_LAYERS, MAX_STORED_TOKENS = 16, 1 << 17
 # Formats and dtypes of the contenders' caches, by the name of the contender.
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
@@ -152,14 +153,14 @@ def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> d
         return [attend() for attend in layers][-1]
 
     states = torch.stack((key, value))
-    other_steps = [make_other_steps(query, states, history) for _ in range(num_layers)]
-    steps = {name: [layer[name] for layer in other_steps] for name in other_steps[0]}
+    rival_steps = [make_rival_steps(query, states, history) for _ in range(num_layers)]
+    layer_steps = {name: [layer[name] for layer in rival_steps] for name in rival_steps[0]}
     for name, dtype in BUFFERS.items():
         shape = (num_layers, 2, batch, num_kv_heads, num_stored + 1, dim)
         buffers = torch.zeros(shape, dtype=dtype)
         buffers[..., :num_stored, :] = history
         attend_buffer = functools.partial(attend_over_buffer, query=query.to(dtype))
-        steps[name] = [functools.partial(attend_buffer, buffer) for buffer in buffers]
+        layer_steps[name] = [functools.partial(attend_buffer, buffer) for buffer in buffers]
     config = make_config(heads, num_layers)
     caches: dict[str, Cache] = {DYNAMIC: DynamicCache()}
     caches |= {name: FP8PagedCache(config, dtype=dtype) for name, dtype in PAGED.items()}
@@ -169,8 +170,10 @@ def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> d
         for layer in range(num_layers):
             cache.update(history[0], history[1], layer)
         attention = fp8_paged_attention if name in PAGED else sdpa_attention_forward
-        steps[name] = [functools.partial(store, cache, attention, i) for i in range(num_layers)]
-    return {name: functools.partial(run_layers, layers) for name, layers in steps.items()}
+        layer_steps[name] = [
+            functools.partial(store, cache, attention, i) for i in range(num_layers)
+        ]
+    return {name: functools.partial(run_layers, layers) for name, layers in layer_steps.items()}
 
 
 # -- slopes ----------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ from hf_fp8kv.calibration import calibrate
 from .shared import Result, main
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
-# The topics to score.
 SCORED_TOPICS = ("objects", "execmodel", "import", "customization")
 # Topics that share a paragraph of at least this number of characters count as the same text.
-_MIN_PARAGRAPH_LENGTH = 80
+MIN_PARAGRAPH_LENGTH = 80
 BASE_DTYPE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
@@ -50,15 +49,15 @@ def split_topics(tokenizer: Any, length: int) -> tuple[list[list[int]], list[str
         tokenizer(TOPICS[name], truncation=True, max_length=length).input_ids
         for name in SCORED_TOPICS
     ]
-    scored = set().union(*(_find_paragraphs(TOPICS[name]) for name in SCORED_TOPICS))
+    scored_paragraphs = set().union(*(_find_paragraphs(TOPICS[name]) for name in SCORED_TOPICS))
     return prompts, [
-        text for _, text in sorted(TOPICS.items()) if not _find_paragraphs(text) & scored
+        text for _, text in sorted(TOPICS.items()) if not _find_paragraphs(text) & scored_paragraphs
     ]
 
 
 def _find_paragraphs(text: str) -> set[str]:
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    return {paragraph for paragraph in paragraphs if len(paragraph) >= _MIN_PARAGRAPH_LENGTH}
+    return {paragraph for paragraph in paragraphs if len(paragraph) >= MIN_PARAGRAPH_LENGTH}
 
 
 def calibrate_variants(
@@ -69,7 +68,7 @@ def calibrate_variants(
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     compute_scales = partial(calibrate, model, texts, tokenizer=tokenizer, max_tokens=max_tokens)
-    tensor_path, head_path, plan_path = (str(folder / x) for x in ("tensor", "head", "plan"))
+    tensor_path, head_path, plan_path = (str(folder / name) for name in ("tensor", "head", "plan"))
     # vLLM's own dtypes read scales from a copy of the checkpoint.
     compute_scales(granularity="tensor", center=False).save_pretrained(
         tensor_path, format="compressed-tensors", checkpoint=checkpoint
@@ -139,7 +138,7 @@ def measure_vllm(
     # vLLM runs in this process, so that the hook reaches the model.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Register the overrides only once. In a second engine, vLLM 0.32 fails at a module of llvmlite.
+    # Registering again for a second engine fails in vLLM 0.32, in a module of llvmlite.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     checkpoint = str(demo_model_path())
@@ -170,7 +169,7 @@ if __name__ == "__main__":
     main(__doc__, measure_vllm, {
         "--dtypes": {"nargs": "*", "help": "Values of --kv-cache-dtype."},
         "--tokens": {"type": int, "dest": "scored_tokens", "help": "Tokens of a scored text."},
-        "--calibrated": {
-            "type": int, "dest": "calibration_tokens", "help": "Number of tokens to calibrate on.",
+        "--calibration-tokens": {
+            "type": int, "help": "Number of tokens to calibrate on.",
         },
     })  # fmt: skip

@@ -1,4 +1,6 @@
-"""Train the demo model with GRPO in TRL. The trainer reads the same 8-bit K and V as the rollouts.
+"""Train the demo model with GRPO in TRL.
+
+With the default case, the trainer reads the same 8-bit K and V as the rollouts.
 
     python examples/rl.py
 
@@ -37,7 +39,8 @@ def main() -> None:
     if args.case == "replayed":
         enable(model, training="stored", deterministic=True)
     logps_by_answer: dict[tuple[int, ...], list[float]] = {}
-    ratios_by_row, run_engine = [], model.generate_batch
+    row_ratios = []
+    run_engine = model.generate_batch
 
     def generate_batch(*args: Any, **kwargs: Any) -> Any:
         """Generate answers, and store the engine's log-probabilities, which TRL discards."""
@@ -54,7 +57,7 @@ def main() -> None:
         token_logps = logps.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
         for row, trainer_logps in zip(labels, token_logps.detach(), strict=True):
             rollout_logps = logps_by_answer[tuple(row[row != -100].tolist())]
-            ratios_by_row.append((trainer_logps[row != -100] - torch.tensor(rollout_logps)).exp())
+            row_ratios.append((trainer_logps[row != -100] - torch.tensor(rollout_logps)).exp())
         return SimpleNamespace(log_probs=token_logps, entropy=-(logps.exp() * logps).sum(-1))
 
     model.generate_batch = generate_batch
@@ -69,7 +72,7 @@ def main() -> None:
     trainer = GRPOTrainer(model, reward_vowels, config, train_dataset=prompts)
     run_model, model.forward = model.forward, forward
     trainer.train()
-    ratios = torch.cat(ratios_by_row)
+    ratios = torch.cat(row_ratios)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     print(f"{args.case}, {len(ratios)} tokens, KL {(ratios - 1 - ratios.log()).mean():.1e}")
     print(f"|ratio - 1| up to {(ratios - 1).abs().max():.1e}, std {ratios.std():.1e}")

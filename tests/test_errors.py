@@ -16,7 +16,7 @@ from hf_fp8kv.errors import (
     ScaleError,
 )
 
-# The built-in base class of each error. Code that catches the built-in class catches the error.
+# The built-in base class of each error.
 BUILT_IN_BASES = {
     FP8KVError: Exception,
     ConfigError: ValueError,
@@ -28,10 +28,10 @@ BUILT_IN_BASES = {
 
 
 def test_each_error_has_one_built_in_base():
-    assert {cls for _, cls in inspect.getmembers(errors, inspect.isclass)} == {*BUILT_IN_BASES}
-    for cls, base in BUILT_IN_BASES.items():
-        bases = {x for x in cls.__mro__ if issubclass(x, Exception)} - {cls, FP8KVError}
-        assert bases == {base, Exception}
+    assert {cls for _, cls in inspect.getmembers(errors, inspect.isclass)} == set(BUILT_IN_BASES)
+    for cls, expected in BUILT_IN_BASES.items():
+        bases = {base for base in cls.__mro__ if issubclass(base, Exception)} - {cls, FP8KVError}
+        assert bases == {expected, Exception}
 
 
 @pytest.mark.parametrize("error_class", BUILT_IN_BASES, ids=lambda cls: cls.__name__)

@@ -147,8 +147,9 @@ FULL_CASES = [
     *CASES, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
 ]  # fmt: skip
 SLOW_CALLS = ("first prompt", "beams", "restore")
-# Interrupts are in a sample of lines at their first run, or in every fifteenth line at its first
-# and, in fast calls, last run. Cases share most lines, so each case begins at a different line.
+# A case interrupts a sample of lines at their first run. The full tier interrupts every fifteenth
+# line, at its first run and, in fast calls, also at its last run. Cases share most lines, so each
+# case begins at a different line.
 STRIDE = 15
 PARAMETERS = [(*case, 20, 0) for case in CASES[1:7:2]]
 PARAMETERS += [
@@ -214,14 +215,21 @@ FAULT_PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "call", "names", "sample_size"), FAULT_PARAMETERS)
-def test_a_failed_allocation_or_file_leaves_a_usable_cache(
-    name: str, kind: str, call: str, names: frozenset[str], sample_size: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "kind", "call", "failing_functions", "sample_size"), FAULT_PARAMETERS
+)
+def test_a_failed_allocation_or_file_operation_leaves_a_usable_cache(
+    name: str,
+    kind: str,
+    call: str,
+    failing_functions: frozenset[str],
+    sample_size: int,
+    tmp_path: Path,
 ) -> None:
     chat = Chat(name, tmp_path, **CACHE_OPTIONS[kind])
     make_cache, run_call = FAULTY_CALLS[call]
-    errors = (make_disk_error,) if names is FILE_FUNCTIONS else MEMORY_ERRORS
-    faults = Faults(names, errors[0])
+    errors = (make_disk_error,) if failing_functions is FILE_FUNCTIONS else MEMORY_ERRORS
+    faults = Faults(failing_functions, errors[0])
     cache = make_cache(chat)
     faults.run(partial(run_call, chat, cache))
     places = sorted(set(faults.places))
@@ -238,7 +246,7 @@ def test_a_failed_allocation_or_file_leaves_a_usable_cache(
 
 
 def make_equal_caches(model: Any, ids: torch.Tensor, **options: Any) -> list[FP8PagedCache]:
-    """Return two caches that contain a prompt, or no token if it is empty."""
+    """Return two caches that contain a prompt, which may be empty."""
     options = {"dtype": "model", "prefill": "stored", "page_size": 8, **options}
     caches = [FP8PagedCache(model.config, **options) for _ in range(2)]
     for cache in caches if ids.numel() else ():

@@ -120,7 +120,7 @@ class Chat:
         assert num_reused <= num_common * len(rows)
         kind = KINDS[self.name]
         must_crop = bool(self.old_rows) and num_common < len(self.list_old_tokens()[0])
-        if kind.continues and (kind.crops or not must_crop):
+        if kind.is_causal and (kind.can_crop or not must_crop):
             assert num_reused >= (num_common - PAGE_SIZE) * len(rows)
         answers: list[list[Part]] = [
             [*row, tokens] for row, tokens in zip(rows, expected.tokens, strict=True)
@@ -174,14 +174,14 @@ def test_turns_after_an_image_reuse_it(name):
 
 @each_kind_of_type()
 def test_turns_without_the_values_of_an_image_reuse_it(name):
-    if not KINDS[name].continues:
+    if not KINDS[name].is_causal:
         pytest.skip("later turns need the token types of the prompt")
     chat = Chat(name)
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     [history] = chat.ask([*history, SECOND_QUESTION], passes_media=False)
     [history] = chat.ask([*history, THIRD_QUESTION], passes_media=False)
     edited = [*history[:-1], make_text(6, 3), QUESTION]
-    if KINDS[name].crops:
+    if KINDS[name].can_crop:
         chat.ask(edited, passes_media=False)
     else:  # the image must be computed again
         with pytest.raises(hf_fp8kv.ConfigError, match="expected the images of the prompt"):

@@ -16,7 +16,7 @@ def read_codes(pages: Pages, side: str) -> torch.Tensor:
 
 
 def replace_codes(pages: Pages, side: str, index: Any, codes: Any) -> None:
-    """Set `read_codes(pages, side)[index]` in the pages."""
+    """Store `codes` in the pages, at `index` of the result of `read_codes`."""
     region, dtype = _find_region(pages, side)
     new_codes = unpack_codes(region, dtype)
     new_codes[index] = codes
@@ -29,6 +29,6 @@ def _find_region(pages: Pages, side: str) -> tuple[torch.Tensor, torch.dtype]:
     return pages.v_codes.mT, pages.v_dtype
 
 
-def round_up_dim(dim: int, name: str) -> int:
-    """Return the smallest head size of at least `dim` that a format can store."""
-    return dim if FORMATS[name].bits == 8 else -(-dim // 4) * 4
+def round_up_head_size(head_size: int, format_name: str) -> int:
+    """Return the smallest head size of at least `head_size` that a format can store."""
+    return head_size if FORMATS[format_name].bits == 8 else -(-head_size // 4) * 4

@@ -1,4 +1,4 @@
-"""A stand-in for the "triton" backend, which rejects a schedule of a different step."""
+"""A stand-in for the "triton" backend, which rejects a schedule of another step."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,15 +17,15 @@ class ScheduleCall(NamedTuple):
 
     schedule: torch.Tensor
     lengths: list[int]
-    tokens: int
+    num_tokens: int
     window: int
     start: int
-    heads: int
-    rows: int
+    num_kv_heads: int
+    num_query_rows: int
 
 
 def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> list[ScheduleCall]:
-    """Replace the "triton" backend with the reference, extended by schedules.
+    """Replace the "triton" backend with the reference backend, which also gets a schedule.
 
     The rows of a schedule store its lengths, and attention asserts that the step has the same
     lengths.
@@ -37,30 +37,30 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
         The list to which each call of `fill_schedule` is appended.
     """
     schedule_calls: list[ScheduleCall] = []
-    last_rows = 0
+    last_num_rows = 0
 
     def count_schedule_rows(
-        _device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1
+        _device: Any, batch: int, _heads: int, _length: Any = None, num_query_rows: int = 1
     ) -> int:
-        nonlocal last_rows
+        nonlocal last_num_rows
         if not torch.compiler.is_compiling():
-            last_rows = rows
+            last_num_rows = num_query_rows
         return batch
 
     def fill_schedule(schedule: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if compute:
             schedule[:, 0] = lengths
-            schedule_calls.append(ScheduleCall(schedule, lengths.tolist(), *sizes, last_rows))
+            schedule_calls.append(ScheduleCall(schedule, lengths.tolist(), *sizes, last_num_rows))
 
     def attend(
         query: torch.Tensor, pages: Pages, lengths: torch.Tensor, start: int, stop: int,
         spec: AttentionSpec, schedule: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         if not compute:
-            batch, heads, tokens, _ = query.shape
-            return query.new_empty(batch, tokens, heads, pages.v.head_dim)
+            batch, num_heads, num_tokens, _ = query.shape
+            return query.new_empty(batch, num_tokens, num_heads, pages.v.head_dim)
         assert schedule is not None
-        assert torch.equal(schedule[:, 0], lengths), "the schedule was made for a different step"
+        assert torch.equal(schedule[:, 0], lengths), "the schedule was made for another step"
         return reference.attend(query, pages, lengths, start, stop, spec)
 
     def write(*arguments: Any) -> None:

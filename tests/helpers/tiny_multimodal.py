@@ -25,10 +25,10 @@ from transformers import (
 Fields = dict[str, Any]
 
 VOCAB = 200
-FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS = 4, 180  # start and stop of the range of ids of text
+TEXT_TOKENS = range(4, 180)
 START_TOKEN, END_TOKEN, VIDEO_TOKEN, PLACEHOLDER = 190, 191, 192, 193
 PAD_TOKEN = 0
-SPECIAL_TOKENS = (PAD_TOKEN, 1, 2, 3, *range(END_OF_TEXT_TOKENS, VOCAB))
+SPECIAL_TOKENS = (PAD_TOKEN, 1, 2, 3, *range(TEXT_TOKENS.stop, VOCAB))
 HIDDEN = 32
 
 
@@ -57,8 +57,8 @@ class Kind:
         brackets: Tokens before and after the placeholders.
         token_types: Name of the argument with the types of the tokens, or "".
         marks_placeholders: Whether the type of placeholders is 1. All other types are 0.
-        continues: Whether the states of a prompt's tokens do not depend on later tokens.
-        crops: Whether the cache can remove tokens. A recurrent state cannot.
+        is_causal: Whether the states of a token do not depend on later tokens.
+        can_crop: Whether the cache can remove tokens. A recurrent state cannot.
         small_change: Difference of one value that changes the embeddings of a medium.
     """
 
@@ -69,8 +69,8 @@ class Kind:
     brackets: tuple[tuple[int, ...], tuple[int, ...]] = ((START_TOKEN,), (END_TOKEN,))
     token_types: str = ""
     marks_placeholders: bool = True
-    continues: bool = True
-    crops: bool = True
+    is_causal: bool = True
+    can_crop: bool = True
     small_change: float = 0.125
 
 
@@ -91,8 +91,8 @@ def build_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 def make_text(seed: int, num_tokens: int) -> list[int]:
     generator = torch.Generator().manual_seed(1000 + seed)
-    size = (num_tokens,)
-    return torch.randint(FIRST_TEXT_TOKEN, END_OF_TEXT_TOKENS, size, generator=generator).tolist()
+    tokens = torch.randint(TEXT_TOKENS.start, TEXT_TOKENS.stop, (num_tokens,), generator=generator)
+    return tokens.tolist()
 
 
 def make_values(name: str, medium: Medium) -> Tensor:
@@ -315,7 +315,7 @@ KINDS: dict[str, Kind] = {
             "paligemma", {"sliding_window": None}, {"projection_dim": HIDDEN}, projection_dim=HIDDEN
         ),
         _PIXELS, 4, _stack, brackets=((), ()), token_types="token_type_ids",
-        marks_placeholders=False, continues=False,
+        marks_placeholders=False, is_causal=False,
     ),
     "internvl": Kind(
         _configure(
@@ -424,7 +424,7 @@ KINDS: dict[str, Kind] = {
             "lfm2_vl", {"layer_types": ["conv", "full_attention"]},
             {"patch_size": 4, "num_patches": 16}, downsample_factor=2, projector_hidden_size=32,
         ),
-        (16, 48), 4, _add_patch_masks, crops=False,
+        (16, 48), 4, _add_patch_masks, can_crop=False,
     ),
     "qwen3_5": Kind(
         _configure(
@@ -441,7 +441,8 @@ KINDS: dict[str, Kind] = {
             },
             **_QWEN_TOKENS,
         ),
-        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids", crops=False,
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
+        can_crop=False,
     ),
     "kosmos-2": Kind(
         _configure(
@@ -449,7 +450,7 @@ KINDS: dict[str, Kind] = {
             {"embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 2, "dropout": 0.0},
             latent_query_num=4,
         ),
-        _PIXELS, 4, _stack, token_types="image_embeds_position_mask", continues=False,
+        _PIXELS, 4, _stack, token_types="image_embeds_position_mask", is_causal=False,
     ),
     "glm_ocr": Kind(
         _configure(

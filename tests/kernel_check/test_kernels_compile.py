@@ -83,7 +83,9 @@ def list_violations(
     gpu = Target.parse(target)
     variant = Variant("decode", k=k, v=k, extras=extras, groups=groups, is_main=True)
     gpu = replace(gpu, parameters={"programs": 3 if gpu.is_nvidia else 1})
-    return list(find_violations(gpu, variant, assembly, shared, warps=4, tile=64, converts=True))
+    return list(
+        find_violations(gpu, variant, assembly, shared, num_warps=4, tile_tokens=64, converts=True)
+    )
 
 
 MANY_HEADS = {"extras": ("latent",), "groups": 128}

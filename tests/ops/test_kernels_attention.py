@@ -1,10 +1,10 @@
 """Compare Triton's attention kernels, for few and many query rows, with reference.py.
 
 The tests run on a GPU if there is one, otherwise in Triton's interpreter. test_ops.py defines
-the cases and the error limit for float32. Memory that was not written holds
-NaN. For 16-bit dtypes, a kernel's error may be at most twice the error of PyTorch's attention over
-the same values. (The kernel keeps K and V exact, and rounds queries and weights to float16. PyTorch
-keeps the queries, and rounds K, V and weights.)
+the cases and the error limit for float32. Memory that was not written holds NaN. For 16-bit dtypes,
+a kernel's error may be at most twice the error of PyTorch's attention over the same values. (The
+kernel keeps K and V exact, and rounds queries and weights to float16. PyTorch keeps the queries,
+and rounds K, V and weights.)
 """
 
 import dataclasses
@@ -363,7 +363,7 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
         dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=parameters)
     ):
         actual = check_kernel("decode", case, pages, query, expected, **fields)
-        # Two layers use a schedule that is made before.
+        # Two layers use the same schedule, made before the calls.
         table = make_schedule_table(case.lengths, case.num_heads, case.num_tokens)
         for _ in range(2):
             repeated_result = run_kernel("decode", case, pages, query, schedule=table, **fields)
@@ -423,10 +423,12 @@ CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "kernel", "sm_count", "config"), CONFIGURED_CASES, ids=str)
-def test_any_launch_parameters_give_the_same_result(case, kernel, sm_count, config):
+@pytest.mark.parametrize(("case", "kernel", "sm_count", "parameters"), CONFIGURED_CASES, ids=str)
+def test_any_launch_parameters_give_the_same_result(case, kernel, sm_count, parameters):
     pages, query, fields, expected = prepare_expected(case)
-    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=config)):
+    with assuming(
+        dataclasses.replace(get_target(DEVICE), sm_count=sm_count, parameters=parameters)
+    ):
         check_kernel(kernel, case, pages, query, expected, **fields)
 
 
@@ -499,8 +501,8 @@ def test_many_zeros_may_precede_the_first_value():
     ops.write(pages, key, value, torch.tensor([17000], dtype=torch.int32), "reference")
     query, fields = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **fields)
-    config = {"programs": 1, "rows": 32} | ({"tile": 1024} if IS_INTERPRETED else {})
-    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=1, parameters=config)):
+    parameters = {"programs": 1, "rows": 32} | ({"tile": 1024} if IS_INTERPRETED else {})
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=1, parameters=parameters)):
         for kernel in KERNELS:
             check_kernel(kernel, case, pages, query, expected, **fields)
 
@@ -530,10 +532,10 @@ def test_a_sink_of_minus_infinity_without_visible_tokens_gives_zeros():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "num_tokens", "config"),
+    ("kernel", "num_tokens", "parameters"),
     [("decode", 60, {"tile": 16}), ("extend", 128, {"tile": 32, "rows": 128})],
 )
-def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, config):
+def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, parameters):
     """The call has a complete mask in addition to a window, as in static sliding layers."""
     case = Case(
         "window", lengths=(600,), num_tokens=num_tokens, page_size=64, num_heads=1, num_q_heads=1
@@ -542,7 +544,7 @@ def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, confi
     mask = find_visible(torch.tensor([600]), num_tokens, 0, 600, True, 3)[:, None]
     fields |= {"mask": mask, "window": 3 + num_tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **fields)
-    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=40, parameters=config)):
+    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=40, parameters=parameters)):
         check_kernel(kernel, case, pages, query, expected, **fields)
 
 

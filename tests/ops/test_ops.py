@@ -27,7 +27,7 @@ from hf_fp8kv.ops.visibility import find_mask_bounds
 from hf_fp8kv.utils import warn_once
 from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
 from tests.helpers.blocks import merge_blocks, separate_pages, split_into_blocks
-from tests.helpers.codes import replace_codes, round_up_dim
+from tests.helpers.codes import replace_codes, round_up_head_size
 from tests.helpers.grids import pairwise
 
 pytestmark = pytest.mark.text
@@ -678,7 +678,7 @@ def check_written(case: Case, key: Tensor, backend: str) -> None:
     ids=str,
 )
 def test_values_of_all_kinds_are_stored_like_the_reference(name, dim, dtype, scales, backend):
-    dim = round_up_dim(dim, name)
+    dim = round_up_head_size(dim, name)
     case = Case("", key=name, value=name, dynamic=scales != "static", k_dim=dim, v_dim=dim,
                 center=scales == "center")  # fmt: skip
     check_written(case, make_vectors(dim)[:168].view(1, 2, 84, dim).to(dtype), backend)
@@ -691,7 +691,7 @@ def test_values_of_all_kinds_are_stored_like_the_reference(name, dim, dtype, sca
     list(zip(FORMAT_NAMES, [1024, 1040, 4096, 1023, 4096, 1040, 1024, 1023], strict=True)),
 )
 def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
-    fmt, dim = FORMATS[name], round_up_dim(dim, name)
+    fmt, dim = FORMATS[name], round_up_head_size(dim, name)
     max_power = 2.0 ** math.floor(math.log2(fmt.max))
     step = max(max_power * 2.0**-fmt.mantissa_bits, fmt.min_subnormal)
     # The first scale is 1, and all values except one are nearly midpoints of two codes.

@@ -95,8 +95,8 @@ def test_a_schedule_is_made_for_the_lengths_and_the_window(
     # Masks are complete, and all pages exist. In each step, layers only read their windows.
     assert {call.window for call in schedule_calls[-2:]} == {0, window}
     assert {call.start for call in schedule_calls} == {0}
-    assert [call.tokens for call in schedule_calls[-2:]] == [1, 1]
-    assert inputs["input_ids"].shape[1] in {call.tokens for call in schedule_calls}
+    assert [call.num_tokens for call in schedule_calls[-2:]] == [1, 1]
+    assert inputs["input_ids"].shape[1] in {call.num_tokens for call in schedule_calls}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_layers_with_different_head_counts_have_separate_schedules(
     for _ in range(3):
         cache.update(*make_tokens(2), 0)
         cache.update(*make_tokens(2, heads=4), 1)
-    assert [call.heads for call in schedule_calls] == expected
+    assert [call.num_kv_heads for call in schedule_calls] == expected
     assert schedule_calls[-1].schedule.data_ptr() != schedule_calls[-2].schedule.data_ptr()
 
 
@@ -123,12 +123,12 @@ def test_schedules_are_for_the_query_rows(
         _, cache = make_cache(tensor_parallel=TensorParallel(0, num_processes), **options)
         for num_tokens in (5, 1):
             cache.update(*make_tokens(2, num_tokens, heads), 0)
-        assert {call.rows for call in schedule_calls} == {num_rows}
+        assert {call.num_query_rows for call in schedule_calls} == {num_rows}
     if not options:
         _, cache = make_cache()
         for num_tokens in (5, 3):
             cache.update(*make_tokens(2, num_tokens), 0)
-        assert schedule_calls[-1].rows == 6
+        assert schedule_calls[-1].num_query_rows == 6
 
 
 def _crop_and_repeat(cache: FP8PagedCache) -> FP8PagedCache:

@@ -31,11 +31,11 @@ def make_model() -> Any:
     return build_variant("gqa")[0]
 
 
-def take_step(model: Any, rate: float = 1e-6) -> None:
-    """Take one step of an optimizer, with a learning rate that is as low as in training."""
+def take_step(model: Any, learning_rate: float = 1e-6) -> None:
+    """Take one step of an optimizer, with a low learning rate, as in reinforcement learning."""
     ids = torch.tensor(TEXTS)
     model(ids, labels=ids).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=rate).step()
+    torch.optim.AdamW(model.parameters(), lr=learning_rate).step()
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ def add_adapter(module: torch.nn.Module, **tensors: torch.Tensor) -> None:
 def test_an_adapter_changes_the_digest_if_it_has_an_effect(model_scales: KVScales) -> None:
     """The magnitude of DoRA scales the whole weight, even if lora_B is zero."""
     model = make_model()
-    adapter = model.model.layers[0].self_attn.k_proj
-    add_adapter(adapter, A=torch.ones(4, 64), B=torch.zeros(32, 4))
+    projection = model.model.layers[0].self_attn.k_proj
+    add_adapter(projection, A=torch.ones(4, 64), B=torch.zeros(32, 4))
     assert model_scales.made_for(model) is True
-    adapter.lora_B["default"][0, 0] = 1e-3
+    projection.lora_B["default"][0, 0] = 1e-3
     assert model_scales.made_for(model) is False
-    adapter.lora_B["default"].zero_()
-    add_adapter(adapter, magnitude_vector=torch.ones(32))
+    projection.lora_B["default"].zero_()
+    add_adapter(projection, magnitude_vector=torch.ones(32))
     assert model_scales.made_for(model) is False
 
 
@@ -150,7 +150,7 @@ def test_scales_without_a_digest_do_not_warn(
 
 
 @pytest.mark.parametrize("apply", [enable, serving.enable])
-def test_scales_of_a_different_model_are_noticed_without_a_digest(
+def test_scales_of_another_model_are_noticed_without_a_digest(
     apply: Any, model_scales: KVScales, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The scales have the correct shapes, but one more layer or a different model type.

@@ -19,7 +19,7 @@ from tests.helpers.planned import planned_scales
 from .conftest import make_scales
 
 
-def read_from_options(dtype, options=None, checkpoint="nowhere", tp_rank=0, tp_size=1):
+def read_storage_from_options(dtype, options=None, checkpoint="nowhere", tp_rank=0, tp_size=1):
     return read_storage(dtype, {"hf_fp8kv": options or {}}, checkpoint, tp_rank, tp_size)
 
 
@@ -28,7 +28,7 @@ class TestWithoutVLLM:
         for dtype, scales, num_bytes in (
             ("hf_fp8kv_e3m4", None, 132), ("hf_fp8kv_e3m4_static", 1.0, 128),
         ):  # fmt: skip
-            storage = read_from_options(dtype, {"scales": scales})
+            storage = read_storage_from_options(dtype, {"scales": scales})
             assert storage.count_slot_bytes(0, 64, torch.bfloat16) == num_bytes
 
     def test_an_unknown_dtype_is_refused_with_the_known_names(self):
@@ -47,10 +47,10 @@ class TestWithoutVLLM:
         ],
     )
     def test_invalid_options_are_refused(self, options, message):
-        assert read_from_options("hf_fp8kv_static", {"scales": 1.0}).options.scales == 1.0
+        assert read_storage_from_options("hf_fp8kv_static", {"scales": 1.0}).options.scales == 1.0
         error = ScaleError if options.get("scales") is True else ConfigError
         with pytest.raises(error, match=message):
-            read_from_options("hf_fp8kv_static", options)
+            read_storage_from_options("hf_fp8kv_static", options)
 
     def test_files_are_read_for_each_engine(self, tmp_path):
         """The second engine of a process may find different scales in the same folder."""
@@ -70,14 +70,16 @@ class TestWithoutVLLM:
     def test_static_scales_are_refused_for_a_dynamic_dtype(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="Use hf_fp8kv_e4m3_static"):
-            read_from_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
+            read_storage_from_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
 
     def test_a_plan_requires_the_dynamic_dtype_without_a_format(self, tmp_path):
         plan = planned_scales(2, dim=32, is_dynamic=True)
         plan.save_pretrained(tmp_path)
         options = {"plan": str(tmp_path)}
         for tp_size, tp_rank in ((1, 0), (2, 1)):
-            storage = read_from_options("hf_fp8kv", options, tp_rank=tp_rank, tp_size=tp_size)
+            storage = read_storage_from_options(
+                "hf_fp8kv", options, tp_rank=tp_rank, tp_size=tp_size
+            )
             layer = make_layer_storage(storage.options, 0, 2 // tp_size, 32, "cpu")
             assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
             assert torch.equal(layer.center, plan.layers[0].k_center[tp_rank:])
@@ -89,15 +91,15 @@ class TestWithoutVLLM:
             ("hf_fp8kv", {"scales": str(tmp_path)}, "Pass it as plan"),
         ):
             with pytest.raises(ConfigError, match=message):
-                read_from_options(dtype, options | more_options)
+                read_storage_from_options(dtype, options | more_options)
 
     def test_a_checkpoint_without_scales_is_refused(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):
-            read_from_options("hf_fp8kv_static", checkpoint=str(tmp_path))
+            read_storage_from_options("hf_fp8kv_static", checkpoint=str(tmp_path))
 
     def test_scales_of_a_different_model_are_refused(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
-        storage = read_from_options("hf_fp8kv_static", {"scales": str(tmp_path)})
+        storage = read_storage_from_options("hf_fp8kv_static", {"scales": str(tmp_path)})
         storage.check_layers([0, 1], 2, ["mistral"])
         storage.check_layers([0, 1], 2, ["mistral_text", "mistral"])
         with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
@@ -113,7 +115,9 @@ class TestWithoutVLLM:
         scales.save_pretrained(tmp_path)
         options = {"scales": str(tmp_path)}
         for tp_size, tp_rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            storage = read_from_options("hf_fp8kv_static", options, "nowhere", tp_rank, tp_size)
+            storage = read_storage_from_options(
+                "hf_fp8kv_static", options, "nowhere", tp_rank, tp_size
+            )
             layer = make_layer_storage(storage.options, 1, 1, 32, "cpu")
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
             assert torch.equal(layer.v_scale, scales.layers[1].v[head].expand(1, 32))
@@ -166,7 +170,7 @@ class TestWithVLLM:
         from hf_fp8kv.vllm.layers import PagedImpl
 
         impl = PagedImpl.__new__(PagedImpl)  # needs a configuration of vLLM
-        impl.model_storage = read_from_options("hf_fp8kv", {"backend": "cpu"})
+        impl.model_storage = read_storage_from_options("hf_fp8kv", {"backend": "cpu"})
         with pytest.raises(ConfigError, match="expected triton on a GPU, got 'cpu'"):
             impl.bind(0, torch.float32, torch.device("cuda"))
 
@@ -175,12 +179,13 @@ class TestWithVLLM:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         hf_fp8kv.vllm.register()
-        names, path = cache.CacheDType.__args__, AttentionBackendEnum.CPU_ATTN.get_path()
+        dtype_names = cache.CacheDType.__args__
+        backend_path = AttentionBackendEnum.CPU_ATTN.get_path()
         hf_fp8kv.vllm.register()
-        assert cache.CacheDType.__args__ == names
-        assert AttentionBackendEnum.CPU_ATTN.get_path() == path
-        assert set(DTYPES) <= set(names)
-        assert len(set(names)) == len(names)
+        assert cache.CacheDType.__args__ == dtype_names
+        assert AttentionBackendEnum.CPU_ATTN.get_path() == backend_path
+        assert set(DTYPES) <= set(dtype_names)
+        assert len(set(dtype_names)) == len(dtype_names)
         assert CacheConfig(cache_dtype="hf_fp8kv_e3m4").cache_dtype == "hf_fp8kv_e3m4"
 
     def test_other_dtypes_keep_the_attention_of_vllm(self, load_model, prompts, serve):

@@ -18,7 +18,7 @@ from rich.console import Console
 from hf_fp8kv.utils.terminal import build_table
 
 from .check import Row, check_targets
-from .rules import TARGETS
+from .rules import MAX_SHARED_BYTES
 from .variants import list_variants
 
 # The decode and extend kernels with head size 128, for each storage format.
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a row for each kernel. Return 1 if a kernel does not compile or violates a rule."""
     parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
     all_names = [variant.name for variant in list_variants()]
-    parser.add_argument("--target", nargs="+", action="extend", choices=TARGETS,
+    parser.add_argument("--target", nargs="+", action="extend", choices=MAX_SHARED_BYTES,
                         help="GPUs to compile for (default: all)")  # fmt: skip
     parser.add_argument("--variant", nargs="+", action="extend", choices=all_names, metavar="NAME",
                         default=[], help="variants to compile (default: all)")  # fmt: skip
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
     options = parser.parse_args(arguments)
     variants = SUMMARY_VARIANTS if options.summary else options.variant
-    targets = check_targets(options.target or list(TARGETS), variants)
+    targets = check_targets(options.target or list(MAX_SHARED_BYTES), variants)
     rows = [row for target_rows in targets.values() for row in target_rows]
     if options.json:
         print(json.dumps({"triton": version("triton"), "targets": targets}))

@@ -86,19 +86,19 @@ _SASS_DOUBLE = r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F6
 
 def read_nvidia(text: str, usage: str) -> Assembly:
     """Return the properties, given nvdisasm's `text` and cuobjdump's resource `usage`."""
-    lines, labels = _find_lines(text, _SASS, _SASS_LABEL)
-    loop = _find_main_loop(lines, labels, _SASS_JUMP, _SASS_PRODUCT, _SASS_WIDE)
+    instructions, labels = _find_instructions(text, _SASS, _SASS_LABEL)
+    loop = _find_main_loop(instructions, labels, _SASS_JUMP, _SASS_PRODUCT, _SASS_WIDE)
     return Assembly(
         registers=_read_field(r"REG:(\d+)", usage),
-        spills=_count(_SASS_SPILL, lines),
+        spills=_count(_SASS_SPILL, instructions),
         loop_spills=_count(_SASS_SPILL, loop),
-        doubles=_count(_SASS_DOUBLE, lines),
+        doubles=_count(_SASS_DOUBLE, instructions),
         loop_size=len(loop),
         wide_bytes=16 * _count(_SASS_WIDE, loop),
         byte_loads=_count(r"LDS\.[US]8\b", loop),
-        conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop or lines),
-        rounds_ahead=_count_rounds_ahead(loop),
-        fused_products=_count(_SASS_FUSED, lines),
+        conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop or instructions),
+        rounds_ahead=_count_nvidia_rounds_ahead(loop),
+        fused_products=_count(_SASS_FUSED, instructions),
         hgmma=_count(r"HGMMA\b", loop),
         hmma=_count(r"HMMA\b", loop),
         ldsm=_count(r"LDSM\b", loop),
@@ -135,14 +135,16 @@ def predict_cycles(loop: Sequence[str]) -> float:
     return cycles
 
 
-def _count_rounds_ahead(loop: Sequence[str]) -> float:
+def _count_nvidia_rounds_ahead(loop: Sequence[str]) -> float:
     """Return the number of rounds whose asynchronous copies to shared memory are in flight at once.
 
     The strictest wait leaves some groups of copies in flight, and a round adds its groups. Loads to
     registers do not count, because the same round waits for their values.
     """
     num_groups = _count(r"LDGDEPBAR\b", loop)
-    groups_left = [int(m[1], 16) for x in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", x))]
+    groups_left = [
+        int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))
+    ]
     has_copies = num_groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
     return (min(groups_left) + num_groups) / num_groups if has_copies else 0.0
 
@@ -158,21 +160,21 @@ _GCN_WIDE = r"(global|buffer|flat)_load_(lds_)?dwordx4"
 
 def read_amd(text: str) -> Assembly:
     """Return the properties, given the assembly `text` of a kernel for AMD's GPUs."""
-    lines, labels = _find_lines(text[: text.find(".amdhsa_kernel")], _GCN, _GCN_LABEL)
-    loop = _find_main_loop(lines, labels, _GCN_JUMP, _GCN_PRODUCT, _GCN_WIDE)
+    instructions, labels = _find_instructions(text[: text.find(".amdhsa_kernel")], _GCN, _GCN_LABEL)
+    loop = _find_main_loop(instructions, labels, _GCN_JUMP, _GCN_PRODUCT, _GCN_WIDE)
     return Assembly(
         registers=_read_field(r"\.vgpr_count:\s+(\d+)", text),
         spills=_read_field(r"\.vgpr_spill_count:\s+(\d+)", text),
-        doubles=_count(r"v_\w+_f64", lines),
+        doubles=_count(r"v_\w+_f64", instructions),
         loop_size=len(loop),
         wide_bytes=16 * _count(_GCN_WIDE, loop),
         byte_loads=_count(r"ds_read_[ui]8", loop),
-        conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop or lines),
-        rounds_ahead=_measure_loads_ahead(loop),
+        conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop or instructions),
+        rounds_ahead=_count_amd_rounds_ahead(loop),
     )
 
 
-def _measure_loads_ahead(loop: Sequence[str]) -> float:
+def _count_amd_rounds_ahead(loop: Sequence[str]) -> float:
     """Return the largest share of AMD's wide loads that is in flight at a product of the loop.
 
     Loads end in order, so a wait for vmcnt(n) leaves the last n loads in flight.
@@ -195,7 +197,7 @@ def _read_field(pattern: str, text: str) -> int:
     return int(match[1])
 
 
-def _find_lines(
+def _find_instructions(
     text: str, instruction: re.Pattern[str], label: re.Pattern[str]
 ) -> tuple[list[str], dict[str, int]]:
     """Return the instructions, and for each label the index of the instruction after it."""
@@ -206,21 +208,23 @@ def _find_lines(
 
 
 def _find_main_loop(
-    lines: Sequence[str], labels: dict[str, int], jump: str, product: str, wide_load: str
+    instructions: Sequence[str], labels: dict[str, int], jump: str, product: str, wide_load: str
 ) -> Sequence[str]:
     """Return the instructions of the main loop (see `Assembly`)."""
-    jumps = [(end, match) for end, line in enumerate(lines) if (match := re.match(jump, line))]
-    spans = [(labels.get(match[1], len(lines)), end) for end, match in jumps]
-    loops = {(i, j) for i, j in spans if i <= j and _count(product, lines[i : j + 1])}
+    jumps = [
+        (end, match) for end, line in enumerate(instructions) if (match := re.match(jump, line))
+    ]
+    spans = [(labels.get(match[1], len(instructions)), end) for end, match in jumps]
+    loops = {(i, j) for i, j in spans if i <= j and _count(product, instructions[i : j + 1])}
     inner_loops = [
-        lines[start : end + 1]
+        instructions[start : end + 1]
         for start, end in loops
         if not any(start <= i and j <= end and (i, j) != (start, end) for i, j in loops)
     ]
-    main_loop = min(inner_loops, key=lambda x: (-_count(wide_load, x), len(x)), default=[])
+    main_loop = min(inner_loops, key=lambda loop: (-_count(wide_load, loop), len(loop)), default=[])
     return [line for line in main_loop if not line.startswith("NOP")]
 
 
-def _count(pattern: str, lines: Sequence[str]) -> int:
+def _count(pattern: str, instructions: Sequence[str]) -> int:
     regex = re.compile(pattern)
-    return sum(regex.match(line) is not None for line in lines)
+    return sum(regex.match(instruction) is not None for instruction in instructions)

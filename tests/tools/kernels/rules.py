@@ -9,15 +9,15 @@ from hf_fp8kv.ops.triton.tuning import FEW_LATENT_ROWS, estimate_programs, get_f
 from .assembly import Assembly
 from .variants import Variant
 
-# The GPUs, and the maximum bytes of shared memory of one program. NVIDIA reserves one KiB.
-TARGETS = {
+# Maximum bytes of shared memory of one program, by the name of the GPU. NVIDIA reserves one KiB.
+MAX_SHARED_BYTES = {
     name: chip.shared_bytes - 1024 * name.startswith("sm_") for name, (_, chip) in CHIPS.items()
 }
-# Maximum number of spills outside the main loop. During the loop, newer versions of ptxas keep a
-# few values in memory that are used after it.
+# Maximum number of spills outside the main loop. Newer versions of ptxas spill a few values that
+# are only used after the loop.
 MAX_SPILLS = 8
-# A program with 64 rows of latents uses all registers. Values that the code before and after the
-# main loop needs stay in memory, and a few values of the loop. Rotations mix all channels of rows.
+# A program with 64 rows of latents uses all registers. It spills values that are needed before and
+# after the main loop, and a few that the loop needs. Rotations mix all channels of rows.
 MAX_LATENT_SPILLS = 80
 MAX_LATENT_LOOP_SPILLS = 20
 MAX_ROTATED_LATENT_SPILLS = 150
@@ -42,15 +42,16 @@ def _get_max_spills(target: Target, variant: Variant, assembly: Assembly) -> tup
 
 
 def find_violations(
-    target: Target, variant: Variant, assembly: Assembly, shared: int, warps: int, tile: int,
-    *, converts: bool,
+    target: Target, variant: Variant, assembly: Assembly, shared_bytes: int, num_warps: int,
+    tile_tokens: int, *, converts: bool,
 ) -> Iterator[str]:  # fmt: skip
     """Yield a message for each rule that a kernel violates.
 
     Args:
-        shared: Bytes of shared memory.
-        warps: Warps of a program.
-        tile: Number of tokens that a round of the main loop reads. 0 if the loop need not be fast.
+        shared_bytes: Bytes of shared memory.
+        num_warps: Number of warps of a program.
+        tile_tokens: Number of tokens that a round of the main loop reads. 0 if the loop need not
+            be fast.
         converts: Whether the kernel reads 8-bit codes of K that no earlier kernel has converted.
     """
     max_spills, max_loop_spills = _get_max_spills(target, variant, assembly)
@@ -58,8 +59,8 @@ def find_violations(
         yield f"{assembly.loop_spills} spills in the main loop"
     elif assembly.spills > max_spills:
         yield f"{assembly.spills} spills"
-    if shared > TARGETS[target.name]:
-        yield f"{shared} bytes of shared memory, the limit is {TARGETS[target.name]}"
+    if shared_bytes > MAX_SHARED_BYTES[target.name]:
+        yield f"{shared_bytes} bytes of shared memory, more than {MAX_SHARED_BYTES[target.name]}"
     if assembly.doubles:
         yield f"{assembly.doubles} float64 instructions"
     if assembly.fused_products and "bias" in variant.extras:
@@ -70,7 +71,7 @@ def find_violations(
     is_native = fmt is not None and fmt.mantissa_bits > 2 and target.converts(fmt)
     if converts and is_native and not assembly.conversions:
         yield "no native conversion"
-    if not tile:
+    if not tile_tokens:
         return
     if not assembly.loop_size:
         yield "no main loop"
@@ -79,25 +80,30 @@ def find_violations(
         yield f"{assembly.hgmma} products of warp groups and {assembly.hmma} of warps in the loop"
     # The 8-bit RoPE part of latents has too few bytes for 16-byte loads.
     has_narrow_v = "latent" in variant.extras and variant.v in FORMATS
-    lanes = 32 if target.is_nvidia else 64
-    wide_bytes = assembly.wide_bytes * lanes
+    num_lanes = 32 if target.is_nvidia else 64
+    wide_bytes = assembly.wide_bytes * num_lanes
     needed_bytes = 0.0
     for name, dim in list(zip((variant.k, variant.v), variant.dims, strict=True))[
         : 2 - has_narrow_v
     ]:
         bits = FORMATS[name].bits if name in FORMATS else 8 * variant.dtype.itemsize
         # Some launches have fewer than 16 bytes of each part of packed codes for a thread.
-        if bits >= 8 or dim // 4 * tile >= 16 * lanes * warps:
-            needed_bytes += dim * bits / 8 * tile / warps
+        if bits >= 8 or dim // 4 * tile_tokens >= 16 * num_lanes * num_warps:
+            needed_bytes += dim * bits / 8 * tile_tokens / num_warps
     if wide_bytes < needed_bytes:
         yield f"{wide_bytes} of {needed_bytes:.0f} bytes in 16-byte loads"
     if assembly.byte_loads and not has_narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
-    programs = target.count_programs(assembly.registers, warps, shared)
-    expected = estimate_programs(target, variant.groups * variant.tokens)
+    num_programs = target.count_programs(assembly.registers, num_warps, shared_bytes)
+    expected_programs = estimate_programs(target, variant.groups * variant.tokens)
     # Only NVIDIA's assembly unpacks four codes at once.
     is_slow = not target.is_nvidia and any(
-        FORMATS[x].bits < 8 for x in (variant.k, variant.v) if x in FORMATS
+        FORMATS[name].bits < 8 for name in (variant.k, variant.v) if name in FORMATS
     )
-    if variant.is_main and variant.operation == "decode" and programs < expected and not is_slow:
-        yield f"{programs} of {expected} programs fit on an SM"
+    if (
+        variant.is_main
+        and variant.operation == "decode"
+        and num_programs < expected_programs
+        and not is_slow
+    ):
+        yield f"{num_programs} of {expected_programs} programs fit on an SM"

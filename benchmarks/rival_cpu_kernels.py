@@ -14,7 +14,7 @@ Attend = Callable[[], torch.Tensor]  # returns [B, Hq, T, D]
 _VLLM_PAGE_TOKENS = 128  # vLLM's default on CPUs
 
 
-def make_other_steps(
+def make_rival_steps(
     query: torch.Tensor, states: torch.Tensor, history: torch.Tensor
 ) -> dict[str, Attend]:
     """Return a step of each installed kernel.
@@ -151,10 +151,12 @@ def _make_openvino_step(
         pool.data[:] = 0  # scales in unused memory could otherwise be infinite or NaN
     request = compiled_model.create_infer_request()
 
-    def set_inputs(tokens: list[torch.Tensor], stored: list[int], first_rows: list[int],
-                   pages: list[int], first_pages: list[int], length: int) -> None:  # fmt: skip
-        indices = (stored, first_rows, pages, first_pages, length)
-        tensors = [_flatten(states).flatten(1).float() for states in tokens]
+    def set_inputs(
+        tokens: list[torch.Tensor], stored_counts: list[int], first_rows: list[int],
+        pages: list[int], first_pages: list[int], max_length: int,
+    ) -> None:  # fmt: skip
+        indices = (stored_counts, first_rows, pages, first_pages, max_length)
+        tensors = [_flatten(vectors).flatten(1).float() for vectors in tokens]
         tensors += [torch.tensor(values, dtype=int32) for values in indices]
         for index, tensor in zip((0, 1, 2, 5, 6, 7, 8, 9), tensors, strict=True):
             request.set_input_tensor(index, openvino.Tensor(tensor.numpy()))
