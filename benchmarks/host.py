@@ -37,7 +37,7 @@ TINY_STORED_TOKENS = 64
 PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa"
 PADDED_BATCH = 2
 # Number of calls of layers in a turn. Turns are short, so at least one turn is undisturbed.
-_CALLS_PER_TURN = 32
+CALLS_PER_TURN = 32
 
 
 def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result:
@@ -94,11 +94,11 @@ class LayerStack:
         self.key = torch.randn(batch, num_kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(batch, 1, num_kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
-        self.num_steps = _CALLS_PER_TURN // num_layers
+        self.num_steps = CALLS_PER_TURN // num_layers
         # The first token of each sequence of a batch is padding, so each step makes a mask.
         self.config = make_config(heads, num_layers)
         self.config._attn_implementation = attention
-        self.is_token = torch.ones(batch, num_tokens + _CALLS_PER_TURN + 1, dtype=torch.bool)
+        self.is_token = torch.ones(batch, num_tokens + CALLS_PER_TURN + 1, dtype=torch.bool)
         self.is_token[:, 0] = False
         states = torch.zeros(batch, num_kv_heads, num_tokens, dim, dtype=torch.bfloat16)
         for layer in range(num_layers):
@@ -127,7 +127,7 @@ class LayerStack:
             self.step()
         seconds = time.thread_time() - start
         self.cache.crop(-self.num_steps)
-        return 1e6 * seconds / _CALLS_PER_TURN
+        return 1e6 * seconds / CALLS_PER_TURN
 
 
 def make_stack(num_layers: int, batch: int = 1) -> LayerStack:
@@ -152,7 +152,6 @@ def _measure_turns(turns: int) -> list[Result]:
         heads, num_tokens, suffix = HEADS, STORED_TOKENS, ""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
-            # DynamicCache computes on the CPU.
             heads, num_tokens, suffix = TINY_HEADS, TINY_STORED_TOKENS, ", tiny"
             triton.runtime.driver.set_active(make_driver())
             contexts.enter_context(assuming(Target.parse(GPU)))

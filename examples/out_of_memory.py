@@ -26,9 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: a small random model.")
     parser.add_argument("--tokens", type=int, default=4000, help="Tokens of the prompt.")
-    parser.add_argument("--limit", type=int, default=120, help="MiB, besides the model.")
+    parser.add_argument("--limit", type=int, default=120, help="MiB beyond the loaded model.")
     args = parser.parse_args()
-    # M_MMAP_THRESHOLD: larger tensors return to the system once freed, and leave no gaps.
+    # M_MMAP_THRESHOLD: the memory of larger tensors returns to the system when they are freed.
     ctypes.CDLL(None).mallopt(-3, 65536)
     torch.manual_seed(0)
     if args.model:
@@ -48,20 +48,20 @@ def main() -> None:
             result = "out of memory"
         print(f"{title}: {result}")
 
-    chunks = {"prefill_chunk_size": 256}
+    chunk_options = {"prefill_chunk_size": 256}
     try_prompt("warm up, transformers", ids[:, :300])  # loads kernels and starts threads
     hf_fp8kv.enable(model)
-    try_prompt("warm up, 8 bits", ids[:, :300], **chunks)
+    try_prompt("warm up, 8 bits", ids[:, :300], **chunk_options)
     hf_fp8kv.disable(model)
 
     _, hard_limit = old_limits = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = psutil.Process().memory_info().data + args.limit * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
+    data_limit = psutil.Process().memory_info().data + args.limit * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (data_limit, hard_limit))
     try:
         try_prompt("transformers")
-        try_prompt("transformers, in chunks", **chunks)
+        try_prompt("transformers, in chunks", **chunk_options)
         hf_fp8kv.enable(model)
-        try_prompt("8 bits, in chunks", **chunks)
+        try_prompt("8 bits, in chunks", **chunk_options)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, old_limits)
 

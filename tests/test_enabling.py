@@ -93,7 +93,7 @@ def generate_digest(model: Any, inputs: Inputs) -> str | None:
     return read_digest(generate(model, inputs))
 
 
-def read_serving_digest(model: Any, **keywords: Any) -> str | None:
+def get_serving_digest(model: Any, **keywords: Any) -> str | None:
     """Return the digest of the plan of `serving.enable`."""
     factory = find_factory(serving.enable(model, probe=False, **keywords))
     assert factory is not None
@@ -108,7 +108,9 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
     model, inputs = build_model(name)
     with caplog.at_level("WARNING", "hf_fp8kv"):
         enable(model)
-    messages = [x.getMessage() for x in caplog.records if x.name.startswith("hf_fp8kv")]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name.startswith("hf_fp8kv")
+    ]
     assert len(messages) == (name in UNCHOSEN), messages
     if name != "meta":
         cache = generate(model, inputs)
@@ -127,7 +129,7 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
 @pytest.mark.filterwarnings("ignore")  # torch.compile's imports warn
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    "is_called",
+    "first_call",
     [
         "never",
         pytest.param("later", marks=pytest.mark.full),
@@ -135,10 +137,10 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
     ],
 )
 @torch.no_grad()
-def test_a_compiled_model_is_enabled(is_called: str) -> None:
+def test_a_compiled_model_is_enabled(first_call: str) -> None:
     model, inputs = build_model("llama", num_hidden_layers=1)
     compiled: Any = torch.compile(model, backend="eager")
-    if is_called == "first":
+    if first_call == "first":
         compiled(**inputs)
     assert enable(compiled, training="stored") is compiled
     digest = generate_digest(compiled, inputs)
@@ -146,11 +148,11 @@ def test_a_compiled_model_is_enabled(is_called: str) -> None:
     cache = FP8PagedCache(compiled, prefill="stored", max_cache_len=64)
     assert digest == read_digest(cache) == choose_plan(compiled).digest
     expected = model(**inputs).logits
-    if is_called != "never":
+    if first_call != "never":
         assert_same(compiled(**inputs).logits, expected)
         assert_same(compiled(**inputs, **{CACHE: cache}).logits, expected)
     disable(compiled)
-    last_model = model if is_called == "never" else compiled
+    last_model = model if first_call == "never" else compiled
     assert not torch.equal(last_model(**inputs).logits, expected)
 
 
@@ -181,7 +183,7 @@ def test_an_argument_that_says_how_to_store_runs_no_pass(keywords: dict[str, Any
     with counted_calls(model) as calls:
         enable(model, **keywords)
         plan = FP8PagedCache(model, **keywords).plan
-        assert read_serving_digest(model, **keywords) == read_digest(
+        assert get_serving_digest(model, **keywords) == read_digest(
             FP8PagedCache(model.config, **keywords)
         )
         assert not calls
@@ -208,15 +210,15 @@ def test_arguments_that_do_not_say_how_to_store_keep_the_plan(tmp_path: Path) ->
     assert cache.options.offloading
 
 
-def test_fewer_bits_are_for_generate_and_engines() -> None:
+def test_bits_apply_to_generate_and_engines() -> None:
     model, inputs = build_model("llama")
     enable(model, bits=6)
     cache = generate(model, inputs)
     assert {side.format for layer in cache.plan.values() for side in layer} == {"int6"}
     for bits in (6, None):  # without bits, the frozen plan
-        assert read_serving_digest(model, bits=bits) == read_digest(cache)
+        assert get_serving_digest(model, bits=bits) == read_digest(cache)
         assert read_digest(FP8PagedCache(model, bits=bits)) == read_digest(cache)
-    assert read_serving_digest(model, bits=8) != read_digest(cache)
+    assert get_serving_digest(model, bits=8) != read_digest(cache)
     assert FP8PagedCache(model, plan="int8").plan != cache.plan
     for make in (enable, FP8PagedCache):
         with pytest.raises(ConfigError, match="plan: expected None with bits=6, got 'int8'"):
@@ -244,7 +246,7 @@ def test_the_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
         disable(model)
         enable(model, training="stored")
         calls.clear()  # training="stored" runs the model on three tokens
-        digests |= {read_digest(FP8PagedCache(model, prefill="stored")), read_serving_digest(model)}
+        digests |= {read_digest(FP8PagedCache(model, prefill="stored")), get_serving_digest(model)}
         assert not calls
         digests.add(generate_digest(model, inputs))
     assert len(digests) == 1
@@ -261,7 +263,7 @@ def test_enable_keeps_the_plan_while_the_weights_change() -> None:
     model.eval()
     calls: tuple[Callable[[], Any], ...] = (
         lambda: generate_digest(model, inputs),
-        lambda: read_serving_digest(model),
+        lambda: get_serving_digest(model),
         lambda: read_digest(FP8PagedCache(model)),
         lambda: generate_digest(enable(model, training="stored", page_size=16), inputs),
         lambda: generate_digest(copy.deepcopy(model), inputs),
@@ -278,7 +280,7 @@ def test_enable_keeps_the_plan_while_the_weights_change() -> None:
     enable(model, dtype="model")
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(-2)
-    assert read_serving_digest(model) == choose_plan(model).digest != new_digest
+    assert get_serving_digest(model) == choose_plan(model).digest != new_digest
 
 
 # -- caches of a model ---------------------------------------------------------------------------
@@ -438,7 +440,8 @@ def test_a_summary_counts_windows_and_layers_of_transformers() -> None:
     assert summary(model).stored_bytes == num_stored * 72
     assert summary(model).bf16_bytes == num_stored * 128
     model, inputs = build_model("hybrid")
-    model.generate(**enable(model) and inputs, **GREEDY)
+    enable(model)
+    model.generate(**inputs, **GREEDY)
     assert "stock (layer 0" in str(summary(model))
 
 

@@ -36,7 +36,7 @@ ARGUMENTS = {
     "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
 }
-# Examples that need additional packages, and the place where each of them is run.
+# Examples that need additional packages, and how each is tested.
 TESTED_ELSEWHERE = {
     "rl.py": "make rl",
     "ray_serve.py": "docs/serving.md: tried manually, since tests do not install Ray",
@@ -102,15 +102,15 @@ def test_help_lists_the_options(monkeypatch, capsys, name):
 
 def test_quickstart_counts_both_caches(run_example, num_layers):  # noqa: F811
     output = run_example("quickstart.py")
-    num_tokens, dense_bytes, page_bytes, ratio, kl = read_numbers(
+    num_tokens, dense_bytes, paged_bytes, ratio, kl = read_numbers(
         r"tokens held: (\d+)\nin 16 bits: ([\d,]+) bytes\n"
         r"8-bit pages: ([\d,]+) bytes, ([\d.]+) of the 16-bit size\nmean KL .*: (.+)\n",
         output,
     )
     assert num_tokens == 400 + 8  # the last new token is never stored
     assert dense_bytes == num_tokens * num_layers * DENSE_BYTES
-    assert page_bytes == count_pages(int(num_tokens)) * PAGE_SIZE * num_layers * PAGED_BYTES
-    assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
+    assert paged_bytes == count_pages(int(num_tokens)) * PAGE_SIZE * num_layers * PAGED_BYTES
+    assert ratio == pytest.approx(paged_bytes / dense_bytes, abs=5e-4)
     assert 0 < kl < 0.1
     answer_pattern = r"^(?:DynamicCache|FP8PagedCache), [\d.]+ tokens per second: '.+'$"
     assert len(re.findall(answer_pattern, output, re.MULTILINE)) == 2
@@ -165,12 +165,12 @@ def test_an_exhausted_budget_shortens_the_text(run_example, num_layers):  # noqa
     assert "out of pages: a chunk needs 2, 0 are left" in output
     num_read, num_total = read_numbers(r"read (\d+) of (\d+) tokens", output)
     assert 8 * PAGE_SIZE - 40 < num_read < 8 * PAGE_SIZE - 24 < num_total
-    num_pages, page_bytes, ratio, dense_bytes = read_numbers(
+    num_pages, paged_bytes, ratio, dense_bytes = read_numbers(
         r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", output
     )
     assert num_pages == 8
     assert dense_bytes == (8 * PAGE_SIZE - 1) * num_layers * DENSE_BYTES
-    assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
+    assert ratio == pytest.approx(paged_bytes / dense_bytes, abs=5e-4)
     assert 0.515 < ratio < 0.52
     assert re.search(r"answer: '.+'", output)
 
@@ -181,13 +181,13 @@ def test_an_encoder_decoder_stores_half_the_bytes(run_example):
     assert num_tokens == 251
     assert num_distinct > 3
     for kind, length in (("self", 250), ("cross", 500)):
-        dense_bytes, page_bytes, ratio = read_numbers(
+        dense_bytes, paged_bytes, ratio = read_numbers(
             rf"{kind}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)",
             output,
         )
         assert dense_bytes == 2 * 4 * length * 2 * 64 * 2
-        assert page_bytes == 2 * 4 * count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
-        assert ratio == pytest.approx(page_bytes / dense_bytes, abs=5e-4)
+        assert paged_bytes == 2 * 4 * count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
+        assert ratio == pytest.approx(paged_bytes / dense_bytes, abs=5e-4)
 
 
 def test_a_pipeline_is_enabled_and_disabled(run_example):

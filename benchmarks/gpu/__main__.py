@@ -22,20 +22,41 @@ MAX_COMPILE_PROCESSES = 15
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark or read a result, print the tables, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    add = parser.add_argument
-    add("--seconds", type=float, default=210.0, help="time limit in seconds (default: 210)")
-    add("--dry", action="store_true", help="run all sections on tiny shapes, on any machine")
-    add("--short", action="store_true", help="only measure the cases of --first")
-    add("--rivals", type=Path, metavar="FOLDER",
-        help="sources of vLLM and SGLang, whose Triton kernels --first measures")  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=210.0, help="time limit in seconds (default: 210)"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="run all sections on tiny shapes, on any machine"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="measure fewer cases: those that --first measures"
+    )
+    parser.add_argument(
+        "--rivals",
+        type=Path,
+        metavar="FOLDER",
+        help="sources of vLLM and SGLang, whose Triton kernels --first measures",
+    )
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--first", action="store_true", help="eight minutes of steps (first.py)")
-    modes.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS),
+    modes.add_argument(
+        "--first",
+        action="store_true",
+        help="measure the most important cases first, for eight minutes",
+    )
+    modes.add_argument(
+        "--sections",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
         metavar="NAME",
-        help=f"sections besides the ceilings (default: all): {', '.join(SECTIONS)}")  # fmt: skip
-    add("--from", dest="result_file", type=Path, metavar="JSON",
-        help="show a result that --json wrote")  # fmt: skip
-    add("--json", type=Path, metavar="JSON", help="write each row as soon as it is measured")
+        help=f"sections besides the ceilings (default: all): {', '.join(SECTIONS)}",
+    )
+    parser.add_argument(
+        "--from", dest="result_file", type=Path, metavar="JSON", help="show a result of --json"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="JSON", help="write each row as soon as it is measured"
+    )
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.result_file is not None:

@@ -89,8 +89,8 @@ def make_schedule_step(stage: Stage, case: Case, backend: str) -> tuple[Step, An
 
     Returns:
         The step that fills the schedule, the filled schedule, `[rows, 4]`, int32, and the lengths
-        of the sequences, `[B]`, int32. The schedule is None if the backend needs no schedule. The
-        step must not be called then.
+        of the sequences, `[B]`, int32. If the backend needs no schedule, the schedule is None and
+        the step must not be called.
     """
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
     num_heads = case.heads.kv

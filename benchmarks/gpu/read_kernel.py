@@ -1,4 +1,7 @@
-"""A kernel that mainly reads memory. Its bandwidth is a bound for kernels that read a cache."""
+"""A kernel that only reads memory and XORs what it reads.
+
+Its bandwidth is a bound for kernels that read a cache.
+"""
 
 import torch
 import triton
@@ -31,9 +34,9 @@ def _read(source_ptr, out_ptr, num_iterations, BLOCK_SIZE: tl.constexpr, NUM_LOA
     program = tl.program_id(0).to(tl.int64)
     start = program * num_iterations * (BLOCK_SIZE * NUM_LOADS)
     offsets = tl.arange(0, BLOCK_SIZE)
-    lanes = tl.zeros([BLOCK_SIZE], tl.int32)
+    lane_values = tl.zeros([BLOCK_SIZE], tl.int32)
     for _ in range(num_iterations):
         for i in tl.static_range(NUM_LOADS):
-            lanes ^= tl.load(source_ptr + start + i * BLOCK_SIZE + offsets)
+            lane_values ^= tl.load(source_ptr + start + i * BLOCK_SIZE + offsets)
         start += BLOCK_SIZE * NUM_LOADS
-    tl.store(out_ptr + program, tl.max(lanes, 0))
+    tl.store(out_ptr + program, tl.max(lane_values, 0))

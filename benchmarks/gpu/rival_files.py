@@ -1,7 +1,7 @@
 """Load Triton kernels of vLLM and SGLang, installed or from a folder with their sources.
 
 An environment variable names the file. The helpers that it imports from its folder must be next to
-it. Stand-ins replace all other modules of the project.
+it. Stand-ins replace all other modules of the rival.
 """
 
 import enum
@@ -27,7 +27,7 @@ _KVQuantMode = enum.IntEnum(
 
 
 class RivalFile(NamedTuple):
-    """A file with a kernel of a different project."""
+    """A file with a kernel of a rival."""
 
     variable: str  # environment variable with the path of the file
     module: str  # name of the module if the project is installed

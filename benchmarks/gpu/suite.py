@@ -12,7 +12,7 @@ import torch
 
 from hf_fp8kv.utils.environment import describe_run
 
-from . import attention, cached, ceilings, end_to_end, latent, other_kernels, write
+from . import attention, cached, ceilings, end_to_end, latent, rival_kernels, write
 from .record import Record, Row, complete
 from .shapes import FULL, SHORT, TINY, RunSizes, shorten_sizes
 from .stage import Stage
@@ -28,7 +28,7 @@ SECTIONS: dict[str, Section] = {
     "latent": latent.measure,
     "end to end": end_to_end.measure,
     "offloaded": end_to_end.measure_offloaded,
-    "other kernels": other_kernels.measure,
+    "other kernels": rival_kernels.measure,
 }
 # Sections whose kernels are compiled before anything is measured.
 COMPILED_SECTIONS = ("decode", "layer", "write", "extend", "latent")

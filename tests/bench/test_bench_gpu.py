@@ -26,8 +26,8 @@ from benchmarks.gpu import (
     end_to_end,
     first,
     latent,
-    other_kernels,
     rival_files,
+    rival_kernels,
     suite,
     write,
 )
@@ -405,16 +405,16 @@ def test_kernels_of_other_projects_are_measured_and_checked(record, monkeypatch,
     }
     names = VLLM_NAMES | sglang_names
     sizes = replace(TINY, decode_cases=(TINY.decode_cases[0], RAGGED_CASE))
-    assert not find_failures(record, other_kernels.measure, sizes, "torch"), record.rows
+    assert not find_failures(record, rival_kernels.measure, sizes, "torch"), record.rows
     assert {row["name"] for row in record.rows} == names
     helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
     sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),))
     # A kernel that rounds the weights to 8 bits may have an error of 10 %.
     failed_names = {name for name in names if "sglang triton e4m3" not in name}
-    assert find_failures(record, other_kernels.measure, sizes, "torch") == failed_names
+    assert find_failures(record, rival_kernels.measure, sizes, "torch") == failed_names
     assert not {"vllm", "sglang"} & sys.modules.keys()
     monkeypatch.setenv(rival_files.VLLM.variable, str(tmp_path / "none.py"))
-    other_kernels.measure(record, TINY, "torch")
+    rival_kernels.measure(record, TINY, "torch")
     assert any("none.py" in message for message in record.skipped)
 
 
@@ -428,7 +428,7 @@ def test_flash_mla_reads_latents_with_their_rope_parts(record, monkeypatch):
     stand_in = mock.Mock(flash_mla_with_kvcache=attend)
     stand_in.get_mla_metadata.return_value = (None, None)
     monkeypatch.setitem(sys.modules, "flash_mla", stand_in)
-    assert not find_failures(record, other_kernels.measure, TINY, "torch")
+    assert not find_failures(record, rival_kernels.measure, TINY, "torch")
     assert {row["name"] for row in record.rows} == {"flash_mla bf16"}
 
 

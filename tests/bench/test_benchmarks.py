@@ -16,7 +16,7 @@ from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts, measu
 from benchmarks.reproducible import measure_reproducibility
 from benchmarks.shared import make_environment
 
-# Prefix of the loop "host, update".
+# The loops that these tests run.
 LOOP_PREFIX = "host, update"
 
 
@@ -51,7 +51,7 @@ def test_a_command_prints_its_rows_and_the_conditions_of_the_run(monkeypatch, ca
 def test_a_decode_step_needs_few_calls():
     """Calls are counted, because times depend on the load. Limits are per layer, of 32 layers.
 
-    From Triton 3.9 on, each of two launches reads a setting from the environment by two calls.
+    From Triton 3.9 on, each of the two launches makes two more calls, to read a setting.
     """
     program = """
 import json, sys, torch, triton

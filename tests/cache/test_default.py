@@ -51,12 +51,16 @@ def test_keywords_choose_the_plan(keywords: dict[str, Any], formats: tuple[str, 
         {"plan": "fp8_e3m4 centered"},
         {"plan": ("int8 rotated centered", "int8"), "prefill": "stored"},
         {"plan": LayerPlan.parse("fp8 centered", "fp8"), "scales": 0.5},
-        {"plan": {n: LayerPlan.parse("int8" + n * " centered", "int8") for n in (0, 1)}},
+        {"plan": {0: LayerPlan.parse("int8", "int8"), 1: LayerPlan.parse("int8 centered", "int8")}},
     ],
     ids=str,
 )
 def test_a_plan_without_its_centers_is_refused(keywords: dict[str, Any]) -> None:
     for make in (make_cache, FP8PagedCache, ServingConfig.parse):
-        options = {k: v for k, v in keywords.items() if k != "prefill" or make is make_cache}
+        options = {
+            name: value
+            for name, value in keywords.items()
+            if name != "prefill" or make is make_cache
+        }
         with pytest.raises(ConfigError, match=r"center of K .*choose_plan\(model\), call enable"):
             make(**options)

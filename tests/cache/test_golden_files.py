@@ -209,14 +209,20 @@ def test_unknown_formats_and_exceeded_budgets_are_refused(tmp_path: Path) -> Non
 def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
     """Yield the index, first visible token, K and V of each stored layer, both `[B, H, N, D]`."""
     page_size, plans, scales = (meta["options"][name] for name in ("page_size", "plan", "scales"))
-    is_static = isinstance(scales, int | float) or any(x.endswith((".k", ".v")) for x in tensors)
-    groups = [(group, tensors.get(f"groups.{i}.table")) for i, group in enumerate(meta["groups"])]
-    layers = [(layer, *group) for group in groups for layer in group[0]["layers"]]
+    is_static = isinstance(scales, int | float) or any(
+        name.endswith((".k", ".v")) for name in tensors
+    )
+    groups_and_tables = [
+        (group, tensors.get(f"groups.{i}.table")) for i, group in enumerate(meta["groups"])
+    ]
+    layers = [
+        (layer, group, table) for group, table in groups_and_tables for layer in group["layers"]
+    ]
     for layer, group, table in (x for x in layers if x[0].get("length")):
         index = layer["index"]
         start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
         positions = torch.arange(start, layer["length"])
-        max_length = max(x.get("length", 0) for x in group["layers"])
+        max_length = max(other.get("length", 0) for other in group["layers"])
         first_page = -(-max_length // page_size) - table.shape[1]
         pages, slots = table[:, positions // page_size - first_page].long(), positions % page_size
         plan = [*map(SidePlan.parse, plans if isinstance(plans, list) else plans[str(index)])]
@@ -356,9 +362,9 @@ def test_changed_files_are_refused_or_load(
     """
     tracemalloc.start()
     path, num_loaded = tmp_path / "x", 0
-    for number in range(num_changes):
-        rng = random.Random(number)
-        if number % 4:
+    for seed in range(num_changes):
+        rng = random.Random(seed)
+        if seed % 4:
             meta, tensors = read_file(rng.choice(valid_files))
             for _ in range(rng.choice((1, 1, 2))):
                 edit_at_random(rng, meta, tensors)
@@ -377,10 +383,10 @@ def test_changed_files_are_refused_or_load(
         except ConfigError:
             pass
         except OutOfPagesError:
-            assert meta["options"]["max_pages"], number
+            assert meta["options"]["max_pages"], seed
         except Exception as error:
-            raise AssertionError(number) from error
-        assert allocations.total_bytes < 4 * path.stat().st_size + (1 << 20), number
+            raise AssertionError(seed) from error
+        assert allocations.total_bytes < 4 * path.stat().st_size + (1 << 20), seed
     tracemalloc.stop()
     assert num_changes // 20 < num_loaded < num_changes // 4, num_loaded
 

@@ -1,4 +1,4 @@
-"""Tests of sparse attention with paged K and V: cache operations also apply to the indexer."""
+"""Tests that cache operations also apply to the indexer of sparse attention."""
 
 import functools
 import pickle
@@ -90,7 +90,7 @@ def test_crop_and_reset_apply_to_the_indexer(model, cache_options, ids, num_crop
 
 
 @pytest.mark.parametrize("rows", [[1, 1], [1], [0, 0, 1, 1]])
-def test_selection_applies_to_the_indexer(model, cache_options, ids, rows):
+def test_batch_operations_apply_to_the_indexer(model, cache_options, ids, rows):
     cache = fill_cache(model, ids, **cache_options)
     if len(rows) == 2:
         cache.reorder_cache(torch.tensor(rows))

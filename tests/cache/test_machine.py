@@ -1,8 +1,8 @@
 """A state machine over caches of every kind of storage, compared with dense tensors.
 
 A cache grows, is preallocated, or keeps most pages in host memory. Some of its layers may have a
-window. Each step changes one of several forks, and then all forks must hold the tokens that the
-model of the machine, one dense tensor per layer, holds. No page may be lost.
+window. Each step changes one of several forks, and then all forks must hold the same tokens as
+the reference, one dense tensor per layer. No page may be lost.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ HEAD_DIM = 16
 PAGE_SIZE = 8
 MAX_LEN = 120
 MAX_PAGES = 40
-STORAGE: dict[str, dict[str, Any]] = {
+KIND_OPTIONS: dict[str, dict[str, Any]] = {
     "growing": {},
     "budget": {"max_pages": MAX_PAGES},
     "preallocated": {"max_cache_len": MAX_LEN},
@@ -58,7 +58,7 @@ LAYER_TYPES = {
 
 
 class Branch:
-    """A cache and its model.
+    """A cache and its reference.
 
     Attributes:
         cache: The cache.
@@ -102,17 +102,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         data=st.data(), layers=st.sampled_from([*LAYER_TYPES]),
-        window=st.sampled_from([1, 2, 7, 8, 9, 10, 20]), storage=st.sampled_from(FORMATS),
+        window=st.sampled_from([1, 2, 7, 8, 9, 10, 20]), format_options=st.sampled_from(FORMATS),
         prefill=st.sampled_from(["exact", "stored"]), backend=st.sampled_from(["auto", "triton"]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     )  # fmt: skip
     def start(
-        self, data: st.DataObject, layers: str, window: int, storage: dict[str, Any], prefill: str,
-        backend: str, dtype: torch.dtype,
+        self, data: st.DataObject, layers: str, window: int, format_options: dict[str, Any],
+        prefill: str, backend: str, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.kind = kind = data.draw(st.sampled_from(self.kinds), label="kind")
-        self.has_budget = "max_pages" in STORAGE[kind]
-        self.is_preallocated = "max_cache_len" in STORAGE[kind]
+        self.has_budget = "max_pages" in KIND_OPTIONS[kind]
+        self.is_preallocated = "max_cache_len" in KIND_OPTIONS[kind]
         self.dtype = dtype
         self.window = None if layers == "full" else window
         if backend == "triton":
@@ -123,7 +123,12 @@ class CacheMachine(RuleBasedStateMachine):
             "gemma3_text", num_hidden_layers=NUM_LAYERS, layer_types=LAYER_TYPES[layers],
             sliding_window=window,
         )  # fmt: skip
-        options = {**storage, **STORAGE[kind], "page_size": PAGE_SIZE, "prefill": prefill}
+        options = {
+            **format_options,
+            **KIND_OPTIONS[kind],
+            "page_size": PAGE_SIZE,
+            "prefill": prefill,
+        }
         cache = FP8PagedCache(config, backend=backend, **options)
         self.branches = [Branch(cache)]
         self.generator = torch.Generator().manual_seed(0)

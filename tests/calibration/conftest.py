@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-NUM_LAYERS = 6
+NUM_LOADED_LAYERS = 6
 
 
 @pytest.fixture(scope="session")
 def real_model(demo_model_path: Path) -> tuple[Any, Any]:
     """Return the first layers of the demo model, in float32, and its tokenizer.
 
-    K and V are from a trained model. The predictions are not, but errors of K and V change them
-    as much as predictions of the whole model.
+    With so few layers the predictions are poor, but errors of K and V change them as much as those
+    of the whole model.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        demo_model_path, num_hidden_layers=NUM_LAYERS, dtype=torch.float32
+        demo_model_path, num_hidden_layers=NUM_LOADED_LAYERS, dtype=torch.float32
     )
     return model, AutoTokenizer.from_pretrained(demo_model_path)

@@ -21,9 +21,9 @@ from tests.helpers.tiny_models import VOCAB, build_variant, list_types
 pytestmark = pytest.mark.text
 
 OPTIONS = {"max_length": 24, "progress": False}
-# With this config, the model can be read at the first two of the far positions.
+# Calibration also reads windows at far positions. This config has room for two of them.
 LONG_CONTEXT = {"max_position_embeddings": 8192}
-STARTS = (0, 1024, 4096)
+WINDOW_STARTS = (0, 1024, 4096)
 EXPLICIT_PLAN = {
     0: LayerPlan.parse("int8 rotated centered", "fp8_e3m4 rotated"),
     1: LayerPlan.parse("fp8_e2m5", "auto"),
@@ -86,7 +86,7 @@ def test_a_scale_is_the_largest_magnitude_times_the_margin(llama, granularity, m
     assert scales.made_for(llama)
     dims = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}[granularity]
     shape = {"tensor": (), "head": (2, 1), "channel": (2, 16)}[granularity]
-    for index, states in observe_kv(llama, windows, STARTS).items():
+    for index, states in observe_kv(llama, windows, WINDOW_STARTS).items():
         for scale, values in zip(scales.layers[index].static, states, strict=True):
             expected = values.abs().amax(dims, keepdim=True)[0].reshape(shape) * margin / 448
             if granularity == "head":
@@ -163,15 +163,13 @@ def test_rotated_values_and_unknown_positions_have_no_scale_per_channel(biased_m
 
 def test_a_center_is_the_mean_at_all_positions(biased_model):
     centered, uncentered = (
-        calibrate(biased_model, make_texts(8), center=x, **OPTIONS) for x in (True, False)
+        calibrate(biased_model, make_texts(8), center=center, **OPTIONS) for center in (True, False)
     )
     assert centered.centered
     assert not uncentered.centered
-    windows = plan_choice.sample_windows(
-        sorted((w for text in make_texts(8) for w in text.split(24)), key=len, reverse=True)
-    )
     all_windows = [window for text in make_texts(8) for window in text.split(24)]
-    for index, (k, _) in observe_kv(biased_model, windows, STARTS).items():
+    sampled_windows = plan_choice.sample_windows(sorted(all_windows, key=len, reverse=True))
+    for index, (k, _) in observe_kv(biased_model, sampled_windows, WINDOW_STARTS).items():
         layer = centered.layers[index]
         # Windows of the same length are in a different order, so the samples differ.
         distance = (layer.k_center - k.mean(0)).abs().max()
@@ -186,7 +184,7 @@ def test_scales_cover_the_stored_values_of_a_plan(biased_model):
     options = {"plan": EXPLICIT_PLAN, "granularity": "tensor", **OPTIONS}
     scales = calibrate(biased_model, windows, **options)
     assert scales.plan == EXPLICIT_PLAN
-    for index, (k, v) in observe_kv(biased_model, windows, STARTS).items():
+    for index, (k, v) in observe_kv(biased_model, windows, WINDOW_STARTS).items():
         layer = scales.layers[index]
         assert (layer.k_center is not None) == layer.plan.k.centered
         if layer.plan.k.centered:

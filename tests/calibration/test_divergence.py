@@ -33,16 +33,16 @@ def test_each_mantissa_bit_more_than_halves_the_kl(name: str, request: Any) -> N
         ids = torch.randint(3, VOCAB, (4, NUM_PREFILL + NUM_SCORED))
     else:
         model, tokenizer = request.getfixturevalue("real_model")
-        texts = [topics[name] for name in ("objects", "execmodel", "import", "customization")]
+        texts = [topics[topic] for topic in ("objects", "execmodel", "import", "customization")]
         all_ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
         ids = torch.cat([row[:, : NUM_PREFILL + NUM_SCORED] for row in all_ids])
-    factories = {x: partial(FP8PagedCache, model.config, dtype=x) for x in MAX_KL}
+    factories = {dtype: partial(FP8PagedCache, model.config, dtype=dtype) for dtype in MAX_KL}
     if hasattr(cache_utils, "Fp8QuantizedLayer"):
         factories["transformers"] = partial(QuantizedCache, backend="fp8", config=model.config)
     with paged_attention(model):
         scores = compare_caches(model, ids, factories, num_prefill=NUM_PREFILL)
-    kl = {x: score.summarize().kl for x, score in scores.items()}
-    assert all(0 < kl[x] <= bound for x, bound in MAX_KL.items()), kl
+    kl = {cache_name: score.summarize().kl for cache_name, score in scores.items()}
+    assert all(0 < kl[dtype] <= bound for dtype, bound in MAX_KL.items()), kl
     assert kl["fp8_e3m4"] < kl["fp8_e4m3"] / 2 < kl["fp8_e5m2"] / 4
     assert kl["fp8_e4m3"] < kl.get("transformers", math.inf)
 

@@ -101,10 +101,10 @@ def test_nan_in_a_text_is_an_error_that_names_the_layer(monkeypatch):
 
 
 def compute_error(
-    values: torch.Tensor, stored_values: torch.Tensor, unit: torch.Tensor, fmt
+    values: torch.Tensor, stored_values: torch.Tensor, scale: torch.Tensor, fmt
 ) -> float:
-    """Return the error of `stored_x` after encoding by the specification, relative to `x`."""
-    error = decode(encode(stored_values / unit, fmt), fmt) * unit - stored_values
+    """Return the RMS error of `stored_values` after encoding, relative to the RMS of `values`."""
+    error = decode(encode(stored_values / scale, fmt), fmt) * scale - stored_values
     return (error.double().square().sum() / values.double().square().sum()).sqrt().item()
 
 
@@ -120,8 +120,8 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
     names = dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", name))
     error_names = [*names, *(f"dynamic {format_name}" for format_name in names)]
     assert list(stats.k.error) == list(stats.v.error) == error_names
-    stored_x = k - center if is_centered else k
-    units = stored_x / (k_scale * FORMATS[name].scale_from_e4m3)
+    stored_k = k - center if is_centered else k
+    units = stored_k / (k_scale * FORMATS[name].scale_from_e4m3)
     saturated_share = (units.abs() > SATURATION_LIMITS[name]).double().mean().item()
     assert stats.k.saturated == pytest.approx(saturated_share)
     assert stats.k.amax == tuple(k.abs().amax((0, 2)).tolist())
@@ -129,11 +129,13 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
         fmt = FORMATS[format_name]
         dynamic_k = search_scale(k, fmt).float()[..., None]
         dynamic_v = compute_dynamic_scale(v, fmt).float()[..., None]
-        unit = fmt.scale_from_e4m3
+        factor = fmt.scale_from_e4m3
         assert stats.k.error[format_name] == pytest.approx(
-            compute_error(k, stored_x, k_scale * unit, fmt)
+            compute_error(k, stored_k, k_scale * factor, fmt)
         )
-        assert stats.v.error[format_name] == pytest.approx(compute_error(v, v, v_scale * unit, fmt))
+        assert stats.v.error[format_name] == pytest.approx(
+            compute_error(v, v, v_scale * factor, fmt)
+        )
         k_error, v_error = compute_error(k, k, dynamic_k, fmt), compute_error(v, v, dynamic_v, fmt)
         assert stats.k.error[f"dynamic {format_name}"] == pytest.approx(k_error, rel=1e-3)
         assert stats.v.error[f"dynamic {format_name}"] == pytest.approx(v_error, rel=1e-3)

@@ -12,6 +12,8 @@ from hf_fp8kv.scales import KVScales
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
+from .conftest import Command
+
 
 @pytest.fixture
 def calibration(monkeypatch) -> mock.Mock:
@@ -28,26 +30,22 @@ def text_file(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(run, model_folder, text_file, tmp_path):
+def run_calibrate(run, model_folder, text_file, tmp_path) -> Command:
     """Return a command that runs `calibrate`, by default with a small model, text and folder."""
-    original_run = run.run_command
 
-    def run_calibrate(*arguments: str, **kwargs: str) -> tuple[int, str, str]:
-        if "inspect" in arguments:
-            return original_run(*arguments, **kwargs)
+    def run_command(*arguments: str, **kwargs: str) -> tuple[int, str, str]:
         defaults = {
             "--model": model_folder, "--texts": str(text_file), "--out": str(tmp_path / "out"),
             "--device": "cpu",
         }  # fmt: skip
         added = [f"{name}={value}" for name, value in defaults.items() if name not in arguments]
-        return original_run("calibrate", *added, *arguments, **kwargs)
+        return run.run_command("calibrate", *added, *arguments, **kwargs)
 
-    run.run_command = run_calibrate
-    return run
+    return Command(run_command)
 
 
-def test_output_lists_the_written_files(run, calibration, text_file, tmp_path):
-    output = run.json()
+def test_output_lists_the_written_files(run_calibrate, calibration, text_file, tmp_path):
+    output = run_calibrate.json()
     model, texts = calibration.call_args.args
     assert (model.config.num_hidden_layers, texts) == (2, text_file)
     # Omitted options are not passed, so the library's defaults apply.
@@ -56,13 +54,13 @@ def test_output_lists_the_written_files(run, calibration, text_file, tmp_path):
     assert sorted(map(Path, output["files"])) == sorted((tmp_path / "out").iterdir())
 
 
-def test_every_option_reaches_the_library(run, calibration, tmp_path):
+def test_every_option_reaches_the_library(run_calibrate, calibration, tmp_path):
     options = {
         "granularity": "channel", "margin": 1.25, "max_tokens": 100, "plan": "int8 rotated",
         "max_length": 32, "batch_size": 3, "text_column": "body",
     }  # fmt: skip
     arguments = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
-    run(*arguments, "--no-center", "--chat-template", "--model-dtype", "float16")
+    run_calibrate(*arguments, "--no-center", "--chat-template", "--model-dtype", "float16")
     keywords = calibration.call_args.kwargs
     assert calibration.call_args.args[0].dtype == torch.float16
     assert {name: keywords[name] for name in options} == options
@@ -83,22 +81,26 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
     ],
     ids=["hf_fp8kv", "one-scale", "per-head", "explicit"],
 )
-def test_calibration_matches_the_format(run, calibration, scale_format, options, expected):
-    run("--format", scale_format, *options)
+def test_calibration_matches_the_format(
+    run_calibrate, calibration, scale_format, options, expected
+):
+    run_calibrate("--format", scale_format, *options)
     keywords = calibration.call_args.kwargs
     assert {name: x for name, x in keywords.items() if name != "tokenizer"} == expected
 
 
-def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model_folder, tmp_path):
+def test_scales_are_saved_in_a_copy_of_the_checkpoint(
+    run_calibrate, calibration, model_folder, tmp_path
+):
     old_folder = tmp_path / "old"
     random_scales("tensor", num_layers=2).save_pretrained(
         old_folder, format="compressed-tensors", checkpoint=model_folder
     )
     options = ("--checkpoint", old_folder, "--format", "compressed-tensors")
-    stderr = run.fails(*options)
+    stderr = run_calibrate.fails(*options)
     assert not calibration.called
     assert "--overwrite" in stderr
-    printed, _ = run(*options, "--overwrite")
+    printed, _ = run_calibrate(*options, "--overwrite")
     folder, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint"
     scales, copied_scales = (KVScales.from_pretrained(path) for path in (folder, checkpoint))
     assert (scales.format, copied_scales.format) == ("hf_fp8kv", "compressed-tensors")
@@ -107,25 +109,27 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(run, calibration, model_fo
     assert str(checkpoint / "model-kv-scales.safetensors") in printed.splitlines()
 
 
-def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(run, calibration, tmp_path):
+def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(
+    run_calibrate, calibration, tmp_path
+):
     layers = random_scales("tensor").layers
     calibration.return_value = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
-    stderr = run.fails("--format", "vllm-json")
+    stderr = run_calibrate.fails("--format", "vllm-json")
     assert f"The scales are in {tmp_path / 'out'}" in stderr
     assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
 
 
-def test_existing_scales_are_rejected_before_calibration(run, calibration, tmp_path):
+def test_existing_scales_are_rejected_before_calibration(run_calibrate, calibration, tmp_path):
     existing_scales = random_scales("tensor")
     existing_scales.save_pretrained(tmp_path / "out")
-    assert "--overwrite" in run.fails()
+    assert "--overwrite" in run_calibrate.fails()
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == existing_scales.layers[0].k
     # kv_scales.safetensors is read first, so scales in a different format would be ignored.
-    assert "read before all others" in run.fails("--format", "vllm-json", "--overwrite")
+    assert "read before all others" in run_calibrate.fails("--format", "vllm-json", "--overwrite")
     (tmp_path / "file").write_text("")
-    assert "expected a folder" in run.fails("--out", tmp_path / "file")
+    assert "expected a folder" in run_calibrate.fails("--out", tmp_path / "file")
     assert not calibration.called
-    run("--overwrite")
+    run_calibrate("--overwrite")
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
 
 
@@ -139,16 +143,18 @@ def test_existing_scales_are_rejected_before_calibration(run, calibration, tmp_p
     ids=["interrupt", "config", "memory"],
 )
 def test_an_error_is_one_message_and_writes_no_files(
-    run, calibration, tmp_path, error, code, message
+    run_calibrate, calibration, tmp_path, error, code, message
 ):
     calibration.side_effect = error
-    assert message in run.fails(code=code)
+    assert message in run_calibrate.fails(code=code)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_is_saved(run, calibration, tmp_path):
+def test_a_plan_is_saved(run_calibrate, calibration, tmp_path):
     calibration.return_value = planned_scales(2)
-    assert run.json("--plan", "plan-folder")["plan"] == {str(plan): 1 for plan in PLANS[:2]}
+    assert run_calibrate.json("--plan", "plan-folder")["plan"] == {
+        str(plan): 1 for plan in PLANS[:2]
+    }
     assert KVScales.from_pretrained(tmp_path / "out").plan == dict(enumerate(PLANS[:2]))
 
 
@@ -163,21 +169,25 @@ def test_a_plan_is_saved(run, calibration, tmp_path):
         (["--format", "trtllm"], "vllm-json, tgi"),
     ],
 )
-def test_usage_errors_exit_with_2(run, calibration, tmp_path, arguments, message):
-    assert message in run.fails(*arguments, code=2)
+def test_usage_errors_exit_with_2(run_calibrate, calibration, tmp_path, arguments, message):
+    assert message in run_calibrate.fails(*arguments, code=2)
     assert not calibration.called
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_texts_are_rejected_before_calibration(run, calibration):
-    assert "pydoc" in run.fails("--texts", "/no/such/file")
+def test_missing_texts_are_rejected_before_calibration(run_calibrate, calibration):
+    assert "pydoc" in run_calibrate.fails("--texts", "/no/such/file")
     assert not calibration.called
-    run("--texts", "pydoc")
+    run_calibrate("--texts", "pydoc")
     assert len(calibration.call_args.args[1]) > 50
 
 
-def test_calibrated_scales_are_measured_by_inspect(run, tmp_path, model_folder, text_file):
-    printed, _ = run("--max-length", "64", "--max-tokens", "160", "--granularity", "tensor")
+def test_calibrated_scales_are_measured_by_inspect(
+    run, run_calibrate, tmp_path, model_folder, text_file
+):
+    printed, _ = run_calibrate(
+        "--max-length", "64", "--max-tokens", "160", "--granularity", "tensor"
+    )
     assert printed.splitlines() == [str(tmp_path / "out" / "kv_scales.safetensors")]
     layers = KVScales.from_pretrained(tmp_path / "out").layers
     inspect_arguments = ("inspect", tmp_path / "out", "--model", model_folder, "--texts", text_file)

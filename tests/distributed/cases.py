@@ -54,7 +54,7 @@ def save_models(folder: Path) -> None:
         # `from_pretrained` reads scales next to the weights.
         make_scales("head", model).save_pretrained(folder / name)
         save_tokenizer(folder / name)
-        write_json(folder / f"{name}.json")
+        write_vllm_scales(folder / f"{name}.json")
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -95,7 +95,7 @@ def make_rank_scales() -> list[dict[str, float]]:
     return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in rows]
 
 
-def write_json(path: Path) -> None:
+def write_vllm_scales(path: Path) -> None:
     factors = {str(rank): layers for rank, layers in enumerate(make_rank_scales())}
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
     path.write_text(json.dumps({"model_type": None, "kv_cache": cache}))
@@ -172,7 +172,7 @@ def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
 
 
 def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens of a split model, which gets no plan, and whether a message reports this.
+    """Return the tokens of a split model, which gets no plan, and check that a message says so.
 
     In one process, the same format is passed.
     """
@@ -227,7 +227,7 @@ def get_rank(model: Any, ranks: RankOptions, folder: Path) -> Any:
 
 
 def get_hash_key(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the key with which an engine identifies blocks, if each process has another key."""
+    """Return the key that identifies blocks. Each process has a different `PROCESS_KEY`."""
     serving.enable(model)
     try:
         with (

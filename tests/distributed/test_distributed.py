@@ -30,9 +30,8 @@ pytestmark = pytest.mark.text
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 600
 # On a busy machine, torch aborts about one of 50 launches while threads end. In about one of 200
-# launches, the C library reports damaged lists of free memory. The cause is unknown. Neither error
-# appeared in 56 rounds of the last cases in one launch, in 30 launches with checks of each block of
-# memory, or in 6,000 process groups alone. The log has the stacks of all threads.
+# launches, the C library reports damaged lists of free memory. The cause is unknown, and neither
+# error could be reproduced in isolation. The log has the stacks of all threads.
 ABORT_ERRORS = ("terminate called without an active exception", "malloc(): unaligned tcache chunk")
 
 
@@ -121,7 +120,7 @@ def test_scales_of_the_wrong_rank_change_the_tokens(folder, results):
     assert tokens != right_tokens
 
 
-@pytest.mark.full  # torchrun launches this test, and the fast tier forks processes of one launch
+@pytest.mark.full  # torchrun starts separate processes, which takes too long for the fast tier
 def test_the_script_in_the_docs_runs(folder, tmp_path):
     page = (ROOT / "docs/distributed.md").read_text()
     block = next(

@@ -71,7 +71,7 @@ def test_two_gpus_give_the_tokens_of_one_gpu(models, max_cache_len, scales):
 
 
 def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
-    """A fork, and a cache that was loaded to the CPU, continue like the original cache."""
+    """A fork, and a cache loaded on the CPU, continue like the original cache."""
     _, model = models
     cache = FP8PagedCache(model.config, scales=make_scales(), prefill="stored")
     inputs = make_prompts()
@@ -79,8 +79,8 @@ def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
         model(**{name: x[:, :290] for name, x in inputs.items()}, past_key_values=cache)
     copies = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]
     expected, forked_tokens, loaded_tokens = (
-        model.generate(**inputs, past_key_values=each_cache, **GREEDY).tolist()
-        for each_cache in (cache, *copies)
+        model.generate(**inputs, past_key_values=copy, **GREEDY).tolist()
+        for copy in (cache, *copies)
     )
     assert forked_tokens == expected
     assert loaded_tokens == expected

@@ -7,14 +7,18 @@ from hf_fp8kv.ops import Pages, StoredSide
 from hf_fp8kv.ops.blocks import list_blocks, locate_pages, put_pages, take_pages
 
 
-def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:
-    """Return the same pages on `device`, in blocks of `size` pages that are not in page order."""
+def split_into_blocks(
+    pages: Pages, pages_per_block: int = 3, device: torch.device | None = None
+) -> Pages:
+    """Return the same pages on `device`, in several blocks of `pages_per_block` pages.
+
+    The addresses of the blocks are not in page order.
+    """
     rows = _read_pages(pages)
     device = device or pages.table.device
-    # Bytes outside the pages decode to NaN, so a test fails if they are read.
     blocks = [
-        torch.full((len(block_rows), rows.shape[1]), 0xFF, dtype=torch.uint8, device=device)
-        for block_rows in rows.split(size)
+        torch.empty((len(block_rows), rows.shape[1]), dtype=torch.uint8, device=device)
+        for block_rows in rows.split(pages_per_block)
     ]
     if len(blocks) > 2 and blocks[-1].shape == blocks[0].shape:
         blocks[-1], blocks[0] = blocks[0], blocks[-1]
@@ -31,6 +35,7 @@ def split_into_blocks(pages: Pages, size: int = 3, device: torch.device | None =
 def separate_pages(pages: Pages) -> Pages:
     """Return the same pages in one block, with 48 bytes of 0xFF after each page."""
     rows = _read_pages(pages)
+    # These bytes decode to NaN, so a test fails if they are read.
     block = torch.full((len(rows), rows.shape[1] + 48), 0xFF, dtype=torch.uint8)[:, :-48]
     block.copy_(rows)
     return pages._replace(block=block, offsets=locate_pages([block]))

@@ -8,10 +8,10 @@ wrongly, reads the NaN codes of 8-bit floats as numbers, and computes with the b
 bfloat16. A maximum returns NaN if one operand is NaN, the FNUZ formats are missing, the result of
 comparing scalars is a number, and a loop whose bound is loaded needs numpy < 2.4.
 
-Further changes save three quarters of the time, which the interpreter spends on types instead of
-values. The language is patched once per launch instead of in every call of a device function.
-Integer overflow is not checked, because only debug mode uses the check. The type of a block is
-created once for each shape, and attributes that depend only on the type once for each type.
+Further changes save the three quarters of the time that the interpreter spends on types. The
+language is patched once per launch instead of in every call of a device function. Integer overflow
+is not checked, because only debug mode uses the check. The type of a block is created once for each
+shape, and attributes that depend only on the type once for each type.
 """
 
 import functools
@@ -67,7 +67,7 @@ def repair() -> None:
 
 
 def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """Return the bit patterns of `data`, values of type `source`, in the type `target`.
+    """Convert `data` from type `source` to type `target`, and return bit patterns.
 
     Values are rounded to nearest, ties to even, unless `rounding` is RTZ. 8-bit floats saturate, as
     in `cvt.rn.satfinite` of PTX. NaN stays NaN.

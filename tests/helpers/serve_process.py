@@ -161,32 +161,32 @@ class Endpoint:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(
-        self, path: str, body: Any = None,
-        *, raw: bytes | None = None, headers: dict[str, str] | None = None,
+        self, path: str, fields: Any = None,
+        *, body: bytes | None = None, headers: dict[str, str] | None = None,
     ) -> tuple[int, str, dict[str, str]]:  # fmt: skip
-        """Send POST with `body` as JSON or `raw`, else GET. Return the status, text and headers."""
+        """Send POST with `fields` or `body`, or GET. Return the status, text and headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         with contextlib.closing(connection):
-            content = None if body is None else json.dumps(body).encode()
-            content = content if raw is None else raw
+            if fields is not None:
+                body = json.dumps(fields).encode()
             all_headers = {"content-type": "application/json", **(headers or {})}
-            connection.request("GET" if content is None else "POST", path, content, all_headers)
+            connection.request("GET" if body is None else "POST", path, body, all_headers)
             response = connection.getresponse()
             return response.status, response.read().decode(), dict(response.getheaders())
 
-    def answer(self, path: str, **body: object) -> Any:
+    def answer(self, path: str, **fields: object) -> Any:
         """Return the parsed response to a request that must succeed, or the events of a stream."""
-        status, text, _ = self.ask(path, body)
+        status, text, _ = self.ask(path, fields)
         assert status == 200, text
-        return parse_events(text) if body.get("stream") else json.loads(text)
+        return parse_events(text) if fields.get("stream") else json.loads(text)
 
     @contextlib.contextmanager
-    def abandon_request(self, path: str, **body: object) -> Iterator[None]:
+    def abandon_request(self, path: str, **fields: object) -> Iterator[None]:
         """Send a request. When the block ends, close the connection, and read no response."""
-        content = json.dumps(body).encode()
+        body = json.dumps(fields).encode()
         header = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
-            connection.sendall(f"{header}content-length: {len(content)}\r\n\r\n".encode() + content)
+            connection.sendall(f"{header}content-length: {len(body)}\r\n\r\n".encode() + body)
             yield
 
     def metrics(self) -> dict[str, float]:

@@ -76,19 +76,23 @@ def check_messages(violations: list[str], expected: list[str]) -> None:
 
 
 def list_violations(
-    assembly: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3",
-    extras: tuple[str, ...] = (), groups: int = 4,
+    assembly: Assembly, *, target: str = "sm_90", shared_bytes: int = 38912, k: str = "fp8_e4m3",
+    extras: tuple[str, ...] = (), queries_per_head: int = 4,
 ):  # fmt: skip
     """Return the violations of a fast decode kernel with four warps and tiles of 64 tokens."""
     gpu = Target.parse(target)
-    variant = Variant("decode", k=k, v=k, extras=extras, groups=groups, is_main=True)
+    variant = Variant(
+        "decode", k=k, v=k, extras=extras, queries_per_head=queries_per_head, is_main=True
+    )
     gpu = replace(gpu, parameters={"programs": 3 if gpu.is_nvidia else 1})
     return list(
-        find_violations(gpu, variant, assembly, shared, num_warps=4, tile_tokens=64, converts=True)
+        find_violations(
+            gpu, variant, assembly, shared_bytes, num_warps=4, tile_tokens=64, converts=True
+        )
     )
 
 
-MANY_HEADS = {"extras": ("latent",), "groups": 128}
+MANY_HEADS = {"extras": ("latent",), "queries_per_head": 128}
 
 
 # sm_80 has no instruction that converts E4M3, and sm_86 has less shared memory. A warp on AMD GPUs
@@ -113,9 +117,13 @@ MANY_HEADS = {"extras": ("latent",), "groups": 128}
         ({"hgmma": 52, "loop_spills": 21}, MANY_HEADS, ["21 spills in the main loop"]),
         ({"hmma": 72, "hgmma": 8}, MANY_HEADS, ["8 products of warp groups and 72 of warps"]),
         ({}, MANY_HEADS, ["0 products of warp groups"]),
-        ({"hmma": 68}, {**MANY_HEADS, "groups": 16}, []),
+        ({"hmma": 68}, {**MANY_HEADS, "queries_per_head": 16}, []),
         ({"conversions": 0}, {"target": "sm_80"}, []),
-        ({}, {"target": "sm_86", "shared": 110_000}, ["bytes of shared memory", "programs fit"]),
+        (
+            {},
+            {"target": "sm_86", "shared_bytes": 110_000},
+            ["bytes of shared memory", "programs fit"],
+        ),
         ({"conversions": 0}, {"k": "fp8_e3m4"}, []),
         ({"spills": 1, "wide_bytes": 64}, {"target": "gfx950"}, ["1 spills"]),
         ({"wide_bytes": 64}, {"target": "gfx950"}, []),

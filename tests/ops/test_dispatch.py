@@ -1,4 +1,4 @@
-"""Tests of the way from an operation to its backend.
+"""Tests of how an operation reaches its backend.
 
 Operations use torch's dispatcher only under a dispatch mode, profiler, trace, transform or
 compiler, for tensor subclasses, or with gradients. The last two tests are of the "triton" backend:
@@ -28,10 +28,10 @@ class TensorSubclass(torch.Tensor):
     """A subclass of Tensor, like FakeTensor and DTensor."""
 
 
-def make_pages(table: torch.Tensor, num_pages: int, heads: int = 1) -> Pages:
+def make_pages(table: torch.Tensor, num_pages: int, num_heads: int = 1) -> Pages:
     """Return pages of 16 tokens, in float32."""
     side = StoredSide(None, None, "auto", 16)
-    zeros = torch.zeros((num_pages, heads, 16, 16), device=table.device)
+    zeros = torch.zeros((num_pages, num_heads, 16, 16), device=table.device)
     return pack_pages(side, zeros, side, zeros, None, table)
 
 

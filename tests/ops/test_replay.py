@@ -105,7 +105,7 @@ def forget_recordings() -> None:
         recordings.clear()
 
 
-def compare(operation: Any, args: Any, launches: Launches, call: Any = None) -> bool:
+def check_call(operation: Any, args: Any, launches: Launches, call: Any = None) -> bool:
     """Compare a call with a direct call, and return whether it was replayed."""
     launches.take([], None)
     with recording() as recorded:  # without replay
@@ -134,7 +134,7 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def move(x: Tensor, offset: int = 0) -> Tensor:
+def make_zeros_like(x: Tensor, offset: int = 0) -> Tensor:
     """Return zeros like `x`, `offset` values past an address that is a multiple of 16 values."""
     size = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
     memory = torch.zeros(size + offset + 16, dtype=x.dtype)
@@ -146,7 +146,7 @@ def move(x: Tensor, offset: int = 0) -> Tensor:
 
 def misalign(x: Tensor) -> Tensor:
     # Blocks contain 16-bit values, so they must stay aligned to 2 bytes.
-    return move(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
+    return make_zeros_like(x, 2 if x.dtype == torch.uint8 and x.ndim == 2 else 1)
 
 
 def change_each_tensor(args: Any, change: Callable[[Tensor], Tensor]) -> Iterator[Any]:
@@ -179,14 +179,14 @@ VARIABLE_INTEGERS: dict[str, list[dict[str, Any]]] = {
     "write": [{"limit": 7}, {"limit": None}],
     "fill_schedule": [{"start": 5}],
 }
-SPECS: list[dict[str, Any]] = [
+SPEC_CHANGES: list[dict[str, Any]] = [
     {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
     {"sinks": torch.zeros(QUERY_HEADS).half()}, {"mask": None, "bounds": None},
     {"mask": MASK.bool()}, {"mask": MASK[:1], "bounds": BOUNDS[:1, :2]}, {"bounds": None},
     {"bias": torch.zeros(BATCH, QUERY_HEADS, 1, 48)}, {"bounds": BOUNDS[:, :2]},
     {"bounds": BOUNDS[:, ::2]}, {"deterministic": True},
 ]  # fmt: skip
-OTHER_PAGES: list[dict[str, Any]] = [
+PAGE_FIELD_CHANGES: list[dict[str, Any]] = [
     {side: getattr(PAGES, side)._replace(format="fp8_e3m4") for side in "kv"},
     {"k": PAGES.k._replace(rotated=True)}, {"v": PAGES.v._replace(rotated=True)},
     {"k": PAGES.k._replace(center=None)}, {"v": PAGES.v._replace(static_scale=None)},
@@ -198,7 +198,7 @@ TOKEN_CHANGES: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.repeat(1, 1, 1, 2)[..., :DIM],
     lambda x: x.repeat(1, 1, 1, 2)[..., ::2],
 ]
-PAGES_CHANGES = [{"pages": PAGES._replace(**fields)} for fields in OTHER_PAGES]
+PAGES_CHANGES = [{"pages": PAGES._replace(**fields)} for fields in PAGE_FIELD_CHANGES]
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "attend": [
         *({"schedule": x} for x in (None, zeros(20, 4), zeros(5, 4))),
@@ -207,7 +207,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"query": QUERY[:1], "pages": PAGES._replace(table=PAGES.table[:1]),
          "lengths": LENGTHS[:1], "spec": AttentionSpec(0.125, True)},
         *({"query": change(QUERY)} for change in TOKEN_CHANGES),
-        *({"spec": SPEC._replace(**fields)} for fields in SPECS), *PAGES_CHANGES,
+        *({"spec": SPEC._replace(**fields)} for fields in SPEC_CHANGES), *PAGES_CHANGES,
     ],
     "write": [
         {"key": KEY, "value": KEY},
@@ -222,16 +222,16 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_after_a_recording_launches_the_same_kernels(name, launches):
     operation, args = getattr(backend, name), CALLS[name]
-    replayable = [args, *change_each_tensor(args, move)]
+    replayable = [args, *change_each_tensor(args, make_zeros_like)]
     replayable += [args._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
     others = [args._replace(**fields) for fields in CHANGES[name]]
     others += change_each_tensor(args, misalign)
     for i, changed in enumerate((*replayable, *others)):
         for first, second in ((args, changed), (changed, args)):
             forget_recordings()
-            assert not compare(operation, first, launches), i
-            assert compare(operation, second, launches) or i >= len(replayable), i
-            compare(operation, first, launches)
+            assert not check_call(operation, first, launches), i
+            assert check_call(operation, second, launches) or i >= len(replayable), i
+            check_call(operation, first, launches)
 
 
 # Contexts that change the environment of a call, and whether Triton must make its launches.
@@ -252,14 +252,14 @@ def test_a_changed_environment_is_noticed(name, launches):
     bound = vars(operation)["bind"](*args)
     for make_context, is_direct in CONTEXTS:
         with make_context():
-            compare(operation, args, launches)
-            assert compare(operation, args, launches) is not is_direct
-            assert compare(operation, args, launches, bound) is not is_direct
-    assert compare(operation, args, launches, bound)
+            check_call(operation, args, launches)
+            assert check_call(operation, args, launches) is not is_direct
+            assert check_call(operation, args, launches, bound) is not is_direct
+    assert check_call(operation, args, launches, bound)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_bound_call_takes_the_shortest_way(name, launches):
+def test_a_bound_call_describes_only_misaligned_tensors(name, launches):
     """It only describes its tensors again if one of them is not aligned."""
     operation, args = getattr(backend, name), CALLS[name]
     bind = vars(operation)["bind"]
@@ -270,12 +270,12 @@ def test_a_bound_call_takes_the_shortest_way(name, launches):
     others = args._replace(**dict.fromkeys(pages))
     with patch.object(replay, "describe_tensors", wraps=replay.describe_tensors) as describe:
         integers = [others._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
-        for changed in (*change_each_tensor(others, move), *integers):
-            assert compare(operation, changed._replace(**pages), launches, bound)
+        for changed in (*change_each_tensor(others, make_zeros_like), *integers):
+            assert check_call(operation, changed._replace(**pages), launches, bound)
         assert not describe.called
         for changed in change_each_tensor(others, misalign):
             misaligned = changed._replace(**pages)
-            assert not compare(operation, misaligned, launches, bound)
+            assert not check_call(operation, misaligned, launches, bound)
             assert bind(*misaligned) is operation
     with assuming(Target.parse("gfx942")):
         operation(*args)

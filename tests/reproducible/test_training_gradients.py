@@ -26,33 +26,36 @@ from tests.reproducible.test_training import (
 Tensor = torch.Tensor
 
 
-def compute_noise(config: Any, layer: int, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Return the rounding errors of K and V, which result from storage in the pages of a layer."""
+def compute_rounding_errors(
+    config: Any, layer: int, key: Tensor, value: Tensor, **options: Any
+) -> Any:
+    """Return the errors of K and V after a layer's pages have stored them."""
     cache = FP8PagedCache(config, prefill="stored", page_size=PAGE_SIZE, **options)
     handles = cache.update(key.detach(), value.detach(), layer)
     return [x.dense().to(key) - y.detach() for x, y in zip(handles, (key, value), strict=True)]
 
 
 @pytest.fixture
-def add_noise() -> Iterator[Callable[..., None]]:
-    """Return a function that makes a model add rounding noise to K and V in eager attention.
+def add_errors() -> Iterator[Callable[..., None]]:
+    """Return a function that makes a model add rounding errors to K and V in eager attention.
 
-    The noise is a constant, so gradients of autograd pass it unchanged, even if K and V saturate.
+    The errors are constants, so gradients of autograd pass them unchanged, even if K and V
+    saturate.
     """
 
     def switch_attention(model: Any, **options: Any) -> None:
         def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            noise = compute_noise(model.config, module.layer_idx, key, value, **options)
+            errors = compute_rounding_errors(model.config, module.layer_idx, key, value, **options)
             eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-            return eager(module, query, key + noise[0], value + noise[1], *args, **kwargs)
+            return eager(module, query, key + errors[0], value + errors[1], *args, **kwargs)
 
-        AttentionInterface.register("noisy", attend)
-        AttentionMaskInterface.register("noisy", eager_mask)
-        model.set_attn_implementation("noisy")
+        AttentionInterface.register("erroneous", attend)
+        AttentionMaskInterface.register("erroneous", eager_mask)
+        model.set_attn_implementation("erroneous")
 
     yield switch_attention
     for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop("noisy", None)
+        interface._global_mapping.pop("erroneous", None)
 
 
 # Each kind of attention with one storage plan.
@@ -64,12 +67,12 @@ def add_noise() -> Iterator[Callable[..., None]]:
         ("mha", {"dtype": "fp8_e2m5"}), ("sliding_and_full", {"dtype": "fp8_e5m2"}),
     ],
 )  # fmt: skip
-def test_gradients_of_a_model_match_constant_noise(
-    name: str, options: dict[str, Any], add_noise: Callable[..., None]
+def test_gradients_of_a_model_match_constant_errors(
+    name: str, options: dict[str, Any], add_errors: Callable[..., None]
 ) -> None:
     grads = []
     enable_rounding = functools.partial(enable, training="stored")
-    for switch in (add_noise, enable_rounding):
+    for switch in (add_errors, enable_rounding):
         model, _ = build_variant(name, attn_implementation="eager")
         switch(model, **options)
         model.train()
@@ -79,13 +82,13 @@ def test_gradients_of_a_model_match_constant_noise(
     for expected, actual in zip(*grads, strict=True):
         assert (expected is None) is (actual is None)
         if actual is not None:
-            size = expected.abs().max().item()
-            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * size)
-            assert size > 0
+            largest = expected.abs().max().item()
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * largest)
+            assert largest > 0
 
 
-def test_gradients_of_a_position_bias_match_constant_noise() -> None:
-    """The gradients of the bias and the states match SDPA with constant rounding noise."""
+def test_gradients_of_a_position_bias_match_constant_errors() -> None:
+    """The gradients of the bias and the states match SDPA with constant rounding errors."""
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     scales = make_scales(has_center=True)
     enable(model, training="stored", page_size=PAGE_SIZE, scales=scales)
@@ -98,10 +101,10 @@ def test_gradients_of_a_position_bias_match_constant_noise() -> None:
     ]
     query, key, value, bias = leaves
     actual, _ = fp8_paged_attention(module, query, key, value, None, position_bias=bias)
-    noise = compute_noise(model.config, 0, key, value, scales=scales)
+    errors = compute_rounding_errors(model.config, 0, key, value, scales=scales)
     future = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).triu(1)
     expected = scaled_dot_product_attention(
-        query, key + noise[0], value + noise[1], bias.masked_fill(future, -torch.inf),
+        query, key + errors[0], value + errors[1], bias.masked_fill(future, -torch.inf),
         enable_gqa=True,
     ).transpose(1, 2)  # fmt: skip
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

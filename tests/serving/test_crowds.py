@@ -44,7 +44,7 @@ class SeededSampling(LogitsProcessor):
 
 
 def make_prompts() -> list[str]:
-    """Return prompts of 2 to 130 characters. Most share their beginning with a different prompt."""
+    """Return prompts of 2 to 130 characters. Most begin like another prompt."""
     # This is the first seed for which all margins between tokens are wide (`require_wide_margins`).
     generator = random.Random(0)
 
@@ -56,10 +56,15 @@ def make_prompts() -> list[str]:
 
 
 PROMPTS = make_prompts()
-# For each kind of request, a function that returns the fields of the request with an index.
+# For each kind of request, a function from a request's index to its fields.
 KIND_FIELDS = {
-    "seeds": lambda n: {"temperature": TEMPERATURE, "seed": n // 2, "top_k": -1, "top_p": 1},
-    "structured": lambda n: {"structured_outputs": STRUCTURES[n % 3]},
+    "seeds": lambda index: {
+        "temperature": TEMPERATURE,
+        "seed": index // 2,
+        "top_k": -1,
+        "top_p": 1,
+    },
+    "structured": lambda index: {"structured_outputs": STRUCTURES[index % 3]},
 }
 
 

@@ -71,9 +71,9 @@ def server(folder, tmp_path_factory):
 
 def get_choices(server: Endpoint, path: str = COMPLETIONS, **fields: object) -> list[dict]:
     """Return the text, calls, parts of log-probabilities and finish reason of each choice."""
-    answer = server.answer(path, **fields)
+    response = server.answer(path, **fields)
     choices: dict[int, dict] = defaultdict(lambda: {"text": "", "calls": [], "logprobs": []})
-    for event in answer if fields.get("stream") else [answer]:
+    for event in response if fields.get("stream") else [response]:
         for part in event["choices"]:
             choice = choices[part["index"]]
             message = part.get("delta") or part.get("message") or {}
@@ -236,15 +236,15 @@ def test_the_bytes_of_tokens_are_the_text(byte_server):
     fields = {"messages": MESSAGES, "max_tokens": 60, "logprobs": True, "top_logprobs": 3}
     requests: list[dict] = [{"temperature": 1.9, "seed": seed} for seed in range(2)]
     if decoder in ("ByteLevel", "ByteFallback"):
-        choice = "Rome \U0001f30d\U0001f534 \u00e9 \U0001f9d1\u200d\U0001f680"
-        requests = [{"structured_outputs": {"choice": [choice]}}]
+        allowed_text = "Rome \U0001f30d\U0001f534 \u00e9 \U0001f9d1\u200d\U0001f680"
+        requests = [{"structured_outputs": {"choice": [allowed_text]}}]
     for request in requests:
         for stream in (False, True):
-            (answer,) = get_choices(server, CHAT, **fields, **request, stream=stream)
-            token_logprobs = [*chain.from_iterable(part["content"] for part in answer["logprobs"])]
+            (choice,) = get_choices(server, CHAT, **fields, **request, stream=stream)
+            token_logprobs = [*chain.from_iterable(part["content"] for part in choice["logprobs"])]
             data = b"".join(bytes(token_logprob["bytes"]) for token_logprob in token_logprobs)
-            assert data.decode() == answer["text"]
-            assert "structured_outputs" not in request or answer["text"] == choice
+            assert data.decode() == choice["text"]
+            assert "structured_outputs" not in request or choice["text"] == allowed_text
             for token_logprob in token_logprobs:
                 for token in (token_logprob, *token_logprob["top_logprobs"]):
                     data = bytes(token["bytes"])
@@ -569,14 +569,14 @@ def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
     assert read_parts("") == []
 
 
-NAMED_CALL = {"type": "function", "function": {"name": "missing"}}
+MISSING_TOOL_CHOICE = {"type": "function", "function": {"name": "missing"}}
 DEEP_SCHEMA = json.loads('{"properties": {"a": ' * 350 + "{}" + "}}" * 350)
 
 
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("tool_choice", {"tool_choice": NAMED_CALL}),
+        ("tool_choice", {"tool_choice": MISSING_TOOL_CHOICE}),
         ("tool_choice", {"tool_choice": "sometimes"}),
         ("parallel_tool_calls", {"parallel_tool_calls": False}),
         (
@@ -633,7 +633,7 @@ def make_byte_decoder(**options: object) -> AnswerDecoder:
 
 
 def test_undecodable_bytes_do_not_end_an_answer():
-    """The stream of tokenizers fails for some of these tokens."""
+    """`DecodeStream` of the tokenizers package raises an error for some of these tokens."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
         byte_tokens = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()

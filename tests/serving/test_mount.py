@@ -129,7 +129,7 @@ def test_cors_allows_other_origins_only_if_enabled(build_application, enable_cor
         assert ("access-control-allow-origin" in response.headers) is enable_cors
 
 
-def test_an_impossible_engine_fails_the_startup(build_application):
+def test_an_engine_without_enough_memory_fails_the_startup(build_application):
     application = build_application(batching=ContinuousBatchingConfig(max_memory_percent=1e-9))
     receive, send = AsyncMock(return_value={"type": "lifespan.startup"}), AsyncMock()
     with pytest.raises(ConfigError, match="cannot start the engine"):
@@ -143,7 +143,7 @@ def test_an_impossible_engine_fails_the_startup(build_application):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_in_decoding_text_only_fails_its_answer(build_application, monkeypatch, stream):
+def test_a_failure_to_decode_text_fails_only_its_answer(build_application, monkeypatch, stream):
     with TestClient(build_application()) as client:
         monkeypatch.setattr(AnswerDecoder, "finish", lambda _: 1 / 0)
         response = client.post(CHAT, json={**REQUEST, "stop": "\n", "stream": stream})
@@ -156,7 +156,7 @@ def test_a_failure_in_decoding_text_only_fails_its_answer(build_application, mon
     ("path", "field", "value", "expected"),
     [
         (COMPLETIONS, "prompt_logprobs", 0, "Use echo and logprobs"),
-        (RESPONSES, "n", 2, "expected 1"),  # has a meaning on a different path
+        (RESPONSES, "n", 2, "expected 1"),  # has a meaning on another path
         (COMPLETIONS, "tools", [], "not a field of this path"),
         (CHAT, "use_beam_search", True, "expected false"),
         (CHAT, "generation_config", '{"bogus": 1}', "not a field"),

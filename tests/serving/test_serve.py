@@ -93,8 +93,8 @@ def make_chat(content: object = "hello", role: str = "user", **fields: object) -
     return {"messages": [{"role": role, "content": content}], "max_tokens": 4, **fields}
 
 
-def get_status(server, path: str, body: object = None, **options: object) -> int:
-    status, _, _ = server.ask(path, body, **options)
+def get_status(server, path: str, fields: object = None, **options: object) -> int:
+    status, _, _ = server.ask(path, fields, **options)
     return status
 
 
@@ -103,9 +103,9 @@ def read_json(server, path: str) -> dict:
     return json.loads(text)
 
 
-def ask_for_error(server, path: str, body: object = None, **options: object) -> tuple[int, dict]:
+def ask_for_error(server, path: str, fields: object = None, **options: object) -> tuple[int, dict]:
     """Return the status and the error of a request that fails."""
-    status, text, _ = server.ask(path, body, **options)
+    status, text, _ = server.ask(path, fields, **options)
     return status, json.loads(text)["error"]
 
 
@@ -320,17 +320,17 @@ INVALID_REQUESTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "field", "status", "payload"), INVALID_REQUESTS)
-def test_an_error_names_the_rejected_field(server, path, field, status, payload):
+@pytest.mark.parametrize(("path", "field", "status", "change"), INVALID_REQUESTS)
+def test_an_error_names_the_rejected_field(server, path, field, status, change):
     valid = {CHAT: make_chat(), COMPLETIONS: {"prompt": "x"}, RESPONSES: {"input": "x"}}
-    raw = payload if isinstance(payload, bytes) else json.dumps(valid[path] | payload).encode()
-    actual_status, error = ask_for_error(server, path, raw=raw)
+    body = change if isinstance(change, bytes) else json.dumps(valid[path] | change).encode()
+    actual_status, error = ask_for_error(server, path, body=body)
     assert (actual_status, error["param"]) == (status, field), error
     assert error["message"]
 
 
 @pytest.mark.parametrize(
-    "payload",
+    "fields",
     [
         {
             "tools": [TOOL], "tool_choice": "none", "cache_salt": "x" * 512, "suffix": "", "n": 1,
@@ -346,10 +346,9 @@ def test_an_error_names_the_rejected_field(server, path, field, status, payload)
         },
     ],
 )  # fmt: skip
-def test_fields_without_effect_are_accepted(server, payload):
-    answer, expected = (
-        server.answer(CHAT, **make_chat(max_tokens=8, **fields)) for fields in (payload, {})
-    )
+def test_fields_without_effect_are_accepted(server, fields):
+    answer = server.answer(CHAT, **make_chat(max_tokens=8, **fields))
+    expected = server.answer(CHAT, **make_chat(max_tokens=8))
     assert answer["choices"] == expected["choices"]
 
 
@@ -396,7 +395,7 @@ def test_a_generation_config_with_default_values_is_accepted(server):
 
 def test_a_client_with_a_too_large_body_can_read_the_error(server):
     # The body exceeds the buffers of a connection.
-    status, error = ask_for_error(server, CHAT, raw=b" " * 16_000_000)
+    status, error = ask_for_error(server, CHAT, body=b" " * 16_000_000)
     assert (status, error["code"]) == (413, "too_large")
 
 
@@ -554,8 +553,8 @@ def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, 
     ],
 )  # fmt: skip
 def test_a_rebound_host_name_is_rejected(server, host, status):
-    for path, payload in ((CHAT, make_chat(max_tokens=1)), ("/health", None)):
-        actual_status, text, _ = server.ask(path, payload, headers={"host": host})
+    for path, fields in ((CHAT, make_chat(max_tokens=1)), ("/health", None)):
+        actual_status, text, _ = server.ask(path, fields, headers={"host": host})
         assert actual_status == status, text
         assert status == 200 or json.loads(text)["error"]["code"] == "wrong_host"
 
@@ -566,8 +565,8 @@ def test_no_answer_contains_the_path_of_the_model(server, folder):
     requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1))]
     requests += [(COMPLETIONS, {"prompt": "x", "max_tokens": 2})]
     requests += [(RESPONSES, {"input": "x", "max_output_tokens": 2})]
-    for path, payload in requests:
-        status, text, headers = server.ask(path, payload)
+    for path, fields in requests:
+        status, text, headers = server.ask(path, fields)
         assert status in (200, 400, 404)
         assert folder not in text + str(headers), path
 
@@ -595,9 +594,9 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after" in answer
         assert get_status(server, CHAT, make_chat()) == 200
-        status, error = ask_for_error(server, CHAT, raw=b" " * 127_000)
+        status, error = ask_for_error(server, CHAT, body=b" " * 127_000)
         assert (status, error["code"]) == (429, "too_many_bytes")
-    while get_status(server, CHAT, raw=b" " * 127_000) == 429:
+    while get_status(server, CHAT, body=b" " * 127_000) == 429:
         time.sleep(0.02)  # the server still counts bodies of closed connections
 
 
@@ -627,7 +626,7 @@ def test_unsupported_paths_return_404(server, path):
 
 def test_content_types_except_json_are_rejected(server):
     form = {"content-type": "application/x-www-form-urlencoded"}
-    assert get_status(server, CHAT, raw=b"a=b", headers=form) == 415
+    assert get_status(server, CHAT, body=b"a=b", headers=form) == 415
 
 
 def test_requests_with_the_same_id_get_their_own_answers(server):
@@ -643,15 +642,17 @@ def test_requests_with_the_same_id_get_their_own_answers(server):
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_disconnected_client_are_freed(server, slow_steps, stream):
-    num_canceled = 'requests_total{status="499"}'
-    num_tokens = f'inter_token_latency_seconds_count{{model_name="{Path(server.model).name}"}}'
+    canceled_metric = 'requests_total{status="499"}'
+    token_metric = f'inter_token_latency_seconds_count{{model_name="{Path(server.model).name}"}}'
     old_metrics = server.wait_until(requests_active=0)
     with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
-    expected = {num_canceled: old_metrics.get(num_canceled, 0) + 1, "requests_active": 0}
+    expected = {canceled_metric: old_metrics.get(canceled_metric, 0) + 1, "requests_active": 0}
     metrics = server.wait_until(**expected)
     assert metrics["requests_waiting"] == 0
-    assert metrics[num_tokens] - old_metrics.get(num_tokens, 0) < 200, "all tokens were computed"
+    assert metrics[token_metric] - old_metrics.get(token_metric, 0) < 200, (
+        "all tokens were computed"
+    )
     # All pages are free for a second request.
     prompt = "x" * (CONTEXT_LENGTH - 9)
     answer = server.answer(COMPLETIONS, prompt=prompt, max_tokens=9)
@@ -675,8 +676,8 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
     options = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
     with hosting(folder, "--host", "0.0.0.0", *options, environment=environment) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
-            for path, payload in ((CHAT, make_chat()), ("/metrics", None), ("/v1/models", None)):
-                status, error = ask_for_error(server, path, payload, headers=headers)
+            for path, fields in ((CHAT, make_chat()), ("/metrics", None), ("/v1/models", None)):
+                status, error = ask_for_error(server, path, fields, headers=headers)
                 assert (status, error["code"]) == (401, "invalid_api_key")
         assert get_status(server, "/health") == get_status(server, "/") == 200
         auth = {"authorization": "Bearer sesame"}
@@ -865,11 +866,14 @@ def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
     assert len(list(store.glob("*.safetensors"))) == len(STORY) // PAGE_SIZE
 
 
-def test_the_page_uses_no_foreign_hosts_and_the_model_lists_how_many_tokens_fit(server):
+def test_the_web_page_loads_nothing_from_other_hosts(server):
     status, text, headers = server.ask("/")
     assert (status, headers["content-type"]) == (200, "text/html;charset=utf-8")
     assert "connect-src 'self'" in headers["content-security-policy"]
     assert not re.findall(r"(?:https?:)?//[a-z]", text)
+
+
+def test_a_model_lists_how_many_tokens_fit(server):
     pages = read_json(server, f"/v1/models/{Path(server.model).name}")["kv_cache"]
     # A token has K and V of 2 layers with 2 heads of 16 values: 256 bytes in bf16, 144 in pages.
     assert pages["tokens"] / pages["bf16_tokens"] == pytest.approx(256 / 144, rel=0.01)

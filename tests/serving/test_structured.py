@@ -299,7 +299,9 @@ INVALID_GRAMMARS = {
 @pytest.mark.parametrize(("payload", "field"), INVALID_GRAMMARS.values(), ids=INVALID_GRAMMARS)
 def test_an_invalid_grammar_is_rejected_with_its_field(server, payload, field):
     fields = CHAT_FIELDS | payload
-    status, text, _ = server.ask(CHAT, raw=json.dumps(fields).replace("Infinity", "1e999").encode())
+    status, text, _ = server.ask(
+        CHAT, body=json.dumps(fields).replace("Infinity", "1e999").encode()
+    )
     error = json.loads(text)["error"]
     assert (status, error["param"]) == (400, field), text
     assert error["message"].startswith(f"{field}: ")

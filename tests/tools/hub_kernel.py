@@ -4,7 +4,8 @@
 
 The kernel consists of `hf_fp8kv/ops/triton` and the modules that it imports, which need only torch
 and Triton. The written repository is never committed. It has the source for kernel-builder in
-`torch-ext/`, and the builder's result for `kernels.get_local_kernel` in `build/`.
+`torch-ext/`, and in `build/` the files that kernel-builder would produce, for
+`kernels.get_local_kernel`.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def is_emptied(file: Path) -> bool:
 
 
 def write_kernel(folder: Path) -> None:
-    """Delete the contents of a folder, and write the kernel's repository to the folder."""
+    """Replace the contents of a folder by the kernel's repository."""
     shutil.rmtree(folder, ignore_errors=True)
     source_folder = folder / "torch-ext" / MODULE_NAME
     for path in find_sources():

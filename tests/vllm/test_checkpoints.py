@@ -26,20 +26,22 @@ class TestLoader:
     def test_vllm_reads_scales_per_tensor(self, load_model, serve, tmp_path, format):
         # vLLM's loader rounds the scales of all other formats to the model's dtype.
         is_rounded = format != "compressed-tensors"
-        scales, copy = make_scales("tensor"), str(tmp_path / "copy")
+        scales = make_scales("tensor")
+        checkpoint_copy = tmp_path / "copy"
         _, folder = load_model("llama")
-        scales.save_pretrained(copy, format=format, checkpoint=folder)
-        for index, loaded in enumerate(get_loaded_scales(serve(copy, "fp8", dtype="bfloat16"))):
-            for actual, scale in zip(loaded, scales.layers[index].static, strict=True):
-                assert actual.item() == (scale.bfloat16() if is_rounded else scale).item()
+        scales.save_pretrained(checkpoint_copy, format=format, checkpoint=folder)
+        llm = serve(str(checkpoint_copy), "fp8", dtype="bfloat16")
+        for index, loaded_scales in enumerate(get_loaded_scales(llm)):
+            for actual, expected in zip(loaded_scales, scales.layers[index].static, strict=True):
+                assert actual.item() == (expected.bfloat16() if is_rounded else expected).item()
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_vllm_ignores_scales_in_unsupported_formats(self, load_model, serve, tmp_path, format):
         """With scales among the weights but no quantization config, vLLM would fail."""
         _, folder = load_model("llama")
-        copy = str(tmp_path / "copy")
-        make_scales("tensor").save_pretrained(copy, format=format, checkpoint=folder)
-        assert all(k == v == 1 for k, v in get_loaded_scales(serve(copy, "fp8")))
+        checkpoint_copy = tmp_path / "copy"
+        make_scales("tensor").save_pretrained(checkpoint_copy, format=format, checkpoint=folder)
+        assert all(k == v == 1 for k, v in get_loaded_scales(serve(str(checkpoint_copy), "fp8")))
 
     @pytest.mark.parametrize(
         ("granularity", "location"),
@@ -50,18 +52,20 @@ class TestLoader:
     ):
         model, folder = load_model("llama")
         scales = make_scales(granularity)
-        copy = tmp_path / "copy"
+        checkpoint_copy = tmp_path / "copy"
         options = {"checkpoint": folder}
         if location == "shards":
             options["checkpoint"] = tmp_path / "shards"
             model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
             assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
         elif location == "an existing folder":
-            copy, options = shutil.copytree(folder, copy), {"overwrite": True}
-        scales.save_pretrained(copy, format="compressed-tensors", **options)
-        for index, loaded in enumerate(get_loaded_scales(serve(str(copy), "fp8"))):
-            for actual, scale in zip(loaded, scales.layers[index].static, strict=True):
-                assert torch.equal(actual.flatten(), scale.flatten())
+            shutil.copytree(folder, checkpoint_copy)
+            options = {"overwrite": True}
+        scales.save_pretrained(checkpoint_copy, format="compressed-tensors", **options)
+        llm = serve(str(checkpoint_copy), "fp8")
+        for index, loaded_scales in enumerate(get_loaded_scales(llm)):
+            for actual, expected in zip(loaded_scales, scales.layers[index].static, strict=True):
+                assert torch.equal(actual.flatten(), expected.flatten())
                 assert granularity == "tensor" or actual.shape == (NUM_HEADS,)
 
 
@@ -71,7 +75,9 @@ def test_static_dtypes_use_the_scales_of_the_served_checkpoint(
 ):
     model, folder = load_model("llama")
     scales = make_scales(granularity)
-    copy = tmp_path / "copy"
-    scales.save_pretrained(copy, format="compressed-tensors", checkpoint=folder)
-    tokens, _ = generate(serve(str(copy), "hf_fp8kv_static"), prompts)
-    assert tokens == generate_expected(model, prompts, scales=KVScales.from_pretrained(copy))
+    checkpoint_copy = tmp_path / "copy"
+    scales.save_pretrained(checkpoint_copy, format="compressed-tensors", checkpoint=folder)
+    tokens, _ = generate(serve(str(checkpoint_copy), "hf_fp8kv_static"), prompts)
+    assert tokens == generate_expected(
+        model, prompts, scales=KVScales.from_pretrained(checkpoint_copy)
+    )

@@ -17,8 +17,8 @@ from tests.helpers.margins import compute_greedy_deficit
 
 from .conftest import generate_expected, make_file_tier, make_scales
 
-# Maximum difference between the largest logit and a chosen token's logit, due to 8-bit pages. For
-# answers to a different prompt it exceeds 5.
+# Maximum difference between the largest logit and a chosen token's logit, due to 8-bit pages. The
+# answer to another prompt has a difference above 5.
 MAX_DEFICIT = 1.0
 SCRIPT = """
 import json, sys
@@ -54,7 +54,7 @@ def test_ranks_give_the_tokens_of_one_process(
 ):
     """With two ranks, each has one of the two heads. The heads differ in scales and centers.
 
-    Blocks are offloaded to one folder, and two ranks cannot read the blocks of one process.
+    Both runs offload blocks to the same folder. Two ranks must not read the blocks of one process.
     """
     pytest.importorskip("vllm")
     if num_ranks > (os.cpu_count() or 1):

@@ -33,7 +33,7 @@ def make_scales(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.d
 
 
 def make_shared_scales(prefix: str, suffix: str, shape: tuple[int, ...]) -> Tensors:
-    """Return a scale that K and V of a layer share, the larger of their scales, for each layer."""
+    """Return one scale per layer for both K and V: the larger of their two scales."""
     scales = [max(k, v) for k, v in zip(K_SCALES, V_SCALES, strict=True)]
     return {f"{prefix}.{i}.{suffix}": torch.full(shape, scale) for i, scale in enumerate(scales)}
 
@@ -56,7 +56,9 @@ def write_folder(name: str, config: dict[str, object], *shards: Tensors) -> None
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def write_json(name: str, model_type: str | None, scales: dict[str, tuple[float, ...]]) -> None:
+def write_json_folder(
+    name: str, model_type: str | None, scales: dict[str, tuple[float, ...]]
+) -> None:
     """Write a folder with a kv_cache_scales.json. `scales` has the scales of layers by rank."""
     folder = FOLDER / name
     folder.mkdir(exist_ok=True)
@@ -73,9 +75,9 @@ def main() -> None:
     output_names = ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale")
     compressed = {"quant_method": "compressed-tensors", "config_groups": {}}
 
-    write_json("vllm", "llama", {"0": K_SCALES})
-    write_json("vllm-rank0", "llama", {"rank0": V_SCALES})
-    write_json("vllm-two-ranks", None, {"0": K_SCALES, "1": V_SCALES})
+    write_json_folder("vllm", "llama", {"0": K_SCALES})
+    write_json_folder("vllm-rank0", "llama", {"rank0": V_SCALES})
+    write_json_folder("vllm-two-ranks", None, {"0": K_SCALES, "1": V_SCALES})
     write_folder("tgi", {}, make_scales(*scale_names, (), f32))
     shared_scales = make_shared_scales("model.layers", "self_attn.kv_scale", ())
     write_folder("tgi-kv", {"kv_cache_torch_dtype": "float8_e4m3fn"}, shared_scales)

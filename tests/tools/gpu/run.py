@@ -22,18 +22,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-# Time limit of each part in seconds. With END_SECONDS for each part and IMPORT_SECONDS for torch's
-# import, the sum is at most TOTAL_SECONDS.
+# Time limit of each part in seconds. With SHUTDOWN_SECONDS for each part and IMPORT_SECONDS for
+# torch's import, the sum is at most TOTAL_SECONDS.
 LIMITS = {
     "smoke": 25, "memcheck": 60, "racecheck": 55, "kernels": 70, "benchmark": 225, "table": 14,
     "gpu": 44,
 }  # fmt: skip
-END_SECONDS, IMPORT_SECONDS, TOTAL_SECONDS = 5, 12, 540
+SHUTDOWN_SECONDS, IMPORT_SECONDS, TOTAL_SECONDS = 5, 12, 540
 SANITIZER = "compute-sanitizer"
 GRACE_SECONDS = 15  # time that the benchmark may run past the limit that it gets
 DRY_SECONDS = 1800  # limit of each part in a dry run
-# Exit codes of a part that exceeds its limit (as of the command `timeout`), and of pytest if it
-# selects no test.
+# Exit code of a part that exceeds its limit (the code that the command `timeout` uses), and exit
+# code of pytest if it selects no test.
 TIMEOUT_CODE, NO_TESTS_CODE = 124, 5
 INTERPRETED_BENCHMARK_SCRIPT = """
 from tests.helpers.interpreter import repair
@@ -120,7 +120,7 @@ def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] 
             # After an interrupt, pytest still prints the failures up to then.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS - 1)
+                process.wait(SHUTDOWN_SECONDS - 1)
             file.write(f"\nended after {limit:.0f} seconds\n")
         finally:
             # Child processes must also end, because a kernel that hangs would block the GPU.

@@ -24,8 +24,10 @@ def test_without_a_gpu_nothing_is_run(monkeypatch, capsys):
 
 
 def test_all_parts_fit_into_nine_minutes():
-    end_seconds = len(run.LIMITS) * run.END_SECONDS
-    assert sum(run.LIMITS.values()) + end_seconds + run.IMPORT_SECONDS <= run.TOTAL_SECONDS == 540
+    shutdown_seconds = len(run.LIMITS) * run.SHUTDOWN_SECONDS
+    assert (
+        sum(run.LIMITS.values()) + shutdown_seconds + run.IMPORT_SECONDS <= run.TOTAL_SECONDS == 540
+    )
     benchmark_seconds = run.LIMITS["benchmark"] - run.GRACE_SECONDS
     assert sum(FULL.time_weights.values()) + COMPILE_SECONDS == benchmark_seconds
 

@@ -127,8 +127,9 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     * in_flight: Bytes of keys and values that these programs load while they compute.
     """
     assembly = read_assembly(compiled.asm)
-    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    programs = target.count_programs(assembly.registers, warps, shared)
+    num_warps = compiled.metadata.num_warps
+    shared_bytes = compiled.metadata.shared
+    num_programs = target.count_programs(assembly.registers, num_warps, shared_bytes)
     # The constants of `_combine` have no launch parameters.
     call = constants.get("CALL") if kernel != "_combine" else None
     tile = call.config.tile if call else constants.get("TILE", 0)
@@ -136,18 +137,18 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     reads_codes = reads_pages or kernel == "_widen_codes"
     codec = call.k_codec if call else constants.get("K_CODEC")
     violations = find_violations(
-        target, variant, assembly, shared, warps, tile if reads_pages else 0,
+        target, variant, assembly, shared_bytes, num_warps, tile if reads_pages else 0,
         converts=reads_codes and getattr(codec, "method", None) != AS_IS.value,
     )  # fmt: skip
     tile = tile if assembly.loop_size else 0
     bytes_per_tile = variant.bytes_per_token * tile
-    per_tile = assembly.loop_size * warps if tile else 0
+    per_tile = assembly.loop_size * num_warps if tile else 0
     return {
-        "target": target.name, "variant": variant.name, "kernel": kernel.strip("_"), "warps": warps,
-        **asdict(assembly), "shared": shared, "programs": programs,
+        "target": target.name, "variant": variant.name, "kernel": kernel.strip("_"),
+        "warps": num_warps, **asdict(assembly), "shared": shared_bytes, "programs": num_programs,
         "rows": call.config.rows if call else constants.get("ROWS", 0),
         "tile": tile, "per_kib": round(per_tile * 1024 / bytes_per_tile, 1) if tile else 0.0,
-        "per_tile": per_tile, "cycles": round(assembly.cycles * warps),
-        "in_flight": round(assembly.rounds_ahead * bytes_per_tile) * programs,
+        "per_tile": per_tile, "cycles": round(assembly.cycles * num_warps),
+        "in_flight": round(assembly.rounds_ahead * bytes_per_tile) * num_programs,
         "violations": list(violations),
     }  # fmt: skip

@@ -26,8 +26,8 @@ MAX_ROTATED_LATENT_SPILLS = 150
 def _has_many_latent_rows(target: Target, variant: Variant) -> bool:
     if "latent" not in variant.extras or {"complete", "bias"} & {*variant.extras}:
         return False
-    rows = variant.groups * variant.tokens
-    return get_family(target).has_warp_groups and rows > FEW_LATENT_ROWS
+    num_rows = variant.queries_per_head * variant.num_tokens
+    return get_family(target).has_warp_groups and num_rows > FEW_LATENT_ROWS
 
 
 def _get_max_spills(target: Target, variant: Variant, assembly: Assembly) -> tuple[int, int]:
@@ -95,7 +95,7 @@ def find_violations(
     if assembly.byte_loads and not has_narrow_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
     num_programs = target.count_programs(assembly.registers, num_warps, shared_bytes)
-    expected_programs = estimate_programs(target, variant.groups * variant.tokens)
+    expected_programs = estimate_programs(target, variant.queries_per_head * variant.num_tokens)
     # Only NVIDIA's assembly unpacks four codes at once.
     is_slow = not target.is_nvidia and any(
         FORMATS[name].bits < 8 for name in (variant.k, variant.v) if name in FORMATS

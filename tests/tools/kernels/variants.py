@@ -1,6 +1,6 @@
 """List the calls for which kernels are compiled: every format, and selected shapes and features.
 
-A variant makes the call of a cache, on small tensors on the CPU (see check.py).
+`call_variant` makes the call that a cache would make, with small tensors on the CPU.
 """
 
 import importlib
@@ -25,8 +25,8 @@ class Variant:
         k, v: Storage formats of K and V.
         static: Whether the scales are static.
         dims: Head sizes of K and V.
-        groups: Number of query heads per KV head.
-        tokens: Number of new tokens per sequence.
+        queries_per_head: Number of query heads per KV head.
+        num_tokens: Number of new tokens per sequence.
         page_size: Number of slots (tokens) per page.
         dtype: Dtype of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center" or "rotated".
@@ -41,8 +41,8 @@ class Variant:
     v: str = "fp8_e4m3"
     static: bool = False
     dims: tuple[int, int] = (128, 128)
-    groups: int = 4
-    tokens: int = 1
+    queries_per_head: int = 4
+    num_tokens: int = 1
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
     extras: tuple[str, ...] = ()
@@ -54,8 +54,8 @@ class Variant:
         parts = [
             self.operation, *([self.k] if self.k == self.v else [f"{self.k} and", self.v]),
             "static" if self.static else "", "D" + "/".join(map(str, dict.fromkeys(self.dims))),
-            "" if self.groups == 4 else f"groups {self.groups}",
-            "" if self.tokens == 1 else f"T{self.tokens}",
+            "" if self.queries_per_head == 4 else f"groups {self.queries_per_head}",
+            "" if self.num_tokens == 1 else f"T{self.num_tokens}",
             "" if self.page_size == 64 else f"page {self.page_size}",
             "" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch."),
             *self.extras,
@@ -88,26 +88,28 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     full_mask = {"extras": ("complete",)}
     main_calls = [
         *formats, *({**fmt, **static} for fmt in formats if FORMATS[fmt["k"]].bits == 8), auto,
-        {"dims": (64, 64)}, {"page_size": 128}, {"groups": 8}, {"groups": 1},
+        {"dims": (64, 64)}, {"page_size": 128}, {"queries_per_head": 8}, {"queries_per_head": 1},
         {"extras": ("window",)},
         rotation, {**rotation, **int8, **static},
     ]  # fmt: skip
     # Models with latents have 16 to 128 heads, and a RoPE part in 16 bits.
-    mla = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
+    mla = {"dims": (512, 64), "queries_per_head": 16, "v": AUTO, "extras": ("latent",)}
     mla_calls = [
         mla, {**mla, "k": "fp8_e3m4"}, {**mla, "k": AUTO},
-        {**mla, "k": "int8", "static": True}, {**mla, "groups": 128},
+        {**mla, "k": "int8", "static": True}, {**mla, "queries_per_head": 128},
         {**mla, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
-        {**mla, "groups": 128, "k": "fp8_e3m4"},
+        {**mla, "queries_per_head": 128, "k": "fp8_e3m4"},
     ]  # fmt: skip
     other_calls = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page_size": 16}, all_features,
         {"extras": ("mask",)}, {"extras": ("bias",)}, {"dtype": torch.float32},
-        {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8}, {"tokens": 5},
-        *({"groups": groups, "tokens": 4, **full_mask} for groups in (4, 8)),
-        {**rotation, "dims": (256, 256)}, {**rotation, "groups": 8, "tokens": 8}, *mla_calls,
-        {**mla, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
-        {**mla, "extras": ("latent", "complete"), "tokens": 2},
+        {"dims": (192, 128)}, *({"queries_per_head": 8, "num_tokens": n} for n in (4, 8)),
+        {"num_tokens": 5},
+        *({"queries_per_head": n, "num_tokens": 4, **full_mask} for n in (4, 8)),
+        {**rotation, "dims": (256, 256)}, {**rotation, "queries_per_head": 8, "num_tokens": 8},
+        *mla_calls,
+        {**mla, "v": "fp8_e4m3", "num_tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
+        {**mla, "extras": ("latent", "complete"), "num_tokens": 2},
         {**mla, "extras": ("latent", "bias", "softcap")},
         {**mla, "dims": (256, 64), "page_size": 16},
     ]  # fmt: skip
@@ -124,12 +126,12 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     variants = [
         *(Variant("decode", **call, is_main=True) for call in main_calls),
         *(Variant("decode", **call) for call in other_calls),
-        *(Variant("extend", **call, tokens=1024) for call in (*extend_calls, *mla_calls)),
-        # Within a window, codes are not widened.
-        *(Variant("extend", **fmt, tokens=1024, extras=("window",)) for fmt in formats),
+        *(Variant("extend", **call, num_tokens=1024) for call in (*extend_calls, *mla_calls)),
+        # Calls with a window do not run the kernel that widens codes.
+        *(Variant("extend", **fmt, num_tokens=1024, extras=("window",)) for fmt in formats),
         # Sequences are split as in decoding if there are too few programs for a GPU.
-        *(Variant("extend", **call, tokens=128) for call in ({}, all_features, full_mask)),
-        *(Variant("write", **call, tokens=tokens) for call in write_calls for tokens in (1, 128)),
+        *(Variant("extend", **call, num_tokens=128) for call in ({}, all_features, full_mask)),
+        *(Variant("write", **call, num_tokens=n) for call in write_calls for n in (1, 128)),
         *(Variant("gather", **{**call, "extras": (side, *call.get("extras", ()))})
           for call in ({}, static, *shifted_formats, rotation) for side in "kv"),
     ]  # fmt: skip
@@ -149,19 +151,19 @@ def call_variant(variant: Variant) -> None:
     else:
         is_latent = "latent" in variant.extras
         is_complete = "complete" in variant.extras
-        q_heads = variant.num_kv_heads * variant.groups
+        num_q_heads = variant.num_kv_heads * variant.queries_per_head
         q_dim = sum(variant.dims) if is_latent else variant.dims[0]
-        query = torch.zeros(BATCH, variant.tokens, q_heads, q_dim, dtype=variant.dtype)
+        query = torch.zeros(BATCH, variant.num_tokens, num_q_heads, q_dim, dtype=variant.dtype)
         features = {
             "window": 512,
             "softcap": 30.0,
-            "sinks": torch.zeros(q_heads, dtype=variant.dtype),
+            "sinks": torch.zeros(num_q_heads, dtype=variant.dtype),
             "mask": torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8),
-            "bias": torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype),
+            "bias": torch.zeros(1, num_q_heads, variant.num_tokens, LENGTH, dtype=variant.dtype),
         }
-        options = {name: x for name, x in features.items() if name in variant.extras}
+        options = {name: feature for name, feature in features.items() if name in variant.extras}
         if is_complete:
-            options["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
+            options["mask"] = torch.ones(BATCH, 1, variant.num_tokens, LENGTH, dtype=torch.bool)
         scale = variant.dims[0] ** -0.5
         spec = AttentionSpec(scale, causal=not is_complete, latent=is_latent, **options)
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
@@ -169,7 +171,7 @@ def call_variant(variant: Variant) -> None:
 
 def _make_new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
     """Return keys and values with the strides of a projection: a token's heads are contiguous."""
-    shape = (BATCH, variant.tokens, variant.num_kv_heads)
+    shape = (BATCH, variant.num_tokens, variant.num_kv_heads)
     key_dtype = torch.float32 if "float32" in variant.extras else variant.dtype
     return tuple(
         torch.zeros(*shape, dim, dtype=dtype).transpose(1, 2)
@@ -178,9 +180,9 @@ def _make_new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
 
 
 def _make_pages(variant: Variant) -> Pages:
-    slots = variant.page_size
+    page_size = variant.page_size
     k_dim, v_dim = variant.dims
-    pages_per_sequence = -(-LENGTH // slots) + variant.tokens
+    pages_per_sequence = -(-LENGTH // page_size) + variant.num_tokens
 
     def make_side(name: str, dim: int) -> StoredSide:
         scales = torch.ones(variant.num_kv_heads, dim) if name != AUTO and variant.static else None
@@ -195,8 +197,8 @@ def _make_pages(variant: Variant) -> Pages:
         k = k._replace(center=torch.zeros(variant.num_kv_heads, k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
-        scales = torch.ones(2, variant.num_kv_heads, slots, 2, dtype=torch.bfloat16)
+        scales = torch.ones(2, variant.num_kv_heads, page_size, 2, dtype=torch.bfloat16)
     return pack_pages(
-        k, make_codes(variant.k, slots, k_dim), v, make_codes(variant.v, v_dim, slots), scales,
-        torch.zeros((BATCH, pages_per_sequence), dtype=torch.int32),
+        k, make_codes(variant.k, page_size, k_dim), v, make_codes(variant.v, v_dim, page_size),
+        scales, torch.zeros((BATCH, pages_per_sequence), dtype=torch.int32),
     )  # fmt: skip

@@ -156,7 +156,9 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
         values = np.zeros((len(threads), copy_size), np.uint8)
         for n in np.unique(sizes[sizes > 0]):
             selected = sizes == n
-            unit = copy_size if n == copy_size and copy_size < 16 else 1 if n % 4 else 4
+            unit = 1 if n % 4 else 4
+            if n == copy_size and copy_size < 16:
+                unit = copy_size  # NumPy has no integers of 16 bytes
             programs = machine.find_program_ids(threads[selected])
             loaded = machine.memory.load(sources[selected], unit, int(n) // unit, programs)
             values[selected, :n] = loaded.view(np.uint8)
@@ -196,7 +198,7 @@ def _make_barrier(instruction: Instruction, _: Program) -> Step:
     assert instruction.operands == ("0",), instruction.text
 
     def synchronize(machine: Machine, mask: Mask) -> None:
-        machine.shared.synchronize(machine.find_programs(mask))
+        machine.shared.synchronize(machine.select_programs(mask))
 
     return synchronize
 
@@ -247,7 +249,7 @@ def _make_reduction(instruction: Instruction, program: Program) -> Step:
 def _make_fence(instruction: Instruction, _: Program) -> Step:
     """Compile a fence that makes stores to shared memory visible to asynchronous products."""
     assert instruction.opcode[1:3] == ("proxy", "async"), instruction.text
-    return lambda machine, mask: machine.shared.make_visible(machine.find_programs(mask))
+    return lambda machine, mask: machine.shared.make_visible(machine.select_programs(mask))
 
 
 _STEP_MAKERS: dict[str, Callable[[Instruction, Program], Step]] = {

@@ -203,7 +203,7 @@ class Machine:
         all_values.reshape(-1)[threads] = values
         self.set_register(name, all_values, mask)
 
-    def find_programs(self, mask: Mask) -> Array:
+    def select_programs(self, mask: Mask) -> Array:
         """Return whether each program is in a mask, which must have all or none of its threads."""
         threads = np.broadcast_to(True if mask is None else mask, self.shape)
         if (threads.any(1) != threads.all(1)).any():

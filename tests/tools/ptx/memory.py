@@ -89,9 +89,9 @@ class GlobalMemory:
             load_begins, loading_programs = load_keys & (1 << 48) - 1, load_keys >> 48
             first_stores = np.searchsorted(addresses, load_begins)
             last_stores = np.searchsorted(addresses, load_begins + size) - 1
-            is_shared = last_stores >= first_stores
-            for stores in (first_stores[is_shared], last_stores[is_shared]):
-                if (programs[stores] != loading_programs[is_shared]).any():
+            has_stores = last_stores >= first_stores
+            for stores in (first_stores[has_stores], last_stores[has_stores]):
+                if (programs[stores] != loading_programs[has_stores]).any():
                     raise Fault("a program loads a byte that another program stores")
 
     def _find_indices(self, addresses: Ints, size: int, count: int) -> Ints:
@@ -264,7 +264,11 @@ class SharedMemory:
         )
 
     def _locate(self, threads: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:
-        """Return the grains `[n, size / grain]`, and the states for each thread and its warp."""
+        """Return the grains `[n, size / grain]`, and two states.
+
+        The states are that of a grain that the thread accessed, and the state after its warp
+        synchronized.
+        """
         if (addresses & size - 1).any():
             raise Fault(f"an address in shared memory is not a multiple of {size} bytes")
         if (addresses + size > self.size).any() or (addresses < 0).any():

@@ -1,4 +1,4 @@
-"""Measure kernels of vLLM, SGLang, FlashInfer and FlashMLA, if they are installed.
+"""Measure kernels of rivals: vLLM, SGLang, FlashInfer and FlashMLA, if they are installed.
 
 Environment variables may name the files of vLLM's and SGLang's kernels (`rival_files`).
 """
@@ -51,7 +51,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a different project, with one format of pages."""
+    """A kernel of a rival, with one format of pages."""
 
     name: str
     dtype: torch.dtype
@@ -70,7 +70,7 @@ def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
     ):  # fmt: skip
         try:
             kernels += list_kernels()
-        except Exception as error:  # the import runs code of a different project
+        except Exception as error:  # the import runs code of a rival
             record.skip(f"{name}: not installed: {type(error).__name__}: {error}")
     for case in (*sizes.decode_cases, *sizes.latent_cases):
         for kernel in kernels:
@@ -97,11 +97,12 @@ def _list_sglang() -> list[Kernel]:
     sglang = load_rival(SGLANG)
     return [
         Kernel(
-            f"sglang triton {name}, {splits} splits", dtype,
-            functools.partial(_make_sglang_attend, sglang, splits), rounds_weights=dtype == E4M3,
+            f"sglang triton {name}, {num_splits} splits", dtype,
+            functools.partial(_make_sglang_attend, sglang, num_splits),
+            rounds_weights=dtype == E4M3,
         )
         for name, dtype in (("e4m3", E4M3), ("bf16", BF16))
-        for splits in SGLANG_SPLITS
+        for num_splits in SGLANG_SPLITS
     ]  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def _make_inputs(stage: Stage, case: Case, kernel: Kernel, num_layers: int) -> I
     pools: list[Any] = [draw(2, *token_shape, heads.dim).unbind() for _ in range(num_layers)]
     if kernel.reads_latents:
         latents = (draw(*token_shape, heads.query_dim) for _ in range(num_layers))
-        pools = [(x, x[..., heads.dim :]) for x in latents]
+        pools = [(pool, pool[..., heads.dim :]) for pool in latents]
     unit = 1 / INT8_STD if kernel.dtype == torch.int8 else 1.0
     k, v = ((torch.rand(token_shape, device=stage.device) + 0.5) * unit for _ in "kv")
     query = stage.randn(len(lengths), heads.query, heads.query_dim)
@@ -211,7 +212,7 @@ def _make_vllm_attend(vllm: Any, quant_mode: str, case: Case, inputs: Inputs) ->
     return attend
 
 
-def _make_sglang_attend(sglang: Any, splits: int, case: Case, inputs: Inputs) -> Attend:
+def _make_sglang_attend(sglang: Any, num_splits: int, case: Case, inputs: Inputs) -> Attend:
     heads, device = case.heads, inputs.query.device
     offsets = torch.arange(PAGE_SIZE, device=device)
     table_slots = (inputs.table[:, :, None] * PAGE_SIZE + offsets).flatten(1)
@@ -219,16 +220,16 @@ def _make_sglang_attend(sglang: Any, splits: int, case: Case, inputs: Inputs) ->
     slots = torch.cat([row[:n] for row, n in zip(table_slots, case.lengths, strict=True)]).int()
     starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0)).int()
     out = torch.empty_like(inputs.query)
-    shape = (len(case.lengths), heads.query, splits)
+    shape = (len(case.lengths), heads.query, num_splits)
     partial_sums = torch.empty((*shape, heads.dim), device=device)
     partial_lse = torch.empty(shape, device=device)
-    num_splits = torch.full(shape[:1], splits, dtype=torch.int32, device=device)
+    splits_by_sequence = torch.full(shape[:1], num_splits, dtype=torch.int32, device=device)
 
     def attend(pool: KVPair) -> torch.Tensor:
         k, v = (states.flatten(0, 1) for states in pool)
         sglang.decode_attention_fwd(
-            inputs.query, k, v, out, starts, slots, partial_sums, partial_lse, num_splits, splits,
-            heads.dim**-0.5, 1.0, 1.0,
+            inputs.query, k, v, out, starts, slots, partial_sums, partial_lse,
+            splits_by_sequence, num_splits, heads.dim**-0.5, 1.0, 1.0,
         )  # fmt: skip
         return out
 
