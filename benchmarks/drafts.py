@@ -115,7 +115,9 @@ def summarize(results: list[dict[str, dict[str, Any]]], context: int) -> list[Re
     rows = []
     for draft in (EARLY_EXIT, ROUNDED):
         tokens = {
-            name: np.array([count_tokens(torch.tensor(x[name][draft])).mean() for x in results])
+            name: np.array(
+                [count_tokens(torch.tensor(result[name][draft])).mean() for result in results]
+            )
             for name in results[0]
         }
         for name in results[0]:
@@ -126,14 +128,16 @@ def summarize(results: list[dict[str, dict[str, Any]]], context: int) -> list[Re
                     "context": context,
                     "draft": draft,
                     "cache": name,
-                    "acceptance": float(np.mean([np.mean(x[name][draft]) for x in results])),
+                    "acceptance": float(
+                        np.mean([np.mean(result[name][draft]) for result in results])
+                    ),
                     "tokens": float(tokens[name].mean()),
                     "ratio": float(tokens[name].mean() / tokens[FLOOR].mean()),
                     "low": low,
                     "high": high,
-                    "kl": float(np.mean([x[name]["kl"] for x in results])),
+                    "kl": float(np.mean([result[name]["kl"] for result in results])),
                     "total_variation": float(
-                        np.mean([x[name]["total_variation"] for x in results])
+                        np.mean([result[name]["total_variation"] for result in results])
                     ),
                 }
             )
@@ -164,12 +168,14 @@ def measure(
     """
     draft = round_weights(model)
     exit_layers = exit_layers or model.config.num_hidden_layers * 9 // 10
-    lengths = [int(x) for x in contexts.split(",")]
+    lengths = [int(length) for length in contexts.split(",")]
     rows: list[Result] = []
     with paged_attention(model), paged_attention(draft):
         for length in lengths:
             is_longest = len(lengths) > 2 and length == max(lengths)
-            contenders = {x: CONTENDERS[x] for x in (LONG_CACHES if is_longest else CACHES)}
+            contenders = {
+                name: CONTENDERS[name] for name in (LONG_CACHES if is_longest else CACHES)
+            }
             results: list[Any] = []
             for kind in KINDS:
                 for ids in read_texts(tokenizer, kind, num_texts, length):

@@ -92,7 +92,7 @@ def measure_prompts(
     planting = planted_outliers(model, factor, head_stride) if factor != 1 else nullcontext()
     with planting, paged_attention(model):
         for length, (standard_passages, standard_caches) in cases.items():
-            names = [x.strip() for x in caches.split(",") if x.strip()] or standard_caches
+            names = [name.strip() for name in caches.split(",") if name.strip()] or standard_caches
             for cache in names:
                 if cache not in storages:
                     progress(f"preparing {cache}")
@@ -208,7 +208,7 @@ def compute_ratio(kl: Sequence[float], baseline: Sequence[float]) -> tuple[float
     if not kl or not baseline or kl == baseline:
         return None
     pairs = zip(kl, baseline, strict=True)
-    logarithms = [math.log(max(x, _MIN_KL) / max(y, _MIN_KL)) for x, y in pairs]
+    logarithms = [math.log(max(first, _MIN_KL) / max(second, _MIN_KL)) for first, second in pairs]
     return tuple(map(math.exp, compute_interval(logarithms)))
 
 

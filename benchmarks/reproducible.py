@@ -164,7 +164,7 @@ class Reader:
         chunk_sizes = self.draw_chunk_sizes(self.num_tokens)
         logits, states = self.read(self.texts[:1], chunk_sizes, cache)
         # Windows of a preallocated cache are rings, so only logits are compared.
-        states = [] if self.has_windows else [x[:, : self.num_tokens] for x in states]
+        states = [] if self.has_windows else [state[:, : self.num_tokens] for state in states]
         return self.compare((logits, states))
 
     def continue_loaded(self) -> Comparison:
@@ -235,7 +235,7 @@ class Reader:
         ids = self.texts[:1, :NUM_POSITIONS]
         logits, _ = self.read(ids, [1] * NUM_POSITIONS)
         actual, expected = (
-            x[:NUM_POSITIONS].float().log_softmax(-1) for x in (logits, self.logits)
+            row[:NUM_POSITIONS].float().log_softmax(-1) for row in (logits, self.logits)
         )
         return compare_logits(actual, expected)
 

@@ -42,7 +42,9 @@ def main(docstring: str | None, measure: Callable[..., Result], options: Options
     for name, keywords in options.items():
         parser.add_argument(name, **keywords)
     parser.add_argument("--json", metavar="PATH", help="Write JSON. - prints it instead.")
-    arguments = {name: x for name, x in vars(parser.parse_args()).items() if x is not None}
+    arguments = {
+        name: value for name, value in vars(parser.parse_args()).items() if value is not None
+    }
     path: str | None = arguments.pop("json", None)
     if path is not None and not Path(path).parent.is_dir():
         parser.error(f"--json: expected a file in an existing folder, got {path!r}")
@@ -76,7 +78,7 @@ def format_rows(result: Result) -> RenderableType:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ([_format_cell(row.get(name, "")) for name in names] for row in rows)
     table = build_table(dict.fromkeys(names, "left"), lines)
-    notes = [f"{x}: {result[x]}" for x in ("suite", "settings", "date", "commit", "idle")]
+    notes = [f"{name}: {result[name]}" for name in ("suite", "settings", "date", "commit", "idle")]
     return Group(table, *notes, f"cpu: {result['hardware']['cpu']}")
 
 

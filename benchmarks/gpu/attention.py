@@ -58,7 +58,8 @@ def measure_pages(
     name: str = "",
 ) -> None:  # fmt: skip
     """Add a row for attention to scattered pages, without a mask."""
-    stage, num_bytes = record.stage, case.bytes_read(fmt)
+    stage = record.stage
+    num_bytes = case.bytes_read(fmt)
 
     def measure_row() -> dict[str, Any]:
         num_layers = stage.count_buffers(int(num_bytes))

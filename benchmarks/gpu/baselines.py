@@ -68,7 +68,8 @@ def _measure_sdpa(
     record: Record, section: str, case: Case, name: str, backend: SDPBackend,
     attention: AttentionFunction,
 ) -> None:  # fmt: skip
-    stage, heads = record.stage, case.heads
+    stage = record.stage
+    heads = case.heads
     num_bytes = case.bytes_read(BF16)
     if stage.is_compiling:  # a baseline has no kernels of this package
         return

@@ -35,7 +35,8 @@ class CacheSteps:
         self, stage: Stage, fmt: PageFormat, case: Case, num_layers: int, backend: str,
         *, preallocated: bool = True,
     ) -> None:  # fmt: skip
-        heads, batch = case.heads, len(case.lengths)
+        heads = case.heads
+        batch = len(case.lengths)
         length = case.lengths[0]
         self.stage = stage
         self.preallocated = preallocated
@@ -102,7 +103,8 @@ def measure_attention(
     With `is_full_step`, the row is for a complete step of a layer. With `is_eager`, no graph is
     captured.
     """
-    stage, num_bytes = record.stage, case.bytes_read(fmt)
+    stage = record.stage
+    num_bytes = case.bytes_read(fmt)
 
     def measure_row() -> dict[str, Any]:
         num_layers = stage.count_buffers(int(num_bytes))

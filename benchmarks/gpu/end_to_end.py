@@ -92,12 +92,16 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
 
     Compilation takes most of the time, so the most important cases and contenders come first.
     """
-    model, shapes = make_model(sizes, record), sizes.generate_shapes
+    model = make_model(sizes, record)
+    shapes = sizes.generate_shapes
     _measure_first_calls(record, model, sizes, backend)
-    main = [x for x in CONTENDERS if sizes.with_compiled or not x.is_compiled]
-    more = OTHER_CONTENDERS if sizes.with_compiled else []
+    main_contenders = [
+        contender for contender in CONTENDERS if sizes.with_compiled or not contender.is_compiled
+    ]
+    other_contenders = OTHER_CONTENDERS if sizes.with_compiled else []
     for contenders, cases in (
-        (main, shapes[:2]), (more, shapes[:1]), (main, shapes[2:]), (more, shapes[1:]),
+        (main_contenders, shapes[:2]), (other_contenders, shapes[:1]),
+        (main_contenders, shapes[2:]), (other_contenders, shapes[1:]),
     ):  # fmt: skip
         _measure_contenders(record, SECTION, model, sizes, backend, contenders, cases)
 
@@ -212,7 +216,7 @@ class _TokenTimer(LogitsProcessor):
         self.scores = scores
         return scores
 
-    def step_times(self) -> list[float]:
+    def list_step_seconds(self) -> list[float]:
         """Return the seconds between each token and the previous token."""
         self.stage.synchronize()
         intervals = itertools.pairwise(self.timestamps)
@@ -239,9 +243,9 @@ class Run:
             num_calls = 1 + (2 if contender.cache_class is FP8PagedCache else 1) * sizes.num_rounds
             num_positions = num_calls * sizes.round_tokens + SPARE_POSITIONS
             self.options["max_cache_len"] = context + num_positions
-        # Seconds per step of each round: the median of its steps.
-        self.steps: list[float] = []
-        self.late_steps: list[float] = []
+        # The median seconds of a step in each round, also with a late stop check.
+        self.step_seconds: list[float] = []
+        self.late_step_seconds: list[float] = []
 
     def begin(self) -> dict[str, Any]:
         """Fill the cache, run the first call, which compiles, and return fields of the row.
@@ -255,14 +259,18 @@ class Run:
         shape = (batch, heads.kv, num_tokens - 1, heads.dim)
         for layer in range(self.sizes.num_layers):
             self.cache.update(self.stage.randn(*shape), self.stage.randn(*shape), layer)
-        times = self._generate()
-        typical_time, early_times = statistics.median(times), times[: len(times) // 2]
-        slow_steps = [i for i, x in enumerate(early_times, 1) if x > 1.25 * typical_time]
+        step_seconds = self._generate()
+        typical_seconds = statistics.median(step_seconds)
+        early_seconds = step_seconds[: len(step_seconds) // 2]
+        slow_steps = [
+            i for i, seconds in enumerate(early_seconds, 1) if seconds > 1.25 * typical_seconds
+        ]
         # The memory of the other contenders of the case does not count. On a CPU the result is 0.
         own_bytes = (self.stage.peak_bytes() or 0) - old_bytes
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         return {
-            "first_ms": 1e3 * times[0], "full_speed_s": sum(times[: max(slow_steps, default=1)]),
+            "first_ms": 1e3 * step_seconds[0],
+            "full_speed_s": sum(step_seconds[: max(slow_steps, default=1)]),
             "cache_bytes": count_bytes(self.cache), "beside_bytes": own_bytes or None,
             "peak_bytes": own_bytes + weight_bytes if own_bytes else None,
         }  # fmt: skip
@@ -272,26 +280,28 @@ class Run:
 
         With graphs, a second call checks the end of sequences one step late.
         """
-        self.steps.append(statistics.median(self._generate()[1:]))
-        step, low, high = compute_quartiles(self.steps)
+        self.step_seconds.append(statistics.median(self._generate()[1:]))
+        step, low, high = compute_quartiles(self.step_seconds)
         batch = len(self.ids)
         fields = {
             "tokens_per_s": batch / step, "low_per_s": batch / (high or step),
-            "high_per_s": batch / (low or step), "step_ms": 1e3 * step, "rounds": len(self.steps),
+            "high_per_s": batch / (low or step), "step_ms": 1e3 * step,
+            "rounds": len(self.step_seconds),
         }  # fmt: skip
         replays_graphs = self.contender.is_compiled or self.contender.is_captured
         if self.stage.is_gpu and replays_graphs and isinstance(self.cache, FP8PagedCache):
             # Without a window, a cache can remove tokens that it has not recorded.
             record_past = mock.patch.object(FP8PagedCache, "activate_past_recording")
             with record_past, mock.patch(STOP_CHECK, return_value=True):
-                self.late_steps.append(statistics.median(self._generate()[1:]))
-            fields["late_per_s"] = batch / statistics.median(self.late_steps)
+                self.late_step_seconds.append(statistics.median(self._generate()[1:]))
+            fields["late_per_s"] = batch / statistics.median(self.late_step_seconds)
         return fields
 
     def _generate(self) -> list[float]:
         """Generate the tokens of a round, and return the seconds until each token."""
         contender, stage, model = self.contender, self.stage, self.model
-        is_captured, timer = contender.is_captured, _TokenTimer(stage)
+        is_captured = contender.is_captured
+        timer = _TokenTimer(stage)
         model.set_attn_implementation(contender.attention)
         if is_captured:
             enable(model, capture=True)
@@ -311,7 +321,7 @@ class Run:
             disable(model)
         if not bool(timer.scores.isfinite().all()):
             raise RuntimeError("expected finite logits, got NaN or infinity")
-        return timer.step_times()
+        return timer.list_step_seconds()
 
 
 def _make_compile_options(is_compiled: bool, stage: Stage) -> dict[str, Any]:

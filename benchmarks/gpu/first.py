@@ -155,7 +155,9 @@ def judge_late_stop(lines: list[Row]) -> Row:
     rows = [line["row"] for line in lines if "row" in line]
     tests = [row for row in rows if row.get("name", "").startswith(CAPTURE_TESTS)]
     gains = [row["late_per_s"] / row["tokens_per_s"] for row in rows if "late_per_s" in row]
-    has_failed, has_passed = (any(row.get(x) for row in tests) for x in ("failed", "passed"))
+    has_failed, has_passed = (
+        any(row.get(field) for row in tests) for field in ("failed", "passed")
+    )
     is_equal = has_passed and not has_failed
     return {
         "name": "late stop check", "captured_equal": is_equal, "gains": gains,

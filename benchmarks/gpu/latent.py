@@ -135,7 +135,8 @@ def _measure_step(
     measure_steps: Callable[[LatentLayers], dict[str, Any]], buffer_bytes: int = 0,
 ) -> None:  # fmt: skip
     """Add a row for a step that uses `buffer_bytes` bytes, by default the bytes that it reads."""
-    stage, heads = record.stage, case.heads
+    stage = record.stage
+    heads = case.heads
     # A step reads the stored tokens, and 128 + 128 rows of weights for each head.
     bytes_read = case.bytes_read(fmt) + 2 * heads.query * 256 * heads.dim
     num_layers = stage.count_buffers(buffer_bytes or int(bytes_read))

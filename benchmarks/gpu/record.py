@@ -63,7 +63,7 @@ class Record:
 
         Skip the row and return None if the section has less time than the contender's fastest row
         took, or if the device has too little memory. Also return None if the row belongs to the
-        shard of a different process.
+        shard of another process.
 
         Raises:
             RuntimeError: The device refuses further work in this process.
@@ -136,5 +136,7 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
         "rows": len(result["rows"]),
         "failed": sum("failed" in row for row in result["rows"]),
         "errors": [section["name"] for section in result["sections"] if section["error"]],
-        "unfinished": [x["name"] for x in result["sections"] if x["seconds"] is None],
+        "unfinished": [
+            section["name"] for section in result["sections"] if section["seconds"] is None
+        ],
     }

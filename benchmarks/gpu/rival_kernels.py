@@ -118,7 +118,8 @@ def _list_flash_mla() -> list[Kernel]:
 
 def _measure_kernel(record: Record, case: Case, kernel: Kernel) -> None:
     """Add a row for a kernel, whose output may differ from the reference only by rounding."""
-    stage, heads = record.stage, case.heads
+    stage = record.stage
+    heads = case.heads
     num_values = heads.query_dim if kernel.reads_latents else 2 * heads.kv * heads.dim
     scale_bytes = 2 * heads.kv * 4 * kernel.has_token_scales
     num_bytes = case.tokens_read * (num_values * kernel.dtype.itemsize + scale_bytes)
@@ -181,7 +182,8 @@ def _convert_pages(inputs: Inputs, dim: int) -> Pages:
 
 
 def _make_vllm_attend(vllm: Any, quant_mode: str, case: Case, inputs: Inputs) -> Attend:
-    heads, device = case.heads, inputs.query.device
+    heads = case.heads
+    device = inputs.query.device
     max_sequences = max(MIN_GRID_SIZE // heads.kv, 1)
     partial_sums = torch.empty((max_sequences, heads.query, NUM_SPLITS, heads.dim), device=device)
     partial_max, partial_exp_sums = (torch.empty_like(partial_sums[..., 0]) for _ in range(2))
@@ -213,7 +215,8 @@ def _make_vllm_attend(vllm: Any, quant_mode: str, case: Case, inputs: Inputs) ->
 
 
 def _make_sglang_attend(sglang: Any, num_splits: int, case: Case, inputs: Inputs) -> Attend:
-    heads, device = case.heads, inputs.query.device
+    heads = case.heads
+    device = inputs.query.device
     offsets = torch.arange(PAGE_SIZE, device=device)
     table_slots = (inputs.table[:, :, None] * PAGE_SIZE + offsets).flatten(1)
     # The slots of all tokens, and the start of each sequence in this list.
@@ -237,7 +240,8 @@ def _make_sglang_attend(sglang: Any, num_splits: int, case: Case, inputs: Inputs
 
 
 def _make_flashinfer_attend(flashinfer: Any, case: Case, inputs: Inputs) -> Attend:
-    heads, device = case.heads, inputs.query.device
+    heads = case.heads
+    device = inputs.query.device
     workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     page_counts = [-(-length // PAGE_SIZE) for length in case.lengths]

@@ -36,7 +36,8 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
 def _measure_case(
     record: Record, sizes: RunSizes, backend: str, case: Case, fmt: PageFormat, num_layers: int
 ) -> None:
-    stage, heads = record.stage, case.heads
+    stage = record.stage
+    heads = case.heads
     num_values = len(case.lengths) * case.new_tokens * 2 * heads.kv * heads.dim
 
     def measure_row() -> dict[str, Any]:

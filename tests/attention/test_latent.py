@@ -97,7 +97,7 @@ def make_cache(model: Any, **options: Any) -> FP8PagedCache:
 
 
 # One family of each kind: plain, with windows, with an indexer, and with layers that read
-# the latents of a different layer or have no RoPE part.
+# the latents of another layer or have no RoPE part.
 FAST_FAMILIES = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
 OTHER_FAMILIES = [
     pytest.param(x, marks=pytest.mark.full) for x in FAMILIES if x not in FAST_FAMILIES

@@ -131,7 +131,7 @@ def test_a_compact_mask_matches_the_complete_mask(
 
 
 def test_a_request_applies_to_one_mask_of_one_cache() -> None:
-    """Other masks are complete, because they may be for a different cache."""
+    """Other masks are complete, because they may be for another cache."""
     token_mask, pattern, config = MASK_ROWS.bool(), hf.causal_mask_function, LlamaConfig()
     cache, larger_cache = make_cache(9, 31), make_cache(9, 40)
     calls = [make_arguments(x, 3, pattern, token_mask) for x in (cache, larger_cache)]
@@ -146,7 +146,7 @@ def test_a_request_applies_to_one_mask_of_one_cache() -> None:
         futures = [executor.submit(fp8_paged_mask, *arguments, config=config) for _ in range(2)]
         masks = [future.result() for future in futures]
         assert [isinstance(mask, CompactMask) for mask in masks] == [True, False], "for one mask"
-    assert not isinstance(other_mask, CompactMask), "the request of a different thread"
+    assert not isinstance(other_mask, CompactMask), "the request of another thread"
     for mask in (other_mask, *masks):
         assert_same(mask & True, other_mask)
     incomplete = token_mask[:, :-1]

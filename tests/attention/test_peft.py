@@ -46,7 +46,7 @@ SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 def test_each_adapter_has_a_plan() -> None:
-    """A model chooses its plan again with a different adapter, once in all processes."""
+    """A model chooses its plan again with another adapter, once in all processes."""
     peft = pytest.importorskip("peft")
     base_model = build_variant("llama", seed=5, max_position_embeddings=8192)[0]
     config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)

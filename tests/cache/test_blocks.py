@@ -79,7 +79,9 @@ def test_a_reset_cache_accepts_wider_values():
     key, value = torch.randn(2, BATCH_SIZE, NUM_HEADS, 5, HEAD_DIM)
     reset_cache.update(key, value[..., :0], 0)
     reset_cache.reset()
-    actual, expected = (x.update(key, value, 0)[1].dense() for x in (reset_cache, new_cache))
+    actual, expected = (
+        cache.update(key, value, 0)[1].dense() for cache in (reset_cache, new_cache)
+    )
     assert_same(actual, expected)
 
 

@@ -263,8 +263,8 @@ def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
         "no token": (make_keys(0), make_keys(0), 0),
         "layer": (k_token, k_token, 2),
         "rank": (k_token[0], k_token[0], 0),
-        "V on a different device": (k_token, k_token.to("meta"), 0),
-        "K on a different device": (k_token.to("meta"), k_token, 0),
+        "V on another device": (k_token, k_token.to("meta"), 0),
+        "K on another device": (k_token.to("meta"), k_token, 0),
     }
     for case, (key, value, layer) in invalid_calls.items():
         # Autocast during a single call changes the dtype, not the model.
@@ -281,7 +281,7 @@ def test_assigning_the_first_tokens_does_not_encode_again() -> None:
     k, v = torch.randn(2, 2, NUM_HEADS, 210, HEAD_DIM)
     cache.update(k, v, 0)
     layer = cache.layers[0]
-    first_tokens = [x.dense()[:, :, :170].clone() for x in (layer.keys, layer.values)]
+    first_tokens = [handle.dense()[:, :, :170].clone() for handle in (layer.keys, layer.values)]
     layer.keys, layer.values = first_tokens
     assert layer.get_seq_length() == 170
     for handle, dense in zip((layer.keys, layer.values), first_tokens, strict=True):
@@ -410,7 +410,9 @@ def test_errors_about_a_path_or_a_device_do_not_mention_a_damaged_file(tmp_path:
 
 def list_dense_keys(cache: Any) -> list[Any]:
     """Return the dense keys of each layer, with or without pages."""
-    return [x.keys.dense() if hasattr(x.keys, "dense") else x.keys for x in cache.layers]
+    return [
+        layer.keys.dense() if hasattr(layer.keys, "dense") else layer.keys for layer in cache.layers
+    ]
 
 
 REFUSED_CALLS: dict[str, Callable[[FP8PagedCache], Any]] = {

@@ -174,15 +174,21 @@ def test_a_compiled_step_fits_a_cuda_graph(
         metadata = torch._guards.TracingContext.get().fw_metadata
         graph["mutated"] = list(metadata.mutated_inp_runtime_indices)
         graph["static"] = list(metadata.static_input_indices)
-        graph["inputs"] = [(tuple(x.shape), x.dtype) for x in inputs]
+        graph["inputs"] = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
         nodes = list(module.graph.nodes)
         outputs = torch.utils._pytree.tree_leaves([node.meta.get("val") for node in nodes])
-        graph["devices"] = {x.device.type for x in outputs if isinstance(x, torch.Tensor)}
+        graph["devices"] = {
+            output.device.type for output in outputs if isinstance(output, torch.Tensor)
+        }
         # The node of an operation that writes to its arguments has the operation as an argument.
         operations = {target for node in nodes for target in (node.target, *node.args)}
         unsafe_tag = torch.Tag.cudagraph_unsafe
-        graph["unsafe"] = [x for x in operations if unsafe_tag in getattr(x, "tags", ())]
-        graph["calls"] = {str(x) for x in operations if "hf_fp8kv" in str(x)}
+        graph["unsafe"] = [
+            operation for operation in operations if unsafe_tag in getattr(operation, "tags", ())
+        ]
+        graph["calls"] = {
+            str(operation) for operation in operations if "hf_fp8kv" in str(operation)
+        }
         return module
 
     model(tokens, past_key_values=cache)
@@ -198,7 +204,9 @@ def test_a_compiled_step_fits_a_cuda_graph(
     step(**step_inputs, past_key_values=cache)
 
     assert graph["devices"] == {"meta"}, "a tensor of the CPU in the graph"
-    assert graph["calls"] == {f"hf_fp8kv.{x}.default" for x in ("fill_schedule", "write", "attend")}
+    assert graph["calls"] == {
+        f"hf_fp8kv.{name}.default" for name in ("fill_schedule", "write", "attend")
+    }
     assert not graph["unsafe"]
     traced_step: Any = SimpleNamespace(
         mutated_input_idxs=graph["mutated"], static_input_idxs=graph["static"], placeholders=[]

@@ -75,7 +75,9 @@ class StepRunner:
         for layer, device in enumerate(self.devices):
             head_counts = (NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS)
             shapes = [(batch, num_heads, num_tokens, HEAD_DIM) for num_heads in head_counts]
-            k, v, query = (torch.randn(x, generator=self.generator).to(device) for x in shapes)
+            k, v, query = (
+                torch.randn(shape, generator=self.generator).to(device) for shape in shapes
+            )
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
             assert list_devices(key) == {device}
@@ -253,7 +255,7 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
     def run_calls() -> list[torch.Tensor]:
         cache = FP8PagedCache(model.config, **cache_options)
         prompts = [{"inputs": ids[:, :n], "attention_mask": mask[:, :n]} for n in lengths]
-        outputs = [model.generate(**x, past_key_values=cache, **options) for x in prompts]
+        outputs = [model.generate(**prompt, past_key_values=cache, **options) for prompt in prompts]
         cache.memory_footprint()
         if case != "recurrent":
             cache.batch_select_indices([1])

@@ -39,7 +39,8 @@ def add_tokens(
 ) -> list[torch.Tensor]:
     """Store tokens in every layer, and return the keys that the last query attends to."""
     generator = torch.Generator().manual_seed(seed)
-    all_stored, keys = [], []
+    all_stored = []
+    keys = []
     for index in range(len(cache.layers)):
         cache.get_mask_sizes(num_tokens, index)
         states = torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
@@ -119,7 +120,7 @@ def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None
     if snapshot is None:
         assert "reset" in refusal, (place, refusal)
     elif call_name != "steps":  # which may end after any step
-        assert any(is_same(snapshot, describe(x)) for x in (before, after)), place
+        assert any(is_same(snapshot, describe(other)) for other in (before, after)), place
     if fork is not None:
         assert is_same(describe(fork), describe(before)), place
         del fork

@@ -123,7 +123,8 @@ class TestUnquantized:
         for weight in draft.parameters():
             if weight.ndim > 1:
                 weight.add_(0.02 * weight.std() * torch.randn_like(weight))
-        lookup, assistant = {"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}
+        lookup = {"prompt_lookup_num_tokens": 4}
+        assistant = {"assistant_model": draft}
         for keywords, max_len in ((lookup, None), (assistant, 60)):
             cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
             tokens = generate(model, prompt, cache, disable_compile=True, **keywords)
@@ -330,7 +331,9 @@ def test_a_reset_keeps_addresses_for_the_same_batch(name: str, skipped: tuple[in
         generate(model, {"input_ids": make_prompt(2, 13, seed)}, cache, **SHORT)
         stock_tensors = tree_leaves([vars(layer) for layer in cache.stock_layers])
         tensors = [*list_tensors(cache), *stock_tensors]
-        addresses.append([x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)])
+        addresses.append(
+            [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        )
         cache.reset()
     assert addresses[0] == addresses[1]
 
@@ -499,7 +502,8 @@ def test_enable_supports_long_speech() -> None:
 @pytest.mark.parametrize(("max_cache_len", "backend"), [(None, "auto"), (64, "torch")])
 def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend: str) -> None:
     model, inputs = share_variant("gqa", "fp8_paged")
-    ids, options = inputs["input_ids"][1:], {"backend": backend, "max_cache_len": max_cache_len}
+    ids = inputs["input_ids"][1:]
+    options = {"backend": backend, "max_cache_len": max_cache_len}
     longer_inputs = {"input_ids": torch.cat([ids, ids[:, :2]], 1)}
     longer_inputs["attention_mask"] = torch.ones_like(longer_inputs["input_ids"])
     outputs = []
@@ -632,8 +636,10 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     keywords = {"prefill": "stored", **keywords}
     if "plan" in keywords:
         formats = ("fp8_e3m4", "int8 rotated", "fp8_e4m3", "fp8_e5m2")
-        plans = enumerate(LayerPlan.parse(x, "fp8_e3m4") for x in formats)
-        keywords["plan"] = {i: x for i, x in plans if i not in keywords.get("skip_layers", ())}
+        plans = enumerate(LayerPlan.parse(k_format, "fp8_e3m4") for k_format in formats)
+        keywords["plan"] = {
+            i: plan for i, plan in plans if i not in keywords.get("skip_layers", ())
+        }
     enable(model, **keywords)
     draft_plans = []
     hook = model.register_forward_hook(
@@ -649,7 +655,9 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     assert model.config.num_hidden_layers == 4
     if CHUNKS_NEED_EMPTY_CACHE and name == "softcap":
         return  # the forward pass of a draft receives a cache with all layers
-    assert {2: {i: x for i, x in whole_plan.items() if i < 2}, 4: whole_plan} == dict(draft_plans)
+    assert {2: {i: plan for i, plan in whole_plan.items() if i < 2}, 4: whole_plan} == dict(
+        draft_plans
+    )
 
 
 def test_a_failed_draft_restores_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
     """Write a file with a valid digest, as an attacker could, unless `header` contains a digest."""
-    tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
+    tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     fields = {"format": "hf_fp8kv.cache", "version": "6", "meta": json.dumps(meta)}
     save_file(tensors, path, metadata=fields | {"digest": compute_digest(fields, tensors)} | header)
     return path
@@ -113,7 +113,7 @@ def shift_window(num_pages: int) -> Change:
     """Return a function that adds `num_pages` pages before the window of all layers."""
 
     def change(meta: dict[str, Any], _: object) -> None:
-        for layer in (x for group in meta["groups"] for x in group["layers"]):
+        for layer in (layer for group in meta["groups"] for layer in group["layers"]):
             layer["length"] += num_pages * 8
 
     return change
@@ -167,7 +167,10 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "ids of three rows": (
         "dynamic",
         lambda _, tensors: tensors.update(
-            {f"tokens.{x}": tensors[f"tokens.{x}"][[0, 1, 1]] for x in ("ids", "mask", "features")}
+            {
+                f"tokens.{name}": tensors[f"tokens.{name}"][[0, 1, 1]]
+                for name in ("ids", "mask", "features")
+            }
         ),
         "tokens: rows",
     ),
@@ -218,7 +221,7 @@ def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[A
     layers = [
         (layer, group, table) for group, table in groups_and_tables for layer in group["layers"]
     ]
-    for layer, group, table in (x for x in layers if x[0].get("length")):
+    for layer, group, table in (entry for entry in layers if entry[0].get("length")):
         index = layer["index"]
         start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
         positions = torch.arange(start, layer["length"])
@@ -279,7 +282,7 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         output = function(*args, **(kwargs or {}))
         if isinstance(output, torch.Tensor) and output.device.type == "cpu":
-            is_new = all(x.alias_info is None for x in function._schema.returns)
+            is_new = all(value.alias_info is None for value in function._schema.returns)
             self.total_bytes += output.nbytes * is_new
         return output
 
@@ -361,7 +364,8 @@ def test_changed_files_are_refused_or_load(
     In every fourth file, a byte is changed or the end is missing. Other files have a valid digest.
     """
     tracemalloc.start()
-    path, num_loaded = tmp_path / "x", 0
+    path = tmp_path / "x"
+    num_loaded = 0
     for seed in range(num_changes):
         rng = random.Random(seed)
         if seed % 4:

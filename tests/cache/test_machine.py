@@ -75,7 +75,7 @@ class Branch:
 
     @property
     def lengths(self) -> list[int]:
-        return [0] * NUM_LAYERS if self.keys is None else [x.shape[2] for x in self.keys]
+        return [0] * NUM_LAYERS if self.keys is None else [k.shape[2] for k in self.keys]
 
     @property
     def batch(self) -> int | None:
@@ -83,7 +83,7 @@ class Branch:
 
     def select(self, rows: list[int]) -> None:
         if self.keys is not None:
-            self.keys = [x[rows] for x in self.keys]
+            self.keys = [k[rows] for k in self.keys]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -174,7 +174,8 @@ class CacheMachine(RuleBasedStateMachine):
         if branch.keys is None:
             branch.keys = [self.make_keys(batch, 0) for _ in range(NUM_LAYERS)]
         k = self.make_keys(batch, num_tokens)
-        budget, num_groups = branch.cache.budget, len(branch.cache.groups)
+        budget = branch.cache.budget
+        num_groups = len(branch.cache.groups)
         # A step needs new pages, and copies of shared pages that it writes to.
         stop_page = -(-(max(branch.lengths) + num_tokens) // PAGE_SIZE)
         max_new = (stop_page - min(branch.lengths) // PAGE_SIZE) * batch * num_groups
@@ -266,7 +267,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.check_window_pages(branch, 0)
         if branch.keys is not None:
-            branch.keys = [x[:, :, : max(x.shape[2] - num_tokens, 0)] for x in branch.keys]
+            branch.keys = [k[:, :, : max(k.shape[2] - num_tokens, 0)] for k in branch.keys]
             branch.keys = branch.keys if any(branch.lengths) else None
         # A crop of a growing cache frees the pages before the window.
         branch.keeps_all = branch.records_past and (
@@ -400,7 +401,9 @@ class CacheMachine(RuleBasedStateMachine):
                 # A request of the cache for a mask would announce a step of a model.
                 assert cache.layers[index].get_mask_sizes(3) == (length + 3 - start, start)
             sizes = [layer.store.memory_footprint() for layer in cache.layers]
-            assert self.kind != "offloaded" or len([x for x in sizes if x.get("pages")]) <= 2
+            assert (
+                self.kind != "offloaded" or len([size for size in sizes if size.get("pages")]) <= 2
+            )
             if not any(branch.lengths) and not self.is_preallocated:
                 assert cache.memory_footprint().used_bytes == 0
             if self.has_budget:
@@ -408,7 +411,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_page_is_free_or_in_a_table(self) -> None:
-        tables = [group.table for x in self.branches for group in x.cache.groups.values()]
+        tables = [group.table for branch in self.branches for group in branch.cache.groups.values()]
         for allocator in {table.allocator for table in tables}:
             check_tables(*(table for table in tables if table.allocator is allocator))
 

@@ -42,7 +42,9 @@ FAST_NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3", "qwen2_audi
 
 def each_kind_of_type(fast_names: tuple[str, ...] = FAST_NAMES) -> Any:
     """Run a test with these types in the fast tier, and with all types in the full tier."""
-    names = [x if x in fast_names else pytest.param(x, marks=pytest.mark.full) for x in NAMES]
+    names = [
+        name if name in fast_names else pytest.param(name, marks=pytest.mark.full) for name in NAMES
+    ]
     return pytest.mark.parametrize("name", names)
 
 
@@ -61,7 +63,7 @@ class Answer(NamedTuple):
 
 
 def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> Answer:
-    arguments = {key: x.clone() for key, x in inputs.items()}
+    arguments = {name: tensor.clone() for name, tensor in inputs.items()}
     if cache is not None:
         arguments["past_key_values"] = cache
     output = model.generate(
@@ -74,7 +76,10 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> Answer:
 
 @functools.cache
 def _generate_without_cache(name: str, rows: str) -> Answer:
-    prompt = [[Medium(**x) if isinstance(x, dict) else x for x in row] for row in json.loads(rows)]
+    prompt = [
+        [Medium(**part) if isinstance(part, dict) else part for part in row]
+        for row in json.loads(rows)
+    ]
     return generate(share_model(name), make_inputs(name, prompt))
 
 
@@ -145,7 +150,7 @@ class Chat:
 
 
 def _count_equal(first_tokens: list[Any], second_tokens: list[Any]) -> int:
-    equal = [x == y for x, y in zip(first_tokens, second_tokens, strict=False)]
+    equal = [first == second for first, second in zip(first_tokens, second_tokens, strict=False)]
     return equal.index(False) if False in equal else len(equal)
 
 
@@ -168,7 +173,7 @@ def test_turns_after_an_image_reuse_it(name):
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     [history] = chat.ask([*history, SECOND_QUESTION])
     [history] = chat.ask([*history, THIRD_QUESTION])
-    chat.ask([*history[:-1], make_text(6, 3), QUESTION])  # a different answer
+    chat.ask([*history[:-1], make_text(6, 3), QUESTION])  # another answer
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
@@ -194,8 +199,8 @@ def test_an_exchanged_image_is_computed(name):
     chat = Chat(name)
     changed_image = Medium(OTHER_IMAGE.seed, KINDS[name].small_change)
     images = (IMAGE, OTHER_IMAGE, changed_image)
-    answers = [generate_without_cache(name, [[INTRODUCTION, x, QUESTION]]) for x in images]
-    first_logits = [x.logits[0, 0] for x in answers]
+    answers = [generate_without_cache(name, [[INTRODUCTION, image, QUESTION]]) for image in images]
+    first_logits = [answer.logits[0, 0] for answer in answers]
     for pair in itertools.combinations(first_logits, 2):
         assert (pair[0] - pair[1]).abs().max() > 1e-3  # otherwise the turns below show nothing
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])

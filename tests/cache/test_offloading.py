@@ -69,7 +69,7 @@ def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2
         k, v = torch.randn(2, batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
         outputs = [cache.update(k, 2 * v, index) for cache in caches]
         for cache, output in zip(caches, outputs, strict=True):
-            assert [type(x) for x in output] == [type(x) for x in outputs[0]]
+            assert [type(tensor) for tensor in output] == [type(tensor) for tensor in outputs[0]]
             for side, actual, expected in zip("KV", output, outputs[0], strict=True):
                 assert_same(actual.clone(), expected.clone(), f"layer {index}, {side}")
             check_layers_on_device(cache)
@@ -132,7 +132,7 @@ def test_offloading_does_not_change_the_tokens(
     if attention != "stock":
         model.set_attn_implementation(attention)
     keywords = {**GREEDY, **CALLS[calls]}
-    prompt = {key: x[1:] for key, x in inputs.items()} if calls == "drafts" else inputs
+    prompt = {name: tensor[1:] for name, tensor in inputs.items()} if calls == "drafts" else inputs
     resident_cache, cache = (
         FP8PagedCache(model.config, page_size=PAGE_SIZE, dtype=dtype, **options)
         for options in ({}, offloading)
@@ -285,7 +285,7 @@ def test_the_next_layer_is_fetched_early(offloading: dict[str, Any], two_layers_
     add_tokens([cache], 1, 1)
     for layer in cache.layers:
         cache.update(*torch.randn(2, 2, NUM_HEADS, 1, HEAD_DIM), layer.index)
-        sizes = [x.store.memory_footprint().get("pages") for x in cache.layers]
+        sizes = [layer.store.memory_footprint().get("pages") for layer in cache.layers]
         next_layer = (layer.index + 1) % NUM_LAYERS
         assert [i for i, size in enumerate(sizes) if size] == sorted(
             {layer.index, next_layer} if two_layers_fit else {layer.index}
@@ -380,7 +380,7 @@ class DelayedStream:
         ]
 
         def run() -> None:
-            tensors = [[reference() for reference in x] for x in references]
+            tensors = [[reference() for reference in group] for group in references]
             assert None not in tensors[0] + tensors[1], "the pages were freed before their copy"
             blocks = [Blocks(), Blocks()]
             for each, memory in zip(blocks, tensors, strict=True):
@@ -472,7 +472,7 @@ def test_pages_on_the_device_are_written_after_their_copies(delayed_stream: Dela
 def test_a_deleted_layer_keeps_its_memory_until_its_copies_end(
     delayed_stream: DelayedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that deletes a layer may have a different current stream."""
+    """The thread that deletes a layer may have another current stream."""
     blocks, _ = fetch_delayed()
     other_stream = SimpleNamespace(wait_event=lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: other_stream)

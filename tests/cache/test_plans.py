@@ -245,7 +245,9 @@ def test_protected_layers_are_generated_restored_and_trained(tmp_path: Path) -> 
     assert torch.equal(sequences, outputs[0].sequences)
     enable(model, training="stored", prefill="stored", **options)
     model(ids, labels=ids).loss.backward()
-    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
+    assert all(
+        weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters()
+    )
 
 
 def read_pages(folder: Path) -> list[bytes]:

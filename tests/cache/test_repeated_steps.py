@@ -61,9 +61,9 @@ def bound_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     bind = ops.bind
 
     def describe(name: str, args: Any) -> Any:
-        (pages,) = [x for x in args if isinstance(x, ops.Pages)]
+        (pages,) = [argument for argument in args if isinstance(argument, ops.Pages)]
         tensors, integers = modules[name].list_variables(*args)
-        dtypes = [None if x is None else (x.dtype, x.device) for x in tensors]
+        dtypes = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in tensors]
         return id(pages), modules[name].describe_layout(*args), dtypes, integers.keys()
 
     def bind_checked(name: str, backend: str, *bound_args: Any) -> Any:
@@ -136,7 +136,8 @@ def test_repeated_steps_give_the_same_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Steps cross page boundaries, crops, other numbers of tokens, forks and reorders."""
-    outputs, caches = [], []
+    outputs = []
+    caches = []
     for repeats in (True, False):
         if not repeats:
             monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
@@ -180,7 +181,7 @@ def change_dtype(decoder: Decoder) -> None:
 
 
 def move(decoder: Decoder) -> None:
-    """Replace the memory, as a move to a different device does."""
+    """Replace the memory, as a move to another device does."""
     for layer in decoder.cache.paged_layers:
         blocks = layer.store.pool.blocks
         blocks._set_blocks([block.clone() for block in blocks.tensors])
@@ -352,7 +353,7 @@ def test_prompts_prefer_cudnn_on_an_h100(
 
     with torch.no_grad():
         run(512)
-        requested = [[x.name for x in call.args[0]] for call in kernel.call_args_list]
+        requested = [[item.name for item in call.args[0]] for call in kernel.call_args_list]
         expected = [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]]
         assert requested == (expected if capability == (9, 0) else [])
         kernel.reset_mock()

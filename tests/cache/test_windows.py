@@ -70,7 +70,10 @@ def assert_same_layers(
         first_token = max(length - WINDOW + 1, 0) if actual.layers[index].is_sliding else 0
         for side in ("keys", "values"):
             handles = [getattr(cache.layers[index], side) for cache in (actual, expected)]
-            windows = [x.dense()[:, :, first_token - x.start : length - x.start] for x in handles]
+            windows = [
+                handle.dense()[:, :, first_token - handle.start : length - handle.start]
+                for handle in handles
+            ]
             assert_same(*windows, f"layer {index}, {side}")
 
 
@@ -227,7 +230,7 @@ def test_selecting_a_sequence_frees_memory() -> None:
 
 
 def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) -> None:
-    cache, full_cache = (make_cache((1, 2), max_cache_len=x) for x in (MAX_LEN, None))
+    cache, full_cache = (make_cache((1, 2), max_cache_len=length) for length in (MAX_LEN, None))
     full_cache.activate_past_recording()
     add_random_tokens([cache, full_cache], 77, 0)
     cache.activate_past_recording()

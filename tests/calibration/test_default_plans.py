@@ -229,7 +229,7 @@ def test_a_plan_is_chosen_if_its_folder_cannot_be_written(
 
 
 def test_a_model_that_cannot_be_sampled_has_no_file(own_plan: Any, hf_home: Path) -> None:
-    """An offloaded weight may have any values, so a different model could have the same key."""
+    """An offloaded weight may have any values, so another model could have the same key."""
     model = make_model()
     model.register_buffer("offloaded", torch.empty(4, device="meta"))
     assert resolve_and_count(model) == (own_plan.digest, NUM_PASSES)
@@ -506,7 +506,7 @@ def store(tmp_path: Path) -> PrefixStore:
 
 @contextmanager
 def only_default_format() -> Iterator[None]:
-    """Let models choose only fp8_e3m4, as a different machine might."""
+    """Let models choose only fp8_e3m4, as another machine might."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_choice, "_MAX_COST_RATIO", 0.0)
         yield
@@ -539,7 +539,7 @@ def test_the_process_that_stores_its_plan_first_wins(
     choose = plan_choice._choose
 
     def choose_last(*args: Any) -> Any:
-        """Choose a plan, while another process chooses a different plan and stores it."""
+        """Choose a plan, while another process chooses another plan and stores it."""
         monkeypatch.setattr(plan_choice, "_choose", choose)
         with only_default_format():
             other_digests.append(resolve_and_count(make_model(), PrefixStore(store.path))[0])
@@ -566,7 +566,7 @@ def test_a_damaged_plan_in_a_store_is_replaced(store: PrefixStore, own_plan: Any
 def test_a_store_without_a_lock_keeps_no_plan(
     store: PrefixStore, own_plan: Any, monkeypatch: Any
 ) -> None:
-    """The folder cannot be written, or a different process writes."""
+    """The folder cannot be written, or another process writes."""
     model = make_model()
     for error in (None, OSError("Read-only file system"), ImportError("fcntl")):
         lock = mock.Mock(return_value=nullcontext(), side_effect=error)

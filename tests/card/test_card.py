@@ -195,7 +195,7 @@ class ScaledValuesCache(FP8PagedCache):
 
 
 def make_wrongly_centered_cache(model) -> FP8PagedCache:
-    """Return a cache with the centers of a different model."""
+    """Return a cache with the centers of another model."""
     torch.manual_seed(5)
     plan = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
     layers = {n: LayerScales(None, None, 4 * torch.randn(2, 16), plan=plan) for n in range(2)}

@@ -46,7 +46,7 @@ pytestmark = MARKS
 # Factor of all lengths. The interpreter can only compute a few tokens.
 LENGTH_FACTOR = 9 if ON_GPU else 1
 PAGES = 32 * LENGTH_FACTOR
-# "auto" would choose a different backend on a CPU.
+# "auto" would choose another backend on a CPU.
 TRITON = {"backend": "triton"}
 
 

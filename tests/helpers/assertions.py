@@ -21,7 +21,9 @@ def assert_same_bytes(actual: torch.Tensor, expected: torch.Tensor, label: Any =
     """Assert that two tensors are bitwise equal, including NaN and the sign of zero."""
     assert actual.dtype == expected.dtype, label
     int_dtype = _INT_DTYPES[actual.element_size()]
-    actual_bits, expected_bits = (x.contiguous().view(int_dtype) for x in (actual, expected))
+    actual_bits, expected_bits = (
+        tensor.contiguous().view(int_dtype) for tensor in (actual, expected)
+    )
     assert_same(actual_bits, expected_bits, label)
 
 

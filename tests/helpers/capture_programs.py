@@ -160,7 +160,7 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             tokens, cache = output.sequences, output[CACHE]
             previous = tokens, cache
             results += [tokens.tolist(), streamer and streamer.tokens, describe(cache)]
-            results.append([x.tolist() for x in output.get("scores") or ()])
+            results.append([scores.tolist() for scores in output.get("scores") or ()])
     return results
 
 
@@ -168,8 +168,8 @@ def describe(cache: FP8PagedCache) -> Any:
     """Return the length, the bytes in use and the contents of a cache."""
     # Pages that have left a window are freed by the next step, or by this call.
     cache._paged.crop(0)
-    states = [x for layer in cache.paged_layers for x in (layer.keys, layer.values)]
-    contents = [None if x is None else x.dense().tolist() for x in states]
+    handles = [handle for layer in cache.paged_layers for handle in (layer.keys, layer.values)]
+    contents = [None if handle is None else handle.dense().tolist() for handle in handles]
     return cache.host_length(), cache.memory_footprint().used_bytes, contents
 
 

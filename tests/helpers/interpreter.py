@@ -128,7 +128,10 @@ def _repair_arithmetic() -> None:
         @functools.wraps(operation)
         def run_in_float32(self: Any, *operands: Any) -> Any:
             if _has_bfloat16(operands):
-                converted = (_to_float32(x) if isinstance(x, Handle) else x for x in operands)
+                converted = (
+                    _to_float32(operand) if isinstance(operand, Handle) else operand
+                    for operand in operands
+                )
                 return _to_bfloat16(operation(self, *converted))
             result = operation(self, *operands)
             # Triton gives the result of a comparison the type of its operands, and Triton 3.9 does
@@ -172,7 +175,7 @@ def _repair_reductions() -> None:
         return tl.tensor(_to_float32(x.handle), type_)
 
     def apply_impl(self: Any, operands: tuple[Any, ...]) -> Any:
-        inputs = tuple(convert_bfloat16(x) for x in operands)
+        inputs = tuple(convert_bfloat16(operand) for operand in operands)
         ufunc = ufuncs.get(self.combine_fn)
         if ufunc is not None and inputs[0].dtype.is_floating():
             data = ufunc.reduce(inputs[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
@@ -264,7 +267,10 @@ def _cache_block_types() -> None:
     def new_type(cls: Any, element: Any, shape: Any) -> Any:
         if cls is not block_type:
             return object.__new__(cls)
-        key = id(element), *(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+        key = (
+            id(element),
+            *(size.value if isinstance(size, tl.constexpr) else size for size in shape),
+        )
         created_type = types.get(key)
         if created_type is None:
             created_type = object.__new__(cls)
@@ -281,7 +287,7 @@ def _cache_block_types() -> None:
             self.shape, self.numel, self.dtype = type_.tensor_attributes
         except AttributeError:
             stock_init_tensor(self, handle, type_)
-            sizes = tuple(x.value for x in self.shape)
+            sizes = tuple(size.value for size in self.shape)
             self.shape = shapes.setdefault(sizes, self.shape)
             type_.tensor_attributes = self.shape, self.numel, self.dtype
         self.handle, self.type = handle, type_

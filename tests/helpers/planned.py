@@ -30,7 +30,7 @@ def planned_scales(
     """Return static scales for values up to about 4, or dynamic scales, with `PLANS` in order.
 
     Static scales differ between heads, and between K and V. With `is_coarse`, they are so large
-    that values use few codes, so a different plan changes the tokens of a model.
+    that values use few codes, so another plan changes the tokens of a model.
     """
     rng = torch.Generator().manual_seed(5)
 
@@ -57,7 +57,9 @@ def centered_scales(scale: float = 0.05, num_layers: int = 8) -> KVScales:
     generator = torch.Generator().manual_seed(7)
     centers = torch.randn(num_layers, 2, 16, generator=generator)
     constant = torch.tensor(scale)
-    return KVScales({n: LayerScales(constant, constant, x) for n, x in enumerate(centers)})
+    return KVScales(
+        {index: LayerScales(constant, constant, center) for index, center in enumerate(centers)}
+    )
 
 
 def as_cache_keyword(scales: KVScales) -> dict[str, KVScales]:

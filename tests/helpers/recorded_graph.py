@@ -44,7 +44,7 @@ class RecordedGraph(TorchDispatchMode):
             for old, new in zip(tree_leaves(result), leaves, strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     # An expanded axis has a single element in memory.
-                    index = tuple(slice(None if x else 1) for x in old.stride())
+                    index = tuple(slice(None if stride else 1) for stride in old.stride())
                     old[index].copy_(new[index])
 
 

@@ -77,7 +77,9 @@ def make_step(sequences: Sequence[Any], position: int) -> list[Any]:
 def save_chat_model(folder: Path, *, vocab_size: int = 95, context: int = CONTEXT_LENGTH) -> str:
     """Save a tiny Llama whose tokens are characters, without an end token. Return the folder."""
     characters = [chr(code) for code in range(32, 32 + vocab_size)]
-    backend = Tokenizer(models.WordLevel({x: i for i, x in enumerate(characters)}, unk_token="?"))
+    backend = Tokenizer(
+        models.WordLevel({character: i for i, character in enumerate(characters)}, unk_token="?")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")

@@ -79,7 +79,9 @@ def read_scalars(scales: dict[int, dict], num_layers: int) -> ScalePairs:
         for tensor in layer_scales.values():
             if tensor.numel() != 1:
                 raise LoadError(f"layer {layer}: expected a scalar, got {tuple(tensor.shape)}")
-        k, v = (layer_scales[x].float().item() if x in layer_scales else -1.0 for x in "kv")
+        k, v = (
+            layer_scales[side].float().item() if side in layer_scales else -1.0 for side in "kv"
+        )
         if k <= 0 and v <= 0:
             raise LoadError(f"layer {layer}: the server would use a scale of 1.0")
         if not k > 0:
@@ -109,10 +111,10 @@ def read_scaling_factors(
     """Return the factor of each layer that SGLang and old vLLM read from kv_cache_scales.json."""
     content = json.loads(path.read_text())
     if "model_type" not in content or content["model_type"] != model_type:
-        raise LoadError("the scaling factors are for a different model type")
+        raise LoadError("the scaling factors are for another model type")
     cache_field = content["kv_cache"]
     if cache_field["dtype"] != "float8_e4m3fn":
-        raise LoadError("the scaling factors are for a different dtype")
+        raise LoadError("the scaling factors are for another dtype")
     rank_factors = {int(key): value for key, value in cache_field["scaling_factor"].items()}
     if len(rank_factors) != num_ranks or rank not in rank_factors:
         raise LoadError(f"the file is for {len(rank_factors)} ranks")

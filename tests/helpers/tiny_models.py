@@ -114,7 +114,10 @@ CAUSAL_EXTRAS: dict[str, Fields] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
     "blt": {
         "encoder_hash_byte_group_vocab": 32,
-        **{f"{x}_config": {**_BLT_MODULE} for x in ("patcher", "encoder", "decoder", "global")},
+        **{
+            f"{name}_config": {**_BLT_MODULE}
+            for name in ("patcher", "encoder", "decoder", "global")
+        },
     },
     "codegen": {"rotary_dim": 8, **_NO_HEAD_DIM},
     "cohere_compass_text": {
@@ -171,7 +174,7 @@ CAUSAL_EXTRAS: dict[str, Fields] = {
         "zero_expert_num": 2,
         "moe_topk": 2,
     },
-    # Layers may have no RoPE, or attend to a different layer's keys, with or without an indexer.
+    # Layers may have no RoPE, or attend to another layer's keys, with or without an indexer.
     "mistral_large4": {
         "num_hidden_layers": 5,
         "no_rope_layers": [1, 0, 1, 0, 1],
@@ -489,7 +492,9 @@ def _select_fields(config: PreTrainedConfig, candidates: Fields, overrides: Fiel
 
 def _build_seq2seq(name: str, seed: int, fields: Fields, attention: Fields) -> ModelInputs:
     # Encoders are padded on the right.
-    source = {key: x.flip(1) for key, x in make_prompt(seed, tokens=SOURCE_TOKENS).items()}
+    source = {
+        name: tensor.flip(1) for name, tensor in make_prompt(seed, tokens=SOURCE_TOKENS).items()
+    }
     target = make_prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
     target[:, 0] = 1
     generator = torch.Generator().manual_seed(seed + 1)

@@ -114,7 +114,7 @@ def make_inputs(name: str, rows: list[list[Part]]) -> dict[str, Any]:
         inputs[kind.token_types] = is_marked.long()
     media = [[part for part in row if isinstance(part, Medium)] for row in rows]
     if any(media):
-        values = torch.stack([make_values(name, x) for row in media for x in row])
+        values = torch.stack([make_values(name, medium) for row in media for medium in row])
         inputs |= kind.collate(values, [len(row) for row in media])
     return inputs
 
@@ -128,11 +128,11 @@ def list_tokens(name: str, rows: list[list[Part]]) -> list[list[Token]]:
         tokens: list[Token] = []
         for part in row:
             if isinstance(part, Medium):
-                tokens += [(x, None) for x in before]
+                tokens += [(token, None) for token in before]
                 tokens += [(PLACEHOLDER, part)] * kind.num_tokens
-                tokens += [(x, None) for x in after]
+                tokens += [(token, None) for token in after]
             else:
-                tokens += [(x, None) for x in part]
+                tokens += [(token, None) for token in part]
         tokens_by_row.append(tokens)
     width = max(map(len, tokens_by_row))
     padding: list[Token] = [(PAD_TOKEN, None)]
@@ -246,7 +246,7 @@ _QWEN_SHAPE = (8, 3 * 2 * 8 * 8)
 
 # Chameleon's images consist of tokens, whose names contain a number with letters for digits.
 _IMAGE_TOKEN_NAMES = [
-    str(x).translate(str.maketrans("0123456789", "ABCDEFGHIJ")) for x in range(32)
+    str(number).translate(str.maketrans("0123456789", "ABCDEFGHIJ")) for number in range(32)
 ]
 _CHAMELEON_TOKENS = {f"IMGIMG{name}Z": 10 + i for i, name in enumerate(_IMAGE_TOKEN_NAMES)}
 
@@ -380,7 +380,7 @@ KINDS: dict[str, Kind] = {
     ),
     "chameleon": Kind(
         _configure(
-            "chameleon", **{key: x for key, x in _TEXT.items() if key != "head_dim"},
+            "chameleon", **{name: value for name, value in _TEXT.items() if name != "head_dim"},
             vocabulary_map={"<image>": PLACEHOLDER, **_CHAMELEON_TOKENS},
             vq_config={
                 "embed_dim": 8, "num_embeddings": 32, "latent_channels": 8, "resolution": 16,

@@ -68,7 +68,8 @@ def test_the_links_of_the_package_are_absolute(hook):
     readme_hook = hook.ReadmeHook()
     readme_hook.root = str(ROOT)
     readme_hook.update(metadata)
-    text, repository = metadata["readme"]["text"], metadata["urls"]["Repository"]
+    text = metadata["readme"]["text"]
+    repository = metadata["urls"]["Repository"]
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert len(links) > 5
     assert all(link.startswith(("https://", "#")) for link in links)

@@ -71,7 +71,7 @@ def run_kernel(kernel: str, case: Case, pages: Pages, query: Tensor, **fields: A
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     schedules = [fields.pop("schedule")] if "schedule" in fields else []
     is_on_device = fields.pop("is_on_device", False)
-    spec = AttentionSpec(**{name: to_device(x) for name, x in fields.items()})
+    spec = AttentionSpec(**{name: to_device(value) for name, value in fields.items()})
     if not is_on_device and case.page_size == 64:
         pages = split_into_blocks(pages, device=DEVICE)
     elif not is_on_device:
@@ -139,7 +139,7 @@ def attend_with_torch(case: Case, pages: Pages, query: Tensor, fields: dict[str,
     if fields.get("bias") is not None:
         bias = bias + fields["bias"]
     return torch.nn.functional.scaled_dot_product_attention(
-        query, *(x.nan_to_num() for x in dense), attn_mask=bias, enable_gqa=True,
+        query, *(states.nan_to_num() for states in dense), attn_mask=bias, enable_gqa=True,
         scale=fields["scaling"],
     ).transpose(1, 2)  # fmt: skip
 
@@ -247,8 +247,8 @@ def test_each_way_to_read_a_format_is_correct(format_target, dynamic, dtype, sid
         ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), "reference")
         actual = run_kernel(kernel, case, pages, query, **fields)
     assert worst_error <= limit, f"{worst_error:.2e} > {limit:.2e}"
-    assert actual[0].isfinite().all(), "a different sequence"
-    assert actual[1, :, 3:].isfinite().all(), "a different head"
+    assert actual[0].isfinite().all(), "another sequence"
+    assert actual[1, :, 3:].isfinite().all(), "another head"
     assert actual[1, :, :3].isnan().any(-1).all()
 
 
@@ -307,7 +307,9 @@ def test_a_schedule_gives_every_token_to_one_program(
         expected = range(first, first + count) if count > 1 else [-1]
         assert [row[3] for row in seq_parts] == list(expected)
         low = max(start, length - num_tokens - window + 1 if window else 0, 0)
-        assert all(x[2] == y[1] for x, y in itertools.pairwise(seq_parts)), "a gap, or tokens twice"
+        assert all(part[2] == following[1] for part, following in itertools.pairwise(seq_parts)), (
+            "a gap, or tokens twice"
+        )
         assert seq_parts[0][1] == 0
         assert seq_parts[-1][2] == 2**31 - 1
         # All parts except the first begin at a position that must be read.

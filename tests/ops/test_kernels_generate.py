@@ -34,7 +34,7 @@ pytestmark = [
 
 def make_model(name: str) -> tuple[Any, dict[str, Any]]:
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
-    return model.to(DEVICE), {name: x.to(DEVICE) for name, x in inputs.items()}
+    return model.to(DEVICE), {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
 def generate_tokens(
@@ -73,16 +73,18 @@ def test_keys_take_few_hops_to_the_kernel(monkeypatch):
     stacks = []
 
     def record_launch(kernel: Any, *_: Any, **_constants: Any) -> None:
-        stacks.append([x for x in inspect.stack() if f"{os.sep}hf_fp8kv{os.sep}" in x.filename])
+        stacks.append(
+            [frame for frame in inspect.stack() if f"{os.sep}hf_fp8kv{os.sep}" in frame.filename]
+        )
         assert kernel.__name__ == "_write"
 
     monkeypatch.setattr("hf_fp8kv.ops.triton.write.launch", record_launch)
     for num_tokens in (40, 1, 2):
         cache.update(*torch.randn(2, 1, 2, num_tokens, 16), 0)
     for stack in stacks:
-        names = [x.function for x in stack][::-1]
+        names = [frame.function for frame in stack][::-1]
         assert len([*names, "launch", "_write"]) <= 8, names
-        assert len({*[x.filename for x in stack], "target.py"}) <= 6
+        assert len({*[frame.filename for frame in stack], "target.py"}) <= 6
     assert len(stacks) == 3
 
 

@@ -108,7 +108,7 @@ def make_pages(case: Case) -> Pages:
     num_columns = -(-case.stop // case.page_size) + 1
     batch = len(case.lengths)
     num_pages = batch * num_columns + 3
-    slots, num_heads = case.page_size, case.num_heads
+    page_size, num_heads = case.page_size, case.num_heads
 
     def make_pool(name: str, *shape: int) -> Tensor:
         if name == AUTO:
@@ -125,10 +125,10 @@ def make_pages(case: Case) -> Pages:
         k = k._replace(center=2 * torch.randn(num_heads, case.k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
-        scales = torch.full((num_pages, num_heads, slots, 2), math.nan, dtype=torch.bfloat16)
+        scales = torch.full((num_pages, num_heads, page_size, 2), math.nan, dtype=torch.bfloat16)
     return pack_pages(
-        k, make_pool(case.key, slots, case.k_dim),
-        v, make_pool(case.value, case.v_dim, slots), scales,
+        k, make_pool(case.key, page_size, case.k_dim),
+        v, make_pool(case.value, case.v_dim, page_size), scales,
         torch.randperm(num_pages)[: batch * num_columns].view(batch, num_columns).int(),
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def make_pages(case: Case) -> Pages:
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
     """Apply `function` to each tensor of the pages, in one block, and return the new pages."""
     leaves = flatten(merge_blocks(pages))
-    return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves])
+    return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def copy_pages(pages: Pages) -> Pages:
@@ -439,7 +439,10 @@ def check_deterministic(case: Case, backend: str, device: str = "cpu") -> None:
     pages, query, fields = prepare(case)
     expected = attend(case, pages, query.float(), "reference", **fields)
     pages, query = map_pages(lambda x: x.to(device), pages), query.to(device)
-    fields = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in fields.items()}
+    fields = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in fields.items()
+    }
     fields["deterministic"] = True
     actual = attend(case, pages, query, backend, **fields)
     assert compute_errors(actual.cpu(), expected).max() <= bound_error(case, backend)
@@ -545,7 +548,7 @@ def add_holes(case: Case, pages: Pages, fields: dict[str, Any]) -> dict[str, Any
     """Return the spec with padding before the first sequence, and with holes in the second."""
     mask = torch.ones(2, 1, 1, case.stop - case.start, dtype=torch.uint8)
     for row, positions in enumerate((range(case.start, 333), [case.start + 1, 901])):
-        poison(pages, row, [x for x in positions if pages.table[row, x // pages.page_size] >= 0])
+        poison(pages, row, [n for n in positions if pages.table[row, n // pages.page_size] >= 0])
         mask[row, ..., torch.tensor(list(positions)) - case.start] = 0
     return {**fields, "mask": mask, "bounds": find_mask_bounds(mask[:, 0, 0] != 0, case.start)}
 
@@ -584,8 +587,8 @@ def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
     (key if side == "k" else value)[1, 0, 0, 3] = math.nan
     ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), backend)
     actual = attend(case, pages, query, backend, **fields)
-    assert actual[0].isfinite().all(), "a different sequence"
-    assert actual[1, :, 3:].isfinite().all(), "a different head"
+    assert actual[0].isfinite().all(), "another sequence"
+    assert actual[1, :, 3:].isfinite().all(), "another head"
     is_nan = actual[1, :, :3].isnan()
     assert is_nan.any(-1).all()
 
@@ -802,7 +805,13 @@ def test_attention_begins_at_start_and_ends_at_stop(window, num_tokens, dtype, b
     case = Case("", lengths=(199, 33), num_tokens=num_tokens, window=window, dtype=dtype,
                 page_size=16)  # fmt: skip
     starts = [start for page in (0, 32, 128, 192) for start in (page - 1, page, page + 1)]
-    for start, stop in [*((x, 199) for x in starts[1:]), (199, 199), (31, 192), (48, 150), (3, 3)]:
+    for start, stop in [
+        *((first, 199) for first in starts[1:]),
+        (199, 199),
+        (31, 192),
+        (48, 150),
+        (3, 3),
+    ]:
         pages, query, fields = prepare(case)
         for row, length in enumerate(case.lengths):
             poison(pages, row, [*range(min(start, length)), *range(stop, length)])
@@ -966,7 +975,9 @@ def test_all_backends_refuse_the_same_sizes(backends, num_calls):
         case, call = draw_call(rng)
         operation, changed_name = rng.choice(list(OPERATIONS)), None
         if rng.random() < 0.7:
-            changed_name = rng.choice([x for x in CHANGEABLE_ARGUMENTS if call.get(x) is not None])
+            changed_name = rng.choice(
+                [name for name in CHANGEABLE_ARGUMENTS if call.get(name) is not None]
+            )
             call[changed_name] = change_argument(rng, call[changed_name])
         with torch.set_grad_enabled(rng.random() < 0.2):
             expected, expected_pages = run_operation(operation, call, "reference")

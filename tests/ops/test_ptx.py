@@ -182,12 +182,13 @@ FAST_FAULTS = (
 
 
 def insert_fault(fault: Fault, text: str) -> str:
-    """Return a module's text with the fault, or the same text if it has a different kernel."""
+    """Return a module's text with the fault, or the same text if it has another kernel."""
     if f".entry {fault.kernel}(" not in text:
         return text
     if not fault.source:
         return re.sub(fault.pattern, fault.replacement, text)
-    lines, is_selected = [], False
+    lines = []
+    is_selected = False
     for line in text.splitlines():
         if match := re.search(r"\.loc\s.*// (\w+\.py):(\d+)", line):
             is_selected = fault.source in linecache.getline(str(SOURCES / match[1]), int(match[2]))
@@ -208,7 +209,8 @@ def test_correct_kernels_have_no_fault(name):
 
 @pytest.mark.parametrize("name", mark_full(FAULTS, FAST_FAULTS))
 def test_a_fault_is_detected(name, monkeypatch):
-    fault, changed_texts = FAULTS[name], []
+    fault = FAULTS[name]
+    changed_texts = []
 
     def edit(text: str) -> str:
         changed_text = insert_fault(fault, text)

@@ -70,9 +70,11 @@ class Launches:
 
     def take(self, allocated: list[Tensor], result: Tensor | None) -> tuple[Any, ...]:
         """Forget and return the launches, with names in place of the addresses of `allocated`."""
-        names = {x.data_ptr(): f"m{i}" for i, x in enumerate(allocated) if x.numel()}
+        names = {tensor.data_ptr(): f"m{i}" for i, tensor in enumerate(allocated) if tensor.numel()}
         named = tree_map(lambda x: names.get(x, x) if type(x) is int else x, self.arguments)
-        sizes = [(x.shape, x.stride(), x.dtype, x is result) for x in allocated]
+        sizes = [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor is result) for tensor in allocated
+        ]
         self.arguments, self.allocated, self.num_direct = [], [], 0
         return named, sizes
 
@@ -151,9 +153,9 @@ def misalign(x: Tensor) -> Tensor:
 
 def change_each_tensor(args: Any, change: Callable[[Tensor], Tensor]) -> Iterator[Any]:
     leaves, structure = tree_flatten(args)
-    for i, x in enumerate(leaves):
-        if isinstance(x, Tensor):
-            yield tree_unflatten([*leaves[:i], change(x), *leaves[i + 1 :]], structure)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            yield tree_unflatten([*leaves[:i], change(leaf), *leaves[i + 1 :]], structure)
 
 
 # The pages have every optional tensor: a center, static scales and token scales.
@@ -201,7 +203,7 @@ TOKEN_CHANGES: list[Callable[[Tensor], Tensor]] = [
 PAGES_CHANGES = [{"pages": PAGES._replace(**fields)} for fields in PAGE_FIELD_CHANGES]
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "attend": [
-        *({"schedule": x} for x in (None, zeros(20, 4), zeros(5, 4))),
+        *({"schedule": schedule} for schedule in (None, zeros(20, 4), zeros(5, 4))),
         {"query": make_tokens(QUERY_HEADS, 2)},
         {"query": make_tokens(2 * QUERY_HEADS), "spec": SPEC._replace(sinks=None)},
         {"query": QUERY[:1], "pages": PAGES._replace(table=PAGES.table[:1]),
@@ -289,7 +291,8 @@ class CudaTensor(Tensor):
 
 
 def test_a_replay_enters_the_device_of_its_tensors(launches):
-    args, operation = CALLS["fill_schedule"], backend.fill_schedule
+    args = CALLS["fill_schedule"]
+    operation = backend.fill_schedule
     on_gpu = args._replace(schedule=args.schedule.as_subclass(CudaTensor))
     with (
         patch("torch.cuda.device", side_effect=lambda _: nullcontext()) as enter,
@@ -303,5 +306,7 @@ def test_a_replay_enters_the_device_of_its_tensors(launches):
                 current_device.return_value = index
                 enter.reset_mock()
                 call(*on_gpu)
-                assert [x.args for x in enter.call_args_list] == [(CudaTensor.device,)] * index
+                assert [call.args for call in enter.call_args_list] == [
+                    (CudaTensor.device,)
+                ] * index
         assert not launches.num_direct

@@ -34,8 +34,10 @@ def schedule_calls(monkeypatch: pytest.MonkeyPatch) -> list[ScheduleCall]:
     return replace_triton(monkeypatch)
 
 
-def make_tokens(batch: int, length: int = 1, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, heads, length, 16), torch.randn(batch, heads, length, 16)
+def make_tokens(
+    batch: int, length: int = 1, num_heads: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, num_heads, length, 16), torch.randn(batch, num_heads, length, 16)
 
 
 def make_cache(name: str = "gqa", backend: str = "triton", **options: Any) -> tuple[Any, Any]:
@@ -108,7 +110,7 @@ def test_layers_with_different_head_counts_have_separate_schedules(
     _, cache = make_cache(**options)
     for _ in range(3):
         cache.update(*make_tokens(2), 0)
-        cache.update(*make_tokens(2, heads=4), 1)
+        cache.update(*make_tokens(2, num_heads=4), 1)
     assert [call.num_kv_heads for call in schedule_calls] == expected
     assert schedule_calls[-1].schedule.data_ptr() != schedule_calls[-2].schedule.data_ptr()
 
@@ -143,7 +145,7 @@ CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
     "repeat": (4, lambda cache: cache.batch_repeat_interleave(2)),
     "select": (1, lambda cache: cache.batch_select_indices(torch.tensor([1]))),
     "crop": (2, lambda cache: cache.crop(-1)),
-    "a different batch of the same length": (4, _crop_and_repeat),
+    "another batch of the same length": (4, _crop_and_repeat),
 }
 
 
@@ -163,8 +165,8 @@ def test_a_step_does_not_use_an_earlier_schedule(change: str, options: dict[str,
             for changed_cache in caches if isinstance(caches, tuple) else (cache, cache):
                 ids = torch.randint(3, 50, (batch, 1))
                 outputs.append(model(ids, past_key_values=changed_cache).logits)
-    for x, y in zip(outputs[:2], outputs[2:], strict=True):
-        torch.testing.assert_close(y, x)
+    for expected, actual in zip(outputs[:2], outputs[2:], strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -188,7 +190,7 @@ def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> 
         torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
     def make_update(layer: int, num_tokens: int) -> Callable[[FP8PagedCache], Any]:
-        key, value = (x.to(device) for x in make_tokens(1, num_tokens))
+        key, value = (states.to(device) for states in make_tokens(1, num_tokens))
         return lambda cache: cache.update(key, value, layer)
 
     check_change(make_update(0, 140), 0)

@@ -222,7 +222,7 @@ def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
 def test_the_engine_waits_while_blocks_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, blocks are filled on a different stream than the engine's steps."""
+    """On a GPU, blocks are filled on another stream than the engine's steps."""
     prompt = make_prompt(3 * PAGE_SIZE + 3)
     run_prompts(tmp_path, [prompt])
     with run_engine(PrefixStore(tmp_path)) as (_, cache):

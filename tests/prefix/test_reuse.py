@@ -485,7 +485,7 @@ def test_models_with_sparse_weights_can_generate() -> None:
 
 @torch.no_grad()
 def test_tokens_stored_without_attention_leave_no_check_behind() -> None:
-    """The next model that runs may be a different model without a cache."""
+    """The next model that runs may be another model without a cache."""
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     different_model = copy.deepcopy(model)
     change_weights(different_model)
@@ -497,7 +497,7 @@ def test_tokens_stored_without_attention_leave_no_check_behind() -> None:
 
 
 def test_new_tokens_after_a_different_model_are_refused() -> None:
-    """The tokens of a different model cannot be computed again without their ids."""
+    """The tokens of another model cannot be computed again without their ids."""
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21))
     change_weights(chat.model)

@@ -462,7 +462,7 @@ DAMAGES: list[Damage] = [
     *(rewrite_file(lambda contents, size=size: contents[:size]) for size in (0, 300, -1)),
     *map(flip_bit, (0, 60, -40)),  # in the length of the header, in the header, and in the data
     *map(forge, FORGERIES),
-    # A page of a different model, and a different page of this model.
+    # A page of another model, and another page of this model.
     lambda path, outside: shutil.copy(list_files(outside)[0], path),
     lambda path, _: shutil.copy(next(x for x in list_files(path.parent) if x != path), path),
     *map(replace_by_link, ("good", "none", "")),
@@ -514,7 +514,7 @@ def test_a_folder_in_the_place_of_a_file_is_kept(
 
 
 def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
-    """Return a function that gives a page the sizes of a different model with the same layers."""
+    """Return a function that gives a page the sizes of another model with the same layers."""
 
     def change(rows: list[torch.Tensor], metadata: Any) -> Any:
         for index, layer_metadata in enumerate(metadata):

@@ -153,7 +153,7 @@ def test_scales_without_a_digest_do_not_warn(
 def test_scales_of_another_model_are_noticed_without_a_digest(
     apply: Any, model_scales: KVScales, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The scales have the correct shapes, but one more layer or a different model type.
+    """The scales have the correct shapes, but one more layer or another model type.
 
     The text model of a multimodal model, such as Llama 4, may use the scales of that model.
     """

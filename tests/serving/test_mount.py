@@ -1,4 +1,4 @@
-"""Tests of the server as an ASGI application: run by a different server, or mounted."""
+"""Tests of the server as an ASGI application: run by another server, or mounted."""
 
 import asyncio
 import threading

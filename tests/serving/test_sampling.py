@@ -66,7 +66,7 @@ def test_noise_depends_only_on_key_and_token():
 
 
 def test_noise_reads_no_tensor_of_an_earlier_call():
-    """A CUDA graph may overwrite such a tensor, or a different stream may not have computed it."""
+    """A CUDA graph may overwrite such a tensor, or another stream may not have computed it."""
     keys = make_noise_keys(2, seed=3)
 
     class Recorder(TorchDispatchMode):

@@ -142,7 +142,7 @@ class TestSameTokens:
         answers = generate_batch(model, prompts())
         for prompt, answer in zip(prompts(), answers, strict=True):
             assert compute_greedy_deficit(reference, prompt, answer) < 0.1
-        # The answers of a different prompt have a larger deficit.
+        # The answers of another prompt have a larger deficit.
         for prompt, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
             assert compute_greedy_deficit(reference, prompt, answer) > 0.3
 
@@ -653,7 +653,7 @@ class TestRunningEngines:
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
     def test_an_unused_row_writes_to_no_page(self) -> None:
-        """Its page in the table may belong to a different request."""
+        """Its page in the table may belong to another request."""
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
         work = make_decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [-1]]
@@ -730,7 +730,7 @@ class TestCompiled:
 
 
 class DelayedStream:
-    """A stream on the CPU whose operations run when a different stream waits for it."""
+    """A stream on the CPU whose operations run when another stream waits for it."""
 
     device = None
 

@@ -268,7 +268,7 @@ INVALID_GRAMMARS = {
     "not strict": (wrap_schema(LENIENT), SCHEMA_FIELD),
     "not strict, as text": (constrain(json=json.dumps(LENIENT)), "structured_outputs.json"),
     "not satisfiable": (wrap_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA_FIELD),
-    "a different file": (wrap_schema({"$ref": "http://localhost/x.json"}), SCHEMA_FIELD),
+    "another file": (wrap_schema({"$ref": "http://localhost/x.json"}), SCHEMA_FIELD),
     "a huge text": (wrap_schema({"enum": ["x" * 70_000]}), SCHEMA_FIELD),
     "long numbers": (wrap_schema({"type": "integer", "minimum": -(10**30)}), SCHEMA_FIELD),
     "not finite": (wrap_schema({"type": "integer", "multipleOf": 1e999}), SCHEMA_FIELD),

@@ -5,7 +5,7 @@
     python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
 Libraries select kernels by the CPU's instruction sets. These variables hide some instruction sets,
-so sums run in a different order, as on a different machine. The nine settings contain every pair of
+so sums run in a different order, as on another machine. The nine settings contain every pair of
 choices.
 """
 

@@ -93,7 +93,7 @@ class Workload:
             try:
                 total += path.lstat().st_size
             except FileNotFoundError:
-                continue  # a different process has removed the file
+                continue  # another process has removed the file
         return total
 
     def fork_writer(self, num_answers: int, seed: int, result_path: Path) -> int:

@@ -128,7 +128,7 @@ def generate(
             **arguments, max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-    logits = torch.stack([x.float() for x in output["logits"]], dim=1)
+    logits = torch.stack([logits.float() for logits in output["logits"]], dim=1)
     return Answer(output["sequences"][:, -logits.shape[1] :].clone(), logits)
 
 
@@ -246,8 +246,8 @@ class Watch:
 
         def count_and_attend(module, query, key, value, *args, **kwargs):
             if query.shape[2] == 1:
-                indices = (kwargs.get(name) for name in ("indices", "block_indices"))
-                is_sparse = any(x is not None for x in indices)
+                arguments = (kwargs.get(name) for name in ("indices", "block_indices"))
+                is_sparse = any(argument is not None for argument in arguments)
                 is_paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
                 is_latent = is_paged and reads_stored_latents(module)
                 is_fused = is_paged and (is_latent or not is_sparse)
@@ -438,9 +438,13 @@ dispatcher. *max_cache_len*: only with this argument. Any other text is the reas
 def format_row(row: Row) -> str:
     if not row.has_baseline:
         return f"| {row.name} | {row.baseline_error} |"
-    own, own_fp8, paged, paged_fp8 = outcomes = [getattr(row, x) or Outcome("") for x in OUTCOMES]
-    hidden_notes = {"", *(x.note for x in (own_fp8, paged_fp8) if x.status == "differs")}
-    notes = dict.fromkeys(x.note for x in outcomes if x.note not in hidden_notes)
+    outcomes = [getattr(row, name) or Outcome("") for name in OUTCOMES]
+    own, own_fp8, paged, paged_fp8 = outcomes
+    hidden_notes = {
+        "",
+        *(outcome.note for outcome in (own_fp8, paged_fp8) if outcome.status == "differs"),
+    }
+    notes = dict.fromkeys(outcome.note for outcome in outcomes if outcome.note not in hidden_notes)
     cells = [row.name, row.attention, own.status, format_share(own_fp8)]
     cells += [row.path, paged.status, format_share(paged_fp8), row.captured, "; ".join(notes)]
     return "| " + " | ".join(cells) + " |"

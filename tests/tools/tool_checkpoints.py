@@ -38,7 +38,11 @@ Saver = Callable[[Path], object]  # a function that saves a checkpoint to a fold
 def make_model(model_type: str) -> PreTrainedModel:
     """Return a tiny model of a model type, with the same random weights in every run."""
     torch.manual_seed(0)
-    fields = {k: x for k, x in CONFIG_FIELDS.items() if (model_type, k) != ("phi3", "head_dim")}
+    fields = {
+        name: value
+        for name, value in CONFIG_FIELDS.items()
+        if (model_type, name) != ("phi3", "head_dim")
+    }
     config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.config.architectures = [type(model).__name__]
@@ -68,7 +72,9 @@ def copy_scales(checkpoint: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
         elif path.suffix == ".safetensors":
             tensors = load_file(path)
-            scales = {name: x for name, x in tensors.items() if SCALE_NAME.fullmatch(name)}
+            scales = {
+                name: tensor for name, tensor in tensors.items() if SCALE_NAME.fullmatch(name)
+            }
             if scales:
                 save_file(scales, target / path.name)
 

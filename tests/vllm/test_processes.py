@@ -85,7 +85,7 @@ def test_the_example_gives_greedy_answers():
     """The example calibrates the demo model, and vLLM starts the engine in a separate process.
 
     With 8-bit pages, CPUs may choose differently between two tokens with nearly equal logits. Each
-    answer must therefore be greedy up to this rounding error, and must not fit a different prompt.
+    answer must therefore be greedy up to this rounding error, and must not fit another prompt.
     """
     pytest.importorskip("vllm")
     example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"

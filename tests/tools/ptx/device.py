@@ -90,7 +90,7 @@ class _Launcher:
         leaves = list(_flatten(self.signature, values[4:]))
         tensors = [value for _, value in leaves if isinstance(value, torch.Tensor)]
         # The offsets of pages may lead to blocks that are not arguments themselves.
-        tensors += [block for x in tensors for block in vars(x).get("blocks", ())]
+        tensors += [block for tensor in tensors for block in vars(tensor).get("blocks", ())]
         arguments = [_to_bits(type_name, value) for type_name, value in leaves]
         ptx = edit_ptx(kernel.ptx) if edit_ptx is not None else kernel.ptx
         program, code = _parse_and_compile(ptx)

@@ -33,7 +33,7 @@ def compile_program(program: Program) -> list[CompiledInstruction]:
 def _compile(instruction: Instruction, program: Program) -> Step:
     opcode, operands = instruction.opcode, instruction.operands
     operation = find_operation(opcode)
-    has_vectors = any(isinstance(x, tuple) for x in operands)
+    has_vectors = any(isinstance(operand, tuple) for operand in operands)
     if operation is not None and not has_vectors:
         return _make_operation(operation, operands, program)
     make_step = _STEP_MAKERS.get(opcode[0])
@@ -45,7 +45,9 @@ def _compile(instruction: Instruction, program: Program) -> Step:
 def _make_operation(operation: Operation, operands: Any, program: Program) -> Step:
     dst, *sources = operands
     compute, types, result = operation
-    readers = [make_reader(x, dtype, program) for x, dtype in zip(sources, types, strict=True)]
+    readers = [
+        make_reader(source, dtype, program) for source, dtype in zip(sources, types, strict=True)
+    ]
     reg_type = REG_TYPES[program.register_widths[dst]]
     # A narrow result is sign-extended if it is signed, and zero-extended otherwise.
     extended_type = reg_type if result.kind != "i" else np.dtype(f"i{reg_type.itemsize}")
@@ -61,10 +63,10 @@ def _make_operation(operation: Operation, operands: Any, program: Program) -> St
 
 def _make_move(instruction: Instruction, program: Program) -> Step:
     """Compile a move that packs several registers into one, or unpacks one register."""
-    dst, src = (list_registers(x) for x in instruction.operands)
+    dst, src = (list_registers(operand) for operand in instruction.operands)
     dtype = TYPES[instruction.opcode[-1]]
     part_type = REG_TYPES[8 * dtype.itemsize // max(len(dst), len(src))]
-    readers = [make_reader(x, dtype if len(src) == 1 else part_type, program) for x in src]
+    readers = [make_reader(name, dtype if len(src) == 1 else part_type, program) for name in src]
 
     def move(machine: Machine, mask: Mask) -> None:
         bits = 8 * part_type.itemsize
@@ -115,7 +117,7 @@ def _make_store(instruction: Instruction, program: Program) -> Step:
     dst, src = instruction.operands
     dtype = TYPES[instruction.opcode[-1]]
     read_addresses = make_address_reader(dst, program)
-    readers = [make_reader(x, dtype, program) for x in list_registers(src)]
+    readers = [make_reader(name, dtype, program) for name in list_registers(src)]
     is_global = "global" in instruction.opcode
     assert is_global or "shared" in instruction.opcode, instruction.text
 
@@ -143,7 +145,7 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
         (num_left,) = instruction.operands
         return lambda machine, mask: _wait_for_copies(machine, mask, int(num_left))
     dst, src, size, *optional_size = instruction.operands
-    readers = [make_address_reader(x, program) for x in (dst, src)]
+    readers = [make_address_reader(operand, program) for operand in (dst, src)]
     copy_size = int(size, 0)
     read_size = make_reader(optional_size[0] if optional_size else size, REG_TYPES[32], program)
 
@@ -209,7 +211,7 @@ def _make_shuffle(instruction: Instruction, program: Program) -> Step:
     assert members == "-1", instruction.text
     assert clamp in ("31", "0"), instruction.text
     assert clamp == ("0" if mode == "up" else "31"), instruction.text
-    read, read_offset = (make_reader(x, REG_TYPES[32], program) for x in (src, offset))
+    read, read_offset = (make_reader(operand, REG_TYPES[32], program) for operand in (src, offset))
 
     def shuffle(machine: Machine, mask: Mask) -> None:
         warps = machine.list_warps(mask)

@@ -153,12 +153,12 @@ class Machine:
         is_live = self.live_threads.any(1)
         if is_live.all() or not is_live.any():
             return
-        assert not self.products, "a program ends before the products of a different program"
+        assert not self.products, "a program ends before the products of another program"
         num_programs = self.shape[0]
         self.shape = int(is_live.sum()), self.shape[1]
-        keep_live = lambda x: x[is_live] if len(x) == num_programs else x  # noqa: E731
-        self.registers = {name: keep_live(x) for name, x in self.registers.items()}
-        self.pc_masks = {pc: x[is_live] for pc, x in self.pc_masks.items()}
+        keep_live = lambda value: value[is_live] if len(value) == num_programs else value  # noqa: E731
+        self.registers = {name: keep_live(value) for name, value in self.registers.items()}
+        self.pc_masks = {pc: mask[is_live] for pc, mask in self.pc_masks.items()}
         self.live_threads = self.live_threads[is_live]
         self.copy_groups = self.copy_groups[is_live]
         self.program_ids = self.program_ids[is_live]

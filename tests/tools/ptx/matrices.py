@@ -68,11 +68,11 @@ def _make_mma(instruction: Instruction, program: Program) -> Step:
     Four threads hold a row of A or a column of B. Products are exact. Their sums are rounded to
     float32, in a different order than on tensor cores.
     """
-    dst, a, b, c = (list_registers(x) for x in instruction.operands)
+    dst, a, b, c = (list_registers(operand) for operand in instruction.operands)
     shape, dtype = instruction.opcode[3], instruction.opcode[7]
     depth = {"m16n8k16": 16, "m16n8k8": 8}[shape]
     assert instruction.opcode[4:6] == ("row", "col"), instruction.text
-    readers = [[make_reader(x, REG_TYPES[32], program) for x in names] for names in (a, b, c)]
+    readers = [[make_reader(name, REG_TYPES[32], program) for name in names] for names in (a, b, c)]
     convert = _TO_FLOAT32[dtype]
     values_per_word = 1 if dtype == "tf32" else 2
 
@@ -133,10 +133,10 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
     dst = list_registers(dst)
     is_a_in_registers = isinstance(a, tuple)
     bits = 32 if is_a_in_registers else 64
-    readers = [make_reader(x, REG_TYPES[bits], program) for x in list_registers(a)]
+    readers = [make_reader(name, REG_TYPES[bits], program) for name in list_registers(a)]
     read_b = make_reader(b, REG_TYPES[64], program)
     read_accumulates = make_reader(flags[0], REG_TYPES[1], program)
-    are_transposed = [x == "1" for x in flags[3:]]
+    are_transposed = [flag == "1" for flag in flags[3:]]
     convert = _TO_FLOAT32[dtype]
     size = 4 if dtype == "tf32" else 2
 
@@ -206,12 +206,14 @@ def _find_addresses(
 def _wait_for_products(machine: Machine, num_unfinished: int) -> None:
     """End the products of all groups except the last `num_unfinished` groups."""
     num_finished = machine.num_product_groups - num_unfinished
-    finished = [x for x in machine.products if x.group < num_finished]
-    machine.products = [x for x in machine.products if x.group >= num_finished]
+    finished = [product for product in machine.products if product.group < num_finished]
+    machine.products = [product for product in machine.products if product.group >= num_finished]
     unfinished_names = {name for product in machine.products for name in product.names}
     for name in [name for name in machine.unfinished_results if name not in unfinished_names]:
         machine.registers[name] = machine.unfinished_results.pop(name)
-    machine.shared.end_products([x.grains for x in finished], [x.grains for x in machine.products])
+    machine.shared.end_products(
+        [product.grains for product in finished], [product.grains for product in machine.products]
+    )
 
 
 MATRICES: dict[str, Callable[[Instruction, Program], Step]] = {

@@ -2,7 +2,7 @@
 
 Global memory is the memory of the process. An access must lie in a tensor of the launch, and the
 result must not depend on the order in which programs run. No kernel has fences or atomics, so no
-program may store or load a byte that a different program stores.
+program may store or load a byte that another program stores.
 
 Shared memory is undefined before a store, and a thread may load the stores of other threads only
 after a barrier. An asynchronous copy completes at its wait. Until then no thread may access its
@@ -62,7 +62,10 @@ class GlobalMemory:
         self._loads.setdefault(size * count, []).append(programs << 48 | addresses)
         self._num_loads += len(addresses)
         if self._num_loads > 1 << 20:
-            self._loads = {n: [np.unique(np.concatenate(x))] for n, x in self._loads.items()}
+            self._loads = {
+                num_bytes: [np.unique(np.concatenate(keys))]
+                for num_bytes, keys in self._loads.items()
+            }
             self._num_loads = 0
         return self._views[size][self._find_indices(addresses, size, count)]
 
@@ -260,7 +263,8 @@ class SharedMemory:
     def keep_programs(self, is_kept: Array) -> None:
         """Keep only the programs for which `is_kept` is True."""
         self.bytes, self.store_states, self.load_states, self.is_hidden = (
-            x[is_kept] for x in (self.bytes, self.store_states, self.load_states, self.is_hidden)
+            array[is_kept]
+            for array in (self.bytes, self.store_states, self.load_states, self.is_hidden)
         )
 
     def _locate(self, threads: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:

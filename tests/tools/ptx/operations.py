@@ -16,7 +16,7 @@ import torch
 Array = npt.NDArray[Any]
 
 _PRED = np.dtype(bool)
-_F32, _F16, _U32, _U16 = (np.dtype(x) for x in ("<f4", "<f2", "<u4", "<u2"))
+_F32, _F16, _U32, _U16 = (np.dtype(name) for name in ("<f4", "<f2", "<u4", "<u2"))
 # Unsigned integers hold the bits of types that numpy lacks.
 TYPES = {"pred": _PRED, "f16": _F16, "f32": _F32, "f64": np.dtype("<f8"), "bf16": _U16} | {
     f"{kind}{8 * size}": np.dtype(f"{'i' if kind == 's' else 'u'}{size}")
@@ -44,10 +44,12 @@ class Operation(NamedTuple):
 def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     """Return the operation with this opcode, or None."""
     if "ftz" in opcode:
-        operation = find_operation(tuple(x for x in opcode if x != "ftz"))
+        operation = find_operation(tuple(part for part in opcode if part != "ftz"))
         assert operation is None or {operation.result, *operation.sources} == {_F32}, opcode
         return operation and operation._replace(
-            compute=lambda *x: _flush_subnormals(operation.compute(*map(_flush_subnormals, x)))
+            compute=lambda *values: _flush_subnormals(
+                operation.compute(*map(_flush_subnormals, values))
+            )
         )
     name, *qualifiers = opcode
     type_names = [qualifier for qualifier in qualifiers if qualifier in TYPES]
@@ -56,7 +58,7 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
     if not type_names:
         return None
     dtype = TYPES[type_names[0]]
-    key = ".".join([name, *(x for x in qualifiers if x in _KEY_QUALIFIERS)])
+    key = ".".join([name, *(part for part in qualifiers if part in _KEY_QUALIFIERS)])
     if name == "setp":
         compare = _COMPARISONS.get(qualifiers[0]) if len(qualifiers) == 2 else None
         if compare is not None and type_names[0] == "bf16":
@@ -69,9 +71,9 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
         return Operation(_shift_left if name == "shl" else _shift_right, [dtype, _U32], dtype)
     if name == "shf":
         assert qualifiers[:2] == ["l", "wrap"], opcode
-        return Operation(_shf, [dtype, dtype, _U32], dtype)
+        return Operation(_shift_funnel, [dtype, dtype, _U32], dtype)
     if name == "bfe":
-        return Operation(_bfe, [dtype, _U32, _U32], dtype)
+        return Operation(_extract_bits, [dtype, _U32, _U32], dtype)
     if name == "mov":
         return Operation(lambda x: x, [dtype], dtype)
     if name in ("mul", "mad") and "wide" in qualifiers:
@@ -106,24 +108,24 @@ def _select(a: Array, b: Array, condition: Array) -> Array:
 
 
 def _shift_left(x: Array, amount: Array) -> Array:
-    bits = 8 * x.itemsize
+    num_bits = 8 * x.itemsize
     return np.where(
-        amount < bits, x << np.minimum(amount, bits - 1).astype(x.dtype), x.dtype.type(0)
+        amount < num_bits, x << np.minimum(amount, num_bits - 1).astype(x.dtype), x.dtype.type(0)
     )
 
 
 def _shift_right(x: Array, amount: Array) -> Array:
-    bits = 8 * x.itemsize
-    shifted = x >> np.minimum(amount, bits - 1).astype(x.dtype)
-    return shifted if x.dtype.kind == "i" else np.where(amount < bits, shifted, x.dtype.type(0))
+    num_bits = 8 * x.itemsize
+    shifted = x >> np.minimum(amount, num_bits - 1).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else np.where(amount < num_bits, shifted, x.dtype.type(0))
 
 
-def _shf(low: Array, high: Array, amount: Array) -> Array:
+def _shift_funnel(low: Array, high: Array, amount: Array) -> Array:
     amount = amount & _U32.type(31)
     return high << amount | _shift_right(low, _U32.type(32) - amount)
 
 
-def _bfe(x: Array, start: Array, length: Array) -> Array:
+def _extract_bits(x: Array, start: Array, length: Array) -> Array:
     # Fields in Triton's code do not exceed the 32 bits of a register.
     unused = _U32.type(8 * x.itemsize) - start - length
     assert (unused < 32).all(), "bfe: expected a field within the register"
@@ -160,9 +162,9 @@ def _flush_subnormals(x: Array) -> Array:
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(_F32.type(0), x), x)
 
 
-def _prmt(a: Array, b: Array, selector: Array) -> Array:
+def _permute_bytes(a: Array, b: Array, selector: Array) -> Array:
     if selector.size > 1:
-        return _prmt_per_thread(a, b, selector)
+        return _permute_bytes_per_thread(a, b, selector)
     nibbles = [int(selector.flat[0]) >> 4 * i & 15 for i in range(4)]
     masks: dict[tuple[int, int, bool], int] = {}  # by source, distance, replicate_sign
     for i, nibble in enumerate(nibbles):
@@ -183,9 +185,11 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
     return result
 
 
-def _prmt_per_thread(a: Array, b: Array, selector: Array) -> Array:
+def _permute_bytes_per_thread(a: Array, b: Array, selector: Array) -> Array:
     a, b, selector = np.broadcast_arrays(a, b, selector)
-    pairs = np.stack([np.ascontiguousarray(x)[..., None].view(np.uint8) for x in (a, b)], -2)
+    pairs = np.stack(
+        [np.ascontiguousarray(words)[..., None].view(np.uint8) for words in (a, b)], -2
+    )
     pairs = pairs.reshape(*a.shape, 8)
     nibbles = selector[..., None] >> (4 * np.arange(4, dtype=np.uint32)) & _U32.type(15)
     result = np.take_along_axis(pairs, (nibbles & 7).astype(np.int64), -1)
@@ -193,7 +197,7 @@ def _prmt_per_thread(a: Array, b: Array, selector: Array) -> Array:
     return np.ascontiguousarray(result).view(np.uint32)[..., 0]
 
 
-def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
+def _combine_bits(a: Array, b: Array, c: Array, table: Array) -> Array:
     truth_table = int(table.flat[0])
     if truth_table == 0xEA:
         return (a & b) | c
@@ -206,9 +210,9 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 def _multiply_high(a: Array, b: Array) -> Array:
-    bits = 8 * a.itemsize
-    assert bits < 64, "mul.hi: expected at most 32 bits"
-    return (_multiply_wide(a, b) >> bits).astype(a.dtype)
+    num_bits = 8 * a.itemsize
+    assert num_bits < 64, "mul.hi: expected at most 32 bits"
+    return (_multiply_wide(a, b) >> num_bits).astype(a.dtype)
 
 
 _OPERATIONS: dict[tuple[str, str], Callable[..., Array]] = {
@@ -226,7 +230,7 @@ _OPERATIONS: dict[tuple[str, str], Callable[..., Array]] = {
     ("div", "f"): np.divide, ("div.full", "f"): np.divide, ("sqrt", "f"): np.sqrt,
     ("ex2.approx", "f"): np.exp2,
     ("popc", "i"): lambda x: np.bitwise_count(x).astype(np.uint32),
-    ("prmt", "i"): _prmt, ("lop3", "i"): _lop3,
+    ("prmt", "i"): _permute_bytes, ("lop3", "i"): _combine_bits,
 }  # fmt: skip
 
 

@@ -115,8 +115,8 @@ def _parse_instruction(text: str, scopes: Mapping[str, str], source_line: str) -
     operands: list[str | tuple[str, ...]] = []
     for operand in _OPERAND.findall(operands_text):
         if operand[0] == "{":
-            registers = (x.strip() for x in operand[1:-1].split(","))
-            operands.append(tuple(scopes.get(x, x) for x in registers))
+            registers = (register.strip() for register in operand[1:-1].split(","))
+            operands.append(tuple(scopes.get(register, register) for register in registers))
         else:
             operands.append(scopes.get(operand, operand))
     one_line = " ".join(text.split())
