@@ -46,10 +46,10 @@ def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
             measure_pages(record, sizes, backend, "extend", case, fmt)
         baselines.measure_extend(record, case)
     measure_cached = functools.partial(measure_attention, record, "extend")
-    stored_cases = (case for case in cases if case.lengths[0] > case.new_tokens)
+    stored_cases = (case for case in cases if case.lengths[0] > case.num_new_tokens)
     for case, fmt in product(stored_cases, (E4M3, BF16)):
         measure_cached(case, fmt, backend, f"{fmt.name} preallocated")
-        padded_case = replace(case, padding=((case.lengths[0] - case.new_tokens) // 2,))
+        padded_case = replace(case, padding=((case.lengths[0] - case.num_new_tokens) // 2,))
         measure_cached(padded_case, fmt, backend, f"{fmt.name} left padded", preallocated=False)
 
 
@@ -81,7 +81,12 @@ def measure_pages(
 
 def make_query(stage: Stage, case: Case) -> torch.Tensor:
     """Return random queries, `[B, Hq, T, D]`, with the strides of a model."""
-    shape = (len(case.lengths), case.new_tokens, case.heads.query, case.heads.query_dim)
+    shape = (
+        len(case.lengths),
+        case.num_new_tokens,
+        case.heads.num_query_heads,
+        case.heads.query_dim,
+    )
     return stage.randn(*shape).transpose(1, 2)
 
 
@@ -94,11 +99,11 @@ def make_schedule_step(stage: Stage, case: Case, backend: str) -> tuple[Step, An
         the step must not be called.
     """
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-    num_heads = case.heads.kv
+    num_heads = case.heads.num_kv_heads
     # A cache passes its length, because all of its sequences have the same length.
     length = case.tokens_read // len(case.lengths) if len(set(case.lengths)) == 1 else None
-    num_query_rows = case.heads.query // num_heads * case.new_tokens
-    arguments = lengths, case.new_tokens, case.window, 0, num_heads, backend
+    num_query_rows = case.heads.num_query_heads // num_heads * case.num_new_tokens
+    arguments = lengths, case.num_new_tokens, case.window, 0, num_heads, backend
     schedule = ops.create_schedule(*arguments, length, num_query_rows)
     return functools.partial(ops.fill_schedule, schedule, *arguments), schedule, lengths
 

@@ -50,7 +50,7 @@ def measure_decode(record: Record, case: Case, *, with_gqa: bool) -> None:
 
 def measure_extend(record: Record, case: Case) -> None:
     """Add rows for many new tokens, with each backend of torch."""
-    causal_mask = causal_lower_right(case.new_tokens, case.lengths[0])
+    causal_mask = causal_lower_right(case.num_new_tokens, case.lengths[0])
     causal_attention = functools.partial(attend_grouped, is_causal=True)
 
     def lower_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def measure_extend(record: Record, case: Case) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask, enable_gqa=True)
 
     for name, backend in _list_backends(record.stage).items():
-        if case.new_tokens == case.lengths[0]:
+        if case.num_new_tokens == case.lengths[0]:
             _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, causal_attention)
         elif name != "cudnn":
             _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, lower_right_attention)
@@ -80,7 +80,9 @@ def _measure_sdpa(
 
     def measure_row() -> dict[str, Any]:
         kv_pairs = make_dense(stage, case, stage.count_buffers(int(num_bytes)))
-        query = stage.randn(len(case.lengths), heads.query, case.new_tokens, heads.dim)
+        query = stage.randn(
+            len(case.lengths), heads.num_query_heads, case.num_new_tokens, heads.dim
+        )
         steps: list[Step] = [functools.partial(attend, query, k, v) for k, v in kv_pairs]
         error = compute_dense_error(attend(query, *kv_pairs[-1]), query, *kv_pairs[-1], case)
         return {**stage.time_steps(steps), "error": error, "moved": num_bytes, **case.describe()}

@@ -25,7 +25,7 @@ MAX_ADDED_TOKENS = 2 * MAX_GRAPH_CALLS
 
 
 class CacheSteps:
-    """A cache with random tokens, and steps that add `case.new_tokens` tokens to each layer.
+    """A cache with random tokens, and steps that add `case.num_new_tokens` tokens to each layer.
 
     `query` is the query of each step, `[B, Hq, T, D]`. `key` is the handle of the keys that
     attention read last.
@@ -40,8 +40,10 @@ class CacheSteps:
         length = case.lengths[0]
         self.stage = stage
         self.preallocated = preallocated
-        self.stored_tokens = length - case.new_tokens
-        self.config = make_config((heads.query, heads.kv, heads.dim), num_layers)
+        self.stored_tokens = length - case.num_new_tokens
+        self.config = make_config(
+            (heads.num_query_heads, heads.num_kv_heads, heads.dim), num_layers
+        )
         self.config._attn_implementation = "fp8_paged"
         self.cache = FP8PagedCache(
             self.config, dtype=fmt.dtype, scales=SCALE if fmt.is_static else None, backend=backend,
@@ -52,15 +54,16 @@ class CacheSteps:
         self.padding_mask = (positions >= padding).long().to(stage.device)
         self._make_mask(0, self.stored_tokens)
         for layer in range(num_layers):
-            shape = (batch, heads.kv, self.stored_tokens, heads.dim)
+            shape = (batch, heads.num_kv_heads, self.stored_tokens, heads.dim)
             self.cache.update(stage.randn(*shape), stage.randn(*shape), layer)
         # A model transposes heads and tokens in the same way.
         self.query, self._key, self._value = (
-            stage.randn(batch, case.new_tokens, num_heads, heads.dim).transpose(1, 2)
-            for num_heads in (heads.query, heads.kv, heads.kv)
+            stage.randn(batch, case.num_new_tokens, num_heads, heads.dim).transpose(1, 2)
+            for num_heads in (heads.num_query_heads, heads.num_kv_heads, heads.num_kv_heads)
         )
         self.modules = [
-            AttentionLayer(heads.query // heads.kv, layer) for layer in range(num_layers)
+            AttentionLayer(heads.num_query_heads // heads.num_kv_heads, layer)
+            for layer in range(num_layers)
         ]
         self.mask: torch.Tensor | None = None
         self.key: Any = None

@@ -188,11 +188,11 @@ def _find_skip_reason(stage: Stage, contender: Contender) -> str:
 
 def make_model(sizes: RunSizes, record: Record) -> Any:
     record.report("making a random model")
-    hidden_size = sizes.heads.query * sizes.heads.dim
+    hidden_size = sizes.heads.num_query_heads * sizes.heads.dim
     config = LlamaConfig(
         num_hidden_layers=sizes.num_layers, hidden_size=hidden_size,
-        intermediate_size=7 * hidden_size // 2, num_attention_heads=sizes.heads.query,
-        num_key_value_heads=sizes.heads.kv, head_dim=sizes.heads.dim,
+        intermediate_size=7 * hidden_size // 2, num_attention_heads=sizes.heads.num_query_heads,
+        num_key_value_heads=sizes.heads.num_kv_heads, head_dim=sizes.heads.dim,
         vocab_size=sizes.vocab_size, max_position_embeddings=2**17,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
@@ -256,7 +256,7 @@ class Run:
         old_bytes = self.stage.peak_bytes() or 0
         self.cache = self.contender.cache_class(config=self.model.config, **self.options)
         (batch, num_tokens), heads = self.ids.shape, self.sizes.heads
-        shape = (batch, heads.kv, num_tokens - 1, heads.dim)
+        shape = (batch, heads.num_kv_heads, num_tokens - 1, heads.dim)
         for layer in range(self.sizes.num_layers):
             self.cache.update(self.stage.randn(*shape), self.stage.randn(*shape), layer)
         step_seconds = self._generate()
@@ -281,11 +281,11 @@ class Run:
         With graphs, a second call checks the end of sequences one step late.
         """
         self.step_seconds.append(statistics.median(self._generate()[1:]))
-        step, low, high = compute_quartiles(self.step_seconds)
+        median, low, high = compute_quartiles(self.step_seconds)
         batch = len(self.ids)
         fields = {
-            "tokens_per_s": batch / step, "low_per_s": batch / (high or step),
-            "high_per_s": batch / (low or step), "step_ms": 1e3 * step,
+            "tokens_per_s": batch / median, "low_per_s": batch / (high or median),
+            "high_per_s": batch / (low or median), "step_ms": 1e3 * median,
             "rounds": len(self.step_seconds),
         }  # fmt: skip
         replays_graphs = self.contender.is_compiled or self.contender.is_captured

@@ -79,11 +79,11 @@ class LatentLayers:
         self.stage, heads = stage, case.heads
         with stage.device:
             self.modules: list[Any] = [
-                make_module(heads.query, heads.dim, heads.rope_dim, num_layers, layer)
+                make_module(heads.num_query_heads, heads.dim, heads.rope_dim, num_layers, layer)
                 for layer in range(num_layers)
             ]
         dim = self.modules[0].qk_head_dim
-        self.query = stage.randn(len(case.lengths), 1, heads.query, dim).transpose(1, 2)
+        self.query = stage.randn(len(case.lengths), 1, heads.num_query_heads, dim).transpose(1, 2)
         self.case = replace(case, scaling=self.modules[0].scaling)
         self.new_latents = self.draw_latents(1)
 
@@ -138,7 +138,7 @@ def _measure_step(
     stage = record.stage
     heads = case.heads
     # A step reads the stored tokens, and 128 + 128 rows of weights for each head.
-    bytes_read = case.bytes_read(fmt) + 2 * heads.query * 256 * heads.dim
+    bytes_read = case.bytes_read(fmt) + 2 * heads.num_query_heads * 256 * heads.dim
     num_layers = stage.count_buffers(buffer_bytes or int(bytes_read))
 
     def measure_row() -> dict[str, Any]:
@@ -176,7 +176,9 @@ def _measure_stock(record: Record, case: Case) -> None:
 
     # For each token and head, the projection writes 256 values of K and V. Then the 128 values of K
     # are copied next to the RoPE part.
-    expanded_bytes = 2 * case.tokens_read * case.heads.query * (256 + 128 + case.heads.rope_dim)
+    expanded_bytes = (
+        2 * case.tokens_read * case.heads.num_query_heads * (256 + 128 + case.heads.rope_dim)
+    )
     _measure_step(record, case, STOCK, BF16, measure_steps, expanded_bytes)
 
 

@@ -38,20 +38,27 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
             return StoredSide(None, None, format_name, dim)
         # Each head has a different scale. Normal random values reach about 5.
         scale = 5.5 / FORMATS[format_name].max
-        scales = scale * torch.linspace(*factors, heads.kv, device=device)
+        scales = scale * torch.linspace(*factors, heads.num_kv_heads, device=device)
         return StoredSide(scales[:, None].expand(-1, dim).contiguous(), None, format_name, dim)
 
     sides = [make_side(heads.dim, fmt.dtype, 1, 1.5), make_side(v_dim, v_format, 1.5, 1)]
     has_scales = any(side.is_dynamic for side in sides)
     dtypes = [SidePlan(side.format).find_dtype(torch.bfloat16) for side in sides]
-    layout = make_page_layout(heads.kv, PAGE_SIZE, heads.dim, v_dim, *dtypes, has_scales)
+    layout = make_page_layout(heads.num_kv_heads, PAGE_SIZE, heads.dim, v_dim, *dtypes, has_scales)
     block = torch.zeros((num_pages, layout.size), dtype=torch.uint8, device=device)
     table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
     pages = Pages(
-        *sides, block, table, locate_pages([block]), heads.kv, PAGE_SIZE, *dtypes, has_scales
+        *sides,
+        block,
+        table,
+        locate_pages([block]),
+        heads.num_kv_heads,
+        PAGE_SIZE,
+        *dtypes,
+        has_scales,
     )
     key, value = (
-        torch.randn(1, heads.kv, num_tokens, dim, dtype=torch.bfloat16, device=device)
+        torch.randn(1, heads.num_kv_heads, num_tokens, dim, dtype=torch.bfloat16, device=device)
         for dim in (heads.dim, v_dim)
     )
     reference.write(pages, key, value, torch.tensor([num_tokens], dtype=torch.int32, device=device))
@@ -79,7 +86,7 @@ def make_layer_pages(
 
 def make_dense(stage: Stage, case: Case, num_layers: int) -> list[KVPair]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16."""
-    shape = (len(case.lengths), case.heads.kv, case.lengths[0], case.heads.dim)
+    shape = (len(case.lengths), case.heads.num_kv_heads, case.lengths[0], case.heads.dim)
     return [(stage.randn(*shape), stage.randn(*shape)) for _ in range(num_layers)]
 
 
@@ -110,12 +117,14 @@ def compute_output_error(
     """
     if not bool(output.isfinite().all()):
         return float("inf")
-    batch, heads, new_tokens = len(case.lengths), case.heads, case.new_tokens
+    batch = len(case.lengths)
+    heads = case.heads
+    num_new_tokens = case.num_new_tokens
     longest = case.lengths.index(max(case.lengths))
-    heads_per_kv = heads.query // heads.kv
+    heads_per_kv = heads.num_query_heads // heads.num_kv_heads
     has_many_heads = heads_per_kv > MAX_COMPARED_HEADS
     group_size = math.gcd(heads_per_kv, MAX_COMPARED_HEADS) if has_many_heads else heads_per_kv
-    num_groups = heads.query // group_size
+    num_groups = heads.num_query_heads // group_size
     compared_pairs = {(0, 0), (batch - 1, num_groups - 1), (longest, num_groups // 2)}
     compared_pairs.add((random.randrange(batch), random.randrange(num_groups)))
     errors = []
@@ -123,10 +132,10 @@ def compute_output_error(
         row = slice(sequence, sequence + 1)
         head_slice = slice(group * group_size, (group + 1) * group_size)
         head_pages = _select_head(pages, sequence, head_slice.start // heads_per_kv)
-        num_compared = min(new_tokens, MAX_COMPARED_TOKENS)
-        for start, stop in {(0, num_compared), (new_tokens - num_compared, new_tokens)}:
+        num_compared = min(num_new_tokens, MAX_COMPARED_TOKENS)
+        for start, stop in {(0, num_compared), (num_new_tokens - num_compared, num_new_tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
-            length = case.lengths[sequence] - new_tokens + stop
+            length = case.lengths[sequence] - num_new_tokens + stop
             spec = case.attention_spec()
             if case.padding:
                 positions = torch.arange(length, device=query.device)

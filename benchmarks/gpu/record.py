@@ -25,7 +25,7 @@ class Record:
         report: Function that is called with progress messages.
         save: Function that stores the rows, after each row and each change of a row.
 
-    With the shard `(index, count)`, only every `count`-th row is measured, from row `index` on.
+    With the shard `(index, num_shards)`, every `num_shards`-th row is measured, from row `index`.
     """
 
     def __init__(
@@ -68,8 +68,9 @@ class Record:
         Raises:
             RuntimeError: The device refuses further work in this process.
         """
-        label, (index, count) = f"{section}, {case}, {name}", self._shard
-        if next(self._row_indices) % count != index:
+        label = f"{section}, {case}, {name}"
+        shard_index, num_shards = self._shard
+        if next(self._row_indices) % num_shards != shard_index:
             return None
         if self.seconds_left() <= self._fastest_seconds.get((section, name), 0.0):
             self.skip(f"{label}: no time left")

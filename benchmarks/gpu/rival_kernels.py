@@ -120,8 +120,8 @@ def _measure_kernel(record: Record, case: Case, kernel: Kernel) -> None:
     """Add a row for a kernel, whose output may differ from the reference only by rounding."""
     stage = record.stage
     heads = case.heads
-    num_values = heads.query_dim if kernel.reads_latents else 2 * heads.kv * heads.dim
-    scale_bytes = 2 * heads.kv * 4 * kernel.has_token_scales
+    num_values = heads.query_dim if kernel.reads_latents else 2 * heads.num_kv_heads * heads.dim
+    scale_bytes = 2 * heads.num_kv_heads * 4 * kernel.has_token_scales
     num_bytes = case.tokens_read * (num_values * kernel.dtype.itemsize + scale_bytes)
 
     def measure_row() -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _make_inputs(stage: Stage, case: Case, kernel: Kernel, num_layers: int) -> I
     page_counts = [-(-length // PAGE_SIZE) for length in case.lengths]
     tables = torch.randperm(sum(page_counts)).int().split(page_counts)
     table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-    token_shape = (sum(page_counts), PAGE_SIZE, heads.kv)
+    token_shape = (sum(page_counts), PAGE_SIZE, heads.num_kv_heads)
     draw = functools.partial(_draw_codes, stage, kernel.dtype)
     pools: list[Any] = [draw(2, *token_shape, heads.dim).unbind() for _ in range(num_layers)]
     if kernel.reads_latents:
@@ -154,7 +154,7 @@ def _make_inputs(stage: Stage, case: Case, kernel: Kernel, num_layers: int) -> I
         pools = [(pool, pool[..., heads.dim :]) for pool in latents]
     unit = 1 / INT8_STD if kernel.dtype == torch.int8 else 1.0
     k, v = ((torch.rand(token_shape, device=stage.device) + 0.5) * unit for _ in "kv")
-    query = stage.randn(len(lengths), heads.query, heads.query_dim)
+    query = stage.randn(len(lengths), heads.num_query_heads, heads.query_dim)
     table, lengths = table.to(stage.device), lengths.to(stage.device)
     return Inputs(query, table, lengths, pools, (k, v) if kernel.has_token_scales else None)
 
@@ -184,8 +184,10 @@ def _convert_pages(inputs: Inputs, dim: int) -> Pages:
 def _make_vllm_attend(vllm: Any, quant_mode: str, case: Case, inputs: Inputs) -> Attend:
     heads = case.heads
     device = inputs.query.device
-    max_sequences = max(MIN_GRID_SIZE // heads.kv, 1)
-    partial_sums = torch.empty((max_sequences, heads.query, NUM_SPLITS, heads.dim), device=device)
+    max_sequences = max(MIN_GRID_SIZE // heads.num_kv_heads, 1)
+    partial_sums = torch.empty(
+        (max_sequences, heads.num_query_heads, NUM_SPLITS, heads.dim), device=device
+    )
     partial_max, partial_exp_sums = (torch.empty_like(partial_sums[..., 0]) for _ in range(2))
     unit_scale = torch.ones(1, device=device)
     out = torch.empty_like(inputs.query)
@@ -223,7 +225,7 @@ def _make_sglang_attend(sglang: Any, num_splits: int, case: Case, inputs: Inputs
     slots = torch.cat([row[:n] for row, n in zip(table_slots, case.lengths, strict=True)]).int()
     starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0)).int()
     out = torch.empty_like(inputs.query)
-    shape = (len(case.lengths), heads.query, num_splits)
+    shape = (len(case.lengths), heads.num_query_heads, num_splits)
     partial_sums = torch.empty((*shape, heads.dim), device=device)
     partial_lse = torch.empty(shape, device=device)
     splits_by_sequence = torch.full(shape[:1], num_splits, dtype=torch.int32, device=device)
@@ -249,9 +251,9 @@ def _make_flashinfer_attend(flashinfer: Any, case: Case, inputs: Inputs) -> Atte
     starts = torch.tensor([0, *page_counts], device=device).cumsum(0).int()
     last_lengths = (inputs.lengths - 1) % PAGE_SIZE + 1
     wrapper.plan(
-        starts, pages.int(), last_lengths.int(), heads.query, heads.kv, heads.dim, PAGE_SIZE,
-        q_data_type=inputs.query.dtype, kv_data_type=inputs.pools[0][0].dtype,
-        sm_scale=heads.dim**-0.5,
+        starts, pages.int(), last_lengths.int(), heads.num_query_heads, heads.num_kv_heads,
+        heads.dim, PAGE_SIZE, q_data_type=inputs.query.dtype,
+        kv_data_type=inputs.pools[0][0].dtype, sm_scale=heads.dim**-0.5,
     )  # fmt: skip
 
     def attend(pool: KVPair) -> torch.Tensor:
@@ -263,7 +265,7 @@ def _make_flashinfer_attend(flashinfer: Any, case: Case, inputs: Inputs) -> Atte
 
 def _make_flash_mla_attend(flash_mla: Any, case: Case, inputs: Inputs) -> Attend:
     scaling = case.attention_spec().scaling
-    metadata, num_splits = flash_mla.get_mla_metadata(inputs.lengths, case.heads.query, 1)
+    metadata, num_splits = flash_mla.get_mla_metadata(inputs.lengths, case.heads.num_query_heads, 1)
 
     def attend(pool: KVPair) -> torch.Tensor:
         out: torch.Tensor = flash_mla.flash_mla_with_kvcache(

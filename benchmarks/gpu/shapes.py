@@ -11,8 +11,8 @@ from hf_fp8kv.ops import AttentionSpec
 class Heads:
     """Numbers and sizes of the heads of one layer."""
 
-    query: int  # number of query heads
-    kv: int  # number of KV heads
+    num_query_heads: int
+    num_kv_heads: int
     dim: int  # size of a head, or of a latent
     rope_dim: int = 0  # size of the 16-bit RoPE part next to a latent (MLA), 0 without latents
 
@@ -23,7 +23,7 @@ class Heads:
     def bytes_per_token(self, fmt: "PageFormat") -> float:
         """Return the number of bytes that are read for a stored token, including its scales."""
         if not self.rope_dim:
-            return 2 * self.kv * self.dim * fmt.bytes_per_value(self.dim)
+            return 2 * self.num_kv_heads * self.dim * fmt.bytes_per_value(self.dim)
         # The scales of a token take one 32-bit word, although the RoPE part has no scale.
         scale_bytes = 0 if fmt.is_static or fmt.dtype == AUTO else 4
         return self.dim * (2 if fmt.dtype == AUTO else 1) + scale_bytes + 2 * self.rope_dim
@@ -65,7 +65,7 @@ class Case:
 
     lengths: tuple[int, ...]  # stored tokens of each sequence, including the new tokens
     heads: Heads = Heads(32, 8, 128)
-    new_tokens: int = 1  # new tokens of each sequence
+    num_new_tokens: int = 1  # new tokens of each sequence
     window: int = 0  # tokens that a query attends to, 0 for all
     softcap: float = 0.0  # bound of the logits, 0 for none
     label: str = ""  # name in rows, by default the batch size and the length
@@ -83,9 +83,9 @@ class Case:
     @property
     def flops(self) -> int:
         """Floating-point operations of the two products without a window, over visible tokens."""
-        num_hidden = self.new_tokens * (self.new_tokens - 1) // 2
-        num_pairs = self.new_tokens * self.tokens_read - num_hidden * len(self.lengths)
-        return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * num_pairs
+        num_hidden = self.num_new_tokens * (self.num_new_tokens - 1) // 2
+        num_pairs = self.num_new_tokens * self.tokens_read - num_hidden * len(self.lengths)
+        return 2 * self.heads.num_query_heads * (self.heads.query_dim + self.heads.dim) * num_pairs
 
     def bytes_read(self, fmt: PageFormat) -> float:
         """Return the bytes of K and V that are read, including their scales."""

@@ -29,7 +29,7 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
     cases.insert(1, Case((num_tokens,), sizes.heads, num_tokens, label=f"1 x {num_tokens}"))
     for case in cases:
         for fmt in PAGE_FORMATS:
-            num_layers = max_layers if case.new_tokens == 1 else min(max_layers, 4)
+            num_layers = max_layers if case.num_new_tokens == 1 else min(max_layers, 4)
             _measure_case(record, sizes, backend, case, fmt, num_layers)
 
 
@@ -38,12 +38,12 @@ def _measure_case(
 ) -> None:
     stage = record.stage
     heads = case.heads
-    num_values = len(case.lengths) * case.new_tokens * 2 * heads.kv * heads.dim
+    num_values = len(case.lengths) * case.num_new_tokens * 2 * heads.num_kv_heads * heads.dim
 
     def measure_row() -> dict[str, Any]:
         layer_pages = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-        shape = (len(case.lengths), case.new_tokens, heads.kv, heads.dim)
+        shape = (len(case.lengths), case.num_new_tokens, heads.num_kv_heads, heads.dim)
         kv_pairs = [
             (stage.randn(*shape).transpose(1, 2), stage.randn(*shape).transpose(1, 2))
             for _ in range(num_layers)

@@ -58,7 +58,7 @@ def test_an_engine_allocates_the_planned_pages() -> None:
     model, _ = build_variant("llama")
     serving.enable(model)
     manager = model.init_continuous_batching(
-        greedy(), batching(pages=None, max_memory_percent=0.002, max_batch_tokens=64)
+        greedy(), batching(num_pages=None, max_memory_percent=0.002, max_batch_tokens=64)
     )
     manager.warmup()
     cache = manager.batch_processor.cache

@@ -311,7 +311,7 @@ def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
     assert case.bytes_read(E4M3) == case.tokens_read * 8 * 130 * 2
     assert case.flops == case.tokens_read * 32 * 128 * 4
     # Three new tokens after two stored tokens attend to three, four and five tokens.
-    assert Case((5,), new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
+    assert Case((5,), num_new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
     assert Case((100,) * 4).pad_left().tokens_read == 400 - 74
     # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
     latent_case = FULL.latent_cases[0]

@@ -45,7 +45,7 @@ if ops.explain_backends()["triton"] is not None:
 pytestmark = MARKS
 # Factor of all lengths. The interpreter can only compute a few tokens.
 LENGTH_FACTOR = 9 if ON_GPU else 1
-PAGES = 32 * LENGTH_FACTOR
+NUM_PAGES = 32 * LENGTH_FACTOR
 # "auto" would choose another backend on a CPU.
 TRITON = {"backend": "triton"}
 
@@ -91,7 +91,9 @@ def make_prompts() -> list[list[int]]:
 
 
 def run_prompts(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    return generate_batch(model, prompts, **{"pages": PAGES, "max_batch_tokens": 4096, **options})
+    return generate_batch(
+        model, prompts, **{"num_pages": NUM_PAGES, "max_batch_tokens": 4096, **options}
+    )
 
 
 @functools.cache
@@ -181,7 +183,7 @@ def test_bfloat16_differs_only_in_tokens_with_close_logits(centered: bool) -> No
 
 def test_prefixes_are_reused(served_model: Any) -> None:
     model, expected = served_model
-    with open_manager(model, pages=PAGES) as manager:
+    with open_manager(model, num_pages=NUM_PAGES) as manager:
         actual = [request_answer(manager, prompt) for prompt in make_prompts()[-2:]]
         usage = serving.read_usage(manager)
     assert actual == expected[-2:]
@@ -239,7 +241,7 @@ def test_unused_rows_do_not_change_tokens(served_model: Any) -> None:
     """Steps use a block table with padding, as in graphs."""
     model, expected = served_model
     # The shared pages of a common prefix would be written twice.
-    config = batching(pages=PAGES, allow_block_sharing=False)
+    config = batching(num_pages=NUM_PAGES, allow_block_sharing=False)
     manager = model.init_continuous_batching(greedy(), config)
     manager.continuous_batching_config.max_blocks_per_request = 4 * LENGTH_FACTOR
     manager.warmup()
@@ -269,7 +271,7 @@ def test_offloaded_requests_resume(
     num_pages = sum(-(-len(prompt) // 8) for prompt in prompts) + 3
     with enable_pages(model, **TRITON, **cache_options):
         actual = run_prompts(
-            model, prompts, page_size=8, pages=num_pages, max_batch_tokens=256,
+            model, prompts, page_size=8, num_pages=num_pages, max_batch_tokens=256,
             cpu_offload_space=0.01, allow_block_sharing=False,
         )  # fmt: skip
     assert actual == expected
@@ -304,7 +306,7 @@ def test_memory_stays_within_the_plan() -> None:
     free_bytes = [torch.cuda.mem_get_info()[0]]
     torch.cuda.reset_peak_memory_stats()
     run_prompts(
-        model, prompts, pages=None, page_size=256, max_batch_tokens=8192, max_memory_percent=0.2
+        model, prompts, num_pages=None, page_size=256, max_batch_tokens=8192, max_memory_percent=0.2
     )
     used_bytes = torch.cuda.max_memory_allocated() - allocated_bytes
     torch.cuda.empty_cache()

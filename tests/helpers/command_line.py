@@ -22,7 +22,9 @@ def save_tiny_model(
     folder: Path, dtype: torch.dtype = torch.bfloat16, *, positions: int = 256
 ) -> str:
     """Save a tiny Llama with a word tokenizer, without an end token. Return the folder."""
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
     return save_tiny_weights(folder, len(WORDS), positions, dtype)

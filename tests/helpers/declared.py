@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_fp8kv import KVScales, LayerScales
 from tests.helpers.tiny_models import build_variant
 
-LAYERS, HEADS = 2, 2
+NUM_LAYERS, NUM_HEADS = 2, 2
 # With codes up to 448, K reaches at most 1.3 and V 0.67. The model's K and V are far larger.
 TOO_SMALL = KVScales(
     {
@@ -22,7 +22,7 @@ TOO_SMALL = KVScales(
             torch.tensor([[0.002], [0.003]]) / (index + 1),
             torch.tensor([[0.0015], [0.001]]) / (index + 1),
         )
-        for index in range(LAYERS)
+        for index in range(NUM_LAYERS)
     },
     model_type="llama",
 )
@@ -44,14 +44,14 @@ _W8A8_CONFIG = {
 
 def save_plain(folder: Path) -> Path:
     """Save a tiny unquantized Llama, and return the folder."""
-    model, _ = build_variant("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, num_key_value_heads=NUM_HEADS)
     model.save_pretrained(folder)
     return folder
 
 
 def save_w8a8(folder: Path) -> Path:
     """Save this Llama with FP8 weights and activations, without a declared KV cache."""
-    model = build_variant("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
+    model = build_variant("llama", num_hidden_layers=NUM_LAYERS, num_key_value_heads=NUM_HEADS)[0]
     tensors = model.state_dict()
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         weight = tensors[name]
@@ -77,7 +77,7 @@ def save_projections(checkpoint: Path, folder: Path) -> Path:
     `kv_cache_scheme` has replaced this format. Return the folder of the copy.
     """
     tensors = load_file(checkpoint / "model.safetensors")
-    for layer in range(LAYERS):
+    for layer in range(NUM_LAYERS):
         for side, scale in (("k", 0.002), ("v", 0.0015)):
             name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
             tensors[name] = torch.tensor([scale])

@@ -20,15 +20,15 @@ from hf_fp8kv.serving.engines.common import read_kv_sizes
 from tests.helpers.margins import require_wide_margins
 
 NEW_TOKENS = 18
-PAGE = 16  # page size in tokens
+PAGE_SIZE = 16  # in tokens
 TokenLists = list[list[int]]
 Prompts = Sequence[list[int]]
 
 
-def batching(*, page_size: int = PAGE, pages: int | None = 64, **options: Any) -> Any:
-    """Return a config of continuous batching with `pages` pages. None means that memory decides."""
+def batching(*, page_size: int = PAGE_SIZE, num_pages: int | None = 64, **options: Any) -> Any:
+    """Return a config with `num_pages` pages. None means that memory decides."""
     options = {"max_batch_tokens": 256, **options}
-    return ContinuousBatchingConfig(page_size=page_size, num_blocks=pages, **options)
+    return ContinuousBatchingConfig(page_size=page_size, num_blocks=num_pages, **options)
 
 
 class OpenAIPenalties(LogitsProcessor):
@@ -83,8 +83,8 @@ def prompts(vocab_size: int = 99, seed: int = 6) -> TokenLists:
     # with all kinds of scales.
     generator = torch.Generator().manual_seed(seed)
 
-    def draw_tokens(count: int) -> list[int]:
-        return torch.randint(3, vocab_size, (count,), generator=generator).tolist()
+    def draw_tokens(num_tokens: int) -> list[int]:
+        return torch.randint(3, vocab_size, (num_tokens,), generator=generator).tolist()
 
     prefix = draw_tokens(48)
     return [
@@ -97,7 +97,7 @@ def generate_each(model: PreTrainedModel, prompts: Prompts, **options: Any) -> T
     """Return the tokens of generate() for each prompt, in separate calls with separate caches."""
     answers = []
     for prompt in prompts:
-        cache = FP8PagedCache(model, prefill="stored", page_size=PAGE, **options)
+        cache = FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE, **options)
         output = model.generate(
             torch.tensor([prompt], device=model.device), past_key_values=cache,
             max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,

@@ -19,8 +19,7 @@ from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE_SIZE
 from tests.helpers.serve_process import generate_paged, hosting, save_chat_model, text_in
-from tests.helpers.serving_tools import PAGE as PAGE_SIZE
-from tests.helpers.serving_tools import open_manager, request_answer
+from tests.helpers.serving_tools import PAGE_SIZE, open_manager, request_answer
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
@@ -45,7 +44,7 @@ def run_prompts(
     model, _ = build_variant("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
-    with open_manager(model, pages=num_pages) as manager:
+    with open_manager(model, num_pages=num_pages) as manager:
         # Each prompt is answered before the next, which can then reuse the pages.
         answers = [request_answer(manager, x, num_new, cache_salt=salt) for x in prompts]
         usage = serving.read_usage(manager)

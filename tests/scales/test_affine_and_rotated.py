@@ -16,7 +16,7 @@ from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import KVScales
-from tests.helpers.declared import LAYERS
+from tests.helpers.declared import NUM_LAYERS
 from tests.scales.test_sources import SCHEME, edit_json, scale_error
 
 ROTATED_PLAN = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
@@ -84,7 +84,7 @@ def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_pa
 
 def test_replacing_scales_removes_biases(plain_folder, tmp_path):
     folder = save_affine(plain_folder, tmp_path / "affine", 0.0)
-    new_scales = KVScales.uniform(LAYERS, 0.5)
+    new_scales = KVScales.uniform(NUM_LAYERS, 0.5)
     new_folder = tmp_path / "new"
     new_scales.save_pretrained(new_folder, format="modelopt", checkpoint=folder, overwrite=True)
     assert KVScales.from_pretrained(new_folder).digest == new_scales.digest
@@ -112,7 +112,7 @@ def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
 @torch.no_grad()
 def test_the_cache_rotates_k_for_scales_of_rotated_k(plain_folder, tmp_path):
     scales = KVScales.from_pretrained(save_rotated(plain_folder, tmp_path / "rotated"))
-    assert scales.plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
+    assert scales.plan == dict.fromkeys(range(NUM_LAYERS), ROTATED_PLAN)
     logits, layer_states = run_model(plain_folder)
     for layer, (k, _) in zip(scales.layers.values(), layer_states, strict=True):
         assert layer.k.item() == pytest.approx(rotate(k).abs().max().item() / 448)
@@ -161,7 +161,7 @@ def test_other_rotations_of_k_are_rejected(plain_folder, tmp_path, changes, mess
     ("targets", "is_declared"),
     [
         ("re:.*self_attn$", True),
-        ([f"model.layers.{i}.self_attn" for i in range(LAYERS)], True),
+        ([f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)], True),
         (["LlamaAttention"], False),
     ],
     ids=["pattern", "paths", "class"],
@@ -173,14 +173,14 @@ def test_k_is_rotated_for_any_kind_of_targets(plain_folder, tmp_path, targets, i
     if not is_declared:
         block = make_rotation_config(apply=[location]) | {"kv_cache_scheme": None}
         edit_json(folder / "config.json", quantization_config=block)
-    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(LAYERS), ROTATED_PLAN)
+    assert KVScales.from_pretrained(folder).plan == dict.fromkeys(range(NUM_LAYERS), ROTATED_PLAN)
 
 
 def test_scales_of_unrotated_k_are_not_written_for_rotated_k(plain_folder, tmp_path):
     folder = save_rotated(plain_folder, tmp_path / "rotated")
     config_bytes = (folder / "config.json").read_bytes()
     with scale_error("None.* got .*K fp8_e4m3 rotated"):
-        KVScales.uniform(LAYERS, 0.5).save_pretrained(
+        KVScales.uniform(NUM_LAYERS, 0.5).save_pretrained(
             folder, format="compressed-tensors", overwrite=True
         )
     assert (folder / "config.json").read_bytes() == config_bytes
@@ -192,7 +192,7 @@ def test_rotations_of_weights_are_ignored(plain_folder, tmp_path):
     assert KVScales.from_pretrained(folder).plan is None
 
 
-ALL_LAYERS = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+ALL_LAYERS = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
 
 
 def save_partial(plain_folder, folder, formats, scale_layers, *, in_second_config=False):
@@ -226,7 +226,7 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
         in_second_config=in_second_config,
     )  # fmt: skip
     scales = KVScales.from_pretrained(folder)
-    expected_plans = dict.fromkeys(range(LAYERS), LayerPlan.parse("auto", "auto"))
+    expected_plans = dict.fromkeys(range(NUM_LAYERS), LayerPlan.parse("auto", "auto"))
     assert scales.plan == expected_plans | {1: LayerPlan.parse("fp8_e4m3", "fp8_e4m3")}
     assert scales.layers[1].k == 1.25
     model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
@@ -241,7 +241,7 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
     with scale_error("expected scales of unchanged K and V, got scales for unquantized layers 0"):
         scales.save_pretrained(tmp_path / "other", format="compressed-tensors")
     # Scales of all layers replace the list.
-    KVScales.uniform(LAYERS, 0.5).save_pretrained(folder, format="modelopt", overwrite=True)
+    KVScales.uniform(NUM_LAYERS, 0.5).save_pretrained(folder, format="modelopt", overwrite=True)
     assert KVScales.from_pretrained(folder).plan is None
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
+from tests.helpers.declared import NUM_LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
 from tests.scales.test_export import random_scales, read_content
 from tests.scales.test_scales import assert_same
 from tests.scales.test_sources import scale_error
@@ -22,7 +22,7 @@ from tests.scales.test_sources import scale_error
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 INDEX_FILE = "model.safetensors.index.json"
-NEW_SCALES = random_scales("head", seed=5, num_layers=LAYERS)
+NEW_SCALES = random_scales("head", seed=5, num_layers=NUM_LAYERS)
 
 
 def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
             load_file(plain_folder / "model.safetensors"),
         )
         assert all(torch.equal(remaining.pop(name), tensor) for name, tensor in expected.items())
-        assert len(remaining) == (2 * LAYERS if target == "compressed-tensors" else 0)
+        assert len(remaining) == (2 * NUM_LAYERS if target == "compressed-tensors" else 0)
         new_index = json.loads((new_folder / INDEX_FILE).read_text())
         assert new_index["weight_map"].keys() == load_all_tensors(new_folder).keys()
         assert new_index["metadata"] == {"mine": 2}  # the size of the old tensors was removed
@@ -127,7 +127,7 @@ def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
     outputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     tensors = load_file(plain_folder / "model.safetensors")
-    for layer, side in itertools.product(range(LAYERS), "kv"):
+    for layer, side in itertools.product(range(NUM_LAYERS), "kv"):
         name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
         tensors[name] = torch.tensor([0.25])
     save_file(tensors, old_folder / "model.safetensors", {"format": "pt"})

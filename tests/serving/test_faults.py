@@ -27,7 +27,7 @@ from tests.helpers.faults import (
     make_disk_error,
 )
 from tests.helpers.serving_tools import (
-    PAGE,
+    PAGE_SIZE,
     batching,
     generate_each,
     greedy,
@@ -78,7 +78,7 @@ class Engines:
         self.folder = folder
         self.prompts = make_prompts()
         # This prompt and its answer need all pages.
-        self.longest_prompt = [(5 * n) % 83 + 3 for n in range(NUM_PAGES * PAGE - NUM_NEW)]
+        self.longest_prompt = [(5 * n) % 83 + 3 for n in range(NUM_PAGES * PAGE_SIZE - NUM_NEW)]
         self.model.set_attn_implementation("fp8_paged")
         prompts = [*self.prompts, self.longest_prompt]
         *self.answers, self.longest_answer = [
@@ -93,7 +93,7 @@ class Engines:
         serving.enable(self.model, prefix_store=store, probe=False)
 
     def make_manager(self) -> Any:
-        config = batching(pages=NUM_PAGES, max_batch_tokens=64)
+        config = batching(num_pages=NUM_PAGES, max_batch_tokens=64)
         manager = self.model.init_continuous_batching(
             generation_config=greedy(), continuous_batching_config=config
         )

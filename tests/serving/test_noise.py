@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_fp8kv import serving
 from hf_fp8kv.serving.engines.noise import NoiseLogitsWarper
-from tests.helpers.serving_tools import NEW_TOKENS, PAGE, generate_batch, prompts
+from tests.helpers.serving_tools import NEW_TOKENS, PAGE_SIZE, generate_batch, prompts
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
@@ -37,7 +37,7 @@ def test_other_requests_do_not_change_tokens(model: Any) -> None:
     tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == len(prompt_ids)
     assert sample_tokens(model, prompt_ids, max_batch_tokens=16) == tokens
-    assert sample_tokens(model, prompt_ids, pages=14) == tokens
+    assert sample_tokens(model, prompt_ids, num_pages=14) == tokens
     assert sample_tokens(model, prompt_ids[:1]) == tokens[:1]
     for index in (0, 6):
         mixed_ids = [*other_prompt_ids[:index], prompt_ids[index], *other_prompt_ids[index + 1 :]]
@@ -49,7 +49,7 @@ def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> 
     tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == 4
     assert not set(map(tuple, sample_tokens(model, prompt_ids, seed=4))) & set(map(tuple, tokens))
-    config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE)
+    config = ContinuousBatchingConfig(seed=5, num_blocks=64, page_size=PAGE_SIZE)
     first_tokens, second_tokens = (
         sample_tokens(model, prompt_ids, seed=seed, config=config) for seed in (1, 2)
     )

@@ -32,7 +32,7 @@ from tests.helpers.margins import compute_greedy_deficit
 from tests.helpers.planned import planned_scales, planned_scales_for, protected_plan_for
 from tests.helpers.serving_tools import (
     NEW_TOKENS,
-    PAGE,
+    PAGE_SIZE,
     are_exact,
     batching,
     enable,
@@ -207,9 +207,9 @@ class TestSharedPages:
         assert usage.requests_active == 0
         # Whole pages of finished requests stay. Each request stores all tokens except the last,
         # and three requests share three pages.
-        num_pages = sum((len(ids) + NEW_TOKENS - 1) // PAGE for ids in prompt_ids)
-        num_pages -= 2 * (48 // PAGE)
-        assert usage.tokens_held == num_pages * PAGE
+        num_pages = sum((len(ids) + NEW_TOKENS - 1) // PAGE_SIZE for ids in prompt_ids)
+        num_pages -= 2 * (48 // PAGE_SIZE)
+        assert usage.tokens_held == num_pages * PAGE_SIZE
 
     @pytest.mark.parametrize(
         ("name", "options"),
@@ -233,7 +233,7 @@ class TestSharedPages:
         prompt_ids = prompts()
         options = {"plan": protected_plan_for(model)} if is_protected else {}
         expected = enable(model, prompt_ids, **options or {"scales": head_scales(model)})
-        assert generate_batch(model, prompt_ids, pages=9, max_batch_tokens=64) == expected
+        assert generate_batch(model, prompt_ids, num_pages=9, max_batch_tokens=64) == expected
 
 
 def count_shared_tokens(manager: Any, prompt: list[int], *args: Any, **options: Any) -> int:
@@ -318,17 +318,17 @@ class TestManagers:
 
     def test_least_recently_used_prefixes_are_evicted(self, served_llama: Any) -> None:
         """The engine evicts pages from the end of this prefix, and no page without need."""
-        prompt_ids = [[n + 3] * (6 * PAGE + 1) for n in range(5)]
-        with open_manager(served_llama, pages=32) as manager:
+        prompt_ids = [[n + 3] * (6 * PAGE_SIZE + 1) for n in range(5)]
+        with open_manager(served_llama, num_pages=32) as manager:
 
             def count_cached_tokens(index: int) -> int:
                 return count_shared_tokens(manager, prompt_ids[index], 2)
 
             # Each prompt has 6 of the 32 pages. Prompt 1 is the oldest when prompt 4 needs pages.
-            assert [*map(count_cached_tokens, (0, 1, 2, 3, 0, 4))] == [0, 0, 0, 0, 6 * PAGE, 0]
-            assert [*map(count_cached_tokens, (4, 0, 3, 2))][:3] == [6 * PAGE] * 3
-            assert 0 < count_cached_tokens(1) < 6 * PAGE  # only its beginning is kept
-            assert serving.read_usage(manager).tokens_held >= 24 * PAGE
+            assert [*map(count_cached_tokens, (0, 1, 2, 3, 0, 4))] == [0, 0, 0, 0, 6 * PAGE_SIZE, 0]
+            assert [*map(count_cached_tokens, (4, 0, 3, 2))][:3] == [6 * PAGE_SIZE] * 3
+            assert 0 < count_cached_tokens(1) < 6 * PAGE_SIZE  # only its beginning is kept
+            assert serving.read_usage(manager).tokens_held >= 24 * PAGE_SIZE
 
     @pytest.mark.parametrize("at_once", [False, True], ids=["search", "deduplication"])
     def test_prompts_with_equal_hashes_share_no_pages(
@@ -403,7 +403,7 @@ class TestManagers:
             usage = serving.read_usage(llama)
             assert (usage.pages_total, usage.pages_used, usage.tokens_held) == (64, 0, 0)
             # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
-            assert usage.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
+            assert usage.bytes_total == 64 * PAGE_SIZE * 2 * 2 * (16 + 2) * 2
             assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
         assert serving.read_usage(llama) is None
 
@@ -561,7 +561,7 @@ class TestRequestLimit:
         """With one more token the engine would stop, because it could not free pages."""
         model = make_model(name)
         serving.enable(model)
-        manager = model.init_continuous_batching(greedy(), batching(pages=6))
+        manager = model.init_continuous_batching(greedy(), batching(num_pages=6))
         manager.warmup()
         cache = manager.batch_processor.cache
         max_tokens = cache.compute_max_request_tokens()
@@ -576,7 +576,7 @@ class TestRequestLimit:
         # The last token is never stored.
         prompt_ids = [[3] * (max_tokens - NEW_TOKENS + n) for n in (1, 2)]
         outputs = model.generate_batch(
-            [*prompt_ids, [4, 5]], greedy(num_return_sequences=2), batching(pages=6)
+            [*prompt_ids, [4, 5]], greedy(num_return_sequences=2), batching(num_pages=6)
         )
         errors = [output.error for output in outputs.values()]
         assert errors[:2] == errors[4:] == [None, None]
@@ -587,7 +587,7 @@ class TestRequestLimit:
         self, served_llama: Any, is_running: bool
     ) -> None:
         """The engine still answers shorter requests. The first request allocates the pages."""
-        manager = served_llama.init_continuous_batching(greedy(), batching(pages=6))
+        manager = served_llama.init_continuous_batching(greedy(), batching(num_pages=6))
         if is_running:
             manager.start()
         for num_tokens, max_new_tokens in ((1000, 1), (3, 1000), (1000, None)):
@@ -675,10 +675,10 @@ class TestRunningEngines:
         model, _ = build_variant("gqa", max_position_embeddings=512)
         serving.enable(model)
         model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
-        with open_manager(model, pages=9) as manager:
+        with open_manager(model, num_pages=9) as manager:
             for token in (2, 40):
-                prompt = list(range(token, token + 3 * PAGE))
-                manager.add_request(prompt, max_new_tokens=6 * PAGE)
+                prompt = list(range(token, token + 3 * PAGE_SIZE))
+                manager.add_request(prompt, max_new_tokens=6 * PAGE_SIZE)
             deadline = time.monotonic() + 30
             while manager.batch_processor is None or not (
                 manager.batch_processor.scheduler.block_new_requests
@@ -695,7 +695,7 @@ class TestRunningEngines:
             for request_id in (waiting_id, added_id):
                 manager.cancel_request(request_id)  # otherwise the manager waits for it at exit
             lengths.pop(running_id, None)
-            assert lengths == {waiting_id: 6 * PAGE, added_id: 2}
+            assert lengths == {waiting_id: 6 * PAGE_SIZE, added_id: 2}
 
 
 @pytest.mark.usefixtures("fresh_compiler")

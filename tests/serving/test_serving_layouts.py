@@ -18,7 +18,7 @@ from hf_fp8kv.serving.engines.common import count_extra_values
 from hf_fp8kv.serving.layout import EngineLayout, plan_block_sizes
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serving_tools import (
-    PAGE,
+    PAGE_SIZE,
     are_exact,
     batching,
     enable,
@@ -95,9 +95,9 @@ class TestMemory:
         ):  # fmt: skip
             model = build_variant("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
-            cache = make_cache(model, pages=5)
+            cache = make_cache(model, num_pages=5)
             total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
-            assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE * token_bytes)
+            assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE_SIZE * token_bytes)
             assert total_bytes == 5 * page_bytes
             # The engine allocates two more sectors, for the padding of its attention.
             memory = cache.layers[0].pages.block.untyped_storage()
@@ -147,7 +147,7 @@ class TestMemory:
 
 class TestOffloading:
     @pytest.mark.parametrize(
-        ("name", "pages", "options"),
+        ("name", "num_pages", "options"),
         [
             ("llama", 16, {"dtype": "fp8_e5m2"}),
             ("gemma2", 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
@@ -156,11 +156,11 @@ class TestOffloading:
         ids=["8 bit", "unquantized K", "pages of different sizes"],
     )
     def test_offloaded_requests_resume(
-        self, name: str, pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+        self, name: str, num_pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Codes and dynamic scales keep their bytes when they return to different blocks.
 
-        The `pages` of 8 tokens are too few for all requests at once.
+        The pages of 8 tokens are too few for all requests at once.
         """
         offloads = record_offloads(monkeypatch)
         sizes = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
@@ -168,7 +168,12 @@ class TestOffloading:
         prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
         expected = enable(model, prompt_ids, **options)
         tokens = generate_batch(
-            model, prompt_ids, page_size=8, pages=pages, max_batch_tokens=64, cpu_offload_space=0.01
+            model,
+            prompt_ids,
+            page_size=8,
+            num_pages=num_pages,
+            max_batch_tokens=64,
+            cpu_offload_space=0.01,
         )
         assert tokens == expected
         assert any(offloads)

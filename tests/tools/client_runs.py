@@ -146,8 +146,8 @@ def openai_tools(target: Target) -> None:
     client = _make_client(target)
     messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
     options = {"model": target.model, "tools": [WEATHER_TOOL], "max_tokens": 60}
-    choice = {"type": "function", "function": {"name": "get_weather"}}
-    client.chat.completions.create(**options, messages=messages, tool_choice=choice)
+    tool_choice = {"type": "function", "function": {"name": "get_weather"}}
+    client.chat.completions.create(**options, messages=messages, tool_choice=tool_choice)
     with client.chat.completions.stream(
         **options, messages=messages, tool_choice="required", parallel_tool_calls=False
     ) as stream:
@@ -207,10 +207,10 @@ def langchain_tools(target: Target) -> None:
         return f"sunny in {city}"
 
     messages: list[Any] = [HumanMessage("How is the weather in Paris?")]
-    for choice in ("any", "get_weather"):
+    for tool_choice in ("any", "get_weather"):
         message = (
             _make_model(target)
-            .bind_tools([get_weather], tool_choice=choice, strict=True)
+            .bind_tools([get_weather], tool_choice=tool_choice, strict=True)
             .invoke(messages)
         )
         assert message.tool_calls[0]["name"] == "get_weather"

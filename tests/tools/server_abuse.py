@@ -53,14 +53,12 @@ MAX_HEALTH_SECONDS = 0.5  # limit for the 99th percentile of /health, if clients
 MAX_IDLE_SECONDS = 5.0  # time that a client may neither send nor read
 HELD_BODY_BYTES = 4 * 2**20 - 1  # size of a body whose last byte is not sent
 # Actions of hostile clients. The first action is also an action of bad clients.
-HOSTILE_ACTIONS = (
-    "do_long_prompts", "do_pipeline", "do_headers", "do_stall",
-)  # fmt: skip
+HOSTILE_ACTIONS = ("do_long_prompts", "do_pipeline", "do_headers", "do_stall")
 # Actions whose connections must not break.
 GOOD_ACTIONS = ("do_request", "do_repeat")
 LONG_PROMPT = "x" * 150_000  # too long for the model, and not too long to be tokenized
 MAX_EXIT_SECONDS = 35.0
-REPEATED_BODY = {"prompt": "a steady question, ", "max_tokens": 24}
+REPEATED_FIELDS = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
@@ -104,10 +102,10 @@ class AbuseRun:
         self.server, self.seed, self.is_hostile = server, seed, is_hostile
         self.request_seconds: dict[str, list[float]] = defaultdict(list)  # by action
         self.status_counts: Counter[tuple[str, object]] = Counter()  # by action and status
-        self.memory: list[int] = []  # bytes of the process over time
+        self.memory_bytes: list[int] = []  # of the process over time
         self.violations: list[str] = []
         self.lock = threading.Lock()
-        self.repeated_text = self.send(COMPLETIONS, REPEATED_BODY)[1]["choices"][0]["text"]
+        self.repeated_text = self.send(COMPLETIONS, REPEATED_FIELDS)[1]["choices"][0]["text"]
         self.deadline = time.monotonic() + seconds
 
     def run_client(self, index: int) -> None:
@@ -143,10 +141,10 @@ class AbuseRun:
 
     # -- good clients -----------------------------------------------------------------------------
 
-    def send(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def send(self, path: str, fields: dict[str, Any]) -> tuple[int, Any]:
         """Return the status and the JSON of a response, or of the last event of a stream."""
-        status, text, _ = self.server.ask(path, body)
-        if not body.get("stream") or status != 200:
+        status, text, _ = self.server.ask(path, fields)
+        if not fields.get("stream") or status != 200:
             return status, json.loads(text)
         events = [line.removeprefix("data: ") for line in text.split("\n") if line]
         if path != RESPONSES and events.pop() != "[DONE]":
@@ -154,14 +152,16 @@ class AbuseRun:
         return status, json.loads(events[-1])
 
     def do_request(self, rng: random.Random) -> object:
-        path, body = make_request(rng)
-        status, response = self.send(path, body)
+        path, fields = make_request(rng)
+        status, response = self.send(path, fields)
         if status not in (200, 429) or (status == 200 and response.get("error") is not None):
-            self.add_violation(f"{status} to {json.dumps(body):.300}: {json.dumps(response):.300}")
+            self.add_violation(
+                f"{status} to {json.dumps(fields):.300}: {json.dumps(response):.300}"
+            )
         return status
 
     def do_repeat(self, rng: random.Random) -> object:
-        status, response = self.send(COMPLETIONS, REPEATED_BODY)
+        status, response = self.send(COMPLETIONS, REPEATED_FIELDS)
         if self.is_hostile:
             time.sleep(1)
         if status == 200 and response["choices"][0]["text"] != self.repeated_text:
@@ -187,22 +187,22 @@ class AbuseRun:
             yield connection
 
     def _send_post(
-        self, connection: socket.socket, path: str, content: bytes, *, length: int | None = None
+        self, connection: socket.socket, path: str, body: bytes, *, length: int | None = None
     ) -> None:
-        size = len(content) if length is None else length
+        size = len(body) if length is None else length
         connection.sendall(
             b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (path.encode(), size, content)
+            b"content-length: %d\r\n\r\n%s" % (path.encode(), size, body)
         )
 
     def do_disconnect(self, rng: random.Random) -> object:
         """Disconnect during the body, the prefill or the response, which is read slowly."""
-        path, body = make_request(rng)
-        content = json.dumps(body).encode()
+        path, fields = make_request(rng)
+        body = json.dumps(fields).encode()
         with self._connect() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            length = len(content) if rng.random() < 0.8 else rng.randrange(1, len(content))
-            self._send_post(connection, path, content[:length], length=len(content))
+            length = len(body) if rng.random() < 0.8 else rng.randrange(1, len(body))
+            self._send_post(connection, path, body[:length], length=len(body))
             time.sleep(rng.choice((0, 0.01, 0.1, 2)))
             if rng.random() < 0.5:  # with RST
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -231,15 +231,15 @@ class AbuseRun:
 
     def do_long_prompts(self, rng: random.Random) -> object:
         """Send many long prompts at once, and leave before the responses to all except the last."""
-        content = json.dumps({"prompt": LONG_PROMPT, "max_tokens": 1}).encode()
+        body = json.dumps({"prompt": LONG_PROMPT, "max_tokens": 1}).encode()
         with contextlib.ExitStack() as clients:
             for _ in range(rng.randrange(8)):
                 client = clients.enter_context(self._connect())
                 with contextlib.suppress(ConnectionError):  # refused before it is read
-                    self._send_post(client, COMPLETIONS, content)
+                    self._send_post(client, COMPLETIONS, body)
             time.sleep(rng.choice((0, 0.1, 1)))
         with self._connect() as connection:
-            self._send_post(connection, COMPLETIONS, content)
+            self._send_post(connection, COMPLETIONS, body)
             status = _read_status(connection)
         if status not in (400, 429):
             self.add_violation(f"a long prompt: expected 400, got {status}")
@@ -290,7 +290,7 @@ class AbuseRun:
             start = time.monotonic()
             status = self.server.ask("/health")[0]
             self.record("health", status, time.monotonic() - start)
-            self.memory.append(process.memory_info().rss)
+            self.memory_bytes.append(process.memory_info().rss)
             time.sleep(0.05)
 
 
@@ -301,22 +301,22 @@ def _read_status(connection: socket.socket) -> object:
 
 
 def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return the path and the body of a random valid request."""
+    """Return the path and the fields of a random valid request."""
     path = rng.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
     # Most prompts have the same beginning, so they share pages.
     text = "the same beginning of many " * rng.randrange(8)
     text += " ".join(rng.choices(WORDS, k=rng.randrange(1, 16)))
     stream = rng.random() < 0.4
     if path == RESPONSES:
-        body = {"input": text, "max_output_tokens": rng.randrange(1, 40), "stream": stream}
-        return path, body
-    body = {"max_tokens": rng.randrange(1, 40), "stream": stream, "n": rng.choice((1, 1, 3))}
+        fields = {"input": text, "max_output_tokens": rng.randrange(1, 40), "stream": stream}
+        return path, fields
+    fields = {"max_tokens": rng.randrange(1, 40), "stream": stream, "n": rng.choice((1, 1, 3))}
     if path == CHAT:
-        body["messages"] = [{"role": "user", "content": text}]
+        fields["messages"] = [{"role": "user", "content": text}]
     else:
-        body["prompt"] = rng.choice((text, [text, "another", "and one"]))
+        fields["prompt"] = rng.choice((text, [text, "another", "and one"]))
     path_fields = CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS
-    return path, body | rng.choice(SHARED_FIELDS + path_fields)
+    return path, fields | rng.choice(SHARED_FIELDS + path_fields)
 
 
 def check_shutdown(abuse: AbuseRun) -> None:
@@ -327,7 +327,9 @@ def check_shutdown(abuse: AbuseRun) -> None:
     if status != 200 or response["usage"]["completion_tokens"] != 9:
         abuse.add_violation(f"the last request: {status} {json.dumps(response):.200}")
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(abuse.send, COMPLETIONS, REPEATED_BODY | {"n": 4}) for _ in range(8)]
+        futures = [
+            pool.submit(abuse.send, COMPLETIONS, REPEATED_FIELDS | {"n": 4}) for _ in range(8)
+        ]
         with contextlib.suppress(AssertionError):
             server.wait_until(10, requests_active=8)
         start = time.monotonic()
@@ -339,8 +341,8 @@ def check_shutdown(abuse: AbuseRun) -> None:
     if exit_seconds > MAX_EXIT_SECONDS:
         abuse.add_violation(f"the process ended {exit_seconds:.1f} s after SIGTERM")
     if "Traceback" in server.log:
-        start = server.log.index("Traceback")
-        abuse.add_violation(f"a traceback in the log: {server.log[start : start + 3000]}")
+        index = server.log.index("Traceback")
+        abuse.add_violation(f"a traceback in the log: {server.log[index : index + 3000]}")
 
 
 def main() -> int:
@@ -351,8 +353,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random requests")
     parser.add_argument("--hostile", action="store_true", help="run hostile clients instead")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         (folder / "template").write_text(TOOLS_TEMPLATE)
         model = save_chat_model(folder, context=CONTEXT_LENGTH)
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
@@ -370,9 +372,12 @@ def main() -> int:
 
 def check_limits(abuse: AbuseRun) -> None:
     """Check the limits of memory and time. Print a line for each action, and the violations."""
-    size = max(len(abuse.memory) // 4, 1)
-    quarters = [statistics.mean(abuse.memory[n * size : (n + 1) * size]) for n in range(4)]
-    growth = max(abuse.memory) - abuse.memory[0]
+    quarter_size = max(len(abuse.memory_bytes) // 4, 1)
+    quarters = [
+        statistics.mean(abuse.memory_bytes[n * quarter_size : (n + 1) * quarter_size])
+        for n in range(4)
+    ]
+    growth = max(abuse.memory_bytes) - abuse.memory_bytes[0]
     health_seconds = statistics.quantiles(abuse.request_seconds["health"], n=100)[-1]
     if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH_BYTES:
         abuse.add_violation("memory still grew in the second half of the time")

@@ -115,7 +115,7 @@ def generate(
     model: PreTrainedModel,
     inputs: Inputs,
     cache: Any = None,
-    new_tokens: int = NEW_TOKENS,
+    num_new_tokens: int = NEW_TOKENS,
     *,
     inference: bool = True,
 ) -> Answer:
@@ -125,10 +125,10 @@ def generate(
         arguments["past_key_values"] = cache
     with torch.inference_mode(inference):
         output = model.generate(
-            **arguments, max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=0,
-            output_logits=True, return_dict_in_generate=True,
+            **arguments, max_new_tokens=num_new_tokens, do_sample=False, num_beams=1,
+            pad_token_id=0, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-    logits = torch.stack([logits.float() for logits in output["logits"]], dim=1)
+    logits = torch.stack([step_logits.float() for step_logits in output["logits"]], dim=1)
     return Answer(output["sequences"][:, -logits.shape[1] :].clone(), logits)
 
 
@@ -320,7 +320,7 @@ def check_capture(name: str, **options: Any) -> str:
         # Inference mode sends operations through the dispatcher that modes otherwise see in parts.
         # Their last bits may differ from those without a mode.
         with recorded_graphs(graph) as steps:
-            answer = generate(model, inputs, new_tokens=CAPTURED_TOKENS, inference=False)
+            answer = generate(model, inputs, num_new_tokens=CAPTURED_TOKENS, inference=False)
         return answer, steps[-1] if steps else None
 
     stock, _ = run(RecordedGraph)
@@ -370,8 +370,8 @@ def check_type(name: str) -> Row:
 
 def count_outcomes(rows: list[Row]) -> dict[str, int]:
     """Return the counts above the table, by label."""
-    runnable = [row for row in rows if row.has_baseline]
-    accepting = [row for row in runnable if row.accepts_paged]
+    runnable_rows = [row for row in rows if row.has_baseline]
+    accepting_rows = [row for row in runnable_rows if row.accepts_paged]
 
     def count_equal(outcomes: list[Outcome | None]) -> int:
         return sum(outcome is not None and outcome.status == "equal" for outcome in outcomes)
@@ -381,15 +381,17 @@ def count_outcomes(rows: list[Row]) -> dict[str, int]:
 
     return {
         "types": len(rows),
-        "run under DynamicCache": len(runnable),
-        "equal under their own attention": count_equal([row.own for row in runnable]),
-        'accept "fp8_paged"': len(accepting),
-        'equal under "fp8_paged"': count_equal([row.paged for row in accepting]),
-        "of these fused": sum("fused" in row.path for row in accepting),
-        'refuse "fp8_paged"': len(runnable) - len(accepting),
-        "run in E4M3 under their own attention": count_answered([row.own_fp8 for row in runnable]),
-        'run in E4M3 under "fp8_paged"': count_answered([row.paged_fp8 for row in accepting]),
-        "captured": sum(row.captured.startswith("equal") for row in runnable),
+        "run under DynamicCache": len(runnable_rows),
+        "equal under their own attention": count_equal([row.own for row in runnable_rows]),
+        'accept "fp8_paged"': len(accepting_rows),
+        'equal under "fp8_paged"': count_equal([row.paged for row in accepting_rows]),
+        "of these fused": sum("fused" in row.path for row in accepting_rows),
+        'refuse "fp8_paged"': len(runnable_rows) - len(accepting_rows),
+        "run in E4M3 under their own attention": count_answered(
+            [row.own_fp8 for row in runnable_rows]
+        ),
+        'run in E4M3 under "fp8_paged"': count_answered([row.paged_fp8 for row in accepting_rows]),
+        "captured": sum(row.captured.startswith("equal") for row in runnable_rows),
     }
 
 

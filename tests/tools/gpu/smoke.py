@@ -47,8 +47,8 @@ def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tiny", nargs="?", choices=["tiny", "six"])
-    size = parser.parse_args().tiny
+    parser.add_argument("size", nargs="?", choices=["tiny", "six"])
+    size = parser.parse_args().size
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.helpers.interpreter import repair
 
@@ -62,7 +62,7 @@ def main() -> int:
             for fmt in (E3M4, E4M3, BF16)[: 1 if size == "six" else 3]:
                 errors[f"cache {fmt.name}"] = run_cache_steps(stage, fmt)
                 errors[f"ragged {fmt.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), fmt)
-            extend_case = Case((200,), HEADS, new_tokens=70)
+            extend_case = Case((200,), HEADS, num_new_tokens=70)
             for fmt in (E3M4, BF16)[: 1 if size == "six" else 2]:
                 errors[f"extend {fmt.name}"] = attend_to_pages(stage, extend_case, fmt)
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT_HEADS), E3M4)

@@ -69,15 +69,16 @@ def _make_move(instruction: Instruction, program: Program) -> Step:
     readers = [make_reader(name, dtype if len(src) == 1 else part_type, program) for name in src]
 
     def move(machine: Machine, mask: Mask) -> None:
-        bits = 8 * part_type.itemsize
+        num_bits = 8 * part_type.itemsize
         parts = [
-            read(machine).astype(dtype) << dtype.type(bits * i) for i, read in enumerate(readers)
+            read(machine).astype(dtype) << dtype.type(num_bits * i)
+            for i, read in enumerate(readers)
         ]
         packed = functools.reduce(np.bitwise_or, parts)
         for i, name in enumerate(dst):
             if name != "_":
                 value_type = dtype if len(dst) == 1 else part_type
-                value = (packed >> dtype.type(bits * i)).astype(value_type)
+                value = (packed >> dtype.type(num_bits * i)).astype(value_type)
                 machine.set_register(name, value, mask)
 
     return move

@@ -69,7 +69,8 @@ def _make_mma(instruction: Instruction, program: Program) -> Step:
     float32, in a different order than on tensor cores.
     """
     dst, a, b, c = (list_registers(operand) for operand in instruction.operands)
-    shape, dtype = instruction.opcode[3], instruction.opcode[7]
+    shape = instruction.opcode[3]
+    dtype = instruction.opcode[7]
     depth = {"m16n8k16": 16, "m16n8k8": 8}[shape]
     assert instruction.opcode[4:6] == ("row", "col"), instruction.text
     readers = [[make_reader(name, REG_TYPES[32], program) for name in names] for names in (a, b, c)]
@@ -132,16 +133,18 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
     dst, a, b, *flags = instruction.operands
     dst = list_registers(dst)
     is_a_in_registers = isinstance(a, tuple)
-    bits = 32 if is_a_in_registers else 64
-    readers = [make_reader(name, REG_TYPES[bits], program) for name in list_registers(a)]
+    num_bits = 32 if is_a_in_registers else 64
+    readers = [make_reader(name, REG_TYPES[num_bits], program) for name in list_registers(a)]
     read_b = make_reader(b, REG_TYPES[64], program)
     read_accumulates = make_reader(flags[0], REG_TYPES[1], program)
     are_transposed = [flag == "1" for flag in flags[3:]]
     convert = _TO_FLOAT32[dtype]
     size = 4 if dtype == "tf32" else 2
 
-    def load(machine: Machine, descriptors: Array, groups: Ints, rows: int, trans: bool) -> Any:
-        addresses = _find_addresses(descriptors, rows, depth, size, is_transposed=trans)
+    def load(
+        machine: Machine, descriptors: Array, groups: Ints, num_rows: int, is_transposed: bool
+    ) -> Any:
+        addresses = _find_addresses(descriptors, num_rows, depth, size, is_transposed=is_transposed)
         programs = (groups * 128 // machine.shape[1])[:, None, None]
         programs = np.broadcast_to(programs, addresses.shape)
         values, grains = machine.shared.begin_product(programs, addresses, size)
@@ -159,7 +162,8 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
         else:
             descriptors = machine.select_warps(readers[0](machine), warps)[::4, 0]
             a_matrices, grains = load(machine, descriptors, groups, 64, are_transposed[0])
-            a_matrices, a_grains = a_matrices.reshape(-1, 16, depth), [grains]
+            a_matrices = a_matrices.reshape(-1, 16, depth)
+            a_grains = [grains]
         descriptors = machine.select_warps(read_b(machine), warps)[::4, 0]
         is_b_transposed = bool(are_transposed) and are_transposed[-1]
         columns, grains = load(machine, descriptors, groups, num_columns, is_b_transposed)
@@ -182,9 +186,9 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
 
 
 def _find_addresses(
-    descriptors: Array, rows: int, depth: int, size: int, *, is_transposed: bool
+    descriptors: Array, num_rows: int, depth: int, size: int, *, is_transposed: bool
 ) -> Ints:
-    """Return the shared-memory addresses, `[n, rows, depth]`, of matrices with these descriptors.
+    """Return the addresses in shared memory, `[n, num_rows, depth]`, of matrices.
 
     In PTX's layouts, 32, 64 or 128 bytes lie along the depth, or along the rows if transposed.
     """
@@ -194,7 +198,7 @@ def _find_addresses(
     assert len(modes) == 1, "expected one layout"
     assert modes[0], "expected a layout with swizzling"
     width = {1: 128, 2: 64, 3: 32}[int(modes[0])]
-    row, column = np.arange(rows)[:, None], np.arange(depth)[None]
+    row, column = np.arange(num_rows)[:, None], np.arange(depth)[None]
     if is_transposed:
         offset = column // 8 * stride + column % 8 * width + row % (width // size) * size
         addresses = start + row // (width // size) * leading + offset

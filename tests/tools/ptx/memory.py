@@ -39,10 +39,13 @@ class GlobalMemory:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         spans = []
-        for x in tensors:
-            if x.numel():
-                last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-                spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
+        for tensor in tensors:
+            if tensor.numel():
+                num_elements = 1 + sum(
+                    (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+                )
+                begin = tensor.data_ptr()
+                spans.append((begin, begin + num_elements * tensor.element_size()))
         merged_spans: list[tuple[int, int]] = []
         for begin, end in sorted(spans):
             if merged_spans and begin <= merged_spans[-1][1]:
