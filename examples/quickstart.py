@@ -52,7 +52,7 @@ def main() -> None:
         text = tokenizer.decode(output[0, ids.shape[1] :])
         answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: {text!r}")
 
-    num_values = sum(x.keys.numel() + x.values.numel() for x in dynamic_cache.layers)
+    num_values = sum(layer.keys.numel() + layer.values.numel() for layer in dynamic_cache.layers)
     dense_bytes = 2 * num_values  # in 16 bits, even if the model runs in float32
     footprint = paged_cache.memory_footprint()
     ratio = footprint.used_bytes / dense_bytes

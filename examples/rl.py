@@ -1,6 +1,4 @@
-"""Train the demo model with GRPO in TRL.
-
-With the default case, the trainer reads the same 8-bit K and V as the rollouts.
+"""Train the demo model with GRPO in TRL. By default the trainer reads the rollouts' 8-bit K and V.
 
     python examples/rl.py
 
@@ -40,12 +38,11 @@ def main() -> None:
         enable(model, training="stored", deterministic=True)
     logps_by_answer: dict[tuple[int, ...], list[float]] = {}
     row_ratios = []
-    run_engine = model.generate_batch
 
     def generate_batch(*args: Any, **kwargs: Any) -> Any:
         """Generate answers, and store the engine's log-probabilities, which TRL discards."""
         answers = run_engine(*args, **kwargs)
-        logps_by_answer.update((tuple(x.generated_tokens), x.logprobs) for x in answers.values())
+        logps_by_answer.update((tuple(a.generated_tokens), a.logprobs) for a in answers.values())
         return answers
 
     def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -60,7 +57,7 @@ def main() -> None:
             row_ratios.append((trainer_logps[row != -100] - torch.tensor(rollout_logps)).exp())
         return SimpleNamespace(log_probs=token_logps, entropy=-(logps.exp() * logps).sum(-1))
 
-    model.generate_batch = generate_batch
+    run_engine, model.generate_batch = model.generate_batch, generate_batch
     config = GRPOConfig(
         output_dir="build/rl", max_steps=args.steps, seed=args.seed, learning_rate=1e-5,
         per_device_train_batch_size=4, num_generations=4, max_completion_length=12, use_cpu=True,

@@ -55,7 +55,7 @@ def build_model(name: str, seed: int = 0, **fields: Any) -> tuple[PreTrainedMode
     variants = {"no special tokens": "llama", "meta": "llama", "NaN": "llama"}
     fields = {**CHOSEN.get(name, {}), **fields}
     model, inputs = build_variant(variants.get(name, name), seed, **fields)
-    inputs = {name: x[1:] for name, x in inputs.items()}
+    inputs = {name: tensor[1:] for name, tensor in inputs.items()}
     if name == "meta":
         model.to("meta")
     if name == "NaN":

@@ -108,7 +108,11 @@ def test_the_package_has_no_import_cycles():
 def test_imports_point_to_lower_floors():
     floor = {name: index for index, names in enumerate(FLOORS) for name in names}
     assert {get_folder(module) for module in MODULES} == set(floor)
-    imports = ((x, y) for x, targets in build_import_graph().items() for y in sorted(targets))
+    imports = (
+        (name, target)
+        for name, targets in build_import_graph().items()
+        for target in sorted(targets)
+    )
     wrong_imports = [
         f"{module} imports {target}"
         for module, target in imports
@@ -126,9 +130,11 @@ def test_docs_list_the_same_floors():
 
 
 def test_each_mutant_can_be_applied():
-    counts = {x.name: (PACKAGE / x.file).read_text().count(x.old) for x in MUTANTS}
+    counts = {
+        mutant.name: (PACKAGE / mutant.file).read_text().count(mutant.old) for mutant in MUTANTS
+    }
     assert [name for name, count in counts.items() if count != 1] == []
-    paths = {PACKAGE.parent / path for x in MUTANTS for path in x.tests.split()}
+    paths = {PACKAGE.parent / path for mutant in MUTANTS for path in mutant.tests.split()}
     assert [path for path in paths if not path.exists()] == []
 
 
@@ -136,10 +142,16 @@ def test_each_mutant_can_be_applied():
 def test_no_folder_exceeds_its_budget():
     num_statements = Counter[str]()
     for name, path in MODULES.items():
-        num_statements[get_folder(name)] += sum(isinstance(x, ast.stmt) for x in list_nodes(path))
+        num_statements[get_folder(name)] += sum(
+            isinstance(node, ast.stmt) for node in list_nodes(path)
+        )
     root_files = [path.name for path in PACKAGE.glob("*.py")]
     print(f"{len(MODULES)} files, {num_statements.total()} statements: {dict(num_statements)}")
-    excess = {x: (n, BUDGETS[x]) for x, n in num_statements.items() if n > BUDGETS[x]}
+    excess = {
+        folder: (count, BUDGETS[folder])
+        for folder, count in num_statements.items()
+        if count > BUDGETS[folder]
+    }
     assert not excess, f"statements and budget of a folder: {excess}. Delete some first"
     assert BUDGETS.keys() == num_statements.keys()
     assert len(root_files) <= 6, root_files

@@ -17,7 +17,11 @@ from tests.helpers.tiny_models import build_variant
 
 def find_public_names(module: ModuleType) -> set[str]:
     """Return the names in a module, except private names and submodules."""
-    return {name for name, x in vars(module).items() if name[0] != "_" and not inspect.ismodule(x)}
+    return {
+        name
+        for name, member in vars(module).items()
+        if name[0] != "_" and not inspect.ismodule(member)
+    }
 
 
 STABLE_NAMES = {

@@ -63,7 +63,10 @@ FAST_TYPES = (
 
 @pytest.mark.parametrize(
     "name",
-    [x if x in FAST_TYPES else pytest.param(x, marks=pytest.mark.full) for x in list_types()],
+    [
+        name if name in FAST_TYPES else pytest.param(name, marks=pytest.mark.full)
+        for name in list_types()
+    ],
 )
 def test_model_type_gives_the_tokens_of_dynamic_cache(name):
     row = check_type(name)

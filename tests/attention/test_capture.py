@@ -136,7 +136,9 @@ def test_a_call_captures_again_after_its_cache_grows(monkeypatch: pytest.MonkeyP
             stopping_criteria=[lambda *_, **__: bool(sizes.append(cache._paged.batch))],
         )  # fmt: skip
         assert not cache.is_compileable
-        states = [x.dense() for layer in cache.paged_layers for x in (layer.keys, layer.values)]
+        states = [
+            handle.dense() for layer in cache.paged_layers for handle in (layer.keys, layer.values)
+        ]
         used_bytes = cache.memory_footprint().used_bytes
         return [first_result, next_result, cache.host_length(), used_bytes, states]
 
@@ -155,7 +157,7 @@ def test_a_call_captures_again_after_its_cache_grows(monkeypatch: pytest.MonkeyP
     assert actual[3] <= expected[3]  # pages that have left a window are freed after the call
     assert all(map(torch.equal, captured_states, states))
     # Of 17 steps at a time, all but three are replays. The last 15 steps are not captured.
-    assert [x.num_replays for x in steps] == [14 * 3, 14 * 2]
+    assert [step.num_replays for step in steps] == [14 * 3, 14 * 2]
 
 
 @pytest.mark.parametrize("growth", [64, pytest.param(1024, marks=pytest.mark.full)])
@@ -167,7 +169,7 @@ def test_reserved_bytes_are_bounded(growth: int, monkeypatch: pytest.MonkeyPatch
     sizes: list[int] = []
 
     def measure(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        sizes.append(sum(len(x.pool.blocks) for x in cache._paged.stores))
+        sizes.append(sum(len(store.pool.blocks) for store in cache._paged.stores))
         return torch.zeros(len(ids), dtype=torch.bool)
 
     prompt = {"input_ids": torch.arange(600).reshape(2, 300) % 90 + 1}
@@ -211,7 +213,8 @@ def test_models_that_graphs_do_not_support_run_eagerly(
 )
 def test_calls_that_are_not_captured_run_eagerly(keywords: Any, options: Any) -> None:
     model, inputs = build_variant("gqa")
-    inputs = {name: x[1:] for name, x in inputs.items()}  # assisted decoding needs one sequence
+    # Assisted decoding needs one sequence.
+    inputs = {name: tensor[1:] for name, tensor in inputs.items()}
     expected = run_eagerly(model, inputs, options, **keywords)
     actual, step = run_captured(model, inputs, options=options, **keywords)
     assert torch.equal(actual.sequences, expected.sequences)
@@ -416,14 +419,14 @@ def test_a_preallocated_cache_that_swaps_sequences_is_captured_again() -> None:
 
 def test_threads_have_their_own_graphs() -> None:
     model, inputs = build_variant("gqa")
-    prompts = [{name: x.roll(i, 0) for name, x in inputs.items()} for i in range(2)]
+    prompts = [{name: tensor.roll(i, 0) for name, tensor in inputs.items()} for i in range(2)]
     expected = [run_eagerly(model, prompt) for prompt in prompts]
     enable(model, capture=True, **OPTIONS)
     with recorded_graphs() as steps, ThreadPoolExecutor(2) as pool:
         outputs = [*pool.map(lambda prompt: generate(model, prompt), prompts)]
     for output, expected_output in zip(outputs, expected, strict=True):
         assert torch.equal(output.sequences, expected_output.sequences)
-    assert [x.num_replays for x in steps] == [NEW_TOKENS - 4] * 2
+    assert [step.num_replays for step in steps] == [NEW_TOKENS - 4] * 2
 
 
 def test_a_prefix_store_works_with_captured_steps(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def make_cache(model: Any, **options: Any) -> FP8PagedCache:
 # the latents of another layer or have no RoPE part.
 FAST_FAMILIES = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
 OTHER_FAMILIES = [
-    pytest.param(x, marks=pytest.mark.full) for x in FAMILIES if x not in FAST_FAMILIES
+    pytest.param(family, marks=pytest.mark.full)
+    for family in FAMILIES
+    if family not in FAST_FAMILIES
 ]
 
 
@@ -396,7 +398,11 @@ def test_gradients_match_expanded_latents(only_projection: bool) -> None:
         model.requires_grad_(False)
         find_attention_modules(model)[0].kv_b_proj.weight.requires_grad_()
     trained_names = (".kv_b_proj.",) if only_projection else (".1.self_attn.q", ".1.self_attn.kv_b")
-    names = [name for name, _ in model.named_parameters() if any(x in name for x in trained_names)]
+    names = [
+        name
+        for name, _ in model.named_parameters()
+        if any(trained_name in name for trained_name in trained_names)
+    ]
 
     def compute_gradients(cache: Any) -> list[torch.Tensor]:
         model.zero_grad()

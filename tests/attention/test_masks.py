@@ -134,7 +134,9 @@ def test_a_request_applies_to_one_mask_of_one_cache() -> None:
     """Other masks are complete, because they may be for another cache."""
     token_mask, pattern, config = MASK_ROWS.bool(), hf.causal_mask_function, LlamaConfig()
     cache, larger_cache = make_cache(9, 31), make_cache(9, 40)
-    calls = [make_arguments(x, 3, pattern, token_mask) for x in (cache, larger_cache)]
+    calls = [
+        make_arguments(each_cache, 3, pattern, token_mask) for each_cache in (cache, larger_cache)
+    ]
     masks = [fp8_paged_mask(*arguments, config=config) for arguments in calls]
     assert [isinstance(mask, CompactMask) for mask in masks] == [False, False], "different cache"
     arguments = make_arguments(cache, 3, pattern, token_mask)
@@ -173,7 +175,7 @@ def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
     assert_same(mask & True, expected)
     mask_on_meta = mask.to("meta")
     tensors = (mask_on_meta, mask_on_meta.token_mask, mask_on_meta.bounds, mask_on_meta.lengths)
-    assert all(x.device.type == "meta" for x in tensors)
+    assert all(tensor.device.type == "meta" for tensor in tensors)
     assert (mask_on_meta.shape, mask_on_meta.window) == (mask.shape, 4)
     assert mask_on_meta.token_mask.dtype == torch.uint8
     assert mask.to("cpu", torch.bool) is mask
@@ -281,10 +283,18 @@ def test_masks_are_created_in_compiled_code(name: str, is_padded: bool) -> None:
     def record_masks(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         for node in graph.graph.nodes:
             if ".attend" in str(node.target):
-                values = [getattr(x, "meta", {}).get("example_value") for x in node.args]
+                values = [
+                    getattr(argument, "meta", {}).get("example_value") for argument in node.args
+                ]
                 mask_dtypes = (torch.uint8, torch.bool)
-                tensors = [x for x in values if x is not None and x.dtype in mask_dtypes]
-                masks = [x for x in tensors if x.shape[1] == 1 and x.shape[3] == CAPACITY]
+                tensors = [
+                    value for value in values if value is not None and value.dtype in mask_dtypes
+                ]
+                masks = [
+                    tensor
+                    for tensor in tensors
+                    if tensor.shape[1] == 1 and tensor.shape[3] == CAPACITY
+                ]
                 mask_heights.append(masks[0].shape[2] if masks else None)
         return graph.forward
 

@@ -273,7 +273,7 @@ def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
     output = enable(wrapper, dtype="auto").generate(**options)
     for name in ("self_attention_cache", "cross_attention_cache"):
         expected_cache, cache = (
-            getattr(x.past_key_values, name) for x in (expected_output, output)
+            getattr(result.past_key_values, name) for result in (expected_output, output)
         )
         assert isinstance(cache, FP8PagedCache)
         assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix_length

@@ -100,7 +100,7 @@ def test_captured_steps_follow_the_adapter(is_wrapped: bool) -> None:
         actual = run(capture=True)
     for captured, eager in zip(actual, expected, strict=True):
         assert all(map(torch.equal, captured, eager))
-    assert [x.num_replays for x in steps] == [20] * 5, steps[-1].reason
+    assert [step.num_replays for step in steps] == [20] * 5, steps[-1].reason
     assert not torch.equal(actual[0][1], actual[1][1])
     assert not torch.equal(actual[0][1], actual[3][1])
 
@@ -141,7 +141,7 @@ def test_a_model_with_an_adapter_has_a_plan(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fields", "first_settings", "second_settings"),
-    [pytest.param(*x, id=x[0]) for x in SETTINGS],
+    [pytest.param(*setting, id=setting[0]) for setting in SETTINGS],
 )
 def test_settings_of_adapters_keep_pages_apart(
     name: str, fields: dict[str, Any], first_settings: Any, second_settings: Any, tmp_path: Path

@@ -120,7 +120,10 @@ def test_a_dry_run_measures_every_contender():
     assert failed_names <= {end_to_end.STOCK_OFFLOADED}
     rows = {row["name"]: row for row in result["rows"] if row["section"] == "end to end"}
     paged, paged_auto = rows[end_to_end.PAGED], rows[end_to_end.PAGED_AUTO]
-    assert {end_to_end.FLASH, *(x.name for x in end_to_end.CONTENDERS)} <= rows.keys()
+    assert {
+        end_to_end.FLASH,
+        *(contender.name for contender in end_to_end.CONTENDERS),
+    } <= rows.keys()
     assert paged["cache_bytes"] < 0.6 * paged_auto["cache_bytes"]
 
 
@@ -339,7 +342,7 @@ def attend_by_table(query, k, v, table, lengths):
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     for b, length in enumerate(lengths.tolist()):
         dense = (x[table[b].long()].float().transpose(0, 1).flatten(1, 2) for x in (k, v))
-        keys, values = (x[:, :length].repeat_interleave(group_size, 0) for x in dense)
+        keys, values = (states[:, :length].repeat_interleave(group_size, 0) for states in dense)
         logits = query[b, :, None].float() @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
         out[b] = (logits.softmax(-1) @ values)[:, 0]
     return out

@@ -200,7 +200,8 @@ def test_scales_of_a_chosen_plan_keep_its_centers(biased_model, tmp_path):
     assert plan.centered
     plan.save_pretrained(tmp_path)
     scales, loaded_scales = (
-        calibrate(biased_model, make_texts(6), plan=x, **OPTIONS) for x in (plan, tmp_path)
+        calibrate(biased_model, make_texts(6), plan=each_plan, **OPTIONS)
+        for each_plan in (plan, tmp_path)
     )
     assert scales.digest == loaded_scales.digest
     assert not isinstance(scales, StoragePlan)

@@ -275,9 +275,9 @@ def read_state(model: Any) -> dict[str, Any]:
         "training": [module.training for module in modules.values()],
         "attention": get_attn_implementations(model),
         "hooks": [len(module._forward_hooks) for module in modules.values()],
-        "gradients": [(id(x.grad), x.requires_grad) for x in model.parameters()],
+        "gradients": [(id(weight.grad), weight.requires_grad) for weight in model.parameters()],
         "random": torch.get_rng_state().tolist(),
-        "attributes": [{*vars(x)} - {"_hf_fp8kv_plan_choice"} for x in modules.values()],
+        "attributes": [{*vars(module)} - {"_hf_fp8kv_plan_choice"} for module in modules.values()],
     }
 
 
@@ -352,10 +352,10 @@ def test_a_choice_leaves_no_trace(own_plan: Any) -> None:
     with torch.inference_mode():
         plan = resolve_plan(model, {})["plan"]
     assert read_state(model) == state
-    assert all(bool((x.grad == 1).all()) for x in model.parameters())
+    assert all(bool((weight.grad == 1).all()) for weight in model.parameters())
     assert plan.digest == own_plan.digest
     centers = [layer.k_center for layer in plan.layers.values() if layer.k_center is not None]
-    assert not any(x.is_inference() for x in centers)
+    assert not any(center.is_inference() for center in centers)
 
 
 @pytest.mark.full
@@ -426,7 +426,7 @@ def test_passes_are_limited_by_counts(
 def test_large_models_get_fewer_passes_on_a_cpu(monkeypatch: Any, caplog: Any) -> None:
     """An explicit choice is never reduced, and does not replace the reduced plan in its file."""
     model = make_protected_model()
-    num_parameters = sum(x.numel() for x in model.parameters())
+    num_parameters = sum(weight.numel() for weight in model.parameters())
     monkeypatch.setattr(plan_choice, "_MAX_EXTRA_BYTES", 1.0)
     full_digest = choose_plan(model, max_extra_bytes=1.0).digest
     digests = []
@@ -450,7 +450,7 @@ def test_large_models_get_fewer_passes_on_a_cpu(monkeypatch: Any, caplog: Any) -
 def read_window(model: Any) -> list[int]:
     with recorded_inputs(model) as inputs:
         choose_plan(model)
-    assert all(torch.equal(x, inputs[0]) for x in inputs)
+    assert all(torch.equal(each_input, inputs[0]) for each_input in inputs)
     return inputs[0].flatten().tolist()
 
 

@@ -148,7 +148,7 @@ def test_layers_in_which_stored_prompts_lose_most_are_protected(
     assert plan.protection.sides == ()
     assert plan.protection.kl == plan.protection.unprotected_kl > 1e-3
     protected_plan = choose_plan(model, max_extra_bytes=0.15)
-    assert all(x.grad is None and x.requires_grad for x in model.parameters())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
     protection = protected_plan.protection
     assert protection.sides == ("K of layer 0",)
     assert protection.unprotected_kl == plan.protection.kl
@@ -157,7 +157,7 @@ def test_layers_in_which_stored_prompts_lose_most_are_protected(
     layer_plans = dict(plan.plan)
     layer_plans[0] = layer_plans[0]._replace(k=SidePlan("model"))
     assert protected_plan.plan == layer_plans
-    losses = [measure_stored_prompt(model, x) for x in (plan, protected_plan)]
+    losses = [measure_stored_prompt(model, each_plan) for each_plan in (plan, protected_plan)]
     assert losses[1] < losses[0] / 20
     assert "(K of layer 0 in 16 bits, +11.1% bytes)" in repr(protected_plan)
     protected_plan.save_pretrained(tmp_path)
@@ -177,14 +177,14 @@ def test_invalid_budgets_are_rejected(llama: Any, max_extra_bytes: Any) -> None:
 
 def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -> None:
     plan = choose_plan(llama, bits=6, max_extra_bytes=0)
-    assert {(x.k.format, x.v.format) for x in plan.plan.values()} == {("int6", "int6")}
-    assert all(x.k.rotated and x.v.rotated for x in plan.plan.values())
-    assert [x.k.centered for x in plan.plan.values()] == [
-        x.k.centered for x in chosen_plan.plan.values()
+    assert {(layer.k.format, layer.v.format) for layer in plan.plan.values()} == {("int6", "int6")}
+    assert all(layer.k.rotated and layer.v.rotated for layer in plan.plan.values())
+    assert [layer.k.centered for layer in plan.plan.values()] == [
+        layer.k.centered for layer in chosen_plan.plan.values()
     ]
     assert re.search(r"error of attention \d\.\d% in layer \d; KL after a stored", repr(plan))
     e4m3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
-    losses = [compare_plans(llama, x)[1] for x in (plan, e4m3, chosen_plan)]
+    losses = [compare_plans(llama, each_plan)[1] for each_plan in (plan, e4m3, chosen_plan)]
     assert losses[0] < 1.2 * losses[1]
     assert losses[0] > 5 * losses[2]
 
@@ -224,7 +224,13 @@ def test_layers_that_lose_too_much_have_8_bits() -> None:
     with pytest.raises(ConfigError, match=r"at least 6\.34 .* got 6, because in 1 of 6 layers"):
         choose_plan(model, bits=6)
     plan = choose_plan(model, bits=6.34)  # the exact number is 6.333...
-    assert {n for n, x in plan.plan.items() if x.k.format == "int6"} == {0, 1, 3, 4, 5}
+    assert {index for index, layer in plan.plan.items() if layer.k.format == "int6"} == {
+        0,
+        1,
+        3,
+        4,
+        5,
+    }
     assert plan.plan[2] == choose_plan(model, max_extra_bytes=0).plan[2]
     e4m3_kl = compare_plans(model, LayerPlan.parse("fp8_e4m3", "fp8_e4m3"))[1]
     assert compare_plans(model, plan)[1] < 1.2 * e4m3_kl

@@ -261,5 +261,5 @@ def test_the_digest_covers_every_value_and_shape():
         {1: layers[0]},
         dict.fromkeys((0, 1), layers[0]),
     ]
-    assert len({KVScales(x).digest for x in all_layers}) == len(all_layers)
+    assert len({KVScales(layers).digest for layers in all_layers}) == len(all_layers)
     assert KVScales({0: make_scales(*sides[0])}).digest == KVScales({0: layers[0]}).digest

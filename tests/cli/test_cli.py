@@ -190,7 +190,10 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
     words |= {"EMPTY_FOLDER": str(tmp_path / "empty"), "EMPTY": "", "LATIN1": str(tmp_path / "a")}
     (tmp_path / "empty").mkdir()
     (tmp_path / "a").write_bytes(b"\xe9")
-    arguments = [re.sub("|".join(words), lambda m: words[m[0]], x) for x in command.split()]
+    arguments = [
+        re.sub("|".join(words), lambda match: words[match[0]], argument)
+        for argument in command.split()
+    ]
     stderr = run.fails(*arguments, code=code, stdin="\udce9")  # not UTF-8
     if code == 1:
         output, error, stderr = stderr.partition("hf-fp8kv: error: ")

@@ -86,7 +86,7 @@ def test_calibration_matches_the_format(
 ):
     run_calibrate("--format", scale_format, *options)
     keywords = calibration.call_args.kwargs
-    assert {name: x for name, x in keywords.items() if name != "tokenizer"} == expected
+    assert {name: value for name, value in keywords.items() if name != "tokenizer"} == expected
 
 
 def test_scales_are_saved_in_a_copy_of_the_checkpoint(

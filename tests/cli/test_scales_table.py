@@ -139,7 +139,9 @@ HEAD_LAYER = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
     ],
 )
 def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
-    assert [x[: len(remark or "")] for x in list_remarks(scales)] == ([remark] if remark else [])
+    assert [text[: len(remark or "")] for text in list_remarks(scales)] == (
+        [remark] if remark else []
+    )
     text = render(scales, None)
     assert text.find(f"! {remark}") > text.index("└") if remark else "! " not in text
 

@@ -92,7 +92,7 @@ def make_scales(kind: str, model: Any) -> KVScales:
 def make_rank_scales() -> list[dict[str, float]]:
     """Return a scale for each rank and layer, in the form of vLLM's JSON."""
     rows = torch.rand(2, NUM_LAYERS, generator=torch.Generator().manual_seed(6)).tolist()
-    return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in rows]
+    return [{str(i): (0.5 + 3 * number) / 448 for i, number in enumerate(row)} for row in rows]
 
 
 def write_vllm_scales(path: Path) -> None:
@@ -144,7 +144,7 @@ def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
     cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
     inputs = make_prompt()
     with torch.no_grad():
-        model(**{name: x[:, :9] for name, x in inputs.items()}, past_key_values=cache)
+        model(**{name: tensor[:, :9] for name, tensor in inputs.items()}, past_key_values=cache)
     path = cache.save(folder / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
     loaded_cache = FP8PagedCache.load(path)
     assert loaded_cache.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
@@ -181,7 +181,7 @@ def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
     logging.getLogger("hf_fp8kv").addHandler(handler)
     try:
         hf_fp8kv.enable(model, **keywords)
-        assert len(handler.buffer) == len(ranks), [x.getMessage() for x in handler.buffer]
+        assert len(handler.buffer) == len(ranks), [record.getMessage() for record in handler.buffer]
         return generate(model, None)
     finally:
         logging.getLogger("hf_fp8kv").removeHandler(handler)
@@ -203,7 +203,9 @@ def generate_with_json(model: Any, ranks: RankOptions, folder: Path) -> Any:
             for index in range(NUM_LAYERS)
         ]
         per_head = [column.repeat_interleave(2, 0) for column in columns]
-        file_scales = KVScales({i: LayerScales(x, x.clone()) for i, x in enumerate(per_head)})
+        file_scales = KVScales(
+            {i: LayerScales(scale, scale.clone()) for i, scale in enumerate(per_head)}
+        )
     return generate(model, FP8PagedCache(model.config, scales=file_scales, **STORED, **ranks))
 
 

@@ -133,7 +133,9 @@ def make_float32_ties(spec: Spec) -> torch.Tensor:
     step = values[-1] - values[-2]
     edges = [spec.max_value + step * f for f in (0.25, 0.5, 0.75, 1.0, 2.0)]
     points = np.concatenate([values, (values[1:] + values[:-1]) / 2, edges]).astype(np.float32)
-    neighbors = [np.nextafter(points, np.float32(x), dtype=np.float32) for x in (-np.inf, np.inf)]
+    neighbors = [
+        np.nextafter(points, np.float32(target), dtype=np.float32) for target in (-np.inf, np.inf)
+    ]
     all_values = np.concatenate([points, *neighbors])
     return torch.from_numpy(np.concatenate([all_values, -all_values]))
 

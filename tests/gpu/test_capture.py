@@ -32,7 +32,7 @@ def make_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     if name == "medium":
         return make_medium_model(num_padding=7)
     model, inputs = build_variant(name)
-    return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
+    return model.to(DEVICE), {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
 def generate(model: Any, inputs: Any, captured: bool, **keywords: Any) -> tuple[Any, Any]:
@@ -119,7 +119,7 @@ def test_the_memory_of_a_graph_is_freed_with_its_call() -> None:
 @needs_gpu  # Triton's interpreter runs in one thread
 def test_threads_have_their_own_graphs() -> None:
     model, inputs = make_model("gqa")
-    prompts = [{name: x.roll(i, 0) for name, x in inputs.items()} for i in range(2)]
+    prompts = [{name: tensor.roll(i, 0) for name, tensor in inputs.items()} for i in range(2)]
     expected = [generate(model, prompt, False)[0] for prompt in prompts]
     enable(model, capture=True, backend="triton")
     results: dict[int, Any] = {}

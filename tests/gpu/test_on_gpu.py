@@ -73,7 +73,7 @@ def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     if name == "medium":
         return make_medium_model(NUM_PADDING)
     model, inputs = build_variant(name, attn_implementation="fp8_paged", **config)
-    return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
+    return model.to(DEVICE), {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
 MODEL_NAMES = ("medium", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
@@ -569,7 +569,7 @@ def test_calibration_on_a_gpu_matches_the_cpu():
             scale, cpu_scale = getattr(layer, side), getattr(cpu_scales.layers[index], side)
             assert scale.item() == pytest.approx(cpu_scale.item(), rel=0.02)
     model, inputs = build_variant("llama")
-    inputs = {name: x.to(DEVICE) for name, x in inputs.items()}
+    inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
     cache = FP8PagedCache(model.config, scales=device_scales)
     tokens = generate(model.to(DEVICE), inputs, cache, max_new_tokens=4)
     assert tokens.shape[1] == inputs["input_ids"].shape[1] + 4

@@ -76,7 +76,7 @@ def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
     cache = FP8PagedCache(model.config, scales=make_scales(), prefill="stored")
     inputs = make_prompts()
     with torch.no_grad():
-        model(**{name: x[:, :290] for name, x in inputs.items()}, past_key_values=cache)
+        model(**{name: tensor[:, :290] for name, tensor in inputs.items()}, past_key_values=cache)
     copies = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]
     expected, forked_tokens, loaded_tokens = (
         model.generate(**inputs, past_key_values=copy, **GREEDY).tolist()

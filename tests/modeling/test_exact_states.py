@@ -58,7 +58,10 @@ def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
 
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(actual) == len(expected)
-    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert all(
+        torch.equal(actual_states, expected_states)
+        for actual_states, expected_states in zip(actual, expected, strict=True)
+    )
 
 
 def restore_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +72,10 @@ def restore_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def differ_clearly(logits: list[torch.Tensor], other_logits: list[torch.Tensor]) -> bool:
-    return all((x - y).abs().max() > 0.3 for x, y in zip(logits, other_logits, strict=True))
+    return all(
+        (row - other_row).abs().max() > 0.3
+        for row, other_row in zip(logits, other_logits, strict=True)
+    )
 
 
 @needs_rounding
@@ -87,7 +93,11 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     assert differ_clearly(rounded_logits, run_model(original, DynamicCache(config=original.config)))
     stored_options = {"page_size": 16, "prefill": "stored"}
     other_options = {"dtype": "auto", "scales": TOO_SMALL, "skip_layers": [1], "max_cache_len": 80}
-    for options in ({"page_size": 16}, stored_options, *({n: x} for n, x in other_options.items())):
+    for options in (
+        {"page_size": 16},
+        stored_options,
+        *({name: value} for name, value in other_options.items()),
+    ):
         caches = [FP8PagedCache(model.config, **options) for model in (original, declared)]
         assert_same(run_model(original, caches[0]), run_model(declared, caches[1]))
     # The prefill is exact, so logits equal the original weights' logits without quantization.
@@ -130,7 +140,7 @@ def test_wrappers_keep_no_cache_alive(models):
     _, declared = models
     cache = FP8PagedCache(declared.config)
     run_model(declared, cache)
-    wrappers = [x.kv_cache for x in declared.modules() if hasattr(x, "kv_cache")]
+    wrappers = [module.kv_cache for module in declared.modules() if hasattr(module, "kv_cache")]
     assert [wrapper.past_key_values for wrapper in wrappers] == [None, None]
     gc.collect()
     assert not [referrer for referrer in gc.get_referrers(cache) if referrer in wrappers]

@@ -179,7 +179,7 @@ def test_a_schedule_keeps_no_memory_of_an_operation(grad_enabled: bool) -> None:
     A schedule lives longer than a call, so no attribute of it may hold the call's partial sums.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, heads=2)
+    pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, num_heads=2)
     x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
     lengths = lengths.to(device)
     schedule = ops.create_schedule(lengths, 1, 0, 0, 2, "triton")

@@ -46,7 +46,7 @@ def run_prompts(
     serving.enable(model, prefix_store=store, **keywords)
     with open_manager(model, num_pages=num_pages) as manager:
         # Each prompt is answered before the next, which can then reuse the pages.
-        answers = [request_answer(manager, x, num_new, cache_salt=salt) for x in prompts]
+        answers = [request_answer(manager, prompt, num_new, cache_salt=salt) for prompt in prompts]
         usage = serving.read_usage(manager)
     serving.disable(model)
     return EngineRun(answers, usage, None if store is None else store.usage())

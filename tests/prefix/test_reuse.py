@@ -466,7 +466,9 @@ def test_models_whose_weights_cannot_be_read_are_distinguished(hide_weights: Any
     different_model = copy.deepcopy(model)
     for name, weight in different_model.named_parameters():
         weight.mul_(1.0 if "embed" in name else 1.5)
-    model, different_model = (enable(hide_weights(x), **STORED) for x in (model, different_model))
+    model, different_model = (
+        enable(hide_weights(each_model), **STORED) for each_model in (model, different_model)
+    )
     cache, ids = FP8PagedCache(model, **STORED), torch.arange(2, 30)[None]
     for owner, num_reused in ((model, 0), (model, 27), (different_model, 27)):
         owner.generate(ids, past_key_values=cache, **GREEDY)

@@ -88,7 +88,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def count_bytes(folder: Path) -> int:
-    paths = [x for x in folder.iterdir() if x.name not in (".prefix_store.lock", "plans")]
+    paths = [path for path in folder.iterdir() if path.name not in (".prefix_store.lock", "plans")]
     return sum(path.lstat().st_size for path in paths)
 
 
@@ -464,7 +464,9 @@ DAMAGES: list[Damage] = [
     *map(forge, FORGERIES),
     # A page of another model, and another page of this model.
     lambda path, outside: shutil.copy(list_files(outside)[0], path),
-    lambda path, _: shutil.copy(next(x for x in list_files(path.parent) if x != path), path),
+    lambda path, _: shutil.copy(
+        next(other for other in list_files(path.parent) if other != path), path
+    ),
     *map(replace_by_link, ("good", "none", "")),
     lambda path, _: (path.unlink(), os.mkfifo(path)),
     # A header length of 2**62, a different format, additional bytes, and a header of brackets.
@@ -836,8 +838,8 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
     copied_fds: list[int] = []
 
     def copy_lock_fds(*args: Any) -> None:
-        links = [x for x in Path("/proc/self/fd").iterdir() if x.is_symlink()]
-        names = {x.name: x.resolve().name for x in links}
+        links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        names = {link.name: link.resolve().name for link in links}
         copied_fds.extend(os.dup(int(fd)) for fd in names if names[fd] == ".prefix_store.lock")
         replace(*args)
 

@@ -33,7 +33,7 @@ def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = No
     """Read sequences in chunks. Return logits `[B, T, V]`, and K and V of all layers."""
     cache = cache or FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE)
     logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, 1)]
-    states = [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]
+    states = [handle.dense() for layer in cache.layers for handle in (layer.keys, layer.values)]
     return torch.cat(logits, 1), states
 
 

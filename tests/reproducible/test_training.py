@@ -29,16 +29,18 @@ PAGE_SIZE, NUM_TOKENS = 16, 19
 CHUNK_SIZES = [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, NUM_TOKENS]
 
 
-def make_scales(layers: int = 2, heads: int = 2, dim: int = 16, *, has_center: bool) -> KVScales:
+def make_scales(
+    num_layers: int = 2, num_heads: int = 2, dim: int = 16, *, has_center: bool
+) -> KVScales:
     """Return scales that differ by layer, head and side. Some values of K and V saturate."""
     generator = torch.Generator().manual_seed(5)
 
     def make_layer() -> LayerScales:
-        k, v = (torch.rand(heads, 1, generator=generator) * 2e-3 + 3e-3 for _ in range(2))
-        k_center = torch.randn(heads, dim, generator=generator) / 4 if has_center else None
+        k, v = (torch.rand(num_heads, 1, generator=generator) * 2e-3 + 3e-3 for _ in range(2))
+        k_center = torch.randn(num_heads, dim, generator=generator) / 4 if has_center else None
         return LayerScales(k, v / 3, k_center)
 
-    return KVScales({index: make_layer() for index in range(layers)})
+    return KVScales({index: make_layer() for index in range(num_layers)})
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -96,7 +98,9 @@ def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
     On a CPU, one value may be rounded differently at a tie, which changes the result
     far less than rounding all values does.
     """
-    error, unrounded_error = ((x - expected).abs().mean().item() for x in (actual, unrounded))
+    error, unrounded_error = (
+        (gradient - expected).abs().mean().item() for gradient in (actual, unrounded)
+    )
     assert error < unrounded_error / 10
     assert unrounded_error > 1e-4
 
@@ -216,7 +220,7 @@ REFUSED_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "latent": ("latent", {}, r"got layers \[0, 1\] of DeepseekV3ForCausalLM"),
     "scales of other heads": (
         "gqa",
-        {"scales": make_scales(heads=3, has_center=False)},
+        {"scales": make_scales(num_heads=3, has_center=False)},
         "expected 2 heads",
     ),
 }

@@ -32,7 +32,10 @@ def compute_rounding_errors(
     """Return the errors of K and V after a layer's pages have stored them."""
     cache = FP8PagedCache(config, prefill="stored", page_size=PAGE_SIZE, **options)
     handles = cache.update(key.detach(), value.detach(), layer)
-    return [x.dense().to(key) - y.detach() for x, y in zip(handles, (key, value), strict=True)]
+    return [
+        handle.dense().to(key) - exact.detach()
+        for handle, exact in zip(handles, (key, value), strict=True)
+    ]
 
 
 @pytest.fixture

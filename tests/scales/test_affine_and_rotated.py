@@ -198,7 +198,9 @@ ALL_LAYERS = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
 def save_partial(plain_folder, folder, formats, scale_layers, *, in_second_config=False):
     """Save a checkpoint as ModelOpt 0.48 does if only some layers have a quantized cache."""
     entries = {
-        "kv_cache_quantized_layers": {name: {"quant_algo": x} for name, x in formats.items()},
+        "kv_cache_quantized_layers": {
+            name: {"quant_algo": format_name} for name, format_name in formats.items()
+        },
         "kv_cache_schema_version": 1,
     }
     tensors = {

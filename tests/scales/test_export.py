@@ -66,8 +66,10 @@ def reduce_scales(scales: KVScales, format: str) -> KVScales:
 
 def reduce_layer(layer: LayerScales, format: str) -> LayerScales:
     k, v = enlarge_k(layer), layer.v
-    if format == "compressed-tensors" and any(x.ndim and x.shape[0] > 1 for x in (k, v)):
-        return LayerScales(*(x.amax(1, keepdim=True).expand(NUM_HEADS, 1) for x in (k, v)))
+    if format == "compressed-tensors" and any(
+        scale.ndim and scale.shape[0] > 1 for scale in (k, v)
+    ):
+        return LayerScales(*(scale.amax(1, keepdim=True).expand(NUM_HEADS, 1) for scale in (k, v)))
     k, v = k.max(), v.max()
     return LayerScales(*(torch.maximum(k, v),) * 2 if format == "vllm-json" else (k, v))
 
@@ -85,7 +87,9 @@ def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
     loaded, expected = KVScales.from_pretrained(folder), reduce_scales(scales, format)
     assert loaded.format == format
     assert_same(loaded, expected)
-    if format in READERS and {x.granularity for x in expected.layers.values()} == {"tensor"}:
+    if format in READERS and {layer.granularity for layer in expected.layers.values()} == {
+        "tensor"
+    }:
         server_sides = zip(*READERS[format](folder).values(), strict=True)
         assert [[t.item() for t in side] for side in server_sides] == list_sides(expected)
 
@@ -275,7 +279,9 @@ def test_scales_are_saved_with_a_model(tmp_path, request, source, old_format, fo
     assert_holds(target, random_scales(kind), format)
     # Without old scales, and as a copy, the configs and the names of tensors would be the same.
     direct = add_scales(source, tmp_path / "direct", format, kind)
-    config, direct_config = (json.loads((x / "config.json").read_text()) for x in (target, direct))
+    config, direct_config = (
+        json.loads((folder / "config.json").read_text()) for folder in (target, direct)
+    )
     assert config == direct_config
     tensor_names, expected_names = (
         server_rules.read_checkpoint(path)[1].keys() for path in (target, direct)
@@ -633,9 +639,15 @@ def hub(monkeypatch, tmp_path_factory):
 def list_uploads(api: mock.Mock) -> tuple[dict[str, bytes], list[str]]:
     """Return the added files of the last commit, and the paths of deleted files."""
     operations = api.create_commit.call_args.args[1]
-    added = {x.path_in_repo: x for x in operations if isinstance(x, CommitOperationAdd)}
-    deleted = [x.path_in_repo for x in operations if x.path_in_repo not in added]
-    return {name: x.path_or_fileobj for name, x in added.items()}, deleted
+    added = {
+        operation.path_in_repo: operation
+        for operation in operations
+        if isinstance(operation, CommitOperationAdd)
+    }
+    deleted = [
+        operation.path_in_repo for operation in operations if operation.path_in_repo not in added
+    ]
+    return {name: operation.path_or_fileobj for name, operation in added.items()}, deleted
 
 
 @pytest.mark.parametrize("format", ["hf_fp8kv", "modelopt"])

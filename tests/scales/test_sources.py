@@ -72,7 +72,7 @@ def copy_golden(name: str, tmp_path: Path) -> Path:
 def edit_json(path: Path, **changes: object) -> None:
     """Set top-level entries of a JSON file. None deletes an entry."""
     data = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: x for name, x in data.items() if x is not None}))
+    path.write_text(json.dumps({name: value for name, value in data.items() if value is not None}))
 
 
 def set_scales(folder: Path, layers: Iterable[int], scale: float | None) -> None:
@@ -85,7 +85,7 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
     """Set tensors of model.safetensors. None deletes a tensor."""
     path = folder / "model.safetensors"
     tensors = load_file(path) | changes
-    save_file({name: x for name, x in tensors.items() if x is not None}, path)
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -243,7 +243,9 @@ def test_consolidated_files_are_ignored_next_to_ordinary_files(tmp_path):
     save_file(changed_tensors, folder / "consolidated.safetensors")
     assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K)
     (folder / "model.safetensors").unlink()
-    assert list_values(KVScales.from_pretrained(folder), "k") == [x * 8 for x in round_values(K)]
+    assert list_values(KVScales.from_pretrained(folder), "k") == [
+        value * 8 for value in round_values(K)
+    ]
 
 
 UNCACHED_LAYERS = {

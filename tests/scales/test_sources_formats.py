@@ -556,6 +556,8 @@ def test_a_file_with_changed_bytes_is_rejected_or_valid(tmp_path_factory, name, 
     target.write_bytes(bytes(content[: data.draw(st.sampled_from([len(content), 100]))]))
     with contextlib.suppress(ScaleError):
         scales = KVScales.from_pretrained(folder)
-        values = torch.cat([x.flatten() for layer in scales.layers.values() for x in layer.static])
+        values = torch.cat(
+            [scale.flatten() for layer in scales.layers.values() for scale in layer.static]
+        )
         assert bool((values.isfinite() & (values > 0)).all())
         assert not bool((values == 1).all())

@@ -80,7 +80,7 @@ def check_stream(path: str, fields: dict, text: str) -> None:
         assert last_event.response.output
         return
     assert events.pop() == "[DONE]"
-    chunks = [parse(ChatCompletionChunk if path == CHAT else Completion, x) for x in events]
+    chunks = [parse(ChatCompletionChunk if path == CHAT else Completion, event) for event in events]
     if (fields.get("stream_options") or {}).get("include_usage"):
         assert not chunks[-1].choices
         assert chunks.pop().usage.total_tokens
@@ -117,7 +117,10 @@ FAST_CLIENTS = {"openai", "instructor", "lm-eval", "guidellm"}
 
 @pytest.mark.parametrize(
     "client",
-    [pytest.param(x, marks=() if x in FAST_CLIENTS else pytest.mark.full) for x in REQUESTS],
+    [
+        pytest.param(name, marks=() if name in FAST_CLIENTS else pytest.mark.full)
+        for name in REQUESTS
+    ],
 )
 def test_clients_can_read_their_responses(server, client):
     for request in REQUESTS[client]:

@@ -87,7 +87,7 @@ def get_choices(server: Endpoint, path: str = COMPLETIONS, **fields: object) -> 
 def join_logprobs(choice: dict) -> dict[str, list]:
     """Return the log-probabilities of a choice of a completion, joined if it was streamed."""
     parts = choice["logprobs"]
-    return {name: [*chain.from_iterable(x[name] for x in parts)] for name in parts[0]}
+    return {name: [*chain.from_iterable(part[name] for part in parts)] for name in parts[0]}
 
 
 @torch.inference_mode()
@@ -134,20 +134,20 @@ def test_logprobs_of_a_chat_match_the_model(server, model):
         largest = expected_logprobs[position].max().item()
         torch.testing.assert_close(token_logprob["logprob"], largest, **LOGPROB_TOLERANCE)
         assert token_logprob["top_logprobs"][0] == {
-            x: token_logprob[x] for x in ("token", "logprob", "bytes")
+            name: token_logprob[name] for name in ("token", "logprob", "bytes")
         }
         assert bytes(token_logprob["bytes"]).decode() == token_logprob["token"]
         assert len(token_logprob["top_logprobs"]) == 2
     (streamed,) = get_choices(server, CHAT, **fields, stream=True)
     parts = [part["content"] for part in streamed["logprobs"] if part["content"]]
-    streamed_tokens = [[x["token"] for x in part] for part in parts]
+    streamed_tokens = [[token_logprob["token"] for token_logprob in part] for part in parts]
     assert streamed_tokens == [[token_logprob["token"]] for token_logprob in tokens]
 
 
 def make_tokenizer(decoder: str) -> Tokenizer:
     """Return a tokenizer with this type of decoder. Some of its tokens are parts of characters."""
     if decoder == "ByteLevel":
-        vocabulary = {x: index for index, x in enumerate(sorted(ByteLevel.alphabet()))}
+        vocabulary = {letter: index for index, letter in enumerate(sorted(ByteLevel.alphabet()))}
         merges = [("\u00f0", "\u0141"), ("R", "o"), ("Ro", "m"), ("\u0120", "Rom")]
         vocabulary |= {"".join(pair): 256 + index for index, pair in enumerate(merges)}
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -285,7 +285,11 @@ def test_an_answer_and_its_logprobs_end_before_a_stop_string(server, path, strea
     (choice,) = get_choices(server, path, **fields)
     assert (choice["text"], choice["finish_reason"]) == (kept_text, "stop")
     if path == CHAT:
-        tokens = [x["token"] for part in choice["logprobs"] for x in part["content"]]
+        tokens = [
+            token_logprob["token"]
+            for part in choice["logprobs"]
+            for token_logprob in part["content"]
+        ]
     else:
         tokens = join_logprobs(choice)["tokens"]
     assert "".join(tokens) == kept_text
@@ -431,14 +435,14 @@ def test_one_invalid_prompt_of_several_fails_the_request(server, stream):
 def test_penalties_and_biases_match_generate(server, model):
     plain_text = generate_dense(model, PROMPT, 40)
     logit_bias = dict.fromkeys(encode(plain_text[:2]), -3.0) | {7: 2.5}
-    processor = SequenceBiasLogitsProcessor({(x,): bias for x, bias in logit_bias.items()})
+    processor = SequenceBiasLogitsProcessor({(token,): bias for token, bias in logit_bias.items()})
     cases = [
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
         (
             {"presence_penalty": 0.8, "frequency_penalty": 0.6},
             [OpenAIPenalties(len(PROMPT), 0.8, 0.6)],
         ),
-        ({"logit_bias": {str(x): bias for x, bias in logit_bias.items()}}, [processor]),
+        ({"logit_bias": {str(token): bias for token, bias in logit_bias.items()}}, [processor]),
     ]
     for fields, processors in cases:
         expected = generate_dense(model, PROMPT, 40, *processors)

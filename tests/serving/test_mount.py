@@ -177,7 +177,11 @@ def test_unknown_fields_are_ignored_and_logged_on_request(lenient_client, caplog
             for fields in ({}, {"bogus": 1, "x" * 999: [], "n": None})
         )
         assert text_in(answer) == text_in(expected)
-        (message,) = [x.getMessage() for x in caplog.records if "unknown fields" in x.getMessage()]
+        (message,) = [
+            record.getMessage()
+            for record in caplog.records
+            if "unknown fields" in record.getMessage()
+        ]
         assert "['bogus', 'xxx" in message
         assert len(message) < 300
 
@@ -185,7 +189,9 @@ def test_unknown_fields_are_ignored_and_logged_on_request(lenient_client, caplog
 def test_a_waiting_job_of_a_closed_pool_gets_503():
     async def run() -> APIError:
         pool, may_continue = JobPool("test", 1), threading.Event()
-        running_job, job = (asyncio.create_task(pool.run(x)) for x in (may_continue.wait, int))
+        running_job, job = (
+            asyncio.create_task(pool.run(function)) for function in (may_continue.wait, int)
+        )
         await asyncio.sleep(0.01)
         pool.close()
         may_continue.set()

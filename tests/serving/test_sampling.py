@@ -32,7 +32,7 @@ LATENCIES = (
 def make_noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
     """Return the keys of one seed at `count` positions, or of `count` seeds at one position."""
     arguments = [(n, 5) if seed is None else (seed, n) for n in range(count)]
-    return torch.tensor([sampling.make_noise_key(*x) for x in arguments]).to(torch.int32)
+    return torch.tensor([sampling.make_noise_key(*pair) for pair in arguments]).to(torch.int32)
 
 
 def matches_distribution(counts: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -165,7 +165,7 @@ def test_an_echoed_prompt_has_the_logprobs_of_the_engine(server):
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(server.answer, COMPLETIONS, **fields) for _ in range(3)]
         echo = pool.submit(server.answer, COMPLETIONS, **echo_fields).result()
-        assert [x.result()["choices"][0]["text"] for x in answers] == [choice["text"]] * 3
+        assert [answer.result()["choices"][0]["text"] for answer in answers] == [choice["text"]] * 3
     for name in ("token_logprobs", "top_logprobs"):
         echoed_values = echo["choices"][0]["logprobs"][name][len(STORY) :]
         for echoed, expected in zip(echoed_values, choice["logprobs"][name], strict=True):
@@ -587,7 +587,9 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
     with contextlib.ExitStack() as stack:
         # All bodies together have 8 MB, but the server holds at most 2 MB.
         clients = [stack.enter_context(send_incomplete_body(server)) for _ in range(60)]
-        rejected_clients = [x for x in clients if select.select([x], [], [], 0.01)[0]]
+        rejected_clients = [
+            client for client in clients if select.select([client], [], [], 0.01)[0]
+        ]
         assert 0 < len(rejected_clients) < len(clients)
         for client in rejected_clients:
             answer = client.recv(4000)
@@ -721,8 +723,16 @@ def test_a_wrong_command_line_is_explained(
     assert exit_code == code, err
     assert message in " ".join(err.split())
     # The threads of libraries' pools end with the process.
-    new_threads = [x for x in threading.enumerate() if x not in old_threads and not x.daemon]
-    assert not [x for x in new_threads if not x.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
+    new_threads = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in old_threads and not thread.daemon
+    ]
+    assert not [
+        thread
+        for thread in new_threads
+        if not thread.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))
+    ]
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(run_command, folder):
@@ -753,7 +763,8 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
         model = read_json(server, "/v1/models/mine")
         assert (model["id"], model["max_model_len"]) == ("mine", 40)
         answer, chunks = (
-            server.answer(CHAT, **make_chat("x", model="mine", stream=x)) for x in (False, True)
+            server.answer(CHAT, **make_chat("x", model="mine", stream=stream))
+            for stream in (False, True)
         )
         assert answer["usage"]["prompt_tokens"] == len("<x>")
         assert {chunk["model"] for chunk in (answer, *chunks)} == {"mine"}

@@ -353,7 +353,9 @@ class TestManagers:
         options = [{}, *({"cache_salt": salt} for salt in ("a", "b", "a\0", "\ud800"))]
         with open_manager(served_llama) as manager:
             for num_shared in (0, 48):
-                counts = [count_shared_tokens(manager, prompts()[5], **x) for x in options]
+                counts = [
+                    count_shared_tokens(manager, prompts()[5], **keywords) for keywords in options
+                ]
                 assert counts == [num_shared] * 5
             for salt in ("", b"a", 1):
                 with pytest.raises(ConfigError, match="cache_salt: expected a string"):
@@ -569,7 +571,10 @@ class TestRequestLimit:
             assert max_tokens == 2**31 - 1
             return
         num_sectors = [
-            sum(x.needs_new_sectors("", 0, n) for x in cache.cache_allocators.values())
+            sum(
+                allocator.needs_new_sectors("", 0, n)
+                for allocator in cache.cache_allocators.values()
+            )
             for n in (max_tokens, max_tokens + 1)
         ]
         assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
@@ -580,7 +585,7 @@ class TestRequestLimit:
         )
         errors = [output.error for output in outputs.values()]
         assert errors[:2] == errors[4:] == [None, None]
-        assert all(f"hold {max_tokens} tokens of one request" in x for x in errors[2:4])
+        assert all(f"hold {max_tokens} tokens of one request" in error for error in errors[2:4])
 
     @pytest.mark.parametrize("is_running", [False, True])
     def test_a_request_that_outgrows_the_pages_is_refused(
@@ -668,7 +673,7 @@ class TestRunningEngines:
         batches = step.get_work(0, torch.device("cpu")).batches
         schedules = [int(batch.get_schedule("torch", 2, 4)[0, 0]) for batch in batches]
         assert sorted(schedules) == [5, 8]
-        assert sorted(x.kwargs["num_query_rows"] for x in create.call_args_list) == [2, 10]
+        assert sorted(call.kwargs["num_query_rows"] for call in create.call_args_list) == [2, 10]
 
     def test_requests_are_admitted_after_all_running_requests_are_canceled(self) -> None:
         """An engine that evicts a request admits no request until a running request finishes."""

@@ -120,7 +120,9 @@ class TestMemory:
             "full": [int8_layout] * num_full,
         }
         sizes = plan_block_sizes(kinds)
-        needed = {kind: sum(x.bytes_per_page for x in layers) for kind, layers in kinds.items()}
+        needed = {
+            kind: sum(layer.bytes_per_page for layer in layers) for kind, layers in kinds.items()
+        }
         assert all(sizes[kind] >= needed[kind] and sizes[kind] % 16 == 0 for kind in kinds)
         assert sum(sizes.values()) <= 1.025 * sum(needed.values())
         assert math.lcm(*sizes.values(), 128) <= 8 * max(sizes.values())

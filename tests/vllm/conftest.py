@@ -178,8 +178,10 @@ def generate(llm, prompts, num_tokens=NEW_TOKENS):
     sampling = SamplingParams(
         temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
-    outputs = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
-    return [[*x.outputs[0].token_ids] for x in outputs], [x.num_cached_tokens for x in outputs]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    return [[*output.outputs[0].token_ids] for output in outputs], [
+        output.num_cached_tokens for output in outputs
+    ]
 
 
 def generate_expected(model, prompts, num_tokens=NEW_TOKENS, **options):

@@ -54,7 +54,7 @@ def test_chunked_attention_gives_the_first_tokens_of_transformers(prompts, serve
     model = save_random_model("llama4_text", tmp_path)
     first_tokens = generate(serve(str(tmp_path), dtype), prompts, 1)[0]
     logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
-    assert [ids[0] for ids in first_tokens] == [int(x.argmax()) for x in logits]
+    assert [ids[0] for ids in first_tokens] == [int(row.argmax()) for row in logits]
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])

@@ -151,7 +151,7 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
             model=folder, revision=None, dtype=torch.float32, quantization=None, hf_overrides={},
             hf_config_path=None, hf_config=SimpleNamespace(),
         )  # fmt: skip
-        vars(model).update({name: x for name, x in fields.items() if name in vars(model)})
+        vars(model).update({name: value for name, value in fields.items() if name in vars(model)})
         return SimpleNamespace(
             model_config=model,
             additional_config={

@@ -42,7 +42,9 @@ def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_p
     llm = serve(folder, "hf_fp8kv_static", tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     backends = {layer.attn_backend for layer in layers.values()}
-    assert {(x.__base__, x.slot) for x in backends} == {(PagedGPUBackend, (2 * HEAD_DIM, 1))}
+    assert {(backend.__base__, backend.slot) for backend in backends} == {
+        (PagedGPUBackend, (2 * HEAD_DIM, 1))
+    }
     for layer in layers.values():
         layer.process_weights_after_loading(torch.float32)  # as if weights were loaded again
     assert {layer.attn_backend for layer in layers.values()} == backends
@@ -61,7 +63,7 @@ def test_logprobs_do_not_depend_on_the_batch_or_the_chunks(
     monkeypatch.setattr(batch_invariant, "enable_batch_invariant_mode", lambda: None)
     _, folder = load_model("gemma2" if backend == "cpu" else "llama")
     answers = []
-    for chunk_size, batches in ((128, [prompts]), (48, [[x] for x in prompts])):
+    for chunk_size, batches in ((128, [prompts]), (48, [[prompt] for prompt in prompts])):
         llm = serve(
             folder, "hf_fp8kv_e3m4", backend=backend, max_num_batched_tokens=chunk_size,
             enable_prefix_caching=False,
@@ -87,7 +89,7 @@ def read_logprobs(llm, prompts):
     sampling = vllm.SamplingParams(
         temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=20
     )
-    outputs = llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     return [
         [{token: entry.logprob for token, entry in step.items()} for step in x.outputs[0].logprobs]
         for x in outputs

@@ -77,7 +77,7 @@ def test_prefixes_of_earlier_requests_are_read(load_model, prompts, serve):
     tokens, num_cached = generate(llm, longer_prompts)
     assert tokens == generate_expected(model, longer_prompts, dtype="fp8_e3m4")
     # Only full blocks of 32 tokens are cached, and the last token is not stored yet.
-    assert num_cached == [(len(x) - 1) // 32 * 32 for x in longer_prompts]
+    assert num_cached == [(len(prompt) - 1) // 32 * 32 for prompt in longer_prompts]
 
 
 def test_reused_blocks_do_not_change_the_tokens(load_model, prompts, serve):

@@ -59,13 +59,13 @@ class Layer:
 
     def attend(self, query, key, value, work):
         output = torch.full((1, *query.shape), torch.nan, dtype=query.dtype)
-        inputs = (x.transpose(0, 1)[None] for x in (query, key, value))
+        inputs = (states.transpose(0, 1)[None] for states in (query, key, value))
         self.stored_layer.attend(*inputs, work, self.spec, output)
         return output[0]
 
     def attend_in_bfloat16(self, *tensors_and_work):
         *tensors, work = tensors_and_work
-        return self.attend(*(x.bfloat16() for x in tensors), work).float()
+        return self.attend(*(tensor.bfloat16() for tensor in tensors), work).float()
 
 
 def make_storage(dtype, *, centered):
@@ -102,14 +102,14 @@ class Requests:
 
     def run_step(self, counts, attend):
         """Add tokens, call `attend` on them, and return the queries, starts and output."""
-        old_lengths = [len(x) for x in self.keys]
+        old_lengths = [len(keys) for keys in self.keys]
         pairs = [(self._draw_tokens(n), self._draw_tokens(n)) for n in counts]
         new_keys, new_values = zip(*pairs, strict=True)
-        self.keys = [torch.cat(x) for x in zip(self.keys, new_keys, strict=True)]
-        self.values = [torch.cat(x) for x in zip(self.values, new_values, strict=True)]
+        self.keys = [torch.cat(pair) for pair in zip(self.keys, new_keys, strict=True)]
+        self.values = [torch.cat(pair) for pair in zip(self.values, new_values, strict=True)]
         query = torch.randn((sum(counts), NUM_QUERY_HEADS, HEAD_DIM), generator=self.generator)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        lengths = torch.tensor([len(x) for x in self.keys], dtype=torch.int32)
+        lengths = torch.tensor([len(keys) for keys in self.keys], dtype=torch.int32)
         ranges = enumerate(zip(old_lengths, lengths.tolist(), strict=True))
         slots = torch.cat([self.find_slots(i, start, stop) for i, (start, stop) in ranges])
         work = plan_step(starts, lengths, self.table, slots, BLOCK_SIZE, int(lengths.max()))

@@ -62,7 +62,9 @@ def write_json_folder(
     """Write a folder with a kv_cache_scales.json. `scales` has the scales of layers by rank."""
     folder = FOLDER / name
     folder.mkdir(exist_ok=True)
-    factors = {rank: {str(i): x for i, x in enumerate(layers)} for rank, layers in scales.items()}
+    factors = {
+        rank: {str(i): scale for i, scale in enumerate(layers)} for rank, layers in scales.items()
+    }
     kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
     content = {"model_type": model_type, "kv_cache": kv_cache}
     (folder / "kv_cache_scales.json").write_text(json.dumps(content, indent=4) + "\n")
@@ -105,7 +107,9 @@ def main() -> None:
     output_config = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
     patterns = ["*k_proj", "*v_proj"]
     quark = {"quant_method": "quark", "export": {"kv_cache_group": patterns}}
-    quark["layer_quant_config"] = {x: {"output_tensors": output_config} for x in patterns}
+    quark["layer_quant_config"] = {
+        pattern: {"output_tensors": output_config} for pattern in patterns
+    }
     write_folder("quark", {"quantization_config": quark}, make_scales(*output_names, (), f32))
     factors = make_shared_scales("transformer.layers", "attention.kv_cache_scaling_factor", (1,))
     write_folder("trtllm", {"quantization": {"kv_cache_quant_algo": "FP8"}}, factors)
