@@ -232,12 +232,12 @@ def test_offloaded_layers_give_the_same_tokens(name, cache_options, offloading):
 
 def fill_cache(num_layers: int, batch: int, num_tokens: int, **options: Any) -> FP8PagedCache:
     """Return a cache with random K and V, which are the same in every call with the same sizes."""
-    config = make_config((HEADS.query, HEADS.kv, HEADS.dim), num_layers)
+    config = make_config((HEADS.num_query_heads, HEADS.num_kv_heads, HEADS.dim), num_layers)
     config._attn_implementation = "fp8_paged"
     cache = FP8PagedCache(config, backend="triton", **options)
     torch.manual_seed(0)
     for layer in range(num_layers):
-        key, value = (STAGE.randn(batch, HEADS.kv, num_tokens, HEADS.dim) for _ in "kv")
+        key, value = (STAGE.randn(batch, HEADS.num_kv_heads, num_tokens, HEADS.dim) for _ in "kv")
         cache.update(key, value, layer)
     return cache
 
@@ -247,10 +247,10 @@ def run_steps(cache: FP8PagedCache, num_layers: int, num_steps: int) -> Iterator
     torch.manual_seed(1)
     for _ in range(num_steps):
         for layer in range(num_layers):
-            key, value = (STAGE.randn(1, HEADS.kv, 1, HEADS.dim) for _ in "kv")
-            query = STAGE.randn(1, HEADS.query, 1, HEADS.dim)
+            key, value = (STAGE.randn(1, HEADS.num_kv_heads, 1, HEADS.dim) for _ in "kv")
+            query = STAGE.randn(1, HEADS.num_query_heads, 1, HEADS.dim)
             handles = cache.update(key, value, layer)
-            module = AttentionLayer(HEADS.query // HEADS.kv, layer)
+            module = AttentionLayer(HEADS.num_query_heads // HEADS.num_kv_heads, layer)
             output, _ = fp8_paged_attention(module, query, *handles, None)
             del handles
             # This tensor reuses the memory of a layer that has left the device.
@@ -310,9 +310,10 @@ def make_layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
     """Return a decode step of one layer, with constant random input."""
     torch.manual_seed(2)
     query, key, value = (
-        STAGE.randn(2, num_heads, 1, HEADS.dim) for num_heads in (HEADS.query, HEADS.kv, HEADS.kv)
+        STAGE.randn(2, num_heads, 1, HEADS.dim)
+        for num_heads in (HEADS.num_query_heads, HEADS.num_kv_heads, HEADS.num_kv_heads)
     )
-    module = AttentionLayer(HEADS.query // HEADS.kv)
+    module = AttentionLayer(HEADS.num_query_heads // HEADS.num_kv_heads)
 
     def step() -> torch.Tensor:
         keys, values = cache.update(key, value, 0)
@@ -429,11 +430,11 @@ def shrink_case(case: Case) -> Case:
     if ON_GPU:
         return case
     is_latent = case.heads.rope_dim > 0
-    tokens = min(case.new_tokens, 20)
-    heads = Heads(case.heads.query // 8, 1, 32, 16) if is_latent else TINY.heads
+    tokens = min(case.num_new_tokens, 20)
+    heads = Heads(case.heads.num_query_heads // 8, 1, 32, 16) if is_latent else TINY.heads
     lengths = tuple(n if n < 200 and is_latent else 1 + n // 40 + tokens for n in case.lengths)
     return replace(
-        case, lengths=lengths, heads=heads, new_tokens=tokens, window=min(case.window, 20)
+        case, lengths=lengths, heads=heads, num_new_tokens=tokens, window=min(case.window, 20)
     )
 
 
@@ -441,8 +442,8 @@ DENSE_CASES = [
     Case((20000, 1, 64, 777), HEADS, label="ragged"),
     Case((5000, 4096), HEADS, window=1024, label="window"),
     Case((5000, 100), HEADS, softcap=20.0, label="softcap"),
-    Case((5000, 100), HEADS, new_tokens=4, label="several tokens"),
-    Case((5000,), HEADS, new_tokens=700, label="many tokens"),
+    Case((5000, 100), HEADS, num_new_tokens=4, label="several tokens"),
+    Case((5000,), HEADS, num_new_tokens=700, label="many tokens"),
     Case((3000,), Heads(8, 8, 64), label="no groups"),
     Case((3000,), Heads(16, 2, 256), label="large heads"),
     Case((3000,), Heads(16, 2, 80), label="odd heads"),
@@ -451,9 +452,9 @@ LATENT_CASES = [
     Case((20000, 1, 777), FEW_HEADS, label="16 heads"),
     Case((63, 64, 65, 128, 129), FEW_HEADS, label="ends of pages"),
     Case((33, 64, 5000), MANY_HEADS, label="128 heads"),
-    Case((5000, 65), FEW_HEADS, new_tokens=4, label="several tokens"),
-    Case((3000, 833), FEW_HEADS, new_tokens=300, label="many tokens"),
-    Case((1500,), MANY_HEADS, new_tokens=130, label="many tokens, 128 heads"),
+    Case((5000, 65), FEW_HEADS, num_new_tokens=4, label="several tokens"),
+    Case((3000, 833), FEW_HEADS, num_new_tokens=300, label="many tokens"),
+    Case((1500,), MANY_HEADS, num_new_tokens=130, label="many tokens, 128 heads"),
     Case((5000, 4096), FEW_HEADS, window=1024, label="window"),
 ]
 # Grid: all formats with all cases, because each pair is a separate kernel.
@@ -504,9 +505,9 @@ def test_layer_steps_with_latents_match_the_reference(fmt, heads, preallocated):
         Case((700,) * 50, HEADS, label="50 sequences"),
         Case((130,) * 98, HEADS, label="98 sequences"),
         Case((30000, 30000), HEADS, label="a mask at size", padding=(0, 7500)),
-        Case((3000,), HEADS, new_tokens=8, label="32 rows"),
-        Case((3000,), Heads(16, 2, 128), new_tokens=3, label="24 rows"),
-        Case((3000,), HEADS, new_tokens=16, label="64 rows"),
+        Case((3000,), HEADS, num_new_tokens=8, label="32 rows"),
+        Case((3000,), Heads(16, 2, 128), num_new_tokens=3, label="24 rows"),
+        Case((3000,), HEADS, num_new_tokens=16, label="64 rows"),
         Case((3000,) * 2, HEADS, 16, label="64 rows, padded", padding=(0, 750)),
         Case((3000,) * 2, HEADS, 300, label="many tokens, padded", padding=(0, 750)),
         Case((3000,) * 2, Heads(8, 8, 128), label="no groups, padded", padding=(0, 750)),
@@ -519,10 +520,12 @@ def test_attention_in_a_step_of_generate_matches_the_reference(fmt, case, preall
     if not ON_GPU:
         if not preallocated and fmt != E3M4:
             pytest.skip("a growing cache has the same masks with every format")
-        tokens = min(case.new_tokens, 20)
+        tokens = min(case.num_new_tokens, 20)
         lengths = tuple(1 + n // 100 + tokens for n in case.lengths[:3])
         padding = tuple(n // 100 for n in case.padding[:3])
-        case = replace(case, lengths=lengths, new_tokens=tokens, padding=padding, heads=TINY.heads)
+        case = replace(
+            case, lengths=lengths, num_new_tokens=tokens, padding=padding, heads=TINY.heads
+        )
     with torch.no_grad(), poison_memory():
         steps = CacheSteps(STAGE, fmt, case, 2, "triton", preallocated=preallocated)
         for layer in range(2):
@@ -532,15 +535,15 @@ def test_attention_in_a_step_of_generate_matches_the_reference(fmt, case, preall
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("new_tokens", "length", "max_bytes"),
+    ("num_new_tokens", "length", "max_bytes"),
     [(1, 60_000, 2**23), (600, 60_000, 2**28), (600, 150_000, 2**27)],
 )
-def test_attention_memory_is_bounded(new_tokens, length, max_bytes):
+def test_attention_memory_is_bounded(num_new_tokens, length, max_bytes):
     """Cases are a step, a prompt whose codes are converted first, and a prompt with too many codes.
 
     A split sequence needs memory for partial sums. K and V of 60,000 tokens in bf16 take 246 MB.
     """
-    case = Case((length,), HEADS, new_tokens=new_tokens, label="memory")
+    case = Case((length,), HEADS, num_new_tokens=num_new_tokens, label="memory")
     attend_once = prepare_attention(E4M3, case).attend
     attend_once()
     torch.cuda.synchronize()
