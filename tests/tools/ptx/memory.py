@@ -273,8 +273,8 @@ class SharedMemory:
     def _locate(self, threads: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:
         """Return the grains `[n, size / grain]`, and two states.
 
-        The states are that of a grain that the thread accessed, and the state after its warp
-        synchronized.
+        The first is the state of a grain that the thread accessed, the second is its state after
+        the thread's warp synchronized.
         """
         if (addresses & size - 1).any():
             raise Fault(f"an address in shared memory is not a multiple of {size} bytes")
