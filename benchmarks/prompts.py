@@ -180,7 +180,7 @@ def measure_passage(
 
 
 def summarize(cache: str, storage: Storage, kl: Divergences) -> Result:
-    """Return the row of a cache: mean KL, and ratios of KL to the baseline after the same prompt.
+    """Return the row of a cache: mean KL in 1e-3, and ratios to the KL of `BASELINE`.
 
     Ratios are geometric means over passages.
     """
@@ -188,8 +188,9 @@ def summarize(cache: str, storage: Storage, kl: Divergences) -> Result:
     for prompt in PROMPTS:
         values = kl[cache, prompt]
         row[f"{prompt}_kl"] = values
-        row[prompt] = compute_interval(values) if values else None
-        row[f"{prompt}_ratio"] = compute_ratio(values, kl.get((BASELINE, prompt), []))
+        scaled_values = [1e3 * kl for kl in values]
+        row[f"{prompt}, 1e-3"] = compute_interval(scaled_values) if values else "refused"
+        row[f"{prompt}, of {BASELINE}"] = compute_ratio(values, kl.get((BASELINE, prompt), []))
     return row
 
 

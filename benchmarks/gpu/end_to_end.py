@@ -127,7 +127,7 @@ def _measure_contenders(
         _drop_graphs(model)
         runs: list[tuple[Row, Run]] = []
         for contender in contenders:
-            if reason := _find_skip_reason(record.stage, contender):
+            if reason := _find_skip_reason(record.stage, contender, model.config):
                 record.skip(f"{section}, {contender.name}: {reason}")
                 continue
             run = Run(record.stage, model, contender, sizes, backend, batch, context)
@@ -177,12 +177,17 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
         record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
-def _find_skip_reason(stage: Stage, contender: Contender) -> str:
+def _find_skip_reason(stage: Stage, contender: Contender, config: Any) -> str:
     """Return the reason why a cache cannot run here, or an empty string."""
     if contender.attention == "flash_attention_2" and not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if contender.name == STOCK_OFFLOADED and not stage.is_gpu:
         return "requires a CUDA device"
+    if contender.cache_class is QuantizedCache:
+        try:
+            QuantizedCache(backend="fp8", config=config)
+        except (ImportError, ValueError) as error:
+            return str(error)
     return ""
 
 

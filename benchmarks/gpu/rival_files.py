@@ -109,4 +109,8 @@ def _make_stand_ins(package: str, folder: Path) -> Mapping[str, ModuleType]:
     for name, module in modules.items():
         vars(module).update(attributes[name])
     settings = ("vllm.envs", "sglang.srt.environ", "sglang.srt.utils")
-    return modules | {name: _FalsyModule(name) for name in settings}
+    modules |= {name: _FalsyModule(name) for name in settings}
+    for name in settings:  # `import vllm.envs; vllm.envs.X` reads the attribute of the package
+        parent, _, child = name.rpartition(".")
+        setattr(modules.setdefault(parent, ModuleType(parent)), child, modules[name])
+    return modules

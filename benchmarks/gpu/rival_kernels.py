@@ -148,10 +148,12 @@ def _make_inputs(stage: Stage, case: Case, kernel: Kernel, num_layers: int) -> I
     table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
     token_shape = (sum(page_counts), PAGE_SIZE, heads.num_kv_heads)
     draw = functools.partial(_draw_codes, stage, kernel.dtype)
-    pools: list[Any] = [draw(2, *token_shape, heads.dim).unbind() for _ in range(num_layers)]
+    pools: list[Any]
     if kernel.reads_latents:
         latents = (draw(*token_shape, heads.query_dim) for _ in range(num_layers))
         pools = [(pool, pool[..., heads.dim :]) for pool in latents]
+    else:
+        pools = [draw(2, *token_shape, heads.dim).unbind() for _ in range(num_layers)]
     unit = 1 / INT8_STD if kernel.dtype == torch.int8 else 1.0
     k, v = ((torch.rand(token_shape, device=stage.device) + 0.5) * unit for _ in "kv")
     query = stage.randn(len(lengths), heads.num_query_heads, heads.query_dim)

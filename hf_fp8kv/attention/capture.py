@@ -459,7 +459,7 @@ class CapturedStep:
 
         Results may differ because masks for preallocated caches have other shapes, and a model may
         use masks for more than attention. If they are equal up to the order of sums, continue with
-        the reserved_result pages.
+        the reserved pages.
         """
         reserved_cache = dict(vars(self.cache))
         self._restore(backup)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -364,12 +363,17 @@ def test_a_failed_capture_leaves_an_eager_call() -> None:
     assert step.reason == "a stream is invalid"
 
 
-def test_an_exception_in_a_criterion_leaves_a_growing_cache() -> None:
+def test_an_exception_in_a_processor_leaves_a_growing_cache() -> None:
     model, inputs = build_variant("gqa")
     cache = FP8PagedCache(model.config, **OPTIONS)
-    fail = run_at(26, mock.Mock(side_effect=ValueError("stop")))
+
+    def fail(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 25:
+            raise ValueError("stop")
+        return logits
+
     with pytest.raises(ValueError, match="stop"):
-        run_captured(model, inputs, past_key_values=cache, stopping_criteria=[fail])
+        run_captured(model, inputs, past_key_values=cache, logits_processor=[fail])
     assert not cache.is_compileable
     assert cache.host_length() == 25
     assert cache.fork().host_length() == 25

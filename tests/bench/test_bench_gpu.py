@@ -376,9 +376,9 @@ SGLANG_FILE = """
 import torch
 from sglang.kernels.ops.attention.helpers import attend_by_table
 from sglang.srt.environ import envs
-from sglang.srt.utils import is_hip
+import sglang.srt.utils as utils
 
-assert not is_hip() and not envs.SGLANG_MLA_DECODE_TUNE.get()
+assert not utils.is_hip() and not envs.SGLANG_MLA_DECODE_TUNE.get()
 
 def decode_attention_fwd_grouped(): pass
 

@@ -103,13 +103,13 @@ def test_prompts_are_compared_by_passage_and_cache(monkeypatch, tmp_path):
         text_folder=str(texts), factor=2.0, progress=lambda _message: None,
     )  # fmt: skip
     quantized_row, baseline_row, fp8_row = result["rows"]
-    assert quantized_row["stored"] is None
+    assert quantized_row["stored, 1e-3"] == "refused"
     for prompt in ("exact", "stored"):
-        mean, low, high = fp8_row[prompt]
-        assert mean == pytest.approx(sum(fp8_row[f"{prompt}_kl"]) / 2)
+        mean, low, high = fp8_row[f"{prompt}, 1e-3"]
+        assert mean == pytest.approx(1e3 * sum(fp8_row[f"{prompt}_kl"]) / 2)
         assert high - mean == pytest.approx(mean - low)
-        assert baseline_row[f"{prompt}_ratio"] is None
-        assert fp8_row[f"{prompt}_ratio"][0] > 1
+        assert baseline_row[f"{prompt}, of fp8_e3m4"] is None
+        assert fp8_row[f"{prompt}, of fp8_e3m4"][0] > 1
 
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -269,4 +269,5 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
     expected = run_calls()
     with torch.device("meta"):
         actual = run_calls()
+    assert len(actual) == len(expected)
     assert all(map(torch.equal, actual, expected))

@@ -130,6 +130,13 @@ def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
     assert names > {name_page(5), name_page(6), name_page(7), name_page(8)}
 
 
+def test_a_file_above_the_limit_removes_no_file(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    assert put_file(folder, name_page(0), MAX_BYTES)
+    assert not put_file(folder, name_page(1), MAX_BYTES + 1)
+    assert [file.name for file in folder.list_files()] == [name_page(0)]
+
+
 @pytest.mark.parametrize("digits", [b"0" * 19, b"0" * 21, b"-" + b"0" * 19])
 def test_a_damaged_total_is_recomputed(digits: bytes, tmp_path: Path) -> None:
     folder = make_folder(tmp_path)

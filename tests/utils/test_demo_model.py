@@ -91,9 +91,11 @@ def test_concurrent_conversions_wait_for_each_other(model_folder, conversions, m
     monkeypatch.setattr(demo_model, "convert", convert_when_allowed)
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(demo_model.demo_model_path) for _ in range(2)]
-        assert has_started.wait(60)
-        assert not model_folder.exists()
+        is_waiting = has_started.wait(60)
+        exists_early = model_folder.exists()
         may_continue.set()
+    assert is_waiting
+    assert not exists_early
     assert {future.result() for future in futures} == {model_folder}
     assert len(conversions) == 1
     assert list_visible_names(model_folder.parent) == [demo_model.NAME]
@@ -132,10 +134,9 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
 
 
 def test_the_error_for_a_full_disk_names_hf_home(tmp_path, monkeypatch):
-    loader = mock.Mock()
-    error = SafetensorError("no space left on device")
-    loader.from_pretrained.return_value.save_pretrained.side_effect = error
-    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(transformers, name, loader)
+    load = mock.Mock()
+    load.return_value.save_pretrained.side_effect = SafetensorError("no space left on device")
+    for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(loader, "from_pretrained", load)
     with pytest.raises(OSError, match=r"cannot write .*copy: no space left.*HF_HOME"):
         demo_model.convert(tmp_path / "x.gguf", tmp_path / "copy")
