@@ -188,7 +188,7 @@ def summarize(cache: str, storage: Storage, kl: Divergences) -> Result:
     for prompt in PROMPTS:
         values = kl[cache, prompt]
         row[f"{prompt}_kl"] = values
-        scaled_values = [1e3 * kl for kl in values]
+        scaled_values = [1e3 * value for value in values]
         row[f"{prompt}, 1e-3"] = compute_interval(scaled_values) if values else "refused"
         row[f"{prompt}, of {BASELINE}"] = compute_ratio(values, kl.get((BASELINE, prompt), []))
     return row
