@@ -538,6 +538,7 @@ LONG_ROPE: dict[str, Any] = {
     "sliding_window": None,
     "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 24,
         "short_factor": [1.0 + 0.1 * i for i in range(8)], "short_mscale": 1.1,
         "long_factor": [3.0 + 2.0 * i for i in range(8)], "long_mscale": 1.2,
     },
@@ -546,8 +547,9 @@ LONG_ROPE: dict[str, Any] = {
 
 def build_long_rope(name: str) -> tuple[Any, Any, torch.Tensor]:
     """Return a model with a stock cache, a model with exact FP8 caches, and a prompt's ids."""
-    stock_model, _ = build_variant(name, **LONG_ROPE)
-    model, _ = build_variant(name, **LONG_ROPE)
+    # A config changes the dict of its RoPE parameters.
+    stock_model, _ = build_variant(name, **copy.deepcopy(LONG_ROPE))
+    model, _ = build_variant(name, **copy.deepcopy(LONG_ROPE))
     enable(model, dtype="model", page_size=8)
     ids = torch.randint(4, 90, (2, 60), generator=torch.Generator().manual_seed(3))
     return model, stock_model, ids
