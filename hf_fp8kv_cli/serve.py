@@ -41,7 +41,7 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Token of the clients. HF_FP8KV_API_KEY is safer: other users see arguments.",
+            help="API key of the clients. HF_FP8KV_API_KEY is safer: other users see arguments.",
             show_default=False,
         ),
     ] = None,
