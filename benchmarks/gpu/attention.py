@@ -31,7 +31,7 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
 
 
 def measure_extend(record: Record, sizes: RunSizes, backend: str) -> None:
-    """Add a row for each number of new tokens and each number of stored tokens.
+    """Add rows for each pair of stored and new tokens.
 
     A growing cache without padding attends without a mask. A preallocated cache, and a cache with
     padding, attend with the mask of `generate()`. If a cache is empty, attention reads the new keys

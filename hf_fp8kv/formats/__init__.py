@@ -2,12 +2,12 @@
 
 Constants such as 448, the largest value of E4M3, are only defined here.
 
-A code is a byte with a sign bit, `7 - mantissa_bits` exponent bits, and the mantissa. E4M3 and E5M2
-are defined in "FP8 Formats for Deep Learning" (arXiv 2209.05433), and the FNUZ variant in arXiv
-2206.02915 (no infinity, one zero, 0x80 is NaN, the bias is higher by one). The remaining formats
-are our own. They have no infinity, and 0x80 is NaN as in FNUZ, so that NaN is kept even with static
-scales. E3M4 has a bias of 3 (largest value 31, smallest step 2^-6), and E2M5 a bias of 1 (largest
-value 7.875, smallest step 2^-5).
+A code is a byte with a sign bit, `bits - 1 - mantissa_bits` exponent bits, the mantissa, and zeros
+if `bits` is less than 8. E4M3 and E5M2 are defined in "FP8 Formats for Deep Learning" (arXiv
+2209.05433), and the FNUZ variant in arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, the bias
+is higher by one). The remaining formats are our own. They have no infinity, and 0x80 is NaN as in
+FNUZ, so that NaN is kept even with static scales. E3M4 has a bias of 3 (largest value 31, smallest
+step 2^-6), and E2M5 a bias of 1 (largest value 7.875, smallest step 2^-5).
 
 Int8 is sign and magnitude without exponent bits, with the bias that gives a step of 1 (largest
 value 127). It is a float format in which all values are subnormal (see docs/architecture.md). Int6

@@ -56,8 +56,8 @@ def _explain_triton_unavailability() -> str | None:
 def choose_backend(name: str, device: torch.device) -> str:
     """Return the backend to use for pages on `device`, one of `BACKENDS`.
 
-    `name` is "auto" or a specific backend. If "auto" cannot use "triton" on a device other than a
-    CPU, it falls back to "torch" with a warning.
+    `name` is "auto" or a specific backend. If "auto" cannot use "cpu" on a CPU, or "triton" on
+    another device, it falls back to "torch" with a warning.
 
     Raises:
         BackendError: The name is unknown, or the backend cannot run on `device`.
@@ -92,7 +92,8 @@ def _explain_unsupported_device(name: str, device: torch.device) -> str | None:
 def load_backend(name: str) -> ModuleType:
     """Import and return the module of a backend, one of `BACKENDS`.
 
-    The module has the operations of api.py, with the same arguments and errors.
+    The module has `write`, `attend` and `gather` of api.py, without the argument `backend`.
+    Backends with schedules also have `fill_schedule`.
     """
     module = name if name == "reference" else f"{name}.backend"
     return importlib.import_module(f".{module}", __package__)

@@ -116,7 +116,7 @@ class Metrics(Collector):
         usage = engine.read_usage()
         summary = (
             f"requests: {engine.count_active()} active, {self.count_waiting()} waiting, "
-            f"{self.status_counts.total()} answered; {tokens_per_second:.1f} tokens/s"
+            f"{self.status_counts.total()} finished; {tokens_per_second:.1f} tokens/s"
         )
         if usage is None:
             return summary

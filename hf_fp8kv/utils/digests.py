@@ -181,7 +181,7 @@ def _compute_checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple
     """Return the dtype and the checksums of a tensor's bytes, computed on its device.
 
     A checksum is the sum of 32-bit words times odd factors, modulo 2 ** 64. A single changed word
-    always changes it. Several changed words change it with a probability of at least 1 - 2 ** -33.
+    always changes it. Several changed words change it with a probability of at least 1 - 2 ** -32.
     """
     values = tensor.detach().reshape(-1)
     factors = _make_odd_factors(tensor.device)

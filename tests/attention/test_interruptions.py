@@ -1,4 +1,7 @@
-"""Tests of Ctrl-C at any line of the package. Later prompts must get correct answers."""
+"""Tests of Ctrl-C at any line, of failed allocations and files, and of refused calls.
+
+Later prompts must get correct answers.
+"""
 
 import sys
 from collections import Counter

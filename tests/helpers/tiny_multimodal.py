@@ -83,7 +83,7 @@ def build_model(name: str, seed: int = 0) -> PreTrainedModel:
     except ValueError:  # audio
         model = AutoModelForMultimodalLM.from_config(config)
     model = model.eval().float()
-    _rescale(model, seed)
+    _redraw_weights(model, seed)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -139,8 +139,8 @@ def list_tokens(name: str, rows: list[list[Part]]) -> list[list[Token]]:
     return [padding * (width - len(tokens)) + tokens for tokens in tokens_by_row]
 
 
-def _rescale(model: PreTrainedModel, seed: int) -> None:
-    """Rescale matrices to unit gain, or more in attention, so that answers depend on images."""
+def _redraw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draw weights again. Matrices get unit gain, or more in attention, to depend on images."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -263,7 +263,7 @@ def assume_target(target: str) -> AbstractContextManager[None]:
 def bound_target_error(
     target: str, case: Case, pages: Pages, query: Tensor, fields: Any, expected: Any
 ) -> float:
-    """Return the largest error of a target. AMD GPUs use bfloat16, 3 bits less than float16."""
+    """Return the largest allowed error. AMD GPUs use bfloat16, with 3 bits less than float16."""
     torch_output = attend_with_torch(case, pages, query, fields)
     torch_error = compute_errors(torch_output, expected).max().item()
     return (4 if target.startswith("gfx") else 2) * torch_error

@@ -49,7 +49,7 @@ def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     "name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.1.self_attn.v_proj"]
 )
 @torch.no_grad()
-def test_any_changed_value_changes_the_digest(model_scales: KVScales, name: str) -> None:
+def test_changes_visible_in_bfloat16_change_the_digest(model_scales: KVScales, name: str) -> None:
     """`digest_weights` also detects changes below the precision of bfloat16."""
     model = make_model()
     exact_digest = digest_weights(model)
@@ -112,7 +112,7 @@ def edit_metadata(path: Path, change: Callable[[dict], dict], tensors: dict | No
     save_file(tensors, path, {"hf_fp8kv": json.dumps(change(read_metadata(path)))})
 
 
-CHECKS: dict[str, Callable[[Any, Any], Any]] = {
+CALLS_WITH_SCALES: dict[str, Callable[[Any, Any], Any]] = {
     "enable": lambda model, scales: enable(model, scales=scales),
     "training": lambda model, scales: enable(model, training="stored", scales=scales),
     "serving": lambda model, scales: serving.enable(model, scales=scales, probe=False),
@@ -120,17 +120,17 @@ CHECKS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", CALLS_WITH_SCALES)
 def test_outdated_scales_warn_once_and_current_scales_do_not(
     check: str, model_scales: KVScales, tmp_path: Path, read_warnings: Callable[[], list[str]]
 ) -> None:
     model_scales.save_pretrained(tmp_path)
     model = make_model()
-    CHECKS[check](model, tmp_path)
+    CALLS_WITH_SCALES[check](model, tmp_path)
     assert not read_warnings()
     take_step(model)
     for _ in range(2):
-        CHECKS[check](model, tmp_path)
+        CALLS_WITH_SCALES[check](model, tmp_path)
     (message,) = read_warnings()
     assert str(tmp_path) in message
     assert "LlamaForCausalLM has now. Values that exceed" in message

@@ -817,7 +817,7 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
         future = pool.submit(server.ask, CHAT, make_chat(STORY, max_tokens=270, stream=True))
         server.wait_until(requests_active=1)
         server.wait_for_log(
-            r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
+            r"INFO: +requests: \d+ active, \d+ waiting, \d+ finished; [\d.]+ tokens/s; "
             rf"pages: \d+ of {NUM_PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
         )
         server.process.send_signal(signal.SIGTERM)

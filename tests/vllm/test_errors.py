@@ -1,4 +1,4 @@
-"""Tests that unsupported models and options are refused before serving, with helpful errors."""
+"""Tests of how the plugin reads options and scales, and refuses unsupported ones before serving."""
 
 import importlib.metadata
 import sys
