@@ -166,13 +166,15 @@ def enable(
     if training is not None or prefix_store is not None or deterministic:
         cache_keywords = {"prefill": "stored", **cache_keywords}
     warn_of_rounding(base)
-    cache = _build_cache(base.config, cache_keywords)  # raises if a keyword is invalid
+    cache = _make_paged_cache(base.config, cache_keywords)  # raises if a keyword is invalid
     roundings = prepare_rounding(base, training, cache, always_paged=deterministic)
     if not is_default:  # a chosen plan is for these weights, and the check reads all of them
         warn_if_stale(base, cache.options.scales)
     if cache.options.is_preallocated:
         exact = {"dtype": "model", "plan": None, "tensor_parallel": tensor_parallel(base)}
-        probe_preallocated(base, lambda size: _make_cache(base, {**exact, "max_cache_len": size}))
+        probe_preallocated(
+            base, lambda size: _make_generate_cache(base, {**exact, "max_cache_len": size})
+        )
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))
     if prefix_store is not None:
@@ -285,7 +287,7 @@ class _LastUse:
         weakref.finalize(cache, self._measure_last, vars(cache)).atexit = False
 
     def measure(self) -> _Sizes:
-        """Return the memory, and the bytes of the same tokens in bf16."""
+        """Return the footprint, the stored bytes of the tokens, and their bytes in bf16."""
         cache = self._cache()
         if cache is not None:
             footprint = cache.memory_footprint()
@@ -351,7 +353,7 @@ def _prepare_cache(
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None
         is_draft = getattr(generation_config, "is_assistant", False)
-        cache = _make_cache(model, keywords, num_layers if is_draft else None)
+        cache = _make_generate_cache(model, keywords, num_layers if is_draft else None)
         model_kwargs[CACHE] = cache
         if not generation_config.return_dict_in_generate:
             _get_self_attention_cache(cache).model_sample = NOT_KEPT
@@ -382,7 +384,7 @@ def _install_prefix_conversion(model: PreTrainedModel, keywords: dict[str, Any])
         inputs = prepare(*args, **kwargs)
         prefix = _get_self_attention_cache(inputs.get(CACHE))
         if type(prefix) is DynamicCache:
-            cache = inputs[CACHE] = _make_cache(model, keywords)
+            cache = inputs[CACHE] = _make_generate_cache(model, keywords)
             layers: list[Any] = prefix.layers
             for index, layer in enumerate(layers):
                 if getattr(layer, "keys", None) is not None:
@@ -430,13 +432,13 @@ def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return generation_config.use_cache is not False
 
 
-def _build_cache(config: Any, keywords: dict[str, Any]) -> FP8PagedCache:
+def _make_paged_cache(config: Any, keywords: dict[str, Any]) -> FP8PagedCache:
     context = contextvars.copy_context()
     context.run(is_for_enabled_model.set, True)
     return context.run(FP8PagedCache, config, **keywords)
 
 
-def _make_cache(
+def _make_generate_cache(
     model: PreTrainedModel, keywords: dict[str, Any], num_layers: int | None = None
 ) -> Any:
     """Return a cache for `generate()`. For a draft, `num_layers` is the model's number of layers.
@@ -447,16 +449,16 @@ def _make_cache(
     if num_layers and not config.is_encoder_decoder and config.num_hidden_layers < num_layers:
         whole_config = copy.copy(config)
         whole_config.num_hidden_layers = num_layers
-        cache = _build_cache(whole_config, keywords)
+        cache = _make_paged_cache(whole_config, keywords)
         first_layers = range(len(DynamicCache(config=config).layers))
         plans = {index: plan for index, plan in cache.plan.items() if index in first_layers}
         stock_layers = [i for i in find_stock_layers(cache) if i in first_layers]
         return FP8PagedCache.from_options(config, replace(cache.options, plan=plans), stock_layers)
-    cache = _build_cache(config, keywords)
+    cache = _make_paged_cache(config, keywords)
     if not config.is_encoder_decoder:
         return cache
     # The cross-attention cache is growing, because the length of the encoder's output is only known
     # at the first call. Scales, centers and skipped layers belong to the decoder's self-attention.
     plan = DEFAULT_DTYPE if isinstance(keywords["plan"], StoragePlan) else keywords["plan"]
     keywords = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": (), "plan": plan}
-    return EncoderDecoderCache(cache, _build_cache(config, keywords))
+    return EncoderDecoderCache(cache, _make_paged_cache(config, keywords))

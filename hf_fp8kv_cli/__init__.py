@@ -1,7 +1,7 @@
 """The command line `hf-fp8kv`, a package next to `hf_fp8kv`. Only this package prints.
 
-Each command has a file, which imports `hf_fp8kv` and torch in its function: help, completion and
-invalid command lines need neither (0.4 s instead of 7 s).
+Each command imports `hf_fp8kv` and torch in its function, so help, completion and invalid command
+lines need neither (0.4 s instead of 7 s).
 
 Exit codes: 0 for success, 1 for an error explained on stderr, 2 for an invalid command line, 130
 for an interruption. If the reader of a pipe closes it (`hf-fp8kv ... | head`), the exit code is 1

@@ -69,7 +69,10 @@ def load_weights(name: str | None, device: str, dtype: str = "auto") -> Any:
 
 
 def make_console(piped_width: int | None = None) -> Console:
-    """Return a console on stdout. Without a terminal and COLUMNS, its width is `piped_width`."""
+    """Return a console on stdout.
+
+    If stdout is not a terminal and COLUMNS is not set, its width is `piped_width`.
+    """
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if has_width else piped_width)
 

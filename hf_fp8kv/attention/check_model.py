@@ -84,7 +84,7 @@ class ModelReport:
 
     @property
     def path(self) -> str:
-        """Path of the slowest paged layer, or "refused"."""
+        """Path of the slowest paged layer, "stock" if no layer is paged, or "refused"."""
         if self.refused:
             return REFUSED
         return next((path for path in (DENSE, FUSED, LATENT, STOCK) if path in self.counts), STOCK)
@@ -244,7 +244,7 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
         try:
             errors = (compute_logits(64) - reference).norm(dim=-1) / reference.norm(dim=-1)
             if errors.max() > PRECISE_ERRORS.get(model.dtype, LOGITS_TOLERANCE):
-                reason = f"has other logits, by {errors.max():.1%}"
+                reason = f"has logits that differ by {errors.max():.1%}"
         except Exception as error:
             reason = f"raises {type(error).__name__}: {error}"
     if reason:

@@ -19,7 +19,7 @@ from ..modeling.forward_state import forward_pass
 from ..modeling.methods import ModelAttribute
 from ..modeling.model_support import ATTENTION, CACHE, DETERMINISTIC, ENGINE_ATTRIBUTE
 from ..ops import AttentionSpec, api
-from ..ops.dense_prompts import attend_densely, is_faster_dense, list_sdpa_backends
+from ..ops.dense_prompts import attend_densely, is_dense_faster, list_sdpa_backends
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from . import latent, masks
@@ -382,7 +382,7 @@ def attend_stored(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
         spec = _fit_to_pages(spec, query, key)
     pages = get_pages(key)
     query = without_grad(query)
-    if is_faster_dense(query, key.stop, pages, spec):
+    if is_dense_faster(query, key.stop, pages, spec):
         return attend_densely(query, pages, key.lengths, spec, backend=key.backend)
     return ops.attend(
         query,

@@ -25,10 +25,10 @@ from .deterministic import compute_in_blocks
 _READS_STORED = ModelAttribute[bool]("_hf_fp8kv_latent")
 # The weight of the projection of an attention module.
 _WEIGHT = ModelAttribute["_CachedWeight"]("_hf_fp8kv_absorbed")
-# Attributes of a module that determine the sizes of W_K and W_V.
+# Attributes of a module with the sizes of latents, RoPE parts, keys and values.
 _SIZE_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PROJECTION_NAME = "kv_b_proj"
-# The module that computes latents.
+# The module that normalizes latents before they are stored.
 _NORM_NAME = "kv_a_layernorm"
 # Number of heads that a CPU multiplies at a time in 16 bits.
 _HEADS_PER_PRODUCT = 16

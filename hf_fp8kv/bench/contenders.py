@@ -156,7 +156,7 @@ def make_steps(num_tokens: int, setup: Setup) -> dict[str, Step]:
     """Return a decode step of each cache, which already holds `num_tokens` tokens.
 
     Raises:
-        RuntimeError: A step does not compute attention.
+        RuntimeError: A step over pages does not compute attention.
     """
     module, (query, key, value) = setup.make_layer(), setup.draw_inputs(1)
     attend = functools.partial(store_and_attend, module, query, key, value)
@@ -177,7 +177,7 @@ def make_steps(num_tokens: int, setup: Setup) -> dict[str, Step]:
 def _make_folded_step(
     num_tokens: int, setup: Setup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Step:
-    """Return torch's fastest step in bfloat16, which folds the query heads of a KV head."""
+    """Return a step of torch in bfloat16 that treats query heads of a KV head as query tokens."""
     states = [setup.draw_states(num_tokens) for _ in range(2)]  # keys and values
     folded_query = query.view(1, setup.heads.kv, -1, setup.heads.dim)
 

@@ -272,10 +272,10 @@ class LayerStore:
     def crop_to(self, length: int) -> None:
         """Keep the first `length` tokens of this layer."""
         self.length.set(length)
-        self.drop_removed_tokens(length)
+        self.trim_indexer(length)
 
-    def drop_removed_tokens(self, length: int) -> None:
-        """Drop indexer keys after tokens are removed, so that `length` are left."""
+    def trim_indexer(self, length: int) -> None:
+        """Keep the indexer keys of the first `length` tokens."""
         if self.indexer is not None:
             self.indexer.trim(length)
 
@@ -376,7 +376,10 @@ class LayerStore:
         length.fill_schedule(1)
 
     def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`."""
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `host` and `other`.
+
+        An uninitialized layer has only `other`.
+        """
         indexer_tensors = {} if self.indexer is None else get_indexer_tensors(self.indexer)
         indexer_bytes = sum(tensor.nbytes for tensor in indexer_tensors.values())
         if not self.is_initialized:

@@ -600,7 +600,7 @@ class PagedLayers:
     def _free_empty_pools(self) -> None:
         """Drop removed tokens of indexers, and free the memory of pools without pages."""
         for store in self.stores:
-            store.drop_removed_tokens(store.length.count_stored())
+            store.trim_indexer(store.length.count_stored())
             if store.pool.is_allocated and not store.group.table.allocator.num_held:
                 store.release_memory()
         for group in self.groups.values():

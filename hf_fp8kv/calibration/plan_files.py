@@ -25,8 +25,9 @@ _MAX_BYTES = 1 << 28
 
 
 def find_plan_file(folder: Path, key: str, model: torch.nn.Module) -> Path | None:
-    """Return the path of a model's plan, or None if the key is random, because it has no samples.
+    """Return the path of a model's plan.
 
+    It is None if the model's weights cannot be sampled, because then the key is random.
     In the folder of a prefix store, the path is not the path of a page.
     """
     return folder / "plans" / f"{key}.plan" if can_sample(model) else None
@@ -64,7 +65,7 @@ def write_plan(path: Path | None, plan: StoragePlan) -> None:
 
 
 def share_plan(path: Path | None, plan: StoragePlan, store: PrefixStore) -> StoragePlan:
-    """Return the plan in a file of a store's folder. The first process writes the file."""
+    """Return the plan that the first process wrote. If there is none, write and return `plan`."""
     if (first_plan := read_plan(path)) is not None:
         return first_plan  # without waiting for a process that writes
     try:

@@ -13,7 +13,7 @@ from ..attention.switching import watched_attention
 from ..ops.visibility import find_first_visible
 from .observe import Batch, observe
 
-# Maximum number of queries of a window.
+# Maximum number of tokens whose queries are sampled from a text.
 _MAX_QUERIES = 64
 
 
@@ -21,8 +21,8 @@ _MAX_QUERIES = 64
 class Queries:
     """A sample of queries. Softcaps, sinks, chunks and biases of the logits are not included."""
 
-    q: Tensor  # [..., Hkv, Q, Dk], float32, scaled, of all query heads of a KV head
-    weights: Tensor  # [..., Hkv, Q, N], float32, the attention weights of the tokens
+    q: Tensor  # [..., Hkv, G * Q, Dk], float32, scaled, of the G query heads of a KV head
+    weights: Tensor  # [..., Hkv, G * Q, N], float32, the attention weights of the tokens
 
     @classmethod
     def from_states(

@@ -1,9 +1,9 @@
 """Compare predictions after long texts, and stored states, with the unquantized cache.
 
 With `prefill="exact"`, the first call attends to its own unquantized keys and values, so it passes
-the same states to every cache. Therefore the model is called once, with an unquantized cache. All
-other caches store the recorded states by `update`, layer by layer, as in a call of the model. With
-`prefill="stored"`, states depend on the cache, so each cache needs a call on the whole prompt.
+the same states to every cache. Therefore the prompt is computed once, with an unquantized cache.
+All other caches store the recorded states by `update`, layer by layer, as in a call of the model.
+With `prefill="stored"`, states depend on the cache, so each cache needs a call on the whole prompt.
 """
 
 import math
@@ -53,8 +53,8 @@ def score_text(
 ) -> Iterator[tuple[tuple[int, str, str], Scores]]:
     """Yield the scores of the last `num_scored` tokens before each position.
 
-    The key of scores is the position, `EXACT` or `STORED`, and the name of the cache. The scored
-    tokens are one call, which attends to the stored states of all earlier tokens. An exact prompt
+    The key of scores is the position, `EXACT` or `STORED`, and the name of the cache. One call
+    reads the scored tokens. It attends to the stored states of all earlier tokens. An exact prompt
     is one call that attends to its unrounded states. A stored prompt attends only to stored states,
     as in chunks, engines, prefix stores and training. It has no scores for caches that refuse it.
 
@@ -99,7 +99,8 @@ def compare_states(
         * `k_error`, `v_error`: largest RMS error of a layer, relative to the RMS of its states.
         * `k_gain`, `v_gain`: factor from exact to stored states, minus 1, of the layer where it is
           farthest from 0.
-        * `center`: RMS error of K over all layers, relative to the RMS error without centers.
+        * `center`: root of the summed squares of the relative errors of K of all layers, divided by
+          the same root without centers.
         * `lost`: positions of tokens whose error is larger than half of their norm.
     """
     cache = contender.fill(model, states)
@@ -108,7 +109,7 @@ def compare_states(
     uncentered_cache = Contender("", partial(_make_uncentered, cache)).fill(model, states)
     extremes: dict[str, Any] = dict.fromkeys(("k_error", "v_error", "k_gain", "v_gain"), 0.0)
     lost_positions: set[int] = set()
-    error_power = uncentered_power = 0.0  # sums of squared errors over the layers
+    error_power = uncentered_power = 0.0  # sums of squared relative errors
     # The last layers of some models store nothing, because they read an earlier layer.
     layers = zip(cache.layers, uncentered_cache.layers, states, strict=False)
     for layer, uncentered_layer, exact_states in layers:

@@ -75,7 +75,7 @@ def format_markdown(card: Mapping[str, Any]) -> str:
     """Return the card as a section of a model card."""
     columns = make_columns(card)
     lines = [
-        f"# {card['settings']['model']}: losses with an 8-bit KV cache",
+        f"# {card['settings']['model']}: losses with a quantized KV cache",
         "",
         format_verdict(card),
         "",
@@ -197,7 +197,7 @@ def _describe_conditions(card: Mapping[str, Any]) -> str:
 def draw_badge(card: Mapping[str, Any]) -> str:
     """Return an SVG with the tier and divergence of the first cache."""
     verdict = next(iter(card["caches"].values()))["verdict"]
-    label = "8-bit KV cache"
+    label = "quantized KV cache"
     text = f"KL {verdict['kl']:.1e}, {verdict['tier']}"
     if verdict["findings"]:
         text += ", see card"

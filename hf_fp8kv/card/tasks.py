@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigError
 from .long_texts import read_prose
 
-# Nouns that Python's documentation does not mention.
+# Common nouns that are rare in Python's documentation.
 _WORDS = """
 apple banana bear bird blanket boat bottle bread butter button cake camel candle carpet cat chair
 cheese cherry chicken clock coat coffee corn cow cup curtain deer desk dog dress duck eagle elephant
@@ -183,10 +183,10 @@ def write_confusable_keys(writer: Writer, num_sentences: int) -> Haystack:
     """
     num_groups = min(max(num_sentences // _GROUP_SIZE, 1), _MAX_GROUPS)
     words = writer.draw_words(num_groups)
-    codes = writer.draw_numbers(num_groups)
+    key_numbers = writer.draw_numbers(num_groups)
     keys = [
-        f"{word} {code}{digit}"
-        for word, code in zip(words, codes, strict=True)
+        f"{word} {number}{digit}"
+        for word, number in zip(words, key_numbers, strict=True)
         for digit in writer.random.sample(range(10), _GROUP_SIZE)
     ]
     numbers = dict(zip(keys, writer.draw_numbers(len(keys)), strict=True))

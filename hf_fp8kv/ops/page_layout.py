@@ -23,7 +23,9 @@ _PLANES = {CODE_DTYPES[6]: (4, 2), CODE_DTYPES[4]: (4,)}
 
 
 def count_elements(dim: int, dtype: torch.dtype) -> int:
-    """Return the elements that store a vector: bytes of codes, or values of a floating dtype.
+    """Return the number of elements that store a vector.
+
+    Elements are bytes of codes, or values of a floating dtype.
 
     Raises:
         ConfigError: The codes do not fill whole bytes.
@@ -132,10 +134,13 @@ def _compute_layout(
     has_scales: bool,
 ) -> PageLayout:
     k_width, v_width = count_elements(k_dim, k_dtype), count_elements(v_dim, v_dtype)
-    k_region, v_region = (
+    k_region_dtype, v_region_dtype = (
         torch.uint8 if dtype in _PLANES else dtype for dtype in (k_dtype, v_dtype)
     )
-    regions = [("k", (page_size, k_width), k_region), ("v", (v_width, page_size), v_region)]
+    regions = [
+        ("k", (page_size, k_width), k_region_dtype),
+        ("v", (v_width, page_size), v_region_dtype),
+    ]
     if has_scales:
         regions.append(("token_scales", (page_size, 2), torch.bfloat16))
     offsets = {}

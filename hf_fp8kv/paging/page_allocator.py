@@ -12,7 +12,7 @@ from ..errors import OutOfPagesError
 
 NO_PAGE = -1
 # A pool grows by at least this number of tokens, and by at least its size divided by
-# `GROWTH_DIVISOR`. At most 64 tokens or 4% of the pool, whichever is larger, are unused.
+# `GROWTH_DIVISOR`. Growth leaves at most 64 tokens or 4% of the pool unused.
 GROWTH_TOKENS = 64
 GROWTH_DIVISOR = 32
 # Pages are renumbered and memory is freed when at most one page in `SHRINK_DIVISOR` is held.
@@ -110,7 +110,10 @@ class PageAllocator:
         return numbers
 
     def renumber(self, pages: IntArray) -> None:
-        """Renumber `pages`, which must be all pages in use, from 0. Free pages are removed."""
+        """Number the pages from 0 in the order of `pages`, which must be all pages in use.
+
+        Free pages are removed.
+        """
         assert len(pages) == self.num_held, f"{self.num_held} pages are held, {len(pages)} are kept"
         self._free = []
         self.reference_counts = self.reference_counts[pages]

@@ -21,8 +21,8 @@ class BlockHasher:
     """Computes the hashes of an engine's full blocks, instead of transformers' 64-bit hash.
 
     A hash ends with the tokens of the block, so blocks with equal hashes have equal tokens. Before
-    them is a keyed hash of the salt and all earlier tokens, 128 bits of BLAKE2b. A search
-    for equal hashes needs the key.
+    them is a keyed hash of the salt and all earlier tokens, 128 bits of BLAKE2b. Without
+    the key, nobody can search for prompts with equal hashes.
 
     Attributes:
         salt: Salt of the request whose blocks are hashed next. Requests with different salts share
@@ -84,7 +84,7 @@ class BlockExchange:
                 if block_hash not in allocator.ledger.hash_to_block:
                     missing_blocks.append((block_hash, key))
                     yield key
-                # Otherwise the block is still cached, although an earlier block was evicted.
+                # Otherwise the block is cached. An earlier block may have been evicted.
 
         try:
             pages = self._store.read(find_missing_keys(), self._check_page)

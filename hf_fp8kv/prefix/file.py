@@ -12,7 +12,7 @@ from ..utils.digests import compute_digest
 from ..utils.files import parse_metadata
 
 # Name and version of the file format. The version changes with the meaning of the bytes.
-_FORMAT = "hf_fp8kv.prefix.5"
+_FORMAT_VERSION = "hf_fp8kv.prefix.5"
 
 
 class Page(NamedTuple):
@@ -39,7 +39,7 @@ def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") 
     """
     tokens = np.asarray(ids, "<i8")
     keys = []
-    previous_bytes = bytes.fromhex(previous_key) or f"{_FORMAT}.{identity}".encode()
+    previous_bytes = bytes.fromhex(previous_key) or f"{_FORMAT_VERSION}.{identity}".encode()
     for start in range(0, len(tokens) - page_size + 1, page_size):
         digest = hashlib.sha256(
             previous_bytes + b"\0" + tokens[start : start + page_size].tobytes()
@@ -52,7 +52,7 @@ def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") 
 def pack(key: str, page: Page) -> bytes:
     """Return the contents of a page's file."""
     rows = {str(layer): row for layer, row in enumerate(page.rows)}
-    header = {"format": _FORMAT, "key": key, "metadata": json.dumps(page.metadata)}
+    header = {"format": _FORMAT_VERSION, "key": key, "metadata": json.dumps(page.metadata)}
     header["digest"] = compute_digest(header, rows)
     return safetensors.save(rows, metadata=header)
 
@@ -63,7 +63,7 @@ def unpack(key: str, contents: bytes) -> Page:
     header = parse_metadata(contents)
     if header.pop("digest") != compute_digest(header, rows):
         raise ValueError("its bytes have changed since they were written")
-    if header["format"] != _FORMAT or header["key"] != key:
+    if header["format"] != _FORMAT_VERSION or header["key"] != key:
         raise ValueError("the file has a different format, or belongs to another page")
     if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
         raise ValueError("its tensors are not vectors of uint8")

@@ -48,11 +48,11 @@ class PrefixFolder:
         files = []
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
-                if _NAME_PATTERN.fullmatch(entry.name) and (file := self._read_status(entry.name)):
+                if _NAME_PATTERN.fullmatch(entry.name) and (file := self._find_file(entry.name)):
                     files.append(file)
         return files
 
-    def _read_status(self, name: str) -> StoredFile | None:
+    def _find_file(self, name: str) -> StoredFile | None:
         with suppress(OSError):  # another process has removed the file
             status = (self.path / name).lstat()
             if not stat.S_ISDIR(status.st_mode):
@@ -122,7 +122,7 @@ class PrefixFolder:
             file = heapq.heappop(self._heap)
             if file.name in kept_names:
                 continue  # the file is in use, so treat it as used after the scan
-            if (current_file := self._read_status(file.name)) == file:
+            if (current_file := self._find_file(file.name)) == file:
                 (self.path / file.name).unlink(missing_ok=True)
                 total_bytes -= file.num_bytes
             elif current_file is not None:

@@ -69,7 +69,8 @@ class ReadOptions:
     ) -> dict[int, LayerScales]:
         """Return the layers of the model. Layers past its end, as of a draft head, are left out.
 
-        Without a config, all layers up to the last are expected. `exact` refuses additional layers.
+        Without a config, all layers up to the last are expected. If `exact` and `strict`,
+        additional layers are refused.
         """
         cache_layers = find_cached_layers(origin, config) if config else range(max(layers) + 1)
         expected = sorted(layers) if cache_layers is None else cache_layers

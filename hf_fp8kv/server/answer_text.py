@@ -128,8 +128,8 @@ class AnswerDecoder:
 
     def _count_held_characters(self) -> int:
         """Return the number of characters at the end that may begin a stop string."""
-        longest_prefix = max(map(len, self.stop_strings), default=1) - 1
-        for length in range(min(longest_prefix, len(self._held_text)), 0, -1):
+        max_prefix_length = max(map(len, self.stop_strings), default=1) - 1
+        for length in range(min(max_prefix_length, len(self._held_text)), 0, -1):
             if any(stop.startswith(self._held_text[-length:]) for stop in self.stop_strings):
                 return length
         return 0

@@ -239,7 +239,10 @@ class Application:
         return engine
 
     async def _read_body(self, request: Request) -> bytearray:
-        """Return a request's body. A large body counts as handled until the request ends."""
+        """Return a request's body.
+
+        A large body takes one of `_MAX_LARGE_BODIES` places until the request ends.
+        """
         limit = self.config.max_body_bytes
         length = request.headers.get("content-length", "0")
         media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()

@@ -61,7 +61,7 @@ class CompletionWriter:
         self._call_prefix = f"call_{uuid.uuid4().hex}"
         self._has_logprobs = body.num_top_tokens is not None
         self._logprob_writers = [_LogprobWriter(choice, texts) for choice in choices]
-        self._num_calls = Counter[int]()  # number of written calls, by index of the choice
+        self._num_tool_calls = Counter[int]()  # number of written calls, by index of the choice
 
     def collect(self, parts: ChoiceParts) -> dict[str, Any]:
         """Return the response for all parts. With log-probabilities this may take seconds."""
@@ -110,7 +110,7 @@ class CompletionWriter:
         """Return the fields of a choice for a part of its answer. None is the end of the answer."""
         finish_reason = choice.finish_reason if part is None else None
         fields: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason}
-        echo = None if choice.index in self._num_calls else self._get_echo(choice)
+        echo = None if choice.index in self._num_tool_calls else self._get_echo(choice)
         if self._has_logprobs:
             num_tokens = part.num_tokens if part else choice.decoder.num_kept_tokens
             writer = self._logprob_writers[choice.index]
@@ -119,7 +119,7 @@ class CompletionWriter:
             fields[self._content_key] = self._format_message(choice, part)
         else:
             fields[self._content_key] = (echo.text if echo else "") + (part.text if part else "")
-        self._num_calls[choice.index] += part is not None and part.call is not None
+        self._num_tool_calls[choice.index] += part is not None and part.call is not None
         return fields
 
     def _format_message(self, choice: Choice, part: AnswerPart | None) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class CompletionWriter:
         if part.call is None:
             key = "reasoning_content" if part.reasoning else "content"
             return {key: part.reasoning or part.text}
-        (name, arguments), call_index = part.call, self._num_calls[choice.index]
+        (name, arguments), call_index = part.call, self._num_tool_calls[choice.index]
         index_field = {"index": call_index} if self._body.stream else {}
         call = {"id": f"{self._call_prefix}_{choice.index}_{call_index}", "type": "function"}
         function = {"name": name, "arguments": arguments}

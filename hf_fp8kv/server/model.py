@@ -23,13 +23,13 @@ class ServedModel:
         processor: The model's tokenizer, or a processor that contains one.
         name: The name of the model, a folder or a Hub id.
         served_name: The only name that clients may use. None means `name`, with or without its
-            folder.
+            folder and, for a Hub id, `name@main`.
         template: A chat template that replaces the tokenizer's template.
         template_arguments: Arguments of the chat template.
 
     Raises:
-        ConfigError: The model is not a text model that continuous batching can run, or the
-            template does not render a message.
+        ConfigError: The model is not a text model, its tokenizer is not fast, or the template does
+            not render a message.
     """
 
     def __init__(

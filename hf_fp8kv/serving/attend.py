@@ -4,7 +4,7 @@ import torch
 
 from .. import ops
 from ..ops import AttentionSpec, Pages
-from ..ops.dense_prompts import attend_densely, is_faster_dense
+from ..ops.dense_prompts import attend_densely, is_dense_faster
 from .config import LayerStorage
 from .layout import EngineLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
@@ -98,7 +98,7 @@ class StoredLayer:
         pages = self.pages._replace(table=batch.table)
         spec = spec._replace(causal=batch.causal)
         has_padding = batch.result_rows is not None
-        if not has_padding and is_faster_dense(queries, batch.max_length, pages, spec):
+        if not has_padding and is_dense_faster(queries, batch.max_length, pages, spec):
             result = attend_densely(queries, pages, batch.lengths, spec, backend=self._backend)
         else:
             num_heads = self._layout.num_heads

@@ -163,7 +163,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         """Use CUDA graphs only if they are requested, and only for steps that decode.
 
         The host groups prompts by length, which no graph can record. The stock engine uses block
-        tables only with stock attention functions, so their size is set here.
+        tables only with stock attention functions, so the size of the tables is set here.
         """
         config = self.continuous_batching_config
         device = self.model.device
@@ -244,7 +244,10 @@ class FP8Manager(StockManager):  # type: ignore[misc]
     def _find_length_error(
         self, input_ids: list[int], max_new_tokens: int | None
     ) -> ConfigError | None:
-        """Return the error for a request that would outgrow all pages, which ends the engine."""
+        """Return an error if a request needs more than all pages, otherwise None.
+
+        Such a request would end the engine.
+        """
         if self.background_thread_status.can_accept_new_requests() is not None:
             return None  # the stock method ignores the request
         self._allocate_pages()

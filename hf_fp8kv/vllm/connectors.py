@@ -14,8 +14,8 @@ from ..utils.digests import compute_digest, sample_checkpoint
 from .dtypes import DTYPES
 from .storage import read_storage
 
-# Connectors that compare the name of the model, or whose blocks end with their process.
-_CONNECTORS = (
+# They compare the name of the model, or do not keep blocks after the process ends.
+_SUPPORTED_CONNECTORS = (
     "LMCacheMPConnector",
     "MooncakeStoreConnector",
     "MultiConnector",
@@ -27,17 +27,17 @@ _CONNECTORS = (
 )
 
 
-def refuse_connectors(name: str | None, options: Mapping[str, Any]) -> None:
+def check_connector(name: str | None, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for a connector that may misread blocks, or read the wrong blocks.
 
     Args:
         name: Name of a connector, or None.
         options: The `kv_connector_extra_config` of the connector.
     """
-    if name is not None and name not in _CONNECTORS:
+    if name is not None and name not in _SUPPORTED_CONNECTORS:
         raise ConfigError(
-            f"--kv-transfer-config: expected one of {', '.join(_CONNECTORS)}, which name blocks "
-            f"after the model, got {name!r}. Blocks of other weights or plans would be read"
+            f"--kv-transfer-config: expected one of {', '.join(_SUPPORTED_CONNECTORS)}, which name "
+            f"blocks after the model, got {name!r}. Blocks of other weights or plans would be read"
         )
     if name == "LMCacheMPConnector" and options.get("serde") != "none":
         raise ConfigError(
@@ -46,7 +46,7 @@ def refuse_connectors(name: str | None, options: Mapping[str, Any]) -> None:
             'without it, and add "serde": "none" to kv_connector_extra_config'
         )
     for child in options.get("connectors", ()) if name == "MultiConnector" else ():
-        refuse_connectors(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
+        check_connector(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
 
 
 def rename_model(config: Any, kv_cache_config: Any) -> Any:

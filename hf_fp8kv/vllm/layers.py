@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..ops import AttentionSpec, choose_backend
 from ..serving.attend import StoredLayer
 from ..serving.config import make_layer_storage
-from .connectors import refuse_connectors
+from .connectors import check_connector
 from .scheduler_step import StepMetadata, is_decoding, make_masked_decode_work, plan_step
 from .specs import customize_backend
 from .storage import ModelStorage, read_storage, view_pages
@@ -34,7 +34,7 @@ def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config:
         ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill),
     )
     if (transfer := config.kv_transfer_config) is not None:
-        refuse_connectors(transfer.kv_connector, transfer.kv_connector_extra_config)
+        check_connector(transfer.kv_connector, transfer.kv_connector_extra_config)
 
 
 def refuse_spec(dtype: str, spec: Any) -> None:

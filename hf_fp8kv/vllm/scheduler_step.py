@@ -93,12 +93,16 @@ def plan_step(
 
 
 def _plan_batch(
-    group: list[_Row], num_tokens: int, lengths: torch.Tensor, table: torch.Tensor, max_length: int
+    requests: list[_Row],
+    num_tokens: int,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    max_length: int,
 ) -> AttendBatch:
     """Return the operation for requests with a similar number of new tokens."""
-    indices = np.array([row.index for row in group], np.int64)
+    indices = np.array([row.index for row in requests], np.int64)
     if len(indices) < len(lengths) or (np.diff(indices) != 1).any():
-        rows = upload(indices, lengths.device)
-        lengths = lengths.index_select(0, rows)
-        table = table.index_select(0, rows)
-    return make_batch(group, num_tokens, table, lengths, max_length)
+        device_indices = upload(indices, lengths.device)
+        lengths = lengths.index_select(0, device_indices)
+        table = table.index_select(0, device_indices)
+    return make_batch(requests, num_tokens, table, lengths, max_length)

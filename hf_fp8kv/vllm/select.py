@@ -1,10 +1,10 @@
 """Select the attention class on a CPU: vLLM's class, or the plugin's class for its dtypes.
 
 vLLM's enum of backends names attributes of this module, and vLLM reads them when it creates a
-model. If the cache's dtype is not one of the plugin's, they are vLLM's own classes, and vLLM uses
-nothing else of the plugin. Otherwise, CPU_ATTN is the plugin's class, and attention over latents
-(MLA) raises an error. vLLM would read the stored bytes as its own, because it does not check
-whether MLA supports a dtype.
+model. If the cache's dtype is not one of the plugin's, the attributes are vLLM's own classes, and
+vLLM uses nothing else of the plugin. Otherwise, CPU_ATTN is the plugin's class, and attention over
+latents (MLA) raises an error. vLLM would read the stored bytes as its own, because it does not
+check whether MLA supports a dtype.
 """
 
 from typing import Any
@@ -21,7 +21,10 @@ _BACKEND_NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
 def __getattr__(name: str) -> Any:
-    """Return vLLM's class (the value of its enum) or the plugin's. Raise ConfigError for MLA."""
+    """Return vLLM's class (the value of its enum) or the plugin's.
+
+    Raise ConfigError for MLA and for batch invariance.
+    """
     if name not in _BACKEND_NAMES:
         raise AttributeError(name)
     config = get_current_vllm_config_or_none()

@@ -208,7 +208,7 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
 
 
 def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, tmp_path):
-    from hf_fp8kv.vllm.connectors import refuse_connectors
+    from hf_fp8kv.vllm.connectors import check_connector
 
     _, folder = load_model("llama")
     transfer_config = {
@@ -226,7 +226,7 @@ def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, t
         ("MultiConnector", {"connectors": [transfer_config]}, "got 'ExampleConnector'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            refuse_connectors(name, options)
-    refuse_connectors("LMCacheMPConnector", {"serde": "none"})
-    refuse_connectors("MultiConnector", {"connectors": [make_file_tier(tmp_path)]})
-    refuse_connectors(None, {})
+            check_connector(name, options)
+    check_connector("LMCacheMPConnector", {"serde": "none"})
+    check_connector("MultiConnector", {"connectors": [make_file_tier(tmp_path)]})
+    check_connector(None, {})

@@ -112,7 +112,10 @@ def write(
 
 
 def _convert_input(x: Tensor, stored_dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return `x` in a dtype that kernels read, with contiguous rows: for "auto" as it is stored."""
+    """Return `x` with contiguous rows, in a dtype that kernels read.
+
+    For "auto", this is the stored dtype.
+    """
     if stored_dtype.is_floating_point:
         x = x.to(stored_dtype)
     elif KINDS.get(x.dtype, CODES) == CODES:
@@ -132,15 +135,15 @@ def gather(
 ) -> Tensor:
     """Return dense keys or values, with the same bits as `reference.gather`.
 
-    `head_range` selects KV heads.
+    `head_range` selects KV heads. It is ignored for dtypes without a C++ kernel.
     """
     pages, lengths = _make_contiguous(pages), make_rows_contiguous(lengths)
     is_k = side == "k"
     stored_side, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
     if not KINDS.keys() >= {stored_dtype, dtype}:
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
-    first_head, last_head, _ = head_range.indices(pages.num_heads)
-    num_heads = last_head - first_head
+    first_head, stop_head, _ = head_range.indices(pages.num_heads)
+    num_heads = stop_head - first_head
     batch = len(pages.table)
     shape = batch, num_heads, stop - start, stored_side.head_dim
     out = torch.empty(shape, dtype=dtype, device="cpu")

@@ -1,7 +1,8 @@
 """Arguments of the C++ kernels: the structs of kernels.cpp.
 
-Each function returns the fields of one nested struct. `WRITE`, `GATHER` and `ATTEND` describe all
-fields of a call by format characters: "q" for integers and addresses, "d" for float64.
+Each function `list_*_fields` returns the fields of one nested struct. `WRITE`, `GATHER` and
+`ATTEND` describe all fields of a call by format characters: "q" for integers and addresses, "d" for
+float64.
 """
 
 import functools
@@ -134,19 +135,19 @@ def list_decoding_fields(name: str) -> tuple[float, ...]:
 
 @functools.cache
 def list_encoding_fields(name: str) -> tuple[float, ...]:
-    """Return the fields that the struct `NewSide` adds to `StoredSide`.
+    """Return the fields that the struct `NewSide` adds to `StoredSide`, after `in`.
 
     The field `error_exponent` is log2 of `Format.error_unit`.
     """
     if name == AUTO:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
-    step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
+    subnormal_step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
     has_signed_zero = int(not fmt.has_unsigned_zero)
     rebias = (127 - fmt.bias) << fmt.mantissa_bits
     min_normal = (128 - fmt.bias) << 23
     max_code = fmt.max_code >> 8 - fmt.bits
     return (
-        23 - fmt.mantissa_bits, rebias, min_normal, step, max_code, fmt.nan_code, has_signed_zero,
-        int(math.log2(fmt.error_unit)), fmt.max,
+        23 - fmt.mantissa_bits, rebias, min_normal, subnormal_step, max_code, fmt.nan_code,
+        has_signed_zero, int(math.log2(fmt.error_unit)), fmt.max,
     )  # fmt: skip

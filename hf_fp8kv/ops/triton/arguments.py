@@ -120,7 +120,7 @@ class Constants:
         page_size: Slots (tokens) per page.
         k, v, out: Sizes of K, of V, and of the values. For latents the values are K.
         k_codec, v_codec: Codecs that convert codes to operands of a product.
-        causal, windowed, softcapped: As in `ops.attend`.
+        causal, windowed, softcapped: Whether attention is causal, has a window, has a softcap.
         mask: NO_MASK, COMPACT or COMPLETE.
         centered: Whether the center's part of the logits is added.
         k_dynamic, v_dynamic: Whether K and V have dynamic scales.
@@ -162,7 +162,7 @@ class AttentionArgs(NamedTuple):
     """The arguments of one call of attention.
 
     Attributes:
-        tensors, constants: See their classes.
+        tensors, factors, constants: See their classes.
         start, stop, window: As in `ops.attend`.
         query_strides: Strides of batch, head and token.
         strides: Strides that kernels are not specialized for, in the order of their parameters:
@@ -194,7 +194,8 @@ def make_side_sizes(pages: Pages, name: str, min_width: int = 16) -> SideSizes:
     Equal sizes give the same object.
 
     Raises:
-        ConfigError: Codes are packed and the head size is not a power of two.
+        ConfigError: Codes are packed, and the head size is not a power of two of at least
+            `min_width` and `MIN_PACKED_TILE`.
     """
     stored_side, dtype = (pages.k, pages.k_dtype) if name == "k" else (pages.v, pages.v_dtype)
     dim = stored_side.head_dim

@@ -9,10 +9,10 @@ it never multiplies codes by scales. The scales multiply smaller tensors:
     dynamic K      a column of logits
     dynamic V      a column of weights
 
-A code is only converted to the value that it encodes. Each query row is scaled by a power of two to
-just below float16's largest number, so that it does not underflow where the result could show it.
-softmax.py has the steps between the two products. products.py has the products, and explains
-latents.
+A code is only converted to the value that it encodes. A power of two scales each query row so that
+its largest value is between 2^13 and 2^14, which fits in float16. Only values too small to show in
+the result underflow. softmax.py has the steps between the two products. products.py has the
+products, and explains latents.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,10 @@ from .softmax import (
 
 
 class Strides(NamedTuple):
-    """Strides of batch, head and token. `table` only has the batch stride."""
+    """Strides of batch, head and token. `table` only has the batch stride.
+
+    A compact mask has the batch stride of its bounds in place of the head stride.
+    """
 
     query: Any
     table: Any

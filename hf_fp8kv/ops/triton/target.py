@@ -1,4 +1,4 @@
-"""The GPU that kernels are compiled for, and the function that launches all kernels."""
+"""The GPU that kernels are compiled for, and the function that launches kernels."""
 
 import functools
 import os
@@ -75,9 +75,9 @@ class Target:
     def is_supported(self) -> bool:
         """Whether the kernels support this GPU.
 
-        NVIDIA GPUs before sm_80 have only 64 KB of shared memory per program. The matrix units of
-        gfx90a flush subnormal float16 values, which int8 codes are decoded to. Kernels have never
-        been compiled for RDNA.
+        NVIDIA GPUs before sm_80 have at most 96 KB of shared memory per program. The matrix units
+        of gfx90a flush subnormal float16 values, which int8 codes are decoded to. Kernels have
+        never been compiled for RDNA.
         """
         return int(self.arch) >= 80 if self.is_nvidia else self.arch in ("gfx942", "gfx950")
 
@@ -244,9 +244,10 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch `kernel` on `grid`, unless an axis is 0. All kernels of the package start here.
+    """Launch `kernel` on `grid`, unless an axis is 0.
 
-    `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...).
+    All launches that are not replayed start here. `constants` are the kernel's constexpr
+    parameters, and Triton's options (`num_warps`, ...).
 
     Raises:
         BackendError: Triton finds no C compiler, or the compiler fails.

@@ -70,7 +70,7 @@ def read_tensors(checkpoint: Checkpoint, read_options: ReadOptions) -> ScaleData
     layers = _add_unquantized_layers(checkpoint, layers)
     layers = read_options.select_layers(layers, config, origin)
     layers = _add_rotation(checkpoint, layers, scale_tensors)
-    return ScaleData(layers, scale_tensors[0].format, model_type, origin)
+    return ScaleData(layers, scale_tensors[0].dialect, model_type, origin)
 
 
 def _check_foreign_tensors(checkpoint: Checkpoint) -> None:

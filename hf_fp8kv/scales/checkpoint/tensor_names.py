@@ -1,4 +1,4 @@
-"""Names of scale tensors in a checkpoint, and the format of each name."""
+"""Names of scale tensors in a checkpoint, and the dialects that use each name."""
 
 import re
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class ScaleTensor(NamedTuple):
     layer: int
     name: str
     side: str
-    format: str
+    dialect: str
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class TensorName:
     # projection, 2 on a cache, 3 on a projection's output, 4 for both K and V, 5 and 6 for
     # TensorRT-LLM, 7 on the output of one projection for Q, K and V.
     priority: int
-    # The first format applies unless the config declares one of the formats after it. If the
-    # first format is empty, the config must declare a format.
-    formats: tuple[str, ...]
+    # The first dialect applies unless the config declares one of the dialects after it. If the
+    # first dialect is empty, the config must declare a dialect.
+    dialects: tuple[str, ...]
     # Other tensors may also have this name, so the config must declare scales of an FP8 cache.
     needs_declaration: bool = False
 
@@ -102,17 +102,17 @@ def match_tensors(
     unknown_names: list[str] = []
     for name in names:
         for tensor_name in TENSOR_NAMES if ATTENTION_PATTERN.match(name) else ():
-            fmt = (
+            dialect = (
                 declaration.dialect
-                if declaration.dialect in tensor_name.formats
-                else tensor_name.formats[0]
+                if declaration.dialect in tensor_name.dialects
+                else tensor_name.dialects[0]
             )
-            # An INT8 cache has the same names. Those are refused later, with the reason.
+            # The names also match for an INT8 cache, which is refused later, with the reason.
             is_ambiguous = tensor_name.needs_declaration and declaration.kind == "none"
-            if fmt and not is_ambiguous and (match := tensor_name.pattern.fullmatch(name)):
+            if dialect and not is_ambiguous and (match := tensor_name.pattern.fullmatch(name)):
                 side = match.groupdict().get("side", "kv")
                 layer = int(match["layer"])
-                scales.append(ScaleTensor(tensor_name.priority, layer, name, side, fmt))
+                scales.append(ScaleTensor(tensor_name.priority, layer, name, side, dialect))
                 break
         else:
             if LIKELY_SCALE_PATTERN.search(name):
