@@ -67,8 +67,8 @@ def main() -> None:
         message = str(error)
         if isinstance(error, torch.OutOfMemoryError):
             message = (
-                f"expected enough device memory, got: {error}. Use a smaller --max-length or "
-                "--batch-size, or another --device"
+                f"out of device memory: {error}. Use a smaller --max-length or --batch-size, or "
+                "another --device"
             )
         print(f"{NAME}: error: {message}", file=sys.stderr)
         sys.exit(1)

@@ -29,7 +29,7 @@ class Scores:
     # accepted.
     total_variation: Tensor
 
-    def summarize(self, cache: str = "") -> QualityRow:
+    def summarize(self, cache_name: str = "") -> QualityRow:
         """Return the row of a cache: the means and the largest divergence over all tokens.
 
         The perplexity is NaN if no scored token has a next token in the text.
@@ -37,7 +37,9 @@ class Scores:
         kl = self.kl.mean().item()
         top1 = self.top1_match.mean().item()
         nll = self.nll.mean()
-        return QualityRow(cache, kl, self.kl.max().item(), top1, nll.exp().item(), len(self.kl))
+        return QualityRow(
+            cache_name, kl, self.kl.max().item(), top1, nll.exp().item(), len(self.kl)
+        )
 
     @classmethod
     def concat(cls, scores: Iterable["Scores"]) -> "Scores":

@@ -49,7 +49,7 @@ class Queries:
     def compute_cost(self, side: str, error: Tensor, v: Tensor | None = None) -> Tensor:
         """Return the cost of `error` for each KV head, `[..., Hkv]`.
 
-        `error` is that of K or V, `[..., N, Hkv, D]`. Leading dimensions are batched.
+        `error` is the error of K or V, `[..., N, Hkv, D]`. Leading dimensions are batched.
 
         The cost of V is the squared error of the output. The cost of K is the variance of the
         logits' errors, or with `v`, `[N, Hkv, D]`, the squared error of the output to first order.
