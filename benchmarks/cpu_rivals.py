@@ -1,4 +1,4 @@
-"""Compare attention on a CPU with its rivals and with the bandwidth of reads.
+"""Compare this package's attention on a CPU with other libraries and the rate of memory reads.
 
 The part "layers" times up to 16 layers that store a new token and attend to all tokens, and reports
 the time per layer. The part "slopes" times whole decode steps of the demo model at two lengths. A

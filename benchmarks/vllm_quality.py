@@ -3,7 +3,7 @@
 This benchmark runs in the environment of `make vllm`. Each row is for a value of
 `--kv-cache-dtype`. Some rows have scales that are calibrated on texts that are not scored. Each
 scored text is one prompt. The log-probabilities of the prompt are requested, so that vLLM computes
-the logits of all its tokens. A hook records these logits.
+the logits after each of its tokens. A hook records them, except those after the last token.
 """
 
 import os
@@ -83,7 +83,10 @@ def calibrate_variants(
 
 
 def predict(variant: Variant, prompts: Sequence[list[int]]) -> Any:
-    """Return the log-probabilities after each token of each prompt, `[tokens, vocabulary]`."""
+    """Return the log-probabilities, `[tokens, vocabulary]`.
+
+    They follow each token of each prompt except its last.
+    """
     from vllm import LLM, SamplingParams
 
     length = max(map(len, prompts))
@@ -170,6 +173,6 @@ if __name__ == "__main__":
         "--dtypes": {"nargs": "*", "help": "Values of --kv-cache-dtype."},
         "--tokens": {"type": int, "dest": "scored_tokens", "help": "Tokens of a scored text."},
         "--calibration-tokens": {
-            "type": int, "help": "Number of tokens to calibrate on.",
+            "type": int, "help": "Maximum number of tokens to calibrate on.",
         },
     })  # fmt: skip

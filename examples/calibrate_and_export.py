@@ -3,8 +3,8 @@
     python examples/calibrate_and_export.py
     python examples/calibrate_and_export.py --model path/to/folder --max-tokens 262144 --out scales
 
-The texts are a few pages of Python's documentation, which suffice only for a demonstration. --model
-must be a folder, because one of the two formats is written into a copy of that folder.
+The texts are the help topics of Python, which suffice only for a demonstration. --model must be a
+folder, because one of the two formats is written into a copy of that folder.
 """
 
 import argparse

@@ -94,7 +94,7 @@ class Chat:
         ]
         self.folder = folder
         # A crop frees most pages and renumbers the remaining pages. Windows allow only short crops.
-        self.tokens_to_remove = -86 if name == "gqa" else -3
+        self.crop_length = -86 if name == "gqa" else -3
 
     def make_cache(self) -> FP8PagedCache:
         return FP8PagedCache(self.model.config, **self.keywords)
@@ -136,7 +136,7 @@ CALLS: dict[str, tuple[MakeCache, Callable[[Chat, FP8PagedCache], Any]]] = {
         Chat.fill_cache,
         lambda chat, cache: chat.generate(cache, chat.next_prompt, num_beams=2),
     ),
-    "crop": (Chat.fill_cache, lambda chat, cache: cache.crop(chat.tokens_to_remove)),
+    "crop": (Chat.fill_cache, lambda chat, cache: cache.crop(chat.crop_length)),
     "reset": (Chat.fill_cache, lambda chat, cache: cache.reset()),
     "restore": (Chat.load_store, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
 }
@@ -191,7 +191,7 @@ def write_store(chat: Chat, cache: FP8PagedCache) -> None:
 
 
 def check_store(chat: Chat, place: Any) -> None:
-    """Assert that no partial file is left, and that a new process counts the correct total."""
+    """Assert that no partial file is left, and that a new store counts the correct total."""
     assert not [*chat.folder.glob(".*.part")], place
     store = PrefixStore(chat.folder)
     enable(chat.model, prefix_store=store, **chat.keywords)

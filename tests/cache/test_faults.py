@@ -1,6 +1,7 @@
 """Tests in which each allocation of an operation fails once, as in SQLite's tests.
 
-Afterwards a cache is as before or refuses new tokens until it is reset, and no page is lost.
+Afterwards a cache is as before or after the operation, or refuses new tokens until it is reset. No
+page is lost.
 """
 
 import gc
@@ -68,7 +69,7 @@ def make_filled_cache(kind: str) -> FP8PagedCache:
     return cache
 
 
-CALLS: dict[str, Callable[[FP8PagedCache], Any]] = {
+OPERATIONS: dict[str, Callable[[FP8PagedCache], Any]] = {
     "first step": lambda cache: add_tokens(cache, 30, 3),
     "step": lambda cache: add_tokens(cache, 1, 3),
     "steps": lambda cache: [add_tokens(cache, 1, seed) for seed in range(4, 8)],
@@ -102,24 +103,24 @@ def is_same(snapshot: Snapshot, expected: Snapshot) -> bool:
     return snapshot[0] == expected[0] and all(map(torch.equal, snapshot[1], expected[1]))
 
 
-def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None:
-    """Let a call fail at `place`, and compare the cache with caches without a failure."""
-    call = CALLS[call_name]
-    make = make_cache if call_name == "first step" else make_filled_cache
+def check_fault(kind: str, name: str, faults: Faults, place: Place) -> None:
+    """Let an operation fail at `place`, and compare the cache with caches without a failure."""
+    operation = OPERATIONS[name]
+    make = make_cache if name == "first step" else make_filled_cache
     cache, before, after = make(kind), make(kind), make(kind)
-    call(after)
-    fork = cache.fork() if call_name == "steps" else None
+    operation(after)
+    fork = cache.fork() if name == "steps" else None
     caches = [cache]
-    error = faults.run(lambda: call(caches[0]), place)
+    error = faults.run(lambda: operation(caches[0]), place)
     if error is None:
-        return  # the package has handled the error, or keeps the result of an earlier call
+        return  # the package has handled the error, or keeps the result of an earlier operation
     try:
         snapshot, refusal = describe(cache), ""
     except ConfigError as config_error:
         snapshot, refusal = None, str(config_error)
     if snapshot is None:
         assert "reset" in refusal, (place, refusal)
-    elif call_name != "steps":  # which may end after any step
+    elif name != "steps":  # which may end after any step
         assert any(is_same(snapshot, describe(other)) for other in (before, after)), place
     if fork is not None:
         assert is_same(describe(fork), describe(before)), place
@@ -141,31 +142,30 @@ def check_fault(kind: str, call_name: str, faults: Faults, place: Place) -> None
     assert all(pool() is None for pool in pools), place
 
 
-def iterate_places(kind: str, call_name: str, faults: Faults) -> Iterator[Place]:
-    cache = make_cache(kind) if call_name == "first step" else make_filled_cache(kind)
-    fork = cache.fork() if call_name == "steps" else None
-    faults.run(lambda: CALLS[call_name](cache))
+def iterate_places(kind: str, name: str, faults: Faults) -> Iterator[Place]:
+    cache = make_cache(kind) if name == "first step" else make_filled_cache(kind)
+    fork = cache.fork() if name == "steps" else None
+    faults.run(lambda: OPERATIONS[name](cache))
     del fork
     yield from list(faults.places)
 
 
+# Only recorded windows can be cropped far. A skipped layer with a window cannot be cropped.
 CASES = [
-    (kind, call_name) for kind, call_name in itertools.product(OPTIONS, CALLS)
-    if not (call_name == "crop most" and "recorded" not in kind)
-    and not (call_name == "crop" and "skipped" in kind)
+    (kind, name) for kind, name in itertools.product(OPTIONS, OPERATIONS)
+    if not (name == "crop most" and "recorded" not in kind)
+    and not (name == "crop" and "skipped" in kind)
 ]  # fmt: skip
 
 
 def check_places(cases: list[tuple[str, str]], stride: int) -> set[Place]:
     """Let every `stride`-th call fail with each error, and return the places."""
     places: set[Place] = set()
-    for kind, call_name in cases:
+    for kind, name in cases:
         for number, make_error in enumerate(MEMORY_ERRORS):
             faults = Faults(MEMORY_FUNCTIONS, make_error)
-            for place in itertools.islice(
-                iterate_places(kind, call_name, faults), number, None, stride
-            ):
-                check_fault(kind, call_name, faults, place)
+            for place in itertools.islice(iterate_places(kind, name, faults), number, None, stride):
+                check_fault(kind, name, faults, place)
                 places.add(place)
     return places
 

@@ -1,6 +1,6 @@
 """Models that read images or audio, with a cache that is kept between calls of `generate()`.
 
-Each answer must equal the answer to the same prompt without a cache. Placeholders whose values
+Each answer must equal the answer to the same prompt without a kept cache. Placeholders whose values
 changed are computed again, and all other tokens that a prompt shares with the cache are reused.
 """
 
@@ -40,7 +40,7 @@ each_type = pytest.mark.parametrize("name", NAMES)
 FAST_NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3", "qwen2_audio")
 
 
-def each_kind_of_type(fast_names: tuple[str, ...] = FAST_NAMES) -> Any:
+def types_by_tier(fast_names: tuple[str, ...] = FAST_NAMES) -> Any:
     """Run a test with these types in the fast tier, and with all types in the full tier."""
     names = [
         name if name in fast_names else pytest.param(name, marks=pytest.mark.full) for name in NAMES
@@ -75,7 +75,7 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> Answer:
 
 
 @functools.cache
-def _generate_without_cache(name: str, rows: str) -> Answer:
+def _generate_with_new_cache(name: str, rows: str) -> Answer:
     prompt = [
         [Medium(**part) if isinstance(part, dict) else part for part in row]
         for row in json.loads(rows)
@@ -83,9 +83,9 @@ def _generate_without_cache(name: str, rows: str) -> Answer:
     return generate(share_model(name), make_inputs(name, prompt))
 
 
-def generate_without_cache(name: str, rows: list[list[Part]]) -> Answer:
+def generate_with_new_cache(name: str, rows: list[list[Part]]) -> Answer:
     """Return the answers of a model that is not enabled, with a new cache."""
-    return _generate_without_cache(name, json.dumps(rows, default=vars))
+    return _generate_with_new_cache(name, json.dumps(rows, default=vars))
 
 
 class Chat:
@@ -109,7 +109,7 @@ class Chat:
         """
         prompt = list(rows)
         inputs = make_inputs(self.name, prompt)
-        expected = generate_without_cache(self.name, prompt)
+        expected = generate_with_new_cache(self.name, prompt)
         if not passes_media:
             inputs = {key: inputs[key] for key in ("input_ids", "attention_mask")}
         old_reused = 0 if self.cache is None else self.cache.reused_tokens
@@ -154,7 +154,7 @@ def _count_equal(first_tokens: list[Any], second_tokens: list[Any]) -> int:
     return equal.index(False) if False in equal else len(equal)
 
 
-@each_kind_of_type(FAST_NAMES[::2])
+@types_by_tier(FAST_NAMES[::2])
 def test_text_is_reused_up_to_the_first_difference(name):
     chat = Chat(name)
     [[_, reply]] = chat.ask([QUESTION])
@@ -177,7 +177,7 @@ def test_turns_after_an_image_reuse_it(name):
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
-@each_kind_of_type()
+@types_by_tier()
 def test_turns_without_the_values_of_an_image_reuse_it(name):
     if not KINDS[name].is_causal:
         pytest.skip("later turns need the token types of the prompt")
@@ -194,12 +194,12 @@ def test_turns_without_the_values_of_an_image_reuse_it(name):
     chat.ask([*history, QUESTION])
 
 
-@each_kind_of_type()
+@types_by_tier()
 def test_an_exchanged_image_is_computed(name):
     chat = Chat(name)
     changed_image = Medium(OTHER_IMAGE.seed, KINDS[name].small_change)
     images = (IMAGE, OTHER_IMAGE, changed_image)
-    answers = [generate_without_cache(name, [[INTRODUCTION, image, QUESTION]]) for image in images]
+    answers = [generate_with_new_cache(name, [[INTRODUCTION, image, QUESTION]]) for image in images]
     first_logits = [answer.logits[0, 0] for answer in answers]
     for pair in itertools.combinations(first_logits, 2):
         assert (pair[0] - pair[1]).abs().max() > 1e-3  # otherwise the turns below show nothing
@@ -212,7 +212,7 @@ def test_an_exchanged_image_is_computed(name):
     chat.ask([INTRODUCTION, IMAGE, QUESTION])
 
 
-@each_kind_of_type(FAST_NAMES[1::2])
+@types_by_tier(FAST_NAMES[1::2])
 def test_the_second_of_two_images_is_exchanged_or_added(name):
     chat = Chat(name)
     chat.ask([INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION])
@@ -224,7 +224,7 @@ def test_the_second_of_two_images_is_exchanged_or_added(name):
     chat.ask([INTRODUCTION, IMAGE, *history[2:], QUESTION])
 
 
-@each_kind_of_type(FAST_NAMES[::2])
+@types_by_tier(FAST_NAMES[::2])
 def test_rows_of_a_batch_reuse_their_images(name):
     chat = Chat(name)
     first_row: list[Part] = [INTRODUCTION, IMAGE, QUESTION]
@@ -239,7 +239,7 @@ def test_rows_of_a_batch_reuse_their_images(name):
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
 
 
-@each_kind_of_type(FAST_NAMES[1::2])
+@types_by_tier(FAST_NAMES[1::2])
 def test_chats_that_take_turns_do_not_mix(name):
     chat = Chat(name)
     second_chat = Chat(name, chat.model)
@@ -300,7 +300,7 @@ def test_a_preallocated_or_restored_cache_compares_images(restores: bool, tmp_pa
             cache.save(tmp_path / "cache")
             cache = FP8PagedCache.load(tmp_path / "cache")
         actual = generate(model, make_inputs("gemma3", [rows]), cache)
-        expected = generate_without_cache("gemma3", [rows])
+        expected = generate_with_new_cache("gemma3", [rows])
         assert actual.tokens == expected.tokens
         assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)
 

@@ -54,16 +54,16 @@ TOOLS_TEMPLATE = r"""
 {{- '<|im_end|>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
 """
-NUM_PAGES, PAGE_SIZE, CONTEXT_LENGTH = 24, 16, 320
+NUM_PAGES, PAGE_SIZE, STEP_TOKENS, CONTEXT_LENGTH = 24, 16, 64, 320
 SERVE_OPTIONS = (
     "--device", "cpu", "--port", "0", "--cb-num-blocks", str(NUM_PAGES),
-    "--cb-block-size", str(PAGE_SIZE), "--cb-max-batch-tokens", "64",
+    "--cb-block-size", str(PAGE_SIZE), "--cb-max-batch-tokens", str(STEP_TOKENS),
 )  # fmt: skip
 TIMEOUT = 120.0  # seconds
-NAN_CHARACTER = "~"  # after `add_overflow`, the logits of a prompt with this character are NaN
+NAN_CHARACTER = "~"  # after `add_nan_token`, the logits of a prompt with this character are NaN
 
 
-def make_step(sequences: Sequence[Any], position: int) -> list[Any]:
+def make_step_requests(sequences: Sequence[Any], position: int) -> list[Any]:
     """Return the requests of an engine's step, with one new token per sequence at `position`."""
     return [
         SimpleNamespace(
@@ -88,7 +88,7 @@ def save_chat_model(folder: Path, *, vocab_size: int = 95, context: int = CONTEX
     return save_tiny_weights(folder, vocab_size, context)
 
 
-def add_overflow(folder: str) -> None:
+def add_nan_token(folder: str) -> None:
     """Change a saved model so that `NAN_CHARACTER` makes its logits NaN. No answer contains it."""
     model = LlamaForCausalLM.from_pretrained(folder)
     [token] = encode(NAN_CHARACTER)
@@ -312,6 +312,3 @@ class Server(Endpoint):
             self._reader.join(5)
             assert self.process.stdout is not None
             self.process.stdout.close()
-
-
-hosting = HostedServer  # a short name for `with` statements

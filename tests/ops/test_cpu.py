@@ -217,14 +217,14 @@ def test_a_forked_process_computes_on_one_thread():
 
 
 @pytest.fixture
-def unloaded_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Unload the library, so that the next call searches for it again."""
+def forgotten_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the loaded library, so that the next call searches for it again."""
     cpu_backend.load_library.cache_clear()
     yield
     cpu_backend.load_library.cache_clear()
 
 
-@pytest.mark.usefixtures("unloaded_library")
+@pytest.mark.usefixtures("forgotten_library")
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
 def test_each_library_matches_the_reference(capability, monkeypatch):
     """The libraries for AVX2 and AVX-512 run on any CPU with these instructions. VNNI is hidden."""
@@ -241,14 +241,14 @@ def test_each_library_matches_the_reference(capability, monkeypatch):
     assert cpu_backend.load_library()._name == str(build.find_library(capability))
 
 
-@pytest.mark.usefixtures("unloaded_library")
+@pytest.mark.usefixtures("forgotten_library")
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "find_library", lambda _: tmp_path / "kernels_none.so")
     with pytest.raises(BackendError, match=r"kernels_none\.so.*hf_fp8kv\.ops\.cpu\.build"):
         attend(make_pages(40), torch.randn(1, 6, 1, HEAD_DIM), 40)
 
 
-@pytest.mark.usefixtures("unloaded_library")
+@pytest.mark.usefixtures("forgotten_library")
 def test_a_library_of_a_different_source_is_refused(monkeypatch):
     monkeypatch.setattr(build, "compute_stamp", lambda: 1)
     with pytest.raises(BackendError, match="a different source"):

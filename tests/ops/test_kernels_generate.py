@@ -1,4 +1,4 @@
-"""Tests that generate() gives equal tokens with Triton's kernels and with the torch backend.
+"""Tests of generate() with Triton's kernels: equal tokens, and the launches of a step.
 
 The tests run on a GPU if there is one, otherwise in Triton's interpreter.
 """
@@ -93,7 +93,7 @@ def list_kernels(recorded: Any) -> list[str]:
 
 
 def test_a_decode_step_has_two_launches_per_layer():
-    """The plan is one additional launch for all layers."""
+    """The schedule is one additional launch for all layers."""
     model, inputs = make_model("gqa")
     with recording(dry_run=True) as recorded:
         generate_tokens(model, inputs, "triton", max_new_tokens=3)
@@ -117,8 +117,8 @@ def test_a_later_prompt_has_two_launches_per_layer(cache_options):
 
 
 @pytest.mark.parametrize(("options", "num_tokens"), [({}, 1), ({}, 2), (PREALLOCATED, 1)], ids=str)
-def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
-    """With 16 rows, fewer programs fit on an SM, so layers would replace a plan for more programs.
+def test_layers_use_the_schedule_of_their_query_rows(options, num_tokens):
+    """With 16 rows, fewer programs fit on an SM. Layers would replace a schedule for more programs.
 
     The model has 16 bits, because with float32 operands a GPU reports how many programs fit.
     """
@@ -136,9 +136,9 @@ def test_layers_use_the_plan_of_their_query_rows(options, num_tokens):
     assert list_kernels(recorded).count("_attend") == model.config.num_hidden_layers
 
 
-def test_requests_use_the_plan_of_their_query_rows(monkeypatch):
+def test_requests_use_the_schedule_of_their_query_rows(monkeypatch):
     def fail(*_: Any) -> None:
-        raise AssertionError("a layer made a separate plan")
+        raise AssertionError("a layer made a separate schedule")
 
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
     model = build_variant("llama", **sizes)[0].to(DEVICE, torch.bfloat16)

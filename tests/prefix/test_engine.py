@@ -18,7 +18,7 @@ from hf_fp8kv.prefix import engine_blocks as engine_module
 from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE_SIZE
-from tests.helpers.serve_process import generate_paged, hosting, save_chat_model, text_in
+from tests.helpers.serve_process import HostedServer, generate_paged, save_chat_model, text_in
 from tests.helpers.serving_tools import PAGE_SIZE, open_manager, request_answer
 from tests.helpers.tiny_models import build_variant
 
@@ -318,7 +318,8 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     answers, store_tokens = [], []
     with contextlib.ExitStack() as stack:
         servers = [
-            stack.enter_context(hosting(model, "--prefix-store", str(folder))) for _ in range(2)
+            stack.enter_context(HostedServer(model, "--prefix-store", str(folder)))
+            for _ in range(2)
         ]
         for server in servers:
             answers.append(text_in(server.answer("/v1/chat/completions", **request_body)))

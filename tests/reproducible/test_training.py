@@ -99,7 +99,7 @@ def assert_near(actual: Tensor, expected: Tensor, unrounded: Tensor) -> None:
     far less than rounding all values does.
     """
     error, unrounded_error = (
-        (gradient - expected).abs().mean().item() for gradient in (actual, unrounded)
+        (result - expected).abs().mean().item() for result in (actual, unrounded)
     )
     assert error < unrounded_error / 10
     assert unrounded_error > 1e-4
@@ -128,13 +128,13 @@ def test_one_pass_matches_rollouts_with_all_chunk_sizes(case: str) -> None:
 
 # All pairs of a format, a kind of scales and a dtype of the model.
 @pytest.mark.parametrize(
-    ("name", "kind", "dtype"),
+    ("format_name", "kind", "dtype"),
     pairwise(list(FORMATS), ["dynamic", "static"], [torch.float32, torch.bfloat16]),
 )
-def test_the_rounding_matches_a_cache(name: str, kind: str, dtype: torch.dtype) -> None:
+def test_the_rounding_matches_a_cache(format_name: str, kind: str, dtype: torch.dtype) -> None:
     """The default backend rounds like a cache with the backend "reference"."""
     scales = make_scales(has_center=True) if kind == "static" else None
-    options = {"prefill": "stored", "dtype": name, "scales": scales, "page_size": PAGE_SIZE}
+    options = {"prefill": "stored", "dtype": format_name, "scales": scales, "page_size": PAGE_SIZE}
     cache = FP8PagedCache(**options, backend="reference")
     generator = torch.Generator().manual_seed(2)
     states = torch.randn(2, 2, 2, NUM_TOKENS, 16, generator=generator).to(dtype)
@@ -169,8 +169,10 @@ def test_layers_may_share_keys_or_have_no_pages(name: str) -> None:
     """A layer that reads the keys of an earlier layer rounds with the scales of that layer."""
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
     indices = [layer.index for layer in FP8PagedCache(model.config).paged_layers]
-    values = {i: (torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1))) for i in indices}
-    scales = KVScales({i: LayerScales(k, v) for i, (k, v) in values.items()})
+    layer_scales = {
+        i: (torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1))) for i in indices
+    }
+    scales = KVScales({i: LayerScales(k, v) for i, (k, v) in layer_scales.items()})
     unrounded = model(**inputs, use_cache=False).logits
     enable(model, training="stored", scales=scales)
     actual = model(**inputs, use_cache=False).logits

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.serve_process import TOOLS_TEMPLATE, hosting, save_chat_model
+from tests.helpers.serve_process import TOOLS_TEMPLATE, HostedServer, save_chat_model
 
 pytestmark = pytest.mark.text
 
@@ -35,7 +35,7 @@ def server(tmp_path_factory):
     (folder / "template").write_text(TOOLS_TEMPLATE)
     model = save_chat_model(folder, context=4096)
     options = ("--chat-template", str(folder / "template"), "--cb-num-blocks", "256")
-    with hosting(model, *options) as server:
+    with HostedServer(model, *options) as server:
         yield server
 
 

@@ -13,7 +13,13 @@ import torch
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 from tests.helpers.margins import require_wide_margins
-from tests.helpers.serve_process import Endpoint, generate_dense, hosting, save_chat_model, text_in
+from tests.helpers.serve_process import (
+    Endpoint,
+    HostedServer,
+    generate_dense,
+    save_chat_model,
+    text_in,
+)
 
 pytestmark = pytest.mark.text
 
@@ -76,7 +82,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     options = ("--kv-cache-dtype", "auto", "--cb-num-blocks", str(NUM_PAGES))
-    with hosting(folder, *options) as server:
+    with HostedServer(folder, *options) as server:
         yield server
 
 

@@ -23,10 +23,11 @@ from transformers import (
 from tests.helpers.serve_process import (
     CONTEXT_LENGTH,
     PAGE_SIZE,
+    STEP_TOKENS,
     Endpoint,
+    HostedServer,
     encode,
     generate_dense,
-    hosting,
     save_chat_model,
 )
 from tests.helpers.serving_tools import OpenAIPenalties
@@ -65,7 +66,9 @@ def model(folder):
 def server(folder, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
-    with hosting(folder, "--kv-cache-dtype", "auto", "--chat-template", str(template)) as server:
+    with HostedServer(
+        folder, "--kv-cache-dtype", "auto", "--chat-template", str(template)
+    ) as server:
         yield server
 
 
@@ -99,7 +102,7 @@ def compute_logprobs(model, tokens: list[int]) -> torch.Tensor:
     ("stream", "options"), [(False, {}), (True, {"temperature": 1.5, "seed": 4, "top_k": 3})]
 )
 def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, options):
-    assert len(PROMPT) > 64 + PAGE_SIZE  # longer than a step, and cached in the second request
+    assert len(PROMPT) > STEP_TOKENS + PAGE_SIZE  # cached in the second request
     for _ in range(2):
         (choice,) = get_choices(
             server, prompt=PROMPT, max_tokens=9, logprobs=3, echo=True, stream=stream,
@@ -145,7 +148,10 @@ def test_logprobs_of_a_chat_match_the_model(server, model):
 
 
 def make_tokenizer(decoder: str) -> Tokenizer:
-    """Return a tokenizer with this type of decoder. Some of its tokens are parts of characters."""
+    """Return a tokenizer with this type of decoder.
+
+    With ByteLevel and ByteFallback, some tokens are parts of characters.
+    """
     if decoder == "ByteLevel":
         vocabulary = {letter: index for index, letter in enumerate(sorted(ByteLevel.alphabet()))}
         merges = [("\u00f0", "\u0141"), ("R", "o"), ("Ro", "m"), ("\u0120", "Rom")]
@@ -190,7 +196,7 @@ def byte_server(request, tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(folder)
-    with hosting(str(folder), "--kv-cache-dtype", "auto") as server:
+    with HostedServer(str(folder), "--kv-cache-dtype", "auto") as server:
         yield server, request.param
 
 

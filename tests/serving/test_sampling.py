@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.serve_process import (
     NAN_CHARACTER,
     Endpoint,
-    add_overflow,
-    hosting,
-    make_step,
+    HostedServer,
+    add_nan_token,
+    make_step_requests,
     save_chat_model,
     text_in,
 )  # fmt: skip
@@ -99,7 +99,7 @@ def run_sampler(scores: torch.Tensor, *sequences: sampling.Sequence) -> torch.Te
     sampler = sampling.Sampler([], scores.shape[1])
     arguments = torch.zeros(5, len(scores), dtype=torch.int32)
     sampler.fill_defaults(arguments[:, -1:])
-    sampler.prepare_tensor_args(make_step(sequences, 5), arguments)
+    sampler.prepare_tensor_args(make_step_requests(sequences, 5), arguments)
     return sampler(torch.zeros(len(scores)), scores.clone(), arguments)
 
 
@@ -129,8 +129,8 @@ def test_each_row_is_filtered_by_its_limits():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = save_chat_model(tmp_path_factory.mktemp("overflows"))
-    add_overflow(folder)
-    with hosting(folder, "--default-seed", "7") as server:
+    add_nan_token(folder)
+    with HostedServer(folder, "--default-seed", "7") as server:
         yield server
 
 

@@ -40,9 +40,9 @@ from tests.helpers.serve_process import (
     CONTEXT_LENGTH,
     NUM_PAGES,
     PAGE_SIZE,
+    HostedServer,
     Server,
     generate_paged,
-    hosting,
     parse_events,
     save_chat_model,
     text_in,
@@ -80,7 +80,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with hosting(folder, "--max-body", "128kB") as server:
+    with HostedServer(folder, "--max-body", "128kB") as server:
         yield server
 
 
@@ -128,7 +128,7 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path, 
     monkeypatch.setattr(hf_fp8kv.serving, "resolve_plan", resolve_and_record)
     expected = generate_paged(folder, "which plan", 12, plan=plan)
     for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
-        with hosting(folder, *options) as server:
+        with HostedServer(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
     assert digests == [plan.digest] * 2
 
@@ -502,7 +502,7 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
     folder = save_chat_model(tmp_path, context=1000)
     monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make_prompts)
     with (
-        hosting(folder, "--cb-num-blocks", "80") as server, ThreadPoolExecutor(4) as pool,
+        HostedServer(folder, "--cb-num-blocks", "80") as server, ThreadPoolExecutor(4) as pool,
         contextlib.ExitStack() as clients,
     ):  # fmt: skip
         with server.abandon_request(COMPLETIONS, **make_long_prompt("gone")):
@@ -535,7 +535,7 @@ def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, 
         return parse_body(content)
 
     monkeypatch.setattr(schemas, "parse_body", wait_and_parse)
-    with hosting(folder) as server:
+    with HostedServer(folder) as server:
         try:
             with server.abandon_request(COMPLETIONS, prompt="x" * 100_000):
                 server.wait_until(requests_waiting=1)
@@ -605,7 +605,7 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
 def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
     slow_request = make_chat("x", "sloth", max_tokens=1)
     with (
-        hosting(folder, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
+        HostedServer(folder, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
         socket.socket() as reader, send_incomplete_body(server) as sender,
     ):  # fmt: skip
         future = pool.submit(get_status, server, CHAT, slow_request)
@@ -676,7 +676,7 @@ def slow_steps(monkeypatch):
 def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_steps):
     environment = {"HF_FP8KV_API_KEY": "sesame"}
     options = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
-    with hosting(folder, "--host", "0.0.0.0", *options, environment=environment) as server:
+    with HostedServer(folder, "--host", "0.0.0.0", *options, environment=environment) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
             for path, fields in ((CHAT, make_chat()), ("/metrics", None), ("/v1/models", None)):
                 status, error = ask_for_error(server, path, fields, headers=headers)
@@ -758,7 +758,7 @@ def test_unusable_files_are_explained(run_command, folder, tmp_path):
 def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
     (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
     options = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
-    with hosting(folder, *options, "--max-model-len", "40") as server:
+    with HostedServer(folder, *options, "--max-model-len", "40") as server:
         assert read_json(server, "/v1/models")["data"][0]["id"] == "mine"
         model = read_json(server, "/v1/models/mine")
         assert (model["id"], model["max_model_len"]) == ("mine", 40)
@@ -787,7 +787,7 @@ def test_a_failed_engine_ends_the_server(folder, monkeypatch):
             raise MemoryError("no memory for step 20")
         update_batch(self)
 
-    with hosting(folder, "--grace", "60") as server:
+    with HostedServer(folder, "--grace", "60") as server:
         monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_or_fail)
         with ThreadPoolExecutor(4) as pool:
             request = make_chat(STORY, max_tokens=90)

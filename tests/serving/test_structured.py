@@ -10,7 +10,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Endpoint, hosting, save_chat_model, text_in
+from tests.helpers.serve_process import Endpoint, HostedServer, save_chat_model, text_in
 
 pytestmark = pytest.mark.text
 
@@ -71,7 +71,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with hosting(folder) as server:
+    with HostedServer(folder) as server:
         yield server
 
 
@@ -85,7 +85,7 @@ def server_with_end_token(folder, tmp_path_factory):
     model = LlamaForCausalLM.from_pretrained(folder)
     model.generation_config = GenerationConfig(eos_token_id=ord(END_TOKEN) - 32, pad_token_id=0)
     model.save_pretrained(model_folder)
-    with hosting(str(model_folder)) as server:
+    with HostedServer(str(model_folder)) as server:
         yield server
 
 

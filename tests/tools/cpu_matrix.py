@@ -4,9 +4,9 @@
     python -m tests.tools.cpu_matrix --all --only 3     all tests under the third setting
     python -m tests.tools.cpu_matrix -- -k quickstart   further arguments go to pytest
 
-Libraries select kernels by the CPU's instruction sets. These variables hide some instruction sets,
-so sums run in a different order, as on another machine. The nine settings contain every pair of
-choices.
+Libraries select kernels by the CPU's instruction sets. Two of the variables hide instruction sets
+and one sets the number of threads, so sums run in a different order, as on another machine. The
+nine settings contain every pair of choices.
 """
 
 import argparse
@@ -36,12 +36,12 @@ def list_settings() -> list[dict[str, str]]:
 def make_environment(setting: dict[str, str]) -> dict[str, str]:
     """Return this process's environment, in which the setting replaces the variables of `CHOICES`.
 
-    Each setting has a separate cache, because torch would reuse the code of other settings.
+    Each setting has a separate cache of compiled code. torch would reuse code of other settings.
     """
     other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
     variables = {name: value for name, value in setting.items() if value != UNSET}
-    cache = ROOT / "build" / "cpu_matrix" / "-".join(setting.values())
-    return {**other_variables, **variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    inductor_cache = ROOT / "build" / "cpu_matrix" / "-".join(setting.values())
+    return {**other_variables, **variables, "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache)}
 
 
 def main() -> int:

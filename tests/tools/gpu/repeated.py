@@ -1,7 +1,7 @@
 """A pytest plugin that repeats tests with filled memory, and writes a line for each result.
 
-`HF_FP8KV_REPEAT` is the number of repetitions. In repeated tests, torch fills new memory with NaN.
-`HF_FP8KV_RESULTS` is the file for the lines, which are JSON objects.
+`HF_FP8KV_REPEAT` is the number of repetitions. In repeated tests, torch fills new memory with NaN
+or the largest integer. `HF_FP8KV_RESULTS` is the file for the lines, which are JSON objects.
 """
 
 import json
@@ -26,7 +26,7 @@ def _fill_memory(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write the result of a test, when it is called, or when it is skipped or fails earlier."""
+    """Write the result of a test, and of its setup or teardown if that does not pass."""
     if report.when == "call" or not report.passed:
         last_line = report.longreprtext.strip().splitlines()[-1:]
         row = {"name": report.nodeid, "outcome": report.outcome, "seconds": report.duration}

@@ -114,7 +114,11 @@ def _distribute(product: Array) -> Array:
 
 
 def _make_wgmma(instruction: Instruction, program: Program) -> Step:
-    """Compile an asynchronous product by four warps, with B and perhaps A in shared memory."""
+    """Compile an instruction of asynchronous products.
+
+    It is the product of four warps, with B and perhaps A in shared memory, or fence, commit_group
+    or wait_group.
+    """
     if instruction.opcode[1] == "fence":
         return lambda machine, mask: None
     if instruction.opcode[1] == "commit_group":
@@ -139,21 +143,23 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
     read_accumulates = make_reader(flags[0], REG_TYPES[1], program)
     are_transposed = [flag == "1" for flag in flags[3:]]
     convert = _TO_FLOAT32[dtype]
-    size = 4 if dtype == "tf32" else 2
+    value_size = 4 if dtype == "tf32" else 2
 
     def load(
-        machine: Machine, descriptors: Array, groups: Ints, num_rows: int, is_transposed: bool
+        machine: Machine, descriptors: Array, warp_groups: Ints, num_rows: int, is_transposed: bool
     ) -> Any:
-        addresses = _find_addresses(descriptors, num_rows, depth, size, is_transposed=is_transposed)
-        programs = (groups * 128 // machine.shape[1])[:, None, None]
+        addresses = _find_addresses(
+            descriptors, num_rows, depth, value_size, is_transposed=is_transposed
+        )
+        programs = (warp_groups * 128 // machine.shape[1])[:, None, None]
         programs = np.broadcast_to(programs, addresses.shape)
-        values, grains = machine.shared.begin_product(programs, addresses, size)
-        return convert(values if size == 4 else values.view(np.uint16)), grains
+        values, grains = machine.shared.begin_product(programs, addresses, value_size)
+        return convert(values if value_size == 4 else values.view(np.uint16)), grains
 
     def multiply(machine: Machine, mask: Mask) -> None:
         warps = machine.list_warps(mask)
-        groups = warps[::4] // 4
-        if (warps.reshape(-1, 4) != groups[:, None] * 4 + np.arange(4)).any():
+        warp_groups = warps[::4] // 4
+        if (warps.reshape(-1, 4) != warp_groups[:, None] * 4 + np.arange(4)).any():
             raise Fault("some of the four warps of a group do not arrive")
         if is_a_in_registers:
             words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 2)
@@ -161,12 +167,12 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
             a_grains = []
         else:
             descriptors = machine.select_warps(readers[0](machine), warps)[::4, 0]
-            a_matrices, grains = load(machine, descriptors, groups, 64, are_transposed[0])
+            a_matrices, grains = load(machine, descriptors, warp_groups, 64, are_transposed[0])
             a_matrices = a_matrices.reshape(-1, 16, depth)
             a_grains = [grains]
         descriptors = machine.select_warps(read_b(machine), warps)[::4, 0]
         is_b_transposed = bool(are_transposed) and are_transposed[-1]
-        columns, grains = load(machine, descriptors, groups, num_columns, is_b_transposed)
+        columns, grains = load(machine, descriptors, warp_groups, num_columns, is_b_transposed)
         product = _distribute(a_matrices @ np.repeat(columns.transpose(0, 2, 1), 4, 0))
         accumulates = machine.select_warps(read_accumulates(machine), warps)
         for i, name in enumerate(dst):
