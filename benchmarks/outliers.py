@@ -23,7 +23,7 @@ _REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
 
 @contextmanager
 def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1) -> Iterator[None]:
-    """Multiply K by `factor` in two pairs of channels of each head, and divide Q by it.
+    """Multiply K by `factor` in two pairs of channels of some KV heads, and divide Q by it.
 
     The pairs differ between layers. RoPE rotates some of them fast, and some slowly. The weights
     are restored afterwards.
@@ -31,7 +31,8 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
     Args:
         model: The model, in float32, in which scaling K and Q changes the logits little.
         factor: Factor by which K is multiplied.
-        head_stride: Every `head_stride`-th head gets outliers. The first head depends on the layer.
+        head_stride: Every `head_stride`-th KV head gets outliers, from a head that depends on
+            the layer.
 
     Raises:
         ConfigError: RoPE is not applied directly to the outputs of `q_proj` and `k_proj`, or does

@@ -49,7 +49,7 @@ def main() -> None:
         layers = getattr(default_output.cache, name).layers
         dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         page_bytes = getattr(fp8_caches, name).memory_footprint().used_bytes
-        ratio = f"{page_bytes / dense_bytes:.3f} of these bytes"
+        ratio = f"{page_bytes / dense_bytes:.1%} of the bytes in {dtype}"
         print(f"{name}: {dense_bytes:,} bytes in {dtype}, {page_bytes:,} in FP8 ({ratio})")
 
 

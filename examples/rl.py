@@ -1,4 +1,4 @@
-"""Train the demo model with GRPO in TRL. By default the trainer reads the rollouts' 8-bit K and V.
+"""Train with GRPO in TRL. By default the trainer attends to the same 8-bit K and V as rollouts.
 
     python examples/rl.py
 

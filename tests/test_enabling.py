@@ -1,4 +1,7 @@
-"""Tests that a model has one storage plan: of `enable`, of `serving.enable`, and of its caches."""
+"""Tests that a model has one storage plan: of `enable`, of `serving.enable`, and of its caches.
+
+There are also tests of `summary` and of messages.
+"""
 
 import copy
 import gc
@@ -73,7 +76,7 @@ def counted_calls(model: PreTrainedModel) -> Iterator[list[int]]:
     hook.remove()
 
 
-def generate(model: Any, inputs: Any, **keywords: Any) -> Any:
+def generate_and_get_cache(model: Any, inputs: Any, **keywords: Any) -> Any:
     """Return the cache with which `generate()` calls the model."""
     caches: list[Any] = []
     inner_model = getattr(model, "_orig_mod", model)
@@ -90,7 +93,7 @@ def read_digest(cache: Any) -> str | None:
 
 def generate_digest(model: Any, inputs: Inputs) -> str | None:
     """Return the digest of the plan of the cache that `generate()` creates."""
-    return read_digest(generate(model, inputs))
+    return read_digest(generate_and_get_cache(model, inputs))
 
 
 def get_serving_digest(model: Any, **keywords: Any) -> str | None:
@@ -113,7 +116,7 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
     ]
     assert len(messages) == (name in UNCHOSEN), messages
     if name != "meta":
-        cache = generate(model, inputs)
+        cache = generate_and_get_cache(model, inputs)
         cache = getattr(cache, "self_attention_cache", cache)
         assert (read_digest(cache) is None) == (name in UNCHOSEN)
         if name in UNCHOSEN:
@@ -157,7 +160,7 @@ def test_a_compiled_model_is_enabled(first_call: str) -> None:
 
 
 def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
-    """tests/cache/test_generate.py has the functions that take a model."""
+    """tests/cache/test_generate.py tests the functions that refuse a wrapper."""
     model, _ = build_model("llama")
     with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
         FP8PagedCache(torch.nn.DataParallel(model))
@@ -178,7 +181,9 @@ def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_an_argument_that_says_how_to_store_runs_no_pass(keywords: dict[str, Any]) -> None:
+def test_an_argument_that_says_how_to_store_does_not_call_the_model(
+    keywords: dict[str, Any],
+) -> None:
     model, inputs = build_model("llama")
     with counted_calls(model) as calls:
         enable(model, **keywords)
@@ -188,7 +193,7 @@ def test_an_argument_that_says_how_to_store_runs_no_pass(keywords: dict[str, Any
         )
         assert not calls
     assert plan == FP8PagedCache(model.config, **keywords).plan
-    assert generate(model, inputs).plan == plan
+    assert generate_and_get_cache(model, inputs).plan == plan
 
 
 def test_arguments_that_do_not_say_how_to_store_keep_the_plan(tmp_path: Path) -> None:
@@ -201,11 +206,11 @@ def test_arguments_that_do_not_say_how_to_store_keep_the_plan(tmp_path: Path) ->
         {"reuse_prefix": False},
     ):  # fmt: skip
         enable(model, **keywords)
-        cache = generate(model, inputs, disable_compile=True)
+        cache = generate_and_get_cache(model, inputs, disable_compile=True)
         assert read_digest(cache) == digest, keywords
         assert {*cache.plan} == ({0} if "skip_layers" in keywords else {0, 1})
     enable(model)
-    cache = generate(model, inputs, cache_implementation="offloaded")
+    cache = generate_and_get_cache(model, inputs, cache_implementation="offloaded")
     assert read_digest(cache) == digest
     assert cache.options.offloading
 
@@ -213,7 +218,7 @@ def test_arguments_that_do_not_say_how_to_store_keep_the_plan(tmp_path: Path) ->
 def test_bits_apply_to_generate_and_engines() -> None:
     model, inputs = build_model("llama")
     enable(model, bits=6)
-    cache = generate(model, inputs)
+    cache = generate_and_get_cache(model, inputs)
     assert {side.format for layer in cache.plan.values() for side in layer} == {"int6"}
     for bits in (6, None):  # without bits, the frozen plan
         assert get_serving_digest(model, bits=bits) == read_digest(cache)
@@ -226,7 +231,7 @@ def test_bits_apply_to_generate_and_engines() -> None:
     for config in (model.config, None):
         with pytest.raises(ConfigError, match="bits: expected 8 without a model"):
             FP8PagedCache(config, bits=6)
-    assert read_digest(generate(model, inputs)) == read_digest(cache)
+    assert read_digest(generate_and_get_cache(model, inputs)) == read_digest(cache)
     assert generate_digest(enable(model), inputs) == choose_plan(model).digest
 
 
@@ -310,7 +315,7 @@ def test_a_cache_does_not_keep_its_model(is_used: bool) -> None:
     cache, reference = FP8PagedCache(model), weakref.ref(model)
     fork = cache.fork()
     if is_used:
-        generate(model, inputs, past_key_values=cache)
+        generate_and_get_cache(model, inputs, past_key_values=cache)
         fork = cache.fork()
     del model
     gc.collect()
@@ -322,7 +327,7 @@ def test_a_cache_does_not_keep_its_model(is_used: bool) -> None:
 def test_cross_attention_stays_plain(name: str) -> None:
     model, inputs = build_model(name)
     enable(model)
-    caches = generate(model, inputs)
+    caches = generate_and_get_cache(model, inputs)
     assert isinstance(caches, EncoderDecoderCache)
     footprint = caches.cross_attention_cache.memory_footprint()
     assert {*footprint.layers_by_plan} == {PLAIN}
@@ -330,7 +335,7 @@ def test_cross_attention_stays_plain(name: str) -> None:
     assert cache.plan == caches.self_attention_cache.plan
     disable(model)
     pair = EncoderDecoderCache(cache, FP8PagedCache(model.config, dtype="fp8_e3m4"))
-    assert generate(model, inputs, past_key_values=pair) is pair
+    assert generate_and_get_cache(model, inputs, past_key_values=pair) is pair
     assert cache.host_length()
 
 

@@ -181,13 +181,13 @@ def test_an_encoder_decoder_stores_half_the_bytes(run_example):
     assert num_tokens == 251
     assert num_distinct > 3
     for kind, length in (("self", 250), ("cross", 500)):
-        dense_bytes, paged_bytes, ratio = read_numbers(
-            rf"{kind}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)",
+        dense_bytes, paged_bytes, percent = read_numbers(
+            rf"{kind}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)%",
             output,
         )
         assert dense_bytes == 2 * 4 * length * 2 * 64 * 2
         assert paged_bytes == 2 * 4 * count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
-        assert ratio == pytest.approx(paged_bytes / dense_bytes, abs=5e-4)
+        assert percent == pytest.approx(100 * paged_bytes / dense_bytes, abs=0.05)
 
 
 def test_a_pipeline_is_enabled_and_disabled(run_example):

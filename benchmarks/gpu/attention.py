@@ -65,7 +65,7 @@ def measure_pages(
         num_layers = stage.count_buffers(int(num_bytes))
         layer_pages = make_layer_pages(stage, fmt, case, num_layers, sizes.num_pages)
         query = make_query(stage, case)
-        _, schedule, lengths = make_schedule_step(stage, case, backend)
+        _, schedule, lengths = make_schedule(stage, case, backend)
         steps = [
             functools.partial(attend, query, pages, lengths, case, schedule, backend)
             for pages in layer_pages
@@ -90,7 +90,7 @@ def make_query(stage: Stage, case: Case) -> torch.Tensor:
     return stage.randn(*shape).transpose(1, 2)
 
 
-def make_schedule_step(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
+def make_schedule(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
     """Make the schedule of a case.
 
     Returns:

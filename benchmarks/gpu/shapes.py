@@ -49,9 +49,9 @@ BF16 = PageFormat("bf16 pages", AUTO)
 _STATIC_FLAGS = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 PAGE_FORMATS = (
     *(
-        PageFormat(codec.name.removeprefix("fp8_") + " static" * is_static, codec.name, is_static)
-        for codec in DISTINCT_FORMATS
-        for is_static in _STATIC_FLAGS.get(codec.name, (False,))
+        PageFormat(fmt.name.removeprefix("fp8_") + " static" * is_static, fmt.name, is_static)
+        for fmt in DISTINCT_FORMATS
+        for is_static in _STATIC_FLAGS.get(fmt.name, (False,))
     ),
     BF16,
 )

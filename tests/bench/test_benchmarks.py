@@ -16,7 +16,7 @@ from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts, measu
 from benchmarks.reproducible import measure_reproducibility
 from benchmarks.shared import make_environment
 
-# The loops that these tests run.
+# The names of the loops that these tests run begin with this.
 LOOP_PREFIX = "host, update"
 
 

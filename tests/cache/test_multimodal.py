@@ -24,10 +24,10 @@ from tests.helpers.tiny_multimodal import (
     Part,
     Token,
     build_model,
+    get_shared_model,
     list_tokens,
     make_inputs,
     make_text,
-    share_model,
 )
 
 NEW_TOKENS = 8
@@ -80,7 +80,7 @@ def _generate_with_new_cache(name: str, rows: str) -> Answer:
         [Medium(**part) if isinstance(part, dict) else part for part in row]
         for row in json.loads(rows)
     ]
-    return generate(share_model(name), make_inputs(name, prompt))
+    return generate(get_shared_model(name), make_inputs(name, prompt))
 
 
 def generate_with_new_cache(name: str, rows: list[list[Part]]) -> Answer:
@@ -267,7 +267,7 @@ def test_images_that_are_neither_passed_nor_kept_are_required(name: str) -> None
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_features_that_the_caller_computed_are_compared(name: str) -> None:
-    model = share_model(name)
+    model = get_shared_model(name)
 
     def make_encoded(medium: Medium) -> dict[str, Any]:
         inputs = make_inputs(name, [[INTRODUCTION, medium, QUESTION]])

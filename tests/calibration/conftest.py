@@ -11,7 +11,7 @@ NUM_LOADED_LAYERS = 6
 
 
 @pytest.fixture(scope="session")
-def real_model(demo_model_path: Path) -> tuple[Any, Any]:
+def model_and_tokenizer(demo_model_path: Path) -> tuple[Any, Any]:
     """Return the first layers of the demo model, in float32, and its tokenizer.
 
     With so few layers the predictions are poor, but errors of K and V change them as much as those

@@ -32,7 +32,7 @@ def test_each_mantissa_bit_more_than_halves_the_kl(name: str, request: Any) -> N
         model, _ = build_variant("llama")
         ids = torch.randint(3, VOCAB, (4, NUM_PREFILL + NUM_SCORED))
     else:
-        model, tokenizer = request.getfixturevalue("real_model")
+        model, tokenizer = request.getfixturevalue("model_and_tokenizer")
         texts = [topics[topic] for topic in ("objects", "execmodel", "import", "customization")]
         all_ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
         ids = torch.cat([row[:, : NUM_PREFILL + NUM_SCORED] for row in all_ids])

@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
-from benchmarks.gpu.attention import attend, make_query, make_schedule_step
+from benchmarks.gpu.attention import attend, make_query, make_schedule
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.latent import LatentLayers
 from benchmarks.gpu.random_data import (
@@ -388,9 +388,9 @@ def test_a_replayed_graph_uses_the_current_lengths(options):
 
 
 class AttentionCall(NamedTuple):
-    """Functions that make a schedule, attend to scattered pages, and compute the error."""
+    """Functions that fill a schedule, attend to scattered pages, and compute the error."""
 
-    make_schedule: Callable[[], object]
+    fill_schedule: Callable[[], object]
     attend: Callable[[], torch.Tensor]
     compute_error: Callable[[torch.Tensor], float]
 
@@ -398,9 +398,9 @@ class AttentionCall(NamedTuple):
 def prepare_attention(fmt: PageFormat, case: Case) -> AttentionCall:
     [pages] = make_layer_pages(STAGE, fmt, case, 1, 16)
     query = make_query(STAGE, case)
-    make_schedule, schedule, lengths = make_schedule_step(STAGE, case, "triton")
+    fill_schedule, schedule, lengths = make_schedule(STAGE, case, "triton")
     return AttentionCall(
-        make_schedule,
+        fill_schedule,
         functools.partial(attend, query, pages, lengths, case, schedule, "triton"),
         lambda output: compute_output_error(output, query, pages, case),
     )
@@ -417,7 +417,7 @@ def test_repeated_calls_are_bitwise_equal(fmt):
             first_output = call.attend()
         assert call.compute_error(first_output) < TOLERANCE
         for index in range(200 if ON_GPU else 2):
-            call.make_schedule()
+            call.fill_schedule()
             for is_reused in (False, True):
                 assert torch.equal(call.attend(), first_output), f"repeat {index}, {is_reused=}"
 

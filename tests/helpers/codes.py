@@ -1,4 +1,4 @@
-"""Access to the codes in pages, which pages may store packed."""
+"""Read and replace the codes in pages, which may be packed."""
 
 from typing import Any
 

@@ -50,7 +50,7 @@ def save_plain(folder: Path) -> Path:
 
 
 def save_w8a8(folder: Path) -> Path:
-    """Save this Llama with FP8 weights and activations, without a declared KV cache."""
+    """Save the model of `save_plain` with FP8 weights and activations. No KV cache is declared."""
     model = build_variant("llama", num_hidden_layers=NUM_LAYERS, num_key_value_heads=NUM_HEADS)[0]
     tensors = model.state_dict()
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -71,7 +71,7 @@ def declare(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def save_projections(checkpoint: Path, folder: Path) -> Path:
+def declare_output_scales(checkpoint: Path, folder: Path) -> Path:
     """Copy a checkpoint, and declare scales in an older format, for the outputs of projections.
 
     `kv_cache_scheme` has replaced this format. Return the folder of the copy.

@@ -32,10 +32,10 @@ def planned_scales(
     Static scales differ between heads, and between K and V. With `is_coarse`, they are so large
     that values use few codes, so another plan changes the tokens of a model.
     """
-    rng = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
 
     def make_scale(max_value: float, side: SidePlan) -> torch.Tensor | None:
-        head_factors = 1 + torch.rand(num_heads, 1, generator=rng)
+        head_factors = 1 + torch.rand(num_heads, 1, generator=generator)
         fmt = FORMATS[side.format]
         if is_coarse:
             return head_factors / 4 / (fmt.min_subnormal * fmt.scale_from_e4m3)
@@ -44,7 +44,7 @@ def planned_scales(
     layer_scales = {}
     for index in range(num_layers):
         plan = PLANS[index % len(PLANS)]
-        center = torch.randn(num_heads, dim, generator=rng) / 2 if plan.k.centered else None
+        center = torch.randn(num_heads, dim, generator=generator) / 2 if plan.k.centered else None
         layer_scales[index] = LayerScales(
             make_scale(6.0, plan.k), make_scale(4.0, plan.v), center, plan=plan
         )

@@ -34,23 +34,25 @@ def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> 
         compute: Whether to compute attention. Pass False on the device "meta".
 
     Returns:
-        The list to which each call of `fill_schedule` is appended.
+        The list to which each call of `fill_schedule` is appended, if `compute` is True.
     """
     schedule_calls: list[ScheduleCall] = []
-    last_num_rows = 0
+    last_num_query_rows = 0
 
     def count_schedule_rows(
         _device: Any, batch: int, _heads: int, _length: Any = None, num_query_rows: int = 1
     ) -> int:
-        nonlocal last_num_rows
+        nonlocal last_num_query_rows
         if not torch.compiler.is_compiling():
-            last_num_rows = num_query_rows
+            last_num_query_rows = num_query_rows
         return batch
 
     def fill_schedule(schedule: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> None:
         if compute:
             schedule[:, 0] = lengths
-            schedule_calls.append(ScheduleCall(schedule, lengths.tolist(), *sizes, last_num_rows))
+            schedule_calls.append(
+                ScheduleCall(schedule, lengths.tolist(), *sizes, last_num_query_rows)
+            )
 
     def attend(
         query: torch.Tensor, pages: Pages, lengths: torch.Tensor, start: int, stop: int,

@@ -466,6 +466,6 @@ NAMES = tuple(KINDS)
 
 
 @functools.cache
-def share_model(name: str) -> PreTrainedModel:
+def get_shared_model(name: str) -> PreTrainedModel:
     """Return a model that tests share and must not change."""
     return build_model(name)

@@ -139,7 +139,7 @@ def test_each_rule_reports_its_violation(changes, options, expected):
 
 
 @pytest.mark.parametrize(
-    ("target", "registers", "warps", "shared", "programs"),
+    ("target", "registers", "warps", "shared_bytes", "programs"),
     [
         ("sm_90", 168, 4, 39424, 3),
         ("sm_90", 169, 4, 39424, 2),
@@ -152,8 +152,10 @@ def test_each_rule_reports_its_violation(changes, options, expected):
         ("gfx942", 64, 4, 40000, 1),
     ],
 )
-def test_resident_programs_are_limited_by_resources(target, registers, warps, shared, programs):
-    assert Target.parse(target).count_programs(registers, warps, shared) == programs
+def test_resident_programs_are_limited_by_resources(
+    target, registers, warps, shared_bytes, programs
+):
+    assert Target.parse(target).count_programs(registers, warps, shared_bytes) == programs
 
 
 def test_an_unlisted_gpu_is_described_by_its_resources():
@@ -247,7 +249,7 @@ def test_assembly_is_parsed():
     ],
 )
 def test_cycles_are_predicted_from_instructions(line, cycles):
-    """Only a product of a warp group overlaps, with its operands. Issuing adds a quarter."""
+    """Only a warp group's product overlaps the reads of its operands. Issuing takes a quarter."""
     assert predict_cycles([line, "FADD R1, R2, R3"]) == 2 / 4 + cycles
 
 
@@ -276,17 +278,17 @@ def test_packed_shifts_convert_all_codes_at_all_positions(fmt, keep_nan, monkeyp
         fmt.name, Target.parse("sm_80"), tl.float16, False, keep_nan
     )
     has_nan = keep_nan or fmt.inf_code is not None
-    words = torch.stack([(torch.arange(256) * 37 + position * 11) % 256 for position in range(4)])
-    words &= 0xFF << (8 - fmt.bits)  # unpacked codes end with zeros
-    packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0)
+    codes = torch.stack([(torch.arange(256) * 37 + position * 11) % 256 for position in range(4)])
+    codes &= 0xFF << (8 - fmt.bits)  # unpacked codes end with zeros
+    words = (codes << torch.tensor([[0], [8], [16], [24]])).sum(0)
     bits = torch.zeros(256, 4, dtype=torch.int16)
-    packed = packed.to(torch.int32)
+    words = words.to(torch.int32)
     program = parse(";".join(SHIFT_PTX).format(re.sub(r"\$(\d)", r"%r\1", used_codec.assembly)))
-    addresses = [packed.data_ptr(), bits.data_ptr()]
-    memory = GlobalMemory([packed, bits])
+    addresses = [words.data_ptr(), bits.data_ptr()]
+    memory = GlobalMemory([words, bits])
     execute(program, compile_program(program), addresses, (1, 1, 1), memory, shared_size=0)
     actual = bits.T.view(torch.float16).float() * used_codec.factor
-    expected = decode(words.to(torch.uint8), fmt)
+    expected = decode(codes.to(torch.uint8), fmt)
     if not has_nan:
         is_number = ~expected.isnan()
         actual, expected = actual[is_number], expected[is_number]

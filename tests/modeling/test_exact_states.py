@@ -18,7 +18,14 @@ from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, s
 from hf_fp8kv.modeling import exact_states as exact_states_module
 from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE, describe_rounding, exact_states
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8
+from tests.helpers.declared import (
+    TOO_SMALL,
+    declare,
+    declare_output_scales,
+    load,
+    save_plain,
+    save_w8a8,
+)
 from tests.helpers.serving_tools import generate_batch, prompts
 
 pytest.importorskip("compressed_tensors")
@@ -195,7 +202,7 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
-    folder = save_projections(dense_folders[0], tmp_path / "old")
+    folder = declare_output_scales(dense_folders[0], tmp_path / "old")
     model, original = load(folder), load(dense_folders[0])
     note = describe_rounding(model)
     assert "k_proj and v_proj" in note

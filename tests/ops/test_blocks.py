@@ -25,7 +25,7 @@ def test_offsets_keep_their_blocks_alive():
     try:
         assert all(ref() is not None for ref in memory_refs)
         del offsets
-        assert not any(ref() for ref in memory_refs), "without waiting for the garbage collector"
+        assert not any(ref() for ref in memory_refs), "blocks wait for the garbage collector"
     finally:
         gc.enable()
 

@@ -52,6 +52,7 @@ if ops.explain_backends()["triton"] is not None:
 from hf_fp8kv.ops.triton import decode, extend, schedule, tuning
 from hf_fp8kv.ops.triton.target import LaunchRecord, Target, assuming, get_target, recording
 
+# Without poison, an output that no program writes may reuse the memory of an earlier output.
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -145,7 +146,7 @@ def attend_with_torch(case: Case, pages: Pages, query: Tensor, fields: dict[str,
 
 
 def has_unsupported_head(case: Case) -> bool:
-    """Whether codes are packed, for head sizes for which Triton refuses them."""
+    """Return whether Triton refuses the packed codes of the case, because of a head size."""
     sides = (case.key, case.k_dim), (case.value, case.v_dim)
     return any(
         name in FORMATS and FORMATS[name].bits < 8 and dim not in (32, 64, 128, 256)
@@ -347,8 +348,6 @@ SPLIT_PARAMETERS = [
 ]
 
 
-# Without poison, an output that no program writes may reuse the memory of an earlier output.
-@pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize(("sm_count", "rotated", "swapped"), SPLIT_PARAMETERS)
 def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
     case = SPLIT_CASE
@@ -622,8 +621,8 @@ def test_programs_of_many_rows_share_codes(num_tokens, num_blocks, monkeypatch):
     pages, query, fields, expected = prepare_expected(case)
     with recording() as recorded:
         result = run_kernel("extend", case, pages, query, **fields)
-    (attend,) = recorded.launches
-    assert attend.grid == (2 * num_blocks,)
+    (launch,) = recorded.launches
+    assert launch.grid == (2 * num_blocks,)
     assert compute_errors(result, expected).max() <= 2 * compute_errors(
         attend_with_torch(case, pages, query, fields), expected
     ).max()  # fmt: skip

@@ -18,7 +18,7 @@ from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
 from hf_fp8kv.scales.checkpoint.checkpoint import LocalFolder
 from tests.helpers import server_rules
-from tests.scales.test_scales import assert_same
+from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_sources import corrupt_config, list_sides, list_values, scale_error
 
 # Functions that read a format in the same way as a server.
@@ -86,7 +86,7 @@ def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
     """Assert that a folder contains the stored scales, and that servers read equal scales."""
     loaded, expected = KVScales.from_pretrained(folder), reduce_scales(scales, format)
     assert loaded.format == format
-    assert_same(loaded, expected)
+    assert_same_scales(loaded, expected)
     if format in READERS and {layer.granularity for layer in expected.layers.values()} == {
         "tensor"
     }:
@@ -134,10 +134,10 @@ def test_each_rank_of_the_json_has_the_larger_scale(tmp_path, model_folder):
     path = folder / "kv_cache_scales.json"
     options = {"model_type": "llama", "num_ranks": 3, "num_layers": NUM_LAYERS}
     for rank in range(3):
-        assert_same(KVScales.from_pretrained(folder, tp_rank=rank, tp_size=3), expected)
+        assert_same_scales(KVScales.from_pretrained(folder, tp_rank=rank, tp_size=3), expected)
         factors = server_rules.read_scaling_factors(path, rank=rank, **options)
         assert list(factors.values()) == list_values(expected, "k")
-    assert_same(KVScales.from_pretrained(folder), expected)
+    assert_same_scales(KVScales.from_pretrained(folder), expected)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint.checkpoint import KV_FILE
 from hf_fp8kv.scales.measured_report import Protection
 from tests.helpers.planned import PLANS, planned_scales
-from tests.scales.test_scales import assert_same
+from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_weights_digest import edit_metadata, read_metadata
 
 ONE = torch.tensor(1.0)
@@ -24,7 +24,7 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
     for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / KV_FILE)):
-        assert_same(loaded, scales)
+        assert_same_scales(loaded, scales)
         assert loaded.plan == scales.plan == dict(enumerate(PLANS))
         assert loaded.is_dynamic is is_dynamic
         assert loaded.weights_digest == scales.weights_digest
@@ -94,7 +94,7 @@ def test_all_layers_or_none_have_a_plan_and_static_scales(layers: list[LayerScal
 
 
 @pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
-def test_scales_of_rotated_values_are_not_saved_for_servers(tmp_path: Path, format: str) -> None:
+def test_rotated_and_dynamic_scales_are_not_saved_for_servers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated values in layers 0, 1, 2.*Save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)
     dynamic_scales = KVScales({0: LayerScales(None, None, plan=PLAIN_PLAN)})

@@ -16,7 +16,7 @@ from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.declared import NUM_LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
 from tests.scales.test_export import random_scales, read_content
-from tests.scales.test_scales import assert_same
+from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_sources import scale_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,7 +45,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
         new_folder = tmp_path / target
         options = {"checkpoint": old_folder, "weights": weights, "overwrite": True}
         NEW_SCALES.save_pretrained(new_folder, format=target, **options)
-        assert_same(KVScales.from_pretrained(new_folder), NEW_SCALES)
+        assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
         remaining, expected = (
             load_all_tensors(new_folder),
             load_file(plain_folder / "model.safetensors"),
@@ -59,7 +59,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
             assert file.metadata() == {"format": "pt"}
     # Each shard in the same folder is rewritten as a whole.
     NEW_SCALES.save_pretrained(old_folder, format="compressed-tensors", overwrite=True)
-    assert_same(KVScales.from_pretrained(old_folder), NEW_SCALES)
+    assert_same_scales(KVScales.from_pretrained(old_folder), NEW_SCALES)
     assert (
         load_all_tensors(old_folder).keys()
         == load_all_tensors(tmp_path / "compressed-tensors").keys()
@@ -115,7 +115,7 @@ def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypat
             actual = load_file(folder / "model.safetensors")
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
         NEW_SCALES.save_pretrained(folder, format="compressed-tensors", overwrite=True)
-        assert_same(KVScales.from_pretrained(folder), NEW_SCALES)
+        assert_same_scales(KVScales.from_pretrained(folder), NEW_SCALES)
         if steps_left[0] >= 0:
             break
     assert num_steps > 4
@@ -143,7 +143,7 @@ def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
     for target in ("compressed-tensors", "hf_fp8kv"):
         new_folder = tmp_path / target
         NEW_SCALES.save_pretrained(new_folder, format=target, checkpoint=old_folder, overwrite=True)
-        assert_same(KVScales.from_pretrained(new_folder), NEW_SCALES)
+        assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
         assert not [name for name in load_all_tensors(new_folder) if "output_scale" in name]
         block = json.loads((new_folder / "config.json").read_text())["quantization_config"]
         group = {"targets": ["re:.*v_proj"], "weights": weights}

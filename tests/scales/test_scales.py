@@ -31,7 +31,7 @@ def make_scales(num_heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
     return KVScales({1: channel, 0: LayerScales(torch.tensor(0.5), torch.tensor(0.25))})
 
 
-def assert_same(actual: KVScales, expected: KVScales) -> None:
+def assert_same_scales(actual: KVScales, expected: KVScales) -> None:
     """Assert that two sets of scales have the same layers, shapes and bits."""
     assert list(actual.layers) == list(expected.layers)
     for index, layer in actual.layers.items():
@@ -118,7 +118,7 @@ def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_are_equal(make_copy):
-    assert_same(make_copy(make_scales()), make_scales())
+    assert_same_scales(make_copy(make_scales()), make_scales())
 
 
 # -- `for_layer` -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
     assert (type(constant), constant) == (float, 0.25)
     scales.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "kv_scales.safetensors", str(tmp_path)):
-        assert_same(resolve_scales(path), scales)
+        assert_same_scales(resolve_scales(path), scales)
 
 
 BAD_ARGUMENTS = {

@@ -79,7 +79,8 @@ def mount_application(application, path: str = "/llm", **options: object) -> Tes
     return TestClient(Starlette(routes=[Mount(path, application)], **options))
 
 
-# Mounted at /v1, each path contains /v1 twice. Only the second /v1 belongs to the application.
+# With the mount at /v1, the path of a request for an answer contains /v1 twice. Only the second
+# /v1 belongs to the application.
 @pytest.mark.parametrize("path", ["/llm", "/v1", ""])
 def test_a_mounted_application_answers_like_generate(build_application, folder, path):
     application = build_application()

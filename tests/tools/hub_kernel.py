@@ -23,7 +23,7 @@ VERSION = 1
 BACKENDS = ("cuda", "rocm", "cpu")
 BACKEND_FILE = "ops/triton/backend.py"
 # Folder of the files that do not come from the package: public names, tests and card.
-EXTRA_FILES = ROOT / "tests" / "data" / "hub_kernel"
+EXTRA_FOLDER = ROOT / "tests" / "data" / "hub_kernel"
 
 
 def find_sources(first_file: str = BACKEND_FILE) -> list[str]:
@@ -54,18 +54,18 @@ def is_emptied(file: Path) -> bool:
 
 
 def write_kernel(folder: Path) -> None:
-    """Replace the contents of a folder by the kernel's repository."""
+    """Replace the contents of a folder with the kernel's repository."""
     shutil.rmtree(folder, ignore_errors=True)
     source_folder = folder / "torch-ext" / MODULE_NAME
     for path in find_sources():
         (source_folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / path, source_folder / path)
     (source_folder / "ops" / "__init__.py").write_text('"""Operations on stored pages."""\n')
-    shutil.copy(EXTRA_FILES / "init.py", source_folder / "__init__.py")
+    shutil.copy(EXTRA_FOLDER / "init.py", source_folder / "__init__.py")
     (folder / "tests").mkdir()
-    shutil.copy(EXTRA_FILES / "own_tests.py", folder / "tests/test_kernel.py")
+    shutil.copy(EXTRA_FOLDER / "own_tests.py", folder / "tests/test_kernel.py")
     shutil.copy(ROOT / "LICENSE", folder)
-    card = (EXTRA_FILES / "CARD.md").read_text()
+    card = (EXTRA_FOLDER / "CARD.md").read_text()
     for field, value in (("title", HUB_NAME), ("version", VERSION), ("commit", read_commit())):
         card = card.replace(f"{{{field}}}", str(value))
     (folder / "CARD.md").write_text(card)

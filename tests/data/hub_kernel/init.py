@@ -42,8 +42,10 @@ def new_pages(
     """
     if format not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
-    uint8, side = torch.uint8, StoredSide(None, None, format, head_dim, rotated)
-    page_bytes = make_page_layout(heads, page_size, head_dim, head_dim, uint8, uint8, True).size
-    block = torch.zeros(pages, page_bytes, dtype=uint8, device=table.device)
+    code_dtype, side = torch.uint8, StoredSide(None, None, format, head_dim, rotated)
+    page_bytes = make_page_layout(
+        heads, page_size, head_dim, head_dim, code_dtype, code_dtype, True
+    ).size
+    block = torch.zeros(pages, page_bytes, dtype=code_dtype, device=table.device)
     offsets = torch.arange(0, pages * page_bytes, page_bytes, device=table.device)
-    return Pages(side, side, block, table, offsets, heads, page_size, uint8, uint8, True)
+    return Pages(side, side, block, table, offsets, heads, page_size, code_dtype, code_dtype, True)

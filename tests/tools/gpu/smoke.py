@@ -12,7 +12,7 @@ import torch
 import transformers
 import triton
 
-from benchmarks.gpu.attention import attend, make_query, make_schedule_step
+from benchmarks.gpu.attention import attend, make_query, make_schedule
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.random_data import compute_output_error, make_layer_pages
 from benchmarks.gpu.record import TOLERANCE
@@ -29,7 +29,7 @@ def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
     """Return the error of attention over scattered pages, whose sequences a schedule may split."""
     [pages] = make_layer_pages(stage, fmt, case, 1, 8)
     query = make_query(stage, case)
-    _, schedule, lengths = make_schedule_step(stage, case, "triton")
+    _, schedule, lengths = make_schedule(stage, case, "triton")
     output = attend(query, pages, lengths, case, schedule, "triton")
     return compute_output_error(output, query, pages, case)
 

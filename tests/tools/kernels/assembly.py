@@ -119,8 +119,8 @@ def predict_cycles(loop: Sequence[str]) -> float:
 
     The result is the sum of the cycles of issuing, of products and of accesses to shared memory,
     because they do not overlap if a single program runs on an SM and its warps wait for each other.
-    A product of a warp group reads its operands while it multiplies. Latencies do not count. An SM
-    issues four instructions per cycle, multiplies 2,048 pairs, and accesses 128 bytes of shared
+    A product of a warp group reads its operands while it multiplies. Latencies do not count. Per
+    cycle, an SM issues four instructions, multiplies 2,048 pairs and accesses 128 bytes of shared
     memory.
     """
     cycles = len(loop) / 4 + _count(r"HMMA\.16816\b", loop)

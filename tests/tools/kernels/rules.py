@@ -64,7 +64,7 @@ def find_violations(
     if assembly.doubles:
         yield f"{assembly.doubles} float64 instructions"
     if assembly.fused_products and "bias" in variant.extras:
-        # The lowest value minus itself would not be 0.
+        # A fused product is not rounded. A hidden logit minus its rounded value would not be 0.
         yield f"{assembly.fused_products} products with log2(e) fused with sums"
     # Moves of bytes also convert E5M2 to float16, so E5M2 needs no instruction.
     fmt = FORMATS.get(variant.k)
@@ -97,13 +97,13 @@ def find_violations(
     num_programs = target.count_programs(assembly.registers, num_warps, shared_bytes)
     expected_programs = estimate_programs(target, variant.queries_per_head * variant.num_tokens)
     # Only NVIDIA's assembly unpacks four codes at once.
-    is_slow = not target.is_nvidia and any(
+    unpacks_single_codes = not target.is_nvidia and any(
         FORMATS[name].bits < 8 for name in (variant.k, variant.v) if name in FORMATS
     )
     if (
         variant.is_main
         and variant.operation == "decode"
         and num_programs < expected_programs
-        and not is_slow
+        and not unpacks_single_codes
     ):
         yield f"{num_programs} of {expected_programs} programs fit on an SM"
