@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="Folder or Hub id. Default: a small random BART.")
     default_text = "translate English to German: How are you?"
-    parser.add_argument("--text", default=default_text, help="Input of the model of --model.")
+    parser.add_argument("--text", default=default_text, help="Input, if --model is given.")
     args = parser.parse_args()
     if args.model:
         model = AutoModelForSeq2SeqLM.from_pretrained(args.model)

@@ -1,4 +1,4 @@
-"""Train with GRPO in TRL. By default the trainer attends to the same 8-bit K and V as rollouts.
+"""Train with GRPO in TRL. By default the trainer attends to the same 8-bit K and V as the rollouts.
 
     python examples/rl.py
 

@@ -168,7 +168,7 @@ FULL = RunSizes(
     },
 )  # fmt: skip
 
-# The cases of the eight minutes on a new GPU (`first`).
+# The sizes of the first eight minutes on a new GPU (first.py).
 SHORT = replace(
     FULL,
     decode_cases=(_DECODE_CASES[0], Case((1024,)), Case((32768,)), Case((4096,) * 64)),

@@ -74,6 +74,6 @@ def planned_scales_for(model: PreTrainedModel, **options: bool) -> KVScales:
 
 
 def protected_plan_for(model: PreTrainedModel, sides: str = "K", layer: int = 0) -> StoragePlan:
-    """Return a dynamic `planned_scales_for` whose `layer` has the plan `PROTECTED_PLANS[sides]`."""
+    """Return the plan of `planned_scales_for`, in which `layer` has `PROTECTED_PLANS[sides]`."""
     layers = planned_scales_for(model, is_dynamic=True).layers
     return StoragePlan(layers | {layer: LayerScales(None, None, plan=PROTECTED_PLANS[sides])})
