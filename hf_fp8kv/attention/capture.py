@@ -9,11 +9,12 @@ buffers. A growing cache reserves pages for the next steps (`PagedLayers.reserve
 
 A graph is only replayed for the model and the cache for which it was captured. It belongs to one
 call of `generate()`, because only the frame of that call refers to the `CapturedStep`. Other
-threads and later calls have separate graphs and buffers. Adapters, weights, attention, dtype, batch
-and training mode may therefore change between calls. Within a call, a graph is replayed only if the
-inputs have equal shapes, dtypes, devices and constants, if no operation has changed the cache, and
-if every layer has the same pages. The next replay reads weights that are written in place. A
-processor that replaces weights or switches adapters in the middle of a call is not noticed.
+threads and later calls have separate graphs and buffers, also after an exception in a processor.
+Adapters, weights, attention, dtype, batch and training mode may therefore change between calls.
+Within a call, a graph is replayed only if the inputs have equal shapes, dtypes, devices and
+constants, if no operation has changed the cache, and if every layer has the same pages. The next
+replay reads weights that are written in place. A processor that replaces weights or switches
+adapters in the middle of a call is not noticed.
 """
 
 import operator

@@ -18,9 +18,8 @@ from ..utils.text import suggest
 FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
 _BLOCK_SIZE = 32  # number of values that share a scale in llama.cpp's formats
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
-_CACHE_TOKENS = (
-    1024  # number of tokens of a cache whose bytes are counted, a multiple of every page size
-)
+# Number of tokens of a cache whose bytes are counted, a multiple of every page size.
+_CACHE_TOKENS = 1024
 States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer, [B, Hkv, N, D]
 Rounding = Callable[[torch.Tensor, torch.Tensor], States]  # rounds K and V
 
