@@ -183,8 +183,8 @@ class SidePlan:
                 )
         if self.is_auto and (self.rotated or self.centered):
             raise ConfigError(
-                f"format: expected an 8-bit format for rotation or a center, got {self}. 'model' "
-                "stores values unchanged"
+                f"format: expected a quantized format for rotation or a center, got {self}. "
+                "'model' stores values unchanged"
             )
 
     @property

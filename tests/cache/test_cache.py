@@ -165,7 +165,7 @@ def test_skipped_layers_are_not_paged(skipped: Any, expected: list[int]) -> None
         ({"max_cache_len": 0}, "max_cache_len"),
         ({"max_pages": -1}, "max_pages"),
         ({"prefill": "fast"}, r"prefill: expected .*\. Leave it out"),
-        ({"plan": "auto centered"}, "neither rotation nor a center"),
+        ({"plan": "auto centered"}, "a quantized format for rotation or a center"),
         ({"skip_layers": [7]}, "skip_layers"),
         ({"skip_layers": ["slding_attention"]}, "skip_layers"),
         ({"skip_layers": None}, "skip_layers: .*None"),

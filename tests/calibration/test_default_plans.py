@@ -580,7 +580,7 @@ def test_a_frozen_plan_is_shared_by_a_store(store: PrefixStore, own_plan: Any) -
     model = make_model()
     resolve_plan(model, {}, prefix_store=store)
     freeze_plan(model, own_plan)
-    take_step(model, rate=1e-3)
+    take_step(model, learning_rate=1e-3)
     assert resolve_and_count(model, store) == (own_plan.digest, 0)
     unfreeze_plan(model)
     assert resolve_and_count(model, store) == (own_plan.digest, 0)
