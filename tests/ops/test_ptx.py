@@ -159,7 +159,7 @@ FAULTS = {
     "a matrix not transposed": Fault("decode", "_attend", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
     "no barrier at all": Fault("extend sm_80", "_attend", "", r"\tbar\.sync\s+0", ""),
     "rows of an older schedule": Fault(
-        "schedule", "_schedule", "tl.store(schedule_ptr + unused", r"@%p\d+ st\.global[^;]*", ""
+        "schedule", "_schedule", "tl.store(unused_ptrs, -1", r"@%p\d+ st\.global[^;]*", ""
     ),
     "a token without a place is stored": Fault(
         "write", "_write", "tl.store(code_ptrs, codes, mask=exists", r"@%p\d+ (st\.global)", r"\1"

@@ -287,11 +287,8 @@ def _schedule(
 
     if own_b == batch - 1:
         unused_rows = (total_parts + i)[:, None]
-        tl.store(
-            schedule_ptr + unused_rows * 4 + tl.arange(0, 4)[None, :],
-            -1,
-            mask=unused_rows < max_parts,
-        )
+        unused_ptrs = schedule_ptr + unused_rows * 4 + tl.arange(0, 4)[None, :]
+        tl.store(unused_ptrs, -1, mask=unused_rows < max_parts)
 
 
 @triton.jit
