@@ -170,7 +170,7 @@ def test_invalid_plans_of_a_cache_are_refused(options: dict[str, Any], message: 
 def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
     invalid_texts: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
     for text in invalid_texts:
-        with pytest.raises(ConfigError, match=r"Write it|expected one of|expected an 8-bit"):
+        with pytest.raises(ConfigError, match=r"Write it|expected one of|expected a quantized"):
             SidePlan.parse(text)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")
