@@ -203,7 +203,7 @@ newest: $(READY)
 
 $(DOCS)/ready: $(READY)
 	$(call make_environment,$(DOCS))
-	$(DOCS)/bin/$(PIP) mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
+	$(DOCS)/bin/$(PIP) matplotlib==3.11.2 mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
 	@touch $@
 
 docs: $(DOCS)/ready

@@ -4,7 +4,6 @@ An invalid value raises `typer.BadParameter`, which exits with 2.
 """
 
 import difflib
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -64,15 +63,6 @@ def parse_output_path(path: str) -> str:
     if not Path(path).parent.is_dir():
         raise typer.BadParameter(f"expected a file in an existing folder, got {path!r}")
     return path
-
-
-def parse_png_path(path: str) -> str:
-    """Return the path of a plot. It must end in .png, and matplotlib must be installed."""
-    if Path(path).suffix.lower() != ".png":
-        raise typer.BadParameter(f"expected a file that ends in .png, got {path!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("matplotlib is not installed: pip install 'hf-fp8kv[plot]'")
-    return parse_output_path(path)
 
 
 def parse_scales(text: str) -> str | float:

@@ -1,6 +1,5 @@
 """`hf-fp8kv card`, which measures the quality, memory and speed of a model with each cache."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -45,7 +44,7 @@ def card(
 ) -> None:
     """Measure a model with each cache: KL, drift, lost answers, bytes and speed."""
     from hf_fp8kv.card.measure import SIZES, measure_card
-    from hf_fp8kv.card.rendering import draw_badge, draw_plot, format_markdown, format_table
+    from hf_fp8kv.card.rendering import format_markdown, format_table
     from hf_fp8kv.utils.files import write_atomically
 
     if quick and long:
@@ -69,12 +68,7 @@ def card(
     files = {
         folder / "card.json": (json.dumps(result, indent=2) + "\n").encode(),
         folder / "card.md": format_markdown(result).encode(),
-        folder / "badge.svg": draw_badge(result).encode(),
     }
-    if importlib.util.find_spec("matplotlib"):
-        files[folder / "drift.png"] = draw_plot(result)
-    else:
-        print_note("drift.png needs matplotlib: pip install 'hf-fp8kv[plot]'")
     write_atomically({**files, parts_path: None})
     if as_json:
         print(json.dumps(result))

@@ -1,4 +1,4 @@
-"""`hf-fp8kv convert`, which converts static scales between formats, or uploads them."""
+"""`hf-fp8kv convert`, which converts static scales between formats."""
 
 import json
 import logging
@@ -16,10 +16,8 @@ logger = logging.getLogger("hf_fp8kv.convert")
 
 def convert(
     scales: Scales,
+    out: Annotated[str, typer.Argument(help="Folder of the new files. Created if missing.")],
     to: Annotated[str, typer.Option(help=", ".join(SCALE_FORMATS), **make_choice(SCALE_FORMATS))],
-    out: Annotated[
-        str | None, typer.Argument(help="Folder of the new files. Created if missing.")
-    ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Write a copy of this checkpoint with the scales."),
@@ -45,28 +43,15 @@ def convert(
             "--lenient", help="Warn of missing layers or a different model type, but do not fail."
         ),
     ] = False,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(metavar="REPO", help="Upload the scales instead of writing them to a folder."),
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Base model on the Hub, for the model card.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Convert static scales to another format, and print the path of each new file.
 
     Scales that the format cannot hold are reduced with a warning, so that nothing saturates.
     """
-    if (out is None) == (push_to_hub is None):
-        message = f"expected a folder or --push-to-hub, got {'both' if out else 'neither'}"
-        raise typer.BadParameter(message, param_hint="OUT")
-    if out is not None and Path(out).suffix in (".json", ".safetensors"):
+    if Path(out).suffix in (".json", ".safetensors"):
         message = f"expected a folder (the format names the files in it), got {out!r}"
         raise typer.BadParameter(message, param_hint="OUT")
-    if push_to_hub is not None and checkpoint is not None:
-        message = "uploads only the scales. Omit --checkpoint, or write the copy to a folder"
-        raise typer.BadParameter(message, param_hint="--push-to-hub")
     if weights == "link" and checkpoint is None:
         raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
     from hf_fp8kv.errors import ScaleError
@@ -74,12 +59,6 @@ def convert(
 
     from .scales_table import describe_scales
 
-    options: dict[str, Any] = {
-        "format": to,
-        "overwrite": overwrite,
-        "tp_size": tp_size,
-        "base_model": base_model,
-    }
     with handle_log(log := WarningLog()):
         source = KVScales.from_pretrained(scales, strict=not lenient)
         description = describe_scales(source)
@@ -92,16 +71,17 @@ def convert(
                 if not lenient:
                     raise ScaleError(f"{message}. Omit --model-type, or pass --lenient")
                 logger.warning("%s: written as %r", message, model_type)
-        files: list[str] = []
-        if push_to_hub is not None:
-            commit = typed_scales.push_to_hub(push_to_hub, **options)
-            target = {"format": to, "repo": push_to_hub, "commit": commit}
-        else:
-            options |= {"checkpoint": checkpoint, "weights": weights}
-            paths = typed_scales.save_pretrained(str(out), **options)
-            files = list(map(str, paths))
-            target = {"format": to, "folder": str(out)}
+        paths = typed_scales.save_pretrained(
+            out,
+            format=to,
+            checkpoint=checkpoint,
+            weights=weights,
+            overwrite=overwrite,
+            tp_size=tp_size,
+        )
+    files = [str(path) for path in paths]
     if as_json:
+        target = {"format": to, "folder": out}
         output = {"from": description, "to": target, "files": files, "warnings": log.messages}
         print(json.dumps(output))
         return
@@ -109,4 +89,4 @@ def convert(
         f"{source.format} -> {to}: {len(source.layers)} layers, per {source.granularity}"
         f"{', K centered' * source.centered}, {typed_scales.model_type or 'model type unknown'}"
     )
-    print("\n".join(files) or target["commit"])
+    print("\n".join(files))

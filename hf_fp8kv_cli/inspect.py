@@ -21,10 +21,6 @@ def inspect(
             metavar="FILE", help=f"Texts on which to measure the scales: {arguments.TEXTS_HELP}"
         ),
     ] = None,
-    plot: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Path of a PNG plot.", parser=arguments.parse_png_path),
-    ] = None,
     dtype: arguments.ScalesDtype = None,
     max_tokens: arguments.MaxTokens = None,
     max_length: arguments.MaxLength = None,
@@ -41,7 +37,6 @@ def inspect(
     """
     from hf_fp8kv import KVScales, calibration
 
-    from .scales_plot import plot_scales
     from .scales_table import describe_layers, describe_scales, list_remarks, render_scales
 
     options = arguments.collect_user_options(ctx)
@@ -50,9 +45,9 @@ def inspect(
         raise typer.BadParameter("requires --texts", param_hint=option)
     with handle_log(log := WarningLog()):
         if _is_saved_cache(scales):
-            if texts is not None or plot is not None:
-                option = "--texts" if texts is not None else "--plot"
-                raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
+            if texts is not None:
+                message = "requires scales, got a saved cache"
+                raise typer.BadParameter(message, param_hint="--texts")
             _show_cache(scales, as_json)
             return
         # Faulty scales are shown with warnings. Unreadable scales raise an error.
@@ -63,8 +58,6 @@ def inspect(
             loaded_model, tokenizer = load_model(model, device, model_dtype)
             options |= {"tokenizer": tokenizer}
             report = calibration.measure(loaded_model, kv_scales, loaded_texts, **options)
-        if plot is not None:
-            plot_scales(kv_scales, report, plot)
         if as_json:
             output = {
                 **describe_scales(kv_scales),

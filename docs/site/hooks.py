@@ -54,7 +54,7 @@ def on_files(files: Files, config: Any) -> Files:
     add(EXAMPLES, "".join(_examples()))
     add("site.css", CSS)
     add("benchmarks/index.md", "".join(_benchmarks(add)))
-    add("cards.md", "".join(_board(add)))
+    add("cards.md", "".join(_board()))
     return files
 
 
@@ -117,9 +117,9 @@ def _examples() -> Iterator[str]:
             yield f"{text}\n\n"
 
 
-def _board(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
-    """Yield the page of all cards, and add their plots."""
-    from hf_fp8kv.card.rendering import draw_badge, draw_plot, format_markdown, format_verdict
+def _board() -> Iterator[str]:
+    """Yield the page of all cards."""
+    from hf_fp8kv.card.rendering import format_markdown, format_verdict
 
     yield (
         "# Cards\n\nWhat models lose with an 8-bit cache, by `hf-fp8kv card`. "
@@ -131,10 +131,7 @@ def _board(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
         yield f"* [{card['settings']['model']}](#{name}): {format_verdict(card)}\n"
     for name, card in cards.items():
         title, _, rest = format_markdown(card).partition("\n")
-        add(f"cards/{name}.svg", draw_badge(card))
-        add(f"cards/{name}.png", draw_plot(card))
-        yield f"\n#{title} {{ #{name} }}\n\n![badge](cards/{name}.svg)\n{rest}"
-        yield f"\n![KL by position of the answer](cards/{name}.png)\n"
+        yield f"\n#{title} {{ #{name} }}\n\n{rest}"
 
 
 # -- benchmarks ------------------------------------------------------------------------------------

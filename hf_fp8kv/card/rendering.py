@@ -1,33 +1,18 @@
-"""Format a card as a table for a terminal, as Markdown, as a badge, and as a plot."""
+"""Format a card as a table for a terminal, and as Markdown."""
 
-import io
 import math
-import statistics
 from collections.abc import Iterator, Mapping
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from ..utils.terminal import build_table
 from .caches import FLOOR
-from .drift import WINDOW_TOKENS, format_change
+from .drift import format_change
 from .long_texts import KINDS
 from .measure import TIERS, find_tier, select_rows
 from .predictions import EXACT, STORED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-_BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" \
-aria-label="{label}: {text}"><rect width="{width}" height="20" rx="3" fill="#555"/>\
-<rect x="{label_width}" width="{text_width}" height="20" rx="3" fill="{color}"/>\
-<g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">\
-<text x="{label_x}" y="14">{label}</text><text x="{text_x}" y="14">{text}</text></g></svg>
-"""
-_BADGE_COLORS = dict(zip(TIERS, ("#2e8540", "#4c8a1d", "#b07d00", "#b5392d"), strict=True))
-_CHARACTER_PIXELS = 7  # width of a character of a badge
-# Colors that color-blind readers can distinguish (Okabe and Ito).
-_COLORS = ("#0072b2", "#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#f0e442")
-_WINDOWS_PER_POINT = 4  # number of windows whose mean is a point of the plot
 
 
 def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
@@ -192,48 +177,3 @@ def _describe_conditions(card: Mapping[str, Any]) -> str:
         f"transformers {versions['transformers']}, hf-fp8kv {versions['hf-fp8kv']}, "
         f"{card['date'][:10]}."
     )
-
-
-def draw_badge(card: Mapping[str, Any]) -> str:
-    """Return an SVG with the tier and divergence of the first cache."""
-    verdict = next(iter(card["caches"].values()))["verdict"]
-    label = "quantized KV cache"
-    text = f"KL {verdict['kl']:.1e}, {verdict['tier']}"
-    if verdict["findings"]:
-        text += ", see card"
-    label_width, text_width = (_CHARACTER_PIXELS * len(part) + 10 for part in (label, text))
-    color = _BADGE_COLORS["visible" if verdict["findings"] else verdict["tier"]]
-    return _BADGE.format(
-        width=label_width + text_width,
-        label_width=label_width,
-        text_width=text_width,
-        color=color,
-        label=label,
-        text=text,
-        label_x=label_width / 2,
-        text_x=label_width + text_width / 2,
-    )
-
-
-def draw_plot(card: Mapping[str, Any]) -> bytes:
-    """Return a PNG that plots the divergence by position in the answer."""
-    from matplotlib.figure import Figure
-
-    # pyplot is not used, because it would look for a display.
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for color, cache in zip(cycle(_COLORS), card["caches"].values(), strict=False):
-        windows = cache["drift"]["windows"]
-        starts = range(0, len(windows), _WINDOWS_PER_POINT)
-        groups = {start: windows[start : start + _WINDOWS_PER_POINT] for start in starts}
-        positions = [WINDOW_TOKENS * (start + len(group) / 2) for start, group in groups.items()]
-        means = [1e3 * statistics.mean(group) for group in groups.values()]
-        axes.plot(positions, means, color=color, label=cache["title"])
-    axes.set_title(card["settings"]["model"], loc="left", parse_math=False)
-    ylabel = "mean KL from the unquantized cache, 1e-3"
-    axes.set(xlabel="position in the answer, tokens", ylabel=ylabel, yscale="log")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
-    png = io.BytesIO()
-    figure.savefig(png, dpi=100, format="png")
-    return png.getvalue()

@@ -11,7 +11,6 @@ from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from transformers import CONFIG_MAPPING
 
 from ..errors import ScaleError
@@ -20,9 +19,9 @@ from ..utils.digests import digest_decoder
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
 from . import save
-from .checkpoint.checkpoint import HubFolder, HubOptions, translate_hub_errors
+from .checkpoint.checkpoint import HubOptions
 from .checkpoint.configs import find_text_config
-from .formats.base import TensorFormat, reduce_scales, to_json
+from .formats.base import reduce_scales, to_json
 from .layer_scales import (
     SKIP_ADVICE,
     LayerScales,
@@ -32,7 +31,6 @@ from .layer_scales import (
     parse_constant,
 )
 from .load import read_checkpoint, read_file
-from .model_card import CARD_FILE, make_card
 from .read_options import ReadOptions
 
 logger = logging.getLogger(__name__)
@@ -144,7 +142,6 @@ class KVScales(ScaleData):
         weights: save.Weights = "copy",
         overwrite: bool = False,
         tp_size: int = 1,
-        base_model: str | None = None,
     ) -> list[Path]:
         """Write the scales in a format, alone or into a checkpoint, and return the paths.
 
@@ -162,8 +159,6 @@ class KVScales(ScaleData):
                 copy. In the folder of a model, the scales are added. Its weights and all entries of
                 its `config.json` are kept.
             tp_size: Number of ranks, for "vllm-json". All ranks get the largest scale of a layer.
-            base_model: Repository of `checkpoint`, for the card (README.md) of the copy. The card
-                describes the scales and how to load them.
 
         Raises:
             ScaleError: The format cannot hold the scales, or the folder cannot be used for them.
@@ -172,7 +167,6 @@ class KVScales(ScaleData):
         target = Path(folder)
         scales, losses = reduce_scales(self, writer)
         source = target if checkpoint is None else Path(checkpoint)
-        has_model = checkpoint is not None or bool(save.find_weight_files(save.list_files(source)))
         base = save.read_base(
             target,
             writer,
@@ -193,82 +187,10 @@ class KVScales(ScaleData):
                 )
             if base.removed_tensors:
                 files = {"config.json": to_json(base.config), **files}
-        if base is not None and has_model:
-            name = target.resolve().name
-            path = source / CARD_FILE
-            old_card = path.read_bytes() if path.is_file() else b""
-            files[CARD_FILE] = make_card(scales, losses, writer, name, old_card, name, base_model)
         paths = save.write_files(source, target, files, base, scales, weights, tp_size)
         if losses := losses + writer.describe_gaps(self, base):
             logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
         return paths
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        format: str = "hf_fp8kv",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str = "Add scales of the KV cache",
-        overwrite: bool = False,
-        tp_size: int = 1,
-        base_model: str | None = None,
-    ) -> str:
-        """Upload the files of `save_pretrained` without weights, and return the commit's address.
-
-        A card (README.md) describes the scales and their use. An existing card is extended.
-
-        Args:
-            repo_id: The repository. It is created if missing.
-            private, token, revision, commit_message: As in huggingface-hub.
-            format, overwrite, tp_size: As in `save_pretrained`.
-            base_model: Repository of the calibrated model, for the card.
-
-        Raises:
-            ScaleError: The format cannot hold the scales, or the repository does not accept them.
-        """
-        writer = save.find_format(format, tp_size)
-        scales, losses = reduce_scales(self, writer)
-        files = writer.make_files(scales, tp_size)
-        api = HfApi(token=token)
-        with translate_hub_errors(repo_id, "written"):
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            old_files = api.list_repo_files(repo_id, revision=revision)
-            save.check_target(repo_id, old_files, files, overwrite=overwrite)
-            if not isinstance(writer, TensorFormat):
-                save.check_readable(HubFolder(repo_id, revision, token), files)
-            weights = save.find_weight_files(old_files)
-            old_scales = {*files} & {*old_files} - {"config.json"}
-            has_model = weights or ("config.json" in old_files and not old_scales)
-            if "config.json" in files and has_model:
-                raise ScaleError(
-                    f"{repo_id}: expected a repository without weights and their config.json, got "
-                    f"{format_list([*weights, 'config.json'])}. Choose another repository, or "
-                    "write the scales into a copy of the checkpoint (checkpoint=) and upload it"
-                )
-            old_card = b""
-            if CARD_FILE in old_files:
-                path = api.hf_hub_download(repo_id, CARD_FILE, revision=revision)
-                old_card = Path(path).read_bytes()
-            model = repo_id if weights else base_model or "MODEL"
-            card = make_card(scales, losses, writer, repo_id, old_card, model, base_model)
-            contents = {**save.place_files(old_files, files), CARD_FILE: card}
-            commit = api.create_commit(
-                repo_id,
-                [
-                    CommitOperationDelete(n) if content is None else CommitOperationAdd(n, content)
-                    for n, content in contents.items()
-                ],
-                commit_message=commit_message,
-                revision=revision,
-            )
-        if losses := losses + writer.describe_gaps(self):
-            logger.warning("%s: written as %s: %s", repo_id, format, "; ".join(losses))
-        return str(commit.commit_url)
 
     def for_layer(
         self,

@@ -1,4 +1,4 @@
-"""Write scales alone, into a checkpoint, into a copy of a checkpoint, or to the Hub.
+"""Write scales alone, into a checkpoint, or into a copy of a checkpoint.
 
 Nothing is changed before all files are complete under temporary names. `config.json` comes last, so
 until then a folder has the same weights under the old config.
@@ -78,7 +78,7 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
     return format
 
 
-def place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
+def _place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict[str, bytes | None]:
     """Return contents by path, or None to delete. Next to weights, "hf_fp8kv" has a subfolder."""
     if KV_FILE not in files:
         return dict(files)
@@ -112,9 +112,9 @@ def read_base(
         raise ScaleError(f"{target}: expected a folder, got a file. Choose another path")
     if checkpoint is None:
         old_files = list_files(target)
-        check_target(target, old_files, new_files, overwrite=overwrite)
+        _check_target(target, old_files, new_files, overwrite=overwrite)
         if not isinstance(format, TensorFormat):
-            check_readable(LocalFolder(target), new_files)
+            _check_readable(LocalFolder(target), new_files)
             return None
         # A folder without weights has scales, or is empty.
         overwrite = True
@@ -179,7 +179,7 @@ def _find_scale_tensors(folder: Folder) -> tuple[dict[str, str], list[str]]:
     return tensor_files, names
 
 
-def check_readable(folder: Folder, files: Collection[str]) -> None:
+def _check_readable(folder: Folder, files: Collection[str]) -> None:
     """Raise ScaleError if a folder has scales among its tensors, which are read before `files`."""
     _, old_scales = _find_scale_tensors(folder) if KV_FILE not in files else ({}, [])
     if old_scales:
@@ -200,7 +200,7 @@ def write_files(
     tp_size: int,
 ) -> list[Path]:
     """Write files of scales to a folder, or to a copy of `source`, and return the paths."""
-    contents: dict[str, _Content] = {**place_files(list_files(source), files)}
+    contents: dict[str, _Content] = {**_place_files(list_files(source), files)}
     _verify_files(source, target, contents, scales, tp_size)
     if base is not None:
         transfer = partial(_transfer_file, "link" if source == target else weights)
@@ -336,7 +336,7 @@ def find_weight_files(names: Iterable[str]) -> list[str]:
     return [name for name in files if PurePath(name).suffix.lower() in WEIGHT_SUFFIXES]
 
 
-def check_target(
+def _check_target(
     target: object, old_files: Collection[str], files: Collection[str], *, overwrite: bool
 ) -> None:
     """Raise ScaleError unless `files` of scales may be written to a place with `old_files`.

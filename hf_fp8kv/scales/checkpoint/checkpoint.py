@@ -76,20 +76,6 @@ class HubOptions(TypedDict, total=False):
     subfolder: str | None
 
 
-@contextmanager
-def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
-    """Raise ScaleError for any error of the Hub's client. `verb` is "read" or "written"."""
-    try:
-        yield
-    except _HUB_ERRORS as error:
-        if isinstance(error, ScaleError):
-            raise
-        raise ScaleError(
-            f"{repo}: expected a repository that can be {verb}, got {type(error).__name__}: "
-            f"{error}. Check the name, the revision and the token"
-        ) from error
-
-
 @dataclass
 class HubFolder:
     """Like `LocalFolder`, for a repository on the Hub. Fetches only small files and scales."""
@@ -150,14 +136,23 @@ class HubFolder:
 
     @contextmanager
     def _ignore_missing(self) -> Iterator[None]:
-        """Ignore that a file does not exist, or is not cached while the Hub is unreachable."""
-        with translate_hub_errors(self.repo, "read"):
-            try:
-                yield
-            except EntryNotFoundError as error:
-                if isinstance(error, LocalEntryNotFoundError):
-                    reason = "offline: cached files only" if self.is_offline else "Hub unreachable"
-                    self.offline_reason = self.offline_reason or reason
+        """Ignore that a file does not exist, or is not cached while the Hub is unreachable.
+
+        Raise ScaleError for any other error of the Hub's client.
+        """
+        try:
+            yield
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):
+                reason = "offline: cached files only" if self.is_offline else "Hub unreachable"
+                self.offline_reason = self.offline_reason or reason
+        except _HUB_ERRORS as error:
+            if isinstance(error, ScaleError):
+                raise
+            raise ScaleError(
+                f"{self.repo}: expected a repository that can be read, got {type(error).__name__}: "
+                f"{error}. Check the name, the revision and the token"
+            ) from error
 
 
 Folder = LocalFolder | HubFolder
