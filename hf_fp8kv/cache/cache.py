@@ -529,7 +529,8 @@ class FP8PagedCache(DynamicCache):
         if not self.options.is_preallocated:
             length = self.host_length() + num_tokens
             for layer in self.stock_layers:
-                if can_crop(layer, num_tokens) and layer.get_seq_length() == length:
+                has_length = hasattr(layer, "get_seq_length")  # not if the layer shares keys
+                if has_length and layer.get_seq_length() == length and can_crop(layer, num_tokens):
                     layer.crop(-num_tokens)
 
     @contextmanager

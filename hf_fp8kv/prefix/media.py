@@ -24,8 +24,8 @@ _NEUTRAL_ARGUMENTS = (
 )  # fmt: skip
 # Arguments with a type of each token. 0 is text.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-# Model types in which a prompt's tokens attend to later tokens of the prompt, given token types.
-_BIDIRECTIONAL_PROMPTS = ("paligemma", "hrm_text")
+# Model types in which a prompt's tokens attend to later tokens of the prompt.
+_BIDIRECTIONAL_PROMPTS = ("paligemma",)
 _MODALITIES = ("image", "video", "audio", "speech")
 # The argument with the features of each modality that `generate()` computes before the prefill,
 # since transformers 5.24, and the attribute of the call's generation config with their inputs.
@@ -83,11 +83,15 @@ class PromptMedia:
         self._arguments = arguments
         self.placeholders = _find_placeholders(model_config, ids, _MODALITIES)
         self.image_digests: Tensor | None = None
-        token_types = [x for name in _TOKEN_TYPES if (x := arguments.get(name)) is not None]
-        self.is_comparable = not any(
-            model_config.model_type in _BIDIRECTIONAL_PROMPTS
-            or _has_typed_text(x, self.placeholders)
-            for x in token_types
+        self._token_types = {
+            name: x for name in _TOKEN_TYPES if (x := arguments.get(name)) is not None
+        }
+        # A model without placeholders may embed every type (GPT-2), or let the tokens of a type
+        # attend to later tokens.
+        self.is_comparable = model_config.model_type not in _BIDIRECTIONAL_PROMPTS and (
+            not any(_has_typed_text(x, self.placeholders) for x in self._token_types.values())
+            if _list_placeholder_ids(model_config, _MODALITIES)
+            else not self._token_types
         )
         self._passed_arguments = {
             name: x
@@ -107,6 +111,9 @@ class PromptMedia:
         self._starts: list[int] = []  # first column of each image
         if inputs and self.placeholders.any():
             self.image_digests = self._digest_images(ids, inputs)
+            # With cross-attention, the text before an image depends on whether images follow.
+            decoder = model_config.get_text_config(decoder=True)
+            self.is_comparable &= not hasattr(decoder, "cross_attention_layers")
         elif inputs:
             self.is_comparable = False
         # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
@@ -128,6 +135,10 @@ class PromptMedia:
             stop = int(columns.max()) + 1
             self._starts.append(start)
             hashes = {name: _hash_values(x[index]) for name, x in parts_by_name.items()}
+            for name, types in self._token_types.items():
+                # Types decide whether the tokens of an image attend to each other. 0 means no type.
+                if types.shape == ids.shape and (typed := types.cpu()[rows, columns].long()).any():
+                    hashes[name] = _hash_values(typed)
             digest = compute_digest(constants, hashes)
             # A digest is several numbers, which are assigned to consecutive tokens in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
@@ -194,9 +205,13 @@ class PromptMedia:
             self._arguments[_ENCODER_OUTPUTS] = outputs
 
 
-def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) -> Tensor:
+def _list_placeholder_ids(config: Any, modalities: tuple[str, ...]) -> list[int]:
     names = [f"{x}_token_{suffix}" for x in modalities for suffix in ("id", "index")]
-    token_ids = [x for name in names if isinstance(x := getattr(config, name, None), int)]
+    return [x for name in names if isinstance(x := getattr(config, name, None), int)]
+
+
+def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) -> Tensor:
+    token_ids = _list_placeholder_ids(config, modalities)
     return torch.isin(ids, torch.tensor(token_ids, dtype=ids.dtype, device=ids.device))
 
 
