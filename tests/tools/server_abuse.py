@@ -2,23 +2,19 @@
 
     python -m tests.tools.server_abuse --minutes 10
 
-The program starts `hf-fp8kv serve` on this machine with a tiny model. For some minutes, good
-clients request chats, completions, responses, streams, several answers, penalties, structured
-output and forced tools. Bad clients send incomplete bodies, bad chunks and floods of connections,
-abandon long prompts, or close connections while the response is sent. The program prints a table
-of all requests, and all violations:
+The program starts `hf-fp8kv serve` on this machine with a tiny model. Half of the requests are
+good: chats, completions, responses, streams, several answers, penalties, structured output and
+forced tools. The other half are bad: invalid or incomplete bodies, floods of connections, abandoned
+prompts, endless headers, and responses that are never read. With `--hostile`, all clients except
+one send only bad requests. The program prints all requests, and these violations:
 
 * a response with status 5xx, a different response to a repeated request, or a request without a
   response at its deadline
-* memory that still grows in the second half of the time
+* memory that still grows in the second half of the time, or by too much if clients are hostile
 * pages that are not freed, so the last request, which needs all pages, fails
-* a traceback in the log, a nonzero exit code or an exit after more than 35 s, after SIGTERM while
-  requests run
-
-With `--hostile`, all clients except one send requests that must not harm a server: long prompts
-that are abandoned, pipelined requests whose responses are never read, endless headers, and bodies
-without the last byte. There are two further violations: the 99th percentile of /health exceeds
-0.5 s, or memory grows by more than 256 MiB. Other processes of the machine also delay /health.
+* a traceback in the log, a nonzero exit code or a late exit, after SIGTERM while requests run
+* a 99th percentile of /health that is too high if clients are hostile. Other processes of the
+  machine also delay /health.
 """
 
 import argparse
@@ -30,9 +26,8 @@ import statistics
 import struct
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,15 +46,10 @@ MAX_GROWTH_BYTES = 24 * 2**20  # limit for the growth of memory from the second 
 MAX_HOSTILE_GROWTH_BYTES = 256 * 2**20
 MAX_HEALTH_SECONDS = 0.5  # limit for the 99th percentile of /health, if clients are hostile
 MAX_IDLE_SECONDS = 5.0  # time that a client may neither send nor read
-HELD_BODY_BYTES = 4 * 2**20 - 1  # size of a body whose last byte is not sent
-# Actions of hostile clients. The first action is also an action of bad clients.
-HOSTILE_ACTIONS = ("do_long_prompts", "do_pipeline", "do_headers", "do_stall")
-# Actions whose connections must not break.
-GOOD_ACTIONS = ("do_request", "do_repeat")
-LONG_PROMPT = "x" * 150_000  # too long for the model, and not too long to be tokenized
 MAX_EXIT_SECONDS = 35.0
+HELD_BODY = b"[" + b" " * (4 * 2**20 - 2)  # a body of 4 MiB
+LONG_PROMPT = "x" * 150_000  # too long for the model, and not too long to be tokenized
 REPEATED_FIELDS = {"prompt": "a steady question, ", "max_tokens": 24}
-WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -86,202 +76,84 @@ BAD_BODIES = (
     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "max_tokens": 100000000}',
     b'{"prompt": "x", "structured_outputs": {"regex": "("}}', b"[" * 50_000,
 )  # fmt: skip
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+PARTIAL_REQUESTS = (
+    b"", b"GET / HT", b"POST /v1/completions HTTP", CHUNKED + b"5\r\nhel",
+    CHUNKED + b"ffffffffffffffff\r\nx", CHUNKED + b"zz\r\nhello\r\n", CHUNKED + b"-1\r\n",
+)  # fmt: skip
+
+
+def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return the path and the fields of a random valid request."""
+    path = rng.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
+    # Most prompts have the same beginning, so they share pages.
+    text = "the same beginning of many " * rng.randrange(8) + "and words " * rng.randrange(1, 12)
+    fields = {"stream": rng.random() < 0.4}
+    num_tokens = rng.randrange(1, 40)
+    if path == RESPONSES:
+        return path, fields | {"input": text, "max_output_tokens": num_tokens}
+    fields |= {"max_tokens": num_tokens, "n": rng.choice((1, 1, 3))}
+    fields |= rng.choice(SHARED_FIELDS + (CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS))
+    if path == CHAT:
+        return path, fields | {"messages": [{"role": "user", "content": text}]}
+    return path, fields | {"prompt": rng.choice((text, [text, "another", "and one"]))}
+
+
+def make_post(path: str, body: bytes) -> bytes:
+    """Return the bytes of a request."""
+    return (
+        b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
+    )
+
+
+def read_status(connection: socket.socket) -> int:
+    """Return the status of the response on a connection."""
+    return int(connection.recv(4000).split()[1])
 
 
 class AbuseRun:
-    """The requests of all clients to a server. A method `do_ACTION` sends a kind of requests.
+    """The requests of all clients to a server. A method `send_KIND` sends a kind of request.
 
-    Args:
-        server: The server.
-        seconds: Duration of the run.
-        seed: Seed of the random requests.
-        is_hostile: Whether all clients except one are hostile.
+    An assertion that fails in such a method is a violation.
+
+    Attributes:
+        records: Kind, status and seconds of each request.
+        memory_bytes: Memory of the server over time.
+        violations: Descriptions of the violations.
     """
 
-    def __init__(self, server: Server, seconds: float, seed: int, *, is_hostile: bool) -> None:
-        self.server, self.seed, self.is_hostile = server, seed, is_hostile
-        self.request_seconds: dict[str, list[float]] = defaultdict(list)  # by action
-        self.status_counts: Counter[tuple[str, object]] = Counter()  # by action and status
-        self.memory_bytes: list[int] = []  # of the process over time
+    def __init__(self, server: Server, options: argparse.Namespace) -> None:
+        self.server, self.options = server, options
+        self.records: list[tuple[str, object, float]] = []
+        self.memory_bytes: list[int] = []
         self.violations: list[str] = []
-        self.lock = threading.Lock()
-        self.repeated_text = self.send(COMPLETIONS, REPEATED_FIELDS)[1]["choices"][0]["text"]
-        self.deadline = time.monotonic() + seconds
+        self.repeated_text = self.ask(COMPLETIONS, REPEATED_FIELDS)["choices"][0]["text"]
+        self.deadline = time.monotonic() + options.minutes * 60
 
     def run_client(self, index: int) -> None:
         """Run client `index` until the deadline of the run."""
-        rng = random.Random(self.seed * 1000 + index)
-        all_names = {name for name in dir(self) if name.startswith("do_")}
-        mixed_names = sorted(all_names.difference(HOSTILE_ACTIONS[1:]))
-        names = HOSTILE_ACTIONS if self.is_hostile else mixed_names
-        # Among hostile clients, client 0 is good. Otherwise half of the requests are good, so bad
-        # requests have clients to disturb.
-        good_name = "do_repeat" if self.is_hostile else "do_request"
+        rng = random.Random(self.options.seed * 1000 + index)
+        good_actions = (self.send_valid, self.send_repeated)
+        bad_actions = (
+            self.send_bad_body, self.send_and_leave, self.send_partial, self.send_long_prompts,
+            self.send_pipeline, self.send_headers,
+        )  # fmt: skip
         while time.monotonic() < self.deadline:
-            is_good = index == 0 if self.is_hostile else rng.random() < 0.5
-            name = good_name if is_good else rng.choice(names)
+            is_good = index == 0 if self.options.hostile else rng.random() < 0.5
+            action = rng.choice(good_actions if is_good else bad_actions)
             start = time.monotonic()
+            status: object = None
             try:
-                status: object = getattr(self, name)(rng)
+                status = action(rng)
             except Exception as error:
                 status = type(error).__name__
-                is_bad_client = isinstance(error, OSError) and name not in GOOD_ACTIONS
-                if not is_bad_client:
-                    self.add_violation(f"{name}: {error!r}"[:500])
-            self.record(name.removeprefix("do_"), status, time.monotonic() - start)
-
-    def record(self, name: str, status: object, seconds: float) -> None:
-        with self.lock:
-            self.status_counts[name, status] += 1
-            self.request_seconds[name].append(seconds)
-
-    def add_violation(self, text: str) -> None:
-        with self.lock:
-            self.violations.append(text)
-
-    # -- good clients -----------------------------------------------------------------------------
-
-    def send(self, path: str, fields: dict[str, Any]) -> tuple[int, Any]:
-        """Return the status and the JSON of a response, or of the last event of a stream."""
-        status, text, _ = self.server.ask(path, fields)
-        if not fields.get("stream") or status != 200:
-            return status, json.loads(text)
-        events = [line.removeprefix("data: ") for line in text.split("\n") if line]
-        if path != RESPONSES and events.pop() != "[DONE]":
-            raise AssertionError("the stream does not end with [DONE]")
-        return status, json.loads(events[-1])
-
-    def do_request(self, rng: random.Random) -> object:
-        path, fields = make_request(rng)
-        status, response = self.send(path, fields)
-        if status not in (200, 429) or (status == 200 and response.get("error") is not None):
-            self.add_violation(
-                f"{status} to {json.dumps(fields):.300}: {json.dumps(response):.300}"
-            )
-        return status
-
-    def do_repeat(self, rng: random.Random) -> object:
-        status, response = self.send(COMPLETIONS, REPEATED_FIELDS)
-        if self.is_hostile:
-            time.sleep(1)
-        if status == 200 and response["choices"][0]["text"] != self.repeated_text:
-            self.add_violation(f"a different response: {response['choices'][0]['text']!r}")
-        elif status not in (200, 429):
-            self.add_violation(f"{status} to the repeated request: {json.dumps(response):.300}")
-        return status
-
-    def do_bad_body(self, rng: random.Random) -> object:
-        with self._connect() as connection:
-            self._send_post(connection, COMPLETIONS, rng.choice(BAD_BODIES))
-            status = _read_status(connection)
-        if status not in (400, 429):
-            self.add_violation(f"a bad body: expected 400 or 429, got {status}")
-        return status
-
-    # -- bad clients ------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _connect(self, timeout: float = MAX_SECONDS) -> Any:
-        address = ("127.0.0.1", self.server.port)
-        with contextlib.closing(socket.create_connection(address, timeout=timeout)) as connection:
-            yield connection
-
-    def _send_post(
-        self, connection: socket.socket, path: str, body: bytes, *, length: int | None = None
-    ) -> None:
-        size = len(body) if length is None else length
-        connection.sendall(
-            b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (path.encode(), size, body)
-        )
-
-    def do_disconnect(self, rng: random.Random) -> object:
-        """Disconnect during the body, the prefill or the response, which is read slowly."""
-        path, fields = make_request(rng)
-        body = json.dumps(fields).encode()
-        with self._connect() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            length = len(body) if rng.random() < 0.8 else rng.randrange(1, len(body))
-            self._send_post(connection, path, body[:length], length=len(body))
-            time.sleep(rng.choice((0, 0.01, 0.1, 2)))
-            if rng.random() < 0.5:  # with RST
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return "left"
-
-    def do_bad_chunks(self, rng: random.Random) -> object:
-        chunk = rng.choice((b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx"))
-        with self._connect(10) as connection:
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-                b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" + chunk
-            )
-            if chunk[:1] in b"5f":  # the server waits for the rest of the chunk
-                return "left"
-            return _read_status(connection)
-
-    def do_flood(self, rng: random.Random) -> object:
-        with contextlib.ExitStack() as stack:
-            for _ in range(30):
-                connection = stack.enter_context(self._connect())
-                connection.sendall(rng.choice((b"", b"GET / HT", b"POST /v1/completions HTTP")))
-            time.sleep(rng.random())
-        return "left"
-
-    # -- hostile clients --------------------------------------------------------------------------
-
-    def do_long_prompts(self, rng: random.Random) -> object:
-        """Send many long prompts at once, and leave before the responses to all except the last."""
-        body = json.dumps({"prompt": LONG_PROMPT, "max_tokens": 1}).encode()
-        with contextlib.ExitStack() as clients:
-            for _ in range(rng.randrange(8)):
-                client = clients.enter_context(self._connect())
-                with contextlib.suppress(ConnectionError):  # refused before it is read
-                    self._send_post(client, COMPLETIONS, body)
-            time.sleep(rng.choice((0, 0.1, 1)))
-        with self._connect() as connection:
-            self._send_post(connection, COMPLETIONS, body)
-            status = _read_status(connection)
-        if status not in (400, 429):
-            self.add_violation(f"a long prompt: expected 400, got {status}")
-        return status
-
-    def do_pipeline(self, rng: random.Random) -> object:
-        """Repeat requests in one connection, without reading a response."""
-        requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
-        with self._connect(12 * MAX_IDLE_SECONDS) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            try:
-                while time.monotonic() < self.deadline:
-                    connection.send(requests)
-            except TimeoutError:
-                self.add_violation("a client that reads nothing was not disconnected")
-                return "hang"
-            except ConnectionError:
-                return "cut off"
-        return "left"
-
-    def do_headers(self, rng: random.Random) -> object:
-        with self._connect(30) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
-            try:
-                for number in range(20_000):
-                    connection.sendall(b"x%d: %s\r\n" % (number, b"y" * 1000))
-            except ConnectionError:
-                return "cut off"
-        self.add_violation("20 MB of headers were read")
-        return "read"
-
-    def do_stall(self, rng: random.Random) -> object:
-        """Send a body except its last byte, and wait."""
-        with self._connect(30) as connection:
-            self._send_post(
-                connection, COMPLETIONS, b"[" + b" " * (HELD_BODY_BYTES - 2), length=HELD_BODY_BYTES
-            )
-            connection.settimeout(rng.uniform(1, 20))
-            try:
-                return _read_status(connection)
-            except TimeoutError:
-                return "left"
+                if is_good or not isinstance(error, OSError):
+                    self.violations.append(f"{action.__name__}: {error!r}"[:500])
+            self.records.append((action.__name__, status, time.monotonic() - start))
 
     def request_health(self) -> None:
         """Request /health and read the memory of the process while the clients run."""
@@ -289,60 +161,140 @@ class AbuseRun:
         while time.monotonic() < self.deadline:
             start = time.monotonic()
             status = self.server.ask("/health")[0]
-            self.record("health", status, time.monotonic() - start)
+            self.records.append(("health", status, time.monotonic() - start))
             self.memory_bytes.append(process.memory_info().rss)
             time.sleep(0.05)
 
+    def ask(self, path: str, fields: dict[str, Any]) -> Any:
+        """Return the JSON of a response, or of the last event of a stream, or None if refused."""
+        status, text, _ = self.server.ask(path, fields)
+        assert status in (200, 429), f"{status} to {json.dumps(fields):.300}: {text:.300}"
+        if status == 429:
+            return None
+        if not fields.get("stream"):
+            return json.loads(text)
+        events = [line.removeprefix("data: ") for line in text.split("\n") if line]
+        assert path == RESPONSES or events.pop() == "[DONE]", "the stream has no end"
+        event = json.loads(events[-1])
+        assert event.get("error") is None, event
+        return event
 
-def _read_status(connection: socket.socket) -> object:
-    """Return the status of the response on a connection, or "closed" without a response."""
-    header = connection.recv(4000)
-    return int(header.split()[1]) if header.startswith(b"HTTP/1.1 ") else "closed"
+    def send_valid(self, rng: random.Random) -> object:
+        return "refused" if self.ask(*make_request(rng)) is None else "answered"
 
+    def send_repeated(self, rng: random.Random) -> object:
+        response = self.ask(COMPLETIONS, REPEATED_FIELDS)
+        if response is None:
+            return "refused"
+        assert response["choices"][0]["text"] == self.repeated_text, response
+        return "answered"
 
-def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return the path and the fields of a random valid request."""
-    path = rng.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
-    # Most prompts have the same beginning, so they share pages.
-    text = "the same beginning of many " * rng.randrange(8)
-    text += " ".join(rng.choices(WORDS, k=rng.randrange(1, 16)))
-    stream = rng.random() < 0.4
-    if path == RESPONSES:
-        fields = {"input": text, "max_output_tokens": rng.randrange(1, 40), "stream": stream}
-        return path, fields
-    fields = {"max_tokens": rng.randrange(1, 40), "stream": stream, "n": rng.choice((1, 1, 3))}
-    if path == CHAT:
-        fields["messages"] = [{"role": "user", "content": text}]
-    else:
-        fields["prompt"] = rng.choice((text, [text, "another", "and one"]))
-    path_fields = CHAT_FIELDS if path == CHAT else COMPLETION_FIELDS
-    return path, fields | rng.choice(SHARED_FIELDS + path_fields)
+    @contextlib.contextmanager
+    def _connect(self, timeout: float = MAX_SECONDS) -> Any:
+        address = ("127.0.0.1", self.server.port)
+        with contextlib.closing(socket.create_connection(address, timeout=timeout)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            yield connection
 
+    def send_bad_body(self, rng: random.Random) -> object:
+        with self._connect() as connection:
+            connection.sendall(make_post(COMPLETIONS, rng.choice(BAD_BODIES)))
+            status = read_status(connection)
+        assert status in (400, 429), f"a bad body: expected 400 or 429, got {status}"
+        return status
 
-def check_shutdown(abuse: AbuseRun) -> None:
-    """Check that a request can use all pages, and that requests finish after SIGTERM."""
-    server = abuse.server
-    server.wait_until(MAX_SECONDS, requests_active=0, requests_waiting=0)
-    status, response = abuse.send(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
-    if status != 200 or response["usage"]["completion_tokens"] != 9:
-        abuse.add_violation(f"the last request: {status} {json.dumps(response):.200}")
-    with ThreadPoolExecutor(8) as pool:
-        futures = [
-            pool.submit(abuse.send, COMPLETIONS, REPEATED_FIELDS | {"n": 4}) for _ in range(8)
+    def send_and_leave(self, rng: random.Random) -> object:
+        """Disconnect during the body, the prefill or the response."""
+        path, fields = make_request(rng)
+        request = make_post(path, rng.choice((json.dumps(fields).encode(), HELD_BODY)))
+        with self._connect() as connection:
+            connection.sendall(request if rng.random() < 0.5 else request[:-1])
+            time.sleep(rng.choice((0, 0.01, 0.1, 2, 2 * MAX_IDLE_SECONDS)))
+            if rng.random() < 0.5:  # with RST
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return "left"
+
+    def send_partial(self, rng: random.Random) -> object:
+        with contextlib.ExitStack() as stack:
+            for _ in range(30):
+                connection = stack.enter_context(self._connect())
+                connection.sendall(rng.choice(PARTIAL_REQUESTS))
+            time.sleep(rng.random())
+        return "left"
+
+    def send_long_prompts(self, rng: random.Random) -> object:
+        """Send many long prompts at once, and leave before the responses to all except the last."""
+        request = make_post(COMPLETIONS, json.dumps({"prompt": LONG_PROMPT}).encode())
+        with contextlib.ExitStack() as clients:
+            for _ in range(rng.randrange(8)):
+                client = clients.enter_context(self._connect())
+                with contextlib.suppress(ConnectionError):  # refused before it is read
+                    client.sendall(request)
+            time.sleep(rng.choice((0, 0.1, 1)))
+        with self._connect() as connection:
+            connection.sendall(request)
+            status = read_status(connection)
+        assert status in (400, 429), f"a long prompt: expected 400 or 429, got {status}"
+        return status
+
+    def send_pipeline(self, rng: random.Random) -> object:
+        """Repeat requests in one connection, without reading a response."""
+        requests = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
+        return self._send_until_closed(requests, 10**6)
+
+    def send_headers(self, rng: random.Random) -> object:
+        header = b"x: %s\r\n" % (b"y" * 1000)
+        return self._send_until_closed(b"GET /health HTTP/1.1\r\n" + header, 20_000)
+
+    def _send_until_closed(self, data: bytes, max_repeats: int) -> object:
+        """Send `data` again and again. The server must close the connection."""
+        with self._connect(12 * MAX_IDLE_SECONDS) as connection:
+            try:
+                for _ in range(max_repeats):
+                    connection.sendall(data)
+            except TimeoutError:
+                raise AssertionError("a client that reads nothing was not disconnected") from None
+            except ConnectionError:
+                return "cut off"
+        raise AssertionError("the server reads without end")
+
+    def check_shutdown(self) -> None:
+        """Check that a request can use all pages, and that requests finish after SIGTERM."""
+        self.server.wait_until(MAX_SECONDS, requests_active=0, requests_waiting=0)
+        response = self.ask(COMPLETIONS, {"prompt": "x" * (NUM_PAGES * PAGE_SIZE - 8)})
+        assert response["usage"]["completion_tokens"] == 9, "pages are missing"
+        fields = REPEATED_FIELDS | {"n": 4}
+        with ThreadPoolExecutor(8) as pool:
+            responses = [pool.submit(self.server.ask, COMPLETIONS, fields) for _ in range(8)]
+            with contextlib.suppress(AssertionError):
+                self.server.wait_until(10, requests_active=8)
+            start = time.monotonic()
+            exit_code = self.server.stop()
+            exit_seconds = time.monotonic() - start
+        statuses = {response.result()[0] for response in responses}
+        assert exit_code == 0, f"exit code {exit_code}"
+        assert statuses <= {200, 503}, f"after SIGTERM: statuses {statuses}"
+        assert exit_seconds <= MAX_EXIT_SECONDS, f"the process ended {exit_seconds:.1f} s late"
+        assert "Traceback" not in self.server.log, self.server.log[-3000:]
+
+    def check_limits(self) -> None:
+        """Check the limits of memory and of the time of /health, and print the values."""
+        quarter_size = len(self.memory_bytes) // 4
+        quarters = [
+            statistics.mean(self.memory_bytes[n * quarter_size : (n + 1) * quarter_size])
+            for n in range(4)
         ]
-        with contextlib.suppress(AssertionError):
-            server.wait_until(10, requests_active=8)
-        start = time.monotonic()
-        exit_code = server.stop()
-        exit_seconds = time.monotonic() - start
-    statuses = {future.result()[0] for future in futures}
-    if exit_code != 0 or not statuses <= {200, 503}:
-        abuse.add_violation(f"after SIGTERM: exit code {exit_code}, statuses {statuses}")
-    if exit_seconds > MAX_EXIT_SECONDS:
-        abuse.add_violation(f"the process ended {exit_seconds:.1f} s after SIGTERM")
-    if "Traceback" in server.log:
-        index = server.log.index("Traceback")
-        abuse.add_violation(f"a traceback in the log: {server.log[index : index + 3000]}")
+        growth = max(self.memory_bytes) - self.memory_bytes[0]
+        times = [seconds for kind, _, seconds in self.records if kind == "health"]
+        health_seconds = statistics.quantiles(times, n=100)[-1]
+        print(f"memory grew by {growth / 2**20:.0f} MiB, and by "
+              f"{(quarters[3] - quarters[1]) / 2**20:.0f} MiB in the second half. "
+              f"99th percentile of /health: {health_seconds:.3f} s")  # fmt: skip
+        if self.options.hostile:
+            assert growth <= MAX_HOSTILE_GROWTH_BYTES, "memory grew too much"
+            assert health_seconds <= MAX_HEALTH_SECONDS, "/health took too long"
+        else:
+            assert quarters[3] - quarters[1] <= MAX_GROWTH_BYTES, "memory still grew"
 
 
 def main() -> int:
@@ -360,41 +312,22 @@ def main() -> int:
         arguments = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
         arguments += ("--client-timeout", str(MAX_IDLE_SECONDS))
         with Server(model, *arguments, "--cb-num-blocks", str(NUM_PAGES)) as server:
-            abuse = AbuseRun(server, options.minutes * 60, options.seed, is_hostile=options.hostile)
+            abuse = AbuseRun(server, options)
             with ThreadPoolExecutor(options.clients + 1) as pool:
                 health_task = pool.submit(abuse.request_health)
                 list(pool.map(abuse.run_client, range(options.clients)))
                 health_task.result()
-            check_shutdown(abuse)
-    check_limits(abuse)
-    return bool(abuse.violations)
-
-
-def check_limits(abuse: AbuseRun) -> None:
-    """Check the limits of memory and time. Print a line for each action, and the violations."""
-    quarter_size = max(len(abuse.memory_bytes) // 4, 1)
-    quarters = [
-        statistics.mean(abuse.memory_bytes[n * quarter_size : (n + 1) * quarter_size])
-        for n in range(4)
-    ]
-    growth = max(abuse.memory_bytes) - abuse.memory_bytes[0]
-    health_seconds = statistics.quantiles(abuse.request_seconds["health"], n=100)[-1]
-    if not abuse.is_hostile and quarters[3] - quarters[1] > MAX_GROWTH_BYTES:
-        abuse.add_violation("memory still grew in the second half of the time")
-    if abuse.is_hostile and growth > MAX_HOSTILE_GROWTH_BYTES:
-        abuse.add_violation("memory grew by more than hostile clients may use")
-    if abuse.is_hostile and health_seconds > MAX_HEALTH_SECONDS:
-        abuse.add_violation(f"/health took more than {MAX_HEALTH_SECONDS} s")
-    for (name, status), count in sorted(abuse.status_counts.items(), key=str):
-        seconds = abuse.request_seconds[name]
-        print(f"{name:12} {status!s:20} {count:7}, at most {max(seconds):.2f} s")
-    means = ", ".join(f"{mean / 2**20:.0f}" for mean in quarters)
-    print(f"mean memory in each quarter of the time: {means} MiB")
-    print(f"memory grew by at most {growth / 2**20:.0f} MiB")
-    print(f"/health, 99th percentile: {health_seconds:.3f} s")
-    print(f"violations: {len(abuse.violations)}")
+            for check in (abuse.check_shutdown, abuse.check_limits):
+                try:
+                    check()
+                except AssertionError as error:
+                    abuse.violations.append(str(error))
+    counts = Counter((kind, str(status)) for kind, status, _ in abuse.records)
+    for (kind, status), count in sorted(counts.items()):
+        print(f"{kind:18} {status:20} {count:7}")
     for violation, count in Counter(abuse.violations).most_common(20):
-        print(f"  {count} times: {violation}")
+        print(f"{count} violations: {violation}")
+    return bool(abuse.violations)
 
 
 if __name__ == "__main__":
