@@ -147,22 +147,6 @@ def test_requests_without_a_seed_do_not_reuse_other_seeds(server):
     assert len(texts) == 4
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_latency_metrics_count_each_request_and_token(server, stream):
-    def read_counts() -> list[float]:
-        label = f'{{model_name="{server.model.rsplit("/", 1)[-1]}"}}'
-        values = server.wait_until(requests_active=0)
-        return [values[f"{name}_count{label}"] for name in LATENCIES]
-
-    text, old_counts = complete(server, "count"), read_counts()
-    request_body = {"prompt": "count", "max_tokens": 9, "stream": stream}
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda _: server.ask(COMPLETIONS, request_body), range(6)))
-    assert [new - old for old, new in zip(old_counts, read_counts(), strict=True)] == [6, 6, 48, 6]
-    assert "finish_reason" in server.ask(COMPLETIONS, {**request_body, "stop": text[3]})[1]
-    assert read_counts()[-1] == old_counts[-1] + 7
-
-
 def test_latency_metrics_match_their_names(monkeypatch):
     server_metrics = metrics.Metrics("m")
     clock = Mock(side_effect=[100.0, 101.0, 104.0, 110.0])

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, CompileConfig
+from transformers import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
@@ -23,7 +23,6 @@ from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleEr
 from hf_fp8kv.attention.masks import fp8_paged_mask
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.exact_states import exact_states
-from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.engines import common, order_streams
 from hf_fp8kv.serving.fp8_manager import FP8Manager
@@ -57,7 +56,6 @@ FULL = pytest.mark.full
 # Windows are not multiples of the page size, and shorter than most prompts.
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mha": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 20},
     # Full and sliding layers, and a softcap. Sharp attention makes the tokens depend on K.
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 1},
@@ -68,7 +66,7 @@ INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 
 
 def make_model(name: str) -> Any:
-    return build_variant("llama" if name == "mha" else name, **MODEL_OPTIONS[name])[0]
+    return build_variant(name, **MODEL_OPTIONS[name])[0]
 
 
 @pytest.fixture
@@ -116,8 +114,6 @@ CASES: list[tuple[str, Callable[[Any], dict[str, Any]], bool | None]] = [
     ("llama", lambda model: {**make_head_options(model), "backend": "torch"}, False),
 ]
 SLOW_CASES = [
-    ("mha", make_head_options, False),
-    ("mistral", make_head_options, False),
     ("gpt_oss", lambda model: {"plan": protected_plan_for(model, "V")}, None),
     ("llama", lambda model: {**make_head_options(model), "backend": "triton"}, None),
 ]
@@ -316,20 +312,6 @@ class TestManagers:
             for _ in range(3):
                 assert torch.equal(run_generate(), expected)
 
-    def test_least_recently_used_prefixes_are_evicted(self, served_llama: Any) -> None:
-        """The engine evicts pages from the end of this prefix, and no page without need."""
-        prompt_ids = [[n + 3] * (6 * PAGE_SIZE + 1) for n in range(5)]
-        with open_manager(served_llama, num_pages=32) as manager:
-
-            def count_cached_tokens(index: int) -> int:
-                return count_shared_tokens(manager, prompt_ids[index], 2)
-
-            # Each prompt has 6 of the 32 pages. Prompt 1 is the oldest when prompt 4 needs pages.
-            assert [*map(count_cached_tokens, (0, 1, 2, 3, 0, 4))] == [0, 0, 0, 0, 6 * PAGE_SIZE, 0]
-            assert [*map(count_cached_tokens, (4, 0, 3, 2))][:3] == [6 * PAGE_SIZE] * 3
-            assert 0 < count_cached_tokens(1) < 6 * PAGE_SIZE  # only its beginning is kept
-            assert serving.read_usage(manager).tokens_held >= 24 * PAGE_SIZE
-
     @pytest.mark.parametrize("at_once", [False, True], ids=["search", "deduplication"])
     def test_prompts_with_equal_hashes_share_no_pages(
         self, llama: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
@@ -466,14 +448,12 @@ class TestErrors:
             ("roberta", "changes its logits|get_seq_length"),
             ("deepseek_v3", "pages were made"),  # keys have a different size than planned
             ("bamba", "linear_attention"),
-            ("dots3_note_text", "expected layers"),  # layers of several sizes, and an indexer
+            ("gemma4_text", "expected layers of one size"),
             ("seq2seq/t5", "encoder"),
             ("bloom", "attention"),  # no lookup of an attention function
         ],
     )
     def test_unsupported_models_are_rejected(self, name: str, message: str) -> None:
-        if name.rpartition("/")[2] not in CONFIG_MAPPING:
-            pytest.skip("this version of transformers has no such model")
         model, _ = build_variant(name)
         attention = model.config._attn_implementation
         with pytest.raises(ConfigError, match=message):
@@ -565,19 +545,10 @@ class TestRequestLimit:
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(num_pages=6))
         manager.warmup()
-        cache = manager.batch_processor.cache
-        max_tokens = cache.compute_max_request_tokens()
+        max_tokens = manager.batch_processor.cache.compute_max_request_tokens()
         if name == "mistral":  # windows in all layers
             assert max_tokens == 2**31 - 1
             return
-        num_sectors = [
-            sum(
-                allocator.needs_new_sectors("", 0, n)
-                for allocator in cache.cache_allocators.values()
-            )
-            for n in (max_tokens, max_tokens + 1)
-        ]
-        assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
         # The last token is never stored.
         prompt_ids = [[3] * (max_tokens - NEW_TOKENS + n) for n in (1, 2)]
         outputs = model.generate_batch(
@@ -664,17 +635,6 @@ class TestRunningEngines:
         assert work.table.tolist() == [[4], [-1]]
         assert work.slot_ends.tolist() == [1, 1]
 
-    def test_schedules_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        create = mock.Mock(side_effect=lambda lengths, *_, **__: lengths[:, None])
-        monkeypatch.setattr(step_module.ops, "create_schedule", create)
-        step = EngineStep([None], 8)
-        step.add(7, 1, [[0]])
-        step.add(0, 5, [[1]])
-        batches = step.get_work(0, torch.device("cpu")).batches
-        schedules = [int(batch.get_schedule("torch", 2, 4)[0, 0]) for batch in batches]
-        assert sorted(schedules) == [5, 8]
-        assert sorted(call.kwargs["num_query_rows"] for call in create.call_args_list) == [2, 10]
-
     def test_requests_are_admitted_after_all_running_requests_are_canceled(self) -> None:
         """An engine that evicts a request admits no request until a running request finishes."""
         model, _ = build_variant("gqa", max_position_embeddings=512)
@@ -719,7 +679,7 @@ class TestCompiled:
         tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
         assert tokens == expected
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        # The parts without attention are 11 graphs. Compiling attention for each step makes 55.
+        # Compiling attention for each step makes 55 graphs.
         assert 0 < num_graphs < 25
 
     def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:

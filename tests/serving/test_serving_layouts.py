@@ -3,7 +3,6 @@
 import math
 import sys
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers.generation.continuous_batching import continuous_api
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving.engines import flat_tensor
-from hf_fp8kv.serving.engines.common import count_extra_values
 from hf_fp8kv.serving.layout import EngineLayout, plan_block_sizes
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serving_tools import (
@@ -126,25 +124,6 @@ class TestMemory:
         assert all(sizes[kind] >= needed[kind] and sizes[kind] % 16 == 0 for kind in kinds)
         assert sum(sizes.values()) <= 1.025 * sum(needed.values())
         assert math.lcm(*sizes.values(), 128) <= 8 * max(sizes.values())
-
-    def test_sectors_and_tokens_add_planned_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Neither masks nor dense copies are planned. Tokens of a step have activations."""
-        make_handler = mock.Mock(wraps=flat_tensor._MemoryHandler)
-        monkeypatch.setattr(flat_tensor, "_MemoryHandler", make_handler)
-        model = build_variant("llama")[0].to(torch.bfloat16)
-        cache = make_cache(serving.enable(model))
-        handler = flat_tensor._MemoryHandler(**make_handler.call_args.kwargs)
-        assert handler.activation_dtype == torch.bfloat16
-        num_sectors, num_tokens = cache.num_sectors, cache.max_batch_tokens
-        compute_bytes = handler.compute_memory_footprint
-        planned_bytes = compute_bytes(num_tokens, num_sectors)
-        sector_bytes = compute_bytes(num_tokens, num_sectors + 1) - planned_bytes
-        assert sector_bytes == handler.bytes_per_sector + handler.tokens_per_sector * 8
-        token_bytes = compute_bytes(num_tokens + 1, num_sectors) - planned_bytes
-        # A token has hidden states, 4 query heads, 2 heads each of K and V, and extra values.
-        num_extra = count_extra_values(model.config)
-        assert token_bytes >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + num_extra)
-        assert num_extra > 3 * 4 * 16
 
 
 class TestOffloading:
