@@ -26,6 +26,7 @@ from tests.helpers.faults import (
 )
 from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
+from tests.paging.test_block_table import check_tables
 
 # Python reports an exception in `__del__` as a warning and continues.
 pytestmark = [
@@ -203,17 +204,25 @@ def check_store(chat: Chat, place: Any) -> None:
 
 
 # Calls during which each allocation, or each operation on a file, fails once.
-FAULTY_CALLS = {**CALLS, "write": (Chat.load_store, write_store)}
+FAULTY_CALLS = {
+    **CALLS,
+    "write": (Chat.load_store, write_store),
+    "select": (Chat.fill_cache, lambda _, cache: cache.batch_select_indices(torch.tensor([0, 0]))),
+    "fork": (Chat.fill_cache, lambda _, cache: cache.fork()),
+}
 FAULT_CASES = [
     ("gqa", "growing", "crop", MEMORY_FUNCTIONS), ("gqa", "growing", "restore", FILE_FUNCTIONS),
-    ("gqa", "growing", "write", FILE_FUNCTIONS), ("gqa", "growing", "restore", MEMORY_FUNCTIONS),
-    ("gqa", "growing", "write", MEMORY_FUNCTIONS),
+    ("gqa", "growing", "write", FILE_FUNCTIONS),
+    ("gqa", "preallocated", "select", MEMORY_FUNCTIONS),
+    ("sliding_and_full", "offloaded", "next prompt", MEMORY_FUNCTIONS),
+    ("gqa", "preallocated", "fork", MEMORY_FUNCTIONS),
+    ("gqa", "growing", "restore", MEMORY_FUNCTIONS), ("gqa", "growing", "write", MEMORY_FUNCTIONS),
     *((name, kind, call, MEMORY_FUNCTIONS)
       for name in ("gqa", "sliding_and_full") for kind in CACHE_OPTIONS
       for call in ("first prompt", "next prompt", "beams")),
 ]  # fmt: skip
 FAULT_PARAMETERS = [
-    *((*case, 4) for case in FAULT_CASES[:3]),
+    *((*case, 4) for case in FAULT_CASES[:6]),
     *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FAULT_CASES),
 ]
 
@@ -241,8 +250,13 @@ def test_a_failed_allocation_or_file_operation_leaves_a_usable_cache(
         for path in filter(Path.is_file, tmp_path.glob("*")):
             path.unlink()
         cache, faults.make_error = make_cache(chat), errors[number % len(errors)]
+        fork = cache.fork()
         faults.run(partial(run_call, chat, cache), place)
         chat.check_answers(cache, place)
+        chat.check_answers(fork, ("a fork", place))
+        tables = [group.table for each in (cache, fork) for group in each.groups.values()]
+        for allocator in {table.allocator for table in tables}:
+            check_tables(*(table for table in tables if table.allocator is allocator))
         if make_cache is Chat.load_store:
             chat.prefix_store.flush()
             check_store(chat, place)

@@ -14,12 +14,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention, register
-from hf_fp8kv.attention.switching import watched_attention
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import build_variant
@@ -125,15 +124,6 @@ def test_pressed_caches_match_dynamic_cache(name: str, num_remaining: int) -> No
         assert fp8_cache.layers[1].get_seq_length() == num_remaining
 
 
-def test_functions_accept_dropout_by_position() -> None:
-    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
-    layers: list[int] = []
-    watch = watched_attention(model, lambda module, *_: layers.append(module.layer_idx))
-    with wrap_functions(), watch:
-        model(**inputs)
-    assert layers == [0, 1]
-
-
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_functions_are_wrapped_if_kvpress_was_imported_first(
     is_loaded: bool, monkeypatch: pytest.MonkeyPatch
@@ -201,11 +191,6 @@ class PeftWrapper(torch.nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.prepare_base(*args, **kwargs)
-        if self.base_model.config.is_encoder_decoder:
-            if self.prefix_length and not inputs[CACHE].get_seq_length():
-                prefix = self.make_prefix(len(inputs["decoder_input_ids"]))
-                inputs[CACHE] = EncoderDecoderCache(prefix, DynamicCache())
-            return inputs
         ids, cache = inputs["input_ids"], inputs[CACHE]
         if self.prefix_length:
             prefix_mask = torch.ones(len(ids), self.prefix_length, dtype=torch.long)
@@ -219,11 +204,9 @@ class PeftWrapper(torch.nn.Module):
 
     def make_prefix(self, batch: int) -> DynamicCache:
         generator = torch.Generator().manual_seed(7)
-        config = self.base_model.config
-        cache = DynamicCache(config=config)
-        heads = getattr(config, "num_key_value_heads", 4)
+        cache = DynamicCache(config=self.base_model.config)
         for layer in range(2):
-            states = torch.randn(2, batch, heads, self.prefix_length, 16, generator=generator)
+            states = torch.randn(2, batch, 2, self.prefix_length, 16, generator=generator)
             cache.update(*states, layer)
         return cache
 
@@ -262,34 +245,3 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     stock_output = wrapper.generate(**options)
     assert type(stock_output.past_key_values) is DynamicCache
     assert_same(stock_output.sequences, expected_output.sequences)
-
-
-@pytest.mark.parametrize("prefix_length", [0, 5])
-def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
-    model, inputs = build_variant("seq2seq/bart", attn_implementation="eager")
-    wrapper = PeftWrapper(model, prefix_length)
-    options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
-    expected_output = wrapper.generate(**options)
-    output = enable(wrapper, dtype="auto").generate(**options)
-    for name in ("self_attention_cache", "cross_attention_cache"):
-        expected_cache, cache = (
-            getattr(result.past_key_values, name) for result in (expected_output, output)
-        )
-        assert isinstance(cache, FP8PagedCache)
-        assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix_length
-    assert torch.allclose(
-        torch.cat(output.logits), torch.cat(expected_output.logits), rtol=1e-3, atol=1e-3
-    )
-    disable(wrapper)
-    assert_same(wrapper.generate(**options).sequences, expected_output.sequences)
-
-
-def test_a_model_wrapped_twice_can_be_enabled() -> None:
-    model, inputs = build_variant("gqa", attn_implementation="eager")
-    inner_wrapper, outer_wrapper = PeftWrapper(model, 0), PeftWrapper(model, 0)
-    outer_wrapper.base_model = inner_wrapper
-    assert enable(outer_wrapper) is outer_wrapper
-    keywords = {**inputs, **GREEDY, "return_dict_in_generate": True}
-    assert isinstance(inner_wrapper.generate(**keywords).past_key_values, FP8PagedCache)
-    disable(outer_wrapper)
-    assert type(inner_wrapper.generate(**keywords).past_key_values) is DynamicCache
