@@ -4,24 +4,12 @@ A contender with a wrong result must not get a time.
 """
 
 import functools
-import inspect
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.gpu import (
-    attention,
-    baselines,
-    cached,
-    end_to_end,
-    latent,
-    rival_files,
-    rival_kernels,
-    suite,
-    write,
-)
+from benchmarks.gpu import attention, baselines, cached, end_to_end, latent, suite, write
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.shapes import E3M4, E4M3, FULL, PAGE_FORMATS, TINY, Case
 from benchmarks.gpu.stage import Stage
@@ -152,85 +140,3 @@ def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
 
 
 # -- other projects --------------------------------------------------------------------------------
-
-
-def attend_by_table(query, k, v, table, lengths):
-    """Return attention of queries `[B, Hq, D]` to pages `[P, H, S, D]` with a block table."""
-    group_size = query.shape[1] // k.shape[1]
-    out = query.new_empty(*query.shape[:2], v.shape[-1])
-    for b, length in enumerate(lengths.tolist()):
-        dense = (x[table[b].long()].float().transpose(0, 1).flatten(1, 2) for x in (k, v))
-        keys, values = (states[:, :length].repeat_interleave(group_size, 0) for states in dense)
-        logits = query[b, :, None].float() @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
-        out[b] = (logits.softmax(-1) @ values)[:, 0]
-    return out
-
-
-# A stand-in for vLLM's file, with the same imports, and with the arguments of the function.
-VLLM_FILE = """
-import torch
-import vllm.envs as envs
-from vllm.logger import init_logger
-from vllm.platforms import current_platform
-from vllm.triton_utils import tl, triton
-from vllm.v1.attention.ops.helpers import attend_by_table
-from vllm.v1.kv_cache_interface import KVQuantMode
-
-assert init_logger(__name__) and not envs.VLLM_BATCH_INVARIANT and not current_platform.is_rocm()
-torch.finfo(current_platform.fp8_dtype())
-
-def unified_attention(q, k, v, out, seqused_k, block_table, kv_quant_mode, k_scale_cache,
-                      v_scale_cache):
-    assert (kv_quant_mode == KVQuantMode.NONE) == (k.dtype == torch.bfloat16)
-    assert (kv_quant_mode == KVQuantMode.INT8_PER_TOKEN_HEAD) == (k.dtype == torch.int8)
-    if kv_quant_mode >= KVQuantMode.INT8_PER_TOKEN_HEAD:
-        k, v = k.float() * k_scale_cache[..., None], v.float() * v_scale_cache[..., None]
-    out.copy_(attend_by_table(q, k.transpose(1, 2), v.transpose(1, 2), block_table, seqused_k))
-"""
-VLLM_NAMES = {f"vllm triton {fmt}" for fmt in ("bf16", "e4m3", "e4m3 per token", "int8 per token")}
-
-# A stand-in for SGLang's file. Tokens are found by their slots, which begin at `starts`.
-SGLANG_FILE = """
-import torch
-from sglang.kernels.ops.attention.helpers import attend_by_table
-from sglang.srt.environ import envs
-import sglang.srt.utils as utils
-
-assert not utils.is_hip() and not envs.SGLANG_MLA_DECODE_TUNE.get()
-
-def decode_attention_fwd_grouped(): pass
-
-def decode_attention_fwd(q, k, v, out, starts, slots, sums, lse, splits, max_splits, scale, k_scale,
-                         v_scale):
-    assert sums.shape == (*q.shape[:2], max_splits, v.shape[-1]) and k_scale == v_scale == 1
-    lengths = starts.diff()
-    table = torch.nn.utils.rnn.pad_sequence(slots.split(lengths.tolist()), batch_first=True)
-    out.copy_(attend_by_table(q, k[:, :, None], v[:, :, None], table, lengths))
-"""
-
-
-def test_kernels_of_other_projects_are_measured_and_checked(record, monkeypatch, tmp_path):
-    """Stand-ins replace the files. Their functions have the arguments of the real functions."""
-    pytest.importorskip("triton")
-    (helpers := tmp_path / "helpers.py").write_text(
-        f"import torch\n{inspect.getsource(attend_by_table)}"
-    )
-    (file := tmp_path / "triton_unified_attention.py").write_text(VLLM_FILE)
-    (tmp_path / "decode_attention.py").write_text(SGLANG_FILE)
-    paths = rival_files.find_rival_files(tmp_path)
-    assert paths[rival_files.VLLM.variable] == str(file)
-    for variable, path in paths.items():
-        monkeypatch.setenv(variable, path)
-    sglang_names = {
-        f"sglang triton {fmt}, {splits} splits" for fmt in ("bf16", "e4m3") for splits in (8, 32)
-    }
-    names = VLLM_NAMES | sglang_names
-    sizes = replace(TINY, decode_cases=(TINY.decode_cases[0], RAGGED_CASE))
-    assert not find_failures(record, rival_kernels.measure, sizes, "torch"), record.rows
-    assert {row["name"] for row in record.rows} == names
-    helpers.write_text(helpers.read_text().replace("return out", "return out * 1.05"))
-    sizes = replace(TINY, decode_cases=(Case((70, 3), TINY.heads, label="again"),))
-    # A kernel that rounds the weights to 8 bits may have an error of 10 %.
-    failed_names = {name for name in names if "sglang triton e4m3" not in name}
-    assert find_failures(record, rival_kernels.measure, sizes, "torch") == failed_names
-    assert not {"vllm", "sglang"} & sys.modules.keys()

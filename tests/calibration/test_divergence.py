@@ -6,7 +6,6 @@ Bounds apply to means over several texts, because a few tokens dominate the mean
 import math
 from collections.abc import Sequence
 from functools import partial
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -25,17 +24,10 @@ NUM_PREFILL, NUM_SCORED = 128, 64
 MAX_KL = {"fp8_e3m4": 8e-4, "fp8_e4m3": 3e-3, "fp8_e5m2": 1.5e-2}
 
 
-@pytest.mark.parametrize("name", ["tiny", pytest.param("real", marks=pytest.mark.full)])
-def test_each_mantissa_bit_more_than_halves_the_kl(name: str, request: Any) -> None:
+def test_each_mantissa_bit_more_than_halves_the_kl() -> None:
     """E4M3 is better than the FP8 cache of transformers."""
-    if name == "tiny":
-        model, _ = build_variant("llama")
-        ids = torch.randint(3, VOCAB, (4, NUM_PREFILL + NUM_SCORED))
-    else:
-        model, tokenizer = request.getfixturevalue("model_and_tokenizer")
-        texts = [topics[topic] for topic in ("objects", "execmodel", "import", "customization")]
-        all_ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
-        ids = torch.cat([row[:, : NUM_PREFILL + NUM_SCORED] for row in all_ids])
+    model, _ = build_variant("llama")
+    ids = torch.randint(3, VOCAB, (4, NUM_PREFILL + NUM_SCORED))
     factories = {dtype: partial(FP8PagedCache, model.config, dtype=dtype) for dtype in MAX_KL}
     if hasattr(cache_utils, "Fp8QuantizedLayer"):
         factories["transformers"] = partial(QuantizedCache, backend="fp8", config=model.config)

@@ -1,13 +1,11 @@
 """Tests of the storage plans that `choose_plan` chooses."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.outliers import _plant_outliers, planted_outliers
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, choose_plan, enable, serving
@@ -15,7 +13,6 @@ from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import find_paged_layers
-from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from tests.calibration.test_calibrate import LONG_CONTEXT, make_texts
 from tests.calibration.test_default_plans import make_protected_model
@@ -98,34 +95,6 @@ def test_rotating_outliers_prevent_a_rotation_of_k() -> None:
     assert plan_kl <= default_kl
 
 
-def test_a_center_that_costs_more_is_omitted() -> None:
-    """One token enlarges the center, and rotating outliers prevent a rotation."""
-    generator = torch.Generator().manual_seed(0)
-    k = torch.randn(64, 1, 16, generator=generator)
-    k[..., :2] *= 50
-    q = torch.randn(1, 8, 16, generator=generator)
-    q[..., :2] /= 50
-    weights = torch.full((1, 8, 64), 1 / 63)
-    weights[..., 0] = 0
-    for offset, expected in ((0, "fp8_e3m4 centered"), (60, "fp8_e3m4")):
-        keys = k.clone()
-        keys[0, :, 2:] += offset
-        states = [(keys, keys, Queries(q, weights))]
-        center, plan, _ = plan_choice._choose_layer_plan(0, states, True, False)
-        assert str(plan.k) == expected
-        assert (center is None) == (expected == "fp8_e3m4")
-
-
-@pytest.mark.full
-def test_outliers_of_a_trained_model_prevent_a_rotation_of_k(demo_model_path: Path) -> None:
-    """A rotation of layer 7 costs half of E3M4 with the smallest scales, but not in a cache."""
-    model = AutoModelForCausalLM.from_pretrained(
-        demo_model_path, num_hidden_layers=8, dtype=torch.float32
-    )
-    with planted_outliers(model, 50.0, head_stride=2):
-        assert not any(layer.k.rotated for layer in choose_plan(model).plan.values())
-
-
 @pytest.fixture(scope="module")
 def protected_model() -> Any:
     return make_protected_model()
@@ -187,21 +156,6 @@ def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -
     losses = [compare_plans(llama, each_plan)[1] for each_plan in (plan, e4m3, chosen_plan)]
     assert losses[0] < 1.2 * losses[1]
     assert losses[0] > 5 * losses[2]
-
-
-def test_a_layer_with_large_keys_has_int8_for_k_and_int4_for_v(protected_model: Any) -> None:
-    plan = choose_plan(protected_model, bits=6, max_extra_bytes=0)
-    formats = [(layer.k.format, layer.v.format) for layer in plan.plan.values()]
-    assert formats == [("int8", "int4"), *[("int6", "int6")] * 3]
-    assert plan.layers[0].k_center is not None
-    losses = []
-    for first_formats in (("int8", "int4"), ("int6", "int6")):
-        k, v = first_formats
-        first_plan = plan.plan[0]
-        layer_plan = LayerPlan(replace(first_plan.k, format=k), replace(first_plan.v, format=v))
-        layers = {**plan.layers, 0: replace(plan.layers[0], plan=layer_plan)}
-        losses.append(measure_stored_prompt(protected_model, replace(plan, layers=layers)))
-    assert losses[0] < 0.5 * losses[1]
 
 
 @pytest.mark.parametrize("bits", [6.25, 7, 7.75])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hf_fp8kv.calibration import texts as texts_module
 from hf_fp8kv.calibration.texts import read_windows
@@ -217,21 +217,6 @@ def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
     assert 999 <= count_tokens(windows) <= 1000
 
 
-def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
-    (path := tmp_path / "x.txt").write_text("a b c d " * 3000 + "\n" + "a" * 5000 + " b")
-    expected = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    monkeypatch.setattr(texts_module, "_CHARACTERS_PER_READ", 100)
-    actual = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    assert list_window_ids(actual) == list_window_ids(expected)
-
-
-def test_blank_lines_use_no_memory(tmp_path):
-    (path := tmp_path / "x.txt").write_text("\n" * 100_000 + "a b")
-    windows, peak = read_with_peak_memory(path)
-    assert list_window_ids(windows) == [[A, B]]
-    assert peak < 3 << 20
-
-
 # -- errors ----------------------------------------------------------------------------------------
 
 
@@ -337,19 +322,4 @@ def test_reading_stops_at_max_tokens(texts, max_length, max_tokens):
     assert list_window_ids(windows) == [[A, B, C], [B, C]]
 
 
-def test_an_infinite_generator_is_read_only_as_far_as_needed():
-    counter = itertools.count()
-    texts = ([n % 20, n % 7, 3] for n in counter)
-    assert count_tokens(read_texts(texts, max_tokens=300)) == 300
-    assert next(counter) == 100
-
-
 # -- a real tokenizer ------------------------------------------------------------------------------
-
-
-def test_texts_are_tokenized_with_a_trained_tokenizer(demo_model_path):
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
-    text = "The cache stores keys and values.\n\nÜber 日本語 🙂\n"
-    chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
-    windows = read_texts([text, {"messages": CHAT}], tokenizer)
-    assert sorted(list_window_ids(windows)) == sorted([tokenizer(text)["input_ids"], chat])

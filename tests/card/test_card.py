@@ -1,13 +1,11 @@
 """Tests of `hf-fp8kv card`: the values, the findings, and a card that resumes."""
 
-import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,12 +23,7 @@ from hf_fp8kv.card.caches import (
     count_token_bytes,
     round_to_q8_0,
 )  # fmt: skip
-from hf_fp8kv.card.drift import (
-    UNQUANTIZED_PAGES,
-    compare_answers,
-    describe_drift,
-    sample_answers,
-)  # fmt: skip
+from hf_fp8kv.card.drift import UNQUANTIZED_PAGES, describe_drift, sample_answers  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge_cache
 from hf_fp8kv.card.predictions import States, compare_states, prefill, score_text
 from hf_fp8kv.card.rendering import make_columns
@@ -82,28 +75,6 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(output.split())
     ET.fromstring((tmp_path / "badge.svg").read_text())
-
-
-def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp_path):
-    monkeypatch.setitem(measure.SIZES, "quick", replace(SIZE, positions=(96,), stored=()))
-    options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "fp8")
-    # The second sample of answers is interrupted.
-    effects = itertools.chain([mock.DEFAULT, KeyboardInterrupt], itertools.repeat(mock.DEFAULT))
-    sample = mock.Mock(wraps=measure.sample_answers, side_effect=effects)
-    score = mock.Mock(wraps=measure.score_text)
-    monkeypatch.setattr(measure, "sample_answers", sample)
-    monkeypatch.setattr(measure, "score_text", score)
-    assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 130
-    assert [path.name for path in (tmp_path / "resumed").iterdir()] == ["quick.parts.json"]
-    num_texts = score.call_count
-    assert run_command(*options, "--out", str(tmp_path / "resumed"))[0] == 0
-    assert score.call_count == num_texts, "finished parts must not be repeated"
-    assert run_command(*options, "--out", str(tmp_path / "whole"))[0] == 0
-    resumed, whole = (
-        json.loads((tmp_path / name / "card.json").read_text())["caches"]["fp8"]
-        for name in ("resumed", "whole")
-    )
-    assert resumed | {"steps": None} == whole | {"steps": None}  # times differ
 
 
 @pytest.mark.parametrize(
@@ -251,16 +222,6 @@ def test_predictions_along_an_answer_match_decoding():
     decoded_kl = torch.stack(decoded_kls[1:], 1)
     assert decoded_kl.min() > 0
     torch.testing.assert_close(kl["default"], decoded_kl, rtol=0.02, atol=1e-10)
-
-
-def test_answers_are_compared_up_to_the_first_difference():
-    answers = torch.arange(24).view(2, 12)
-    other_answers = answers.clone()
-    other_answers[1, 3] += 1
-    kl = torch.rand(2, 12).double()
-    comparison = compare_answers(answers, other_answers, kl)
-    assert comparison["first"] == [None, 3]
-    assert comparison["kl_after"] == pytest.approx(kl[1, 2:-1].mean().item())
 
 
 def test_slopes_and_jumps_match_planted_drift():

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from hf_fp8kv import choose_plan
-from hf_fp8kv.utils.environment import find_version
 from hf_fp8kv_cli.arguments import parse_size
 from tests.helpers import command_line
 
@@ -82,19 +79,6 @@ def test_bytes_per_token_match_the_formats(generate, options, ratio):
     memory = 8 * 1024**3
     for run in (dense_run, paged_run):
         assert run["tokens_that_fit"] == memory // run["bytes_per_token"]
-
-
-def test_a_chosen_plan_and_a_saved_plan_are_the_same(generate, model_folder, tmp_path):
-    plan = choose_plan(AutoModelForCausalLM.from_pretrained(model_folder))
-    plan.save_pretrained(tmp_path)
-    chosen_run, saved_run = (
-        generate(*options)["runs"][1] | {"tokens_per_second": None}
-        for options in (("--kv-cache-dtype", "adaptive"), ("--plan", tmp_path))
-    )
-    assert chosen_run == saved_run
-    plan_text = chosen_run["cache_title"].split(", ")[1]
-    assert plan_text.startswith(("plans", "K")), chosen_run  # the plan is not the default
-    assert chosen_run["scales_title"] == "dynamic"
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
@@ -206,13 +190,6 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
 # -- other commands --------------------------------------------------------------------------------
 
 
-def test_help_names_the_commands_and_version_prints_the_version(run):
-    help_text, _ = run("--help")
-    for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
-        assert name in help_text
-    assert run("--version")[0].strip() == find_version("hf-fp8kv")
-
-
 def test_the_default_prompt_fills_pages_and_a_short_answer_has_no_speed(run, model_folder):
     command = ("generate", "--model", model_folder, "--backend", "torch", "--max-new-tokens", "9")
     printed, _ = run(*command)
@@ -223,14 +200,6 @@ def test_the_default_prompt_fills_pages_and_a_short_answer_has_no_speed(run, mod
     assert (float(dense_size), float(paged_size)) == (64.0, 36.0)
     assert "tokens/s" not in printed
     assert float(re.search(r"KL of predictions[ │]+(\S+)", printed)[1]) > 0
-
-
-def test_demo_shows_memory_and_predictions_of_the_demo_model(run, model_folder, monkeypatch):
-    monkeypatch.setattr("hf_fp8kv.demo_model_path", lambda: model_folder)
-    output = run.json("demo")
-    assert output["runs"][0]["cached_tokens"] == 256 - 24 + 24 - 1
-    ratio = output["runs"][1]["bytes_per_token"] / output["runs"][0]["bytes_per_token"]
-    assert ratio < 0.8
 
 
 @pytest.mark.parametrize("command", ["check", "generate"])

@@ -7,11 +7,9 @@ import torch
 
 import hf_fp8kv.calibration
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.scales import KVScales
 from tests.cli.test_scales_table import make_report
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
-from tests.scales.test_sources import edit_json
 
 
 @pytest.mark.parametrize("kind", ["head", "centered-channel"])
@@ -60,18 +58,6 @@ def test_the_plan_of_a_saved_cache_is_shown(run, tmp_path):
     assert output["layers_by_plan"] == {str(plan): 1 for plan in PLANS[:2]}
     assert output["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
     run.fails("inspect", path, "--texts", "pydoc", code=2)
-
-
-def test_warnings_and_remarks_are_shown(run, tmp_path):
-    layers = KVScales.uniform(3).layers
-    scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
-    scales.save_pretrained(tmp_path, format="autofp8")
-    edit_json(tmp_path / "config.json", num_hidden_layers=3)
-    printed, stderr = run("inspect", tmp_path)
-    assert stderr.startswith("warning: ")
-    assert "layers without scales: 1" in stderr
-    assert "no scales for layer 1" in printed
-    assert len(run.json("inspect", tmp_path)["remarks"]) == 2
 
 
 def test_a_measurement_is_shown(run, tmp_path, model_folder, monkeypatch):

@@ -99,19 +99,6 @@ def test_the_tables_of_a_measurement_have_all_measurements():
     ]
 
 
-def test_a_table_without_a_report_shows_the_scales():
-    layer = LayerScales(torch.tensor(0.015625), torch.tensor(0.5), None, "x: [bold]a[/bold]")
-    text = render(KVScales({0: layer}, origin="[red]x[/red]"), None)  # names are not markup
-    assert text.splitlines()[:2] == [
-        "hf_fp8kv, model type unknown, 1 layer, per tensor, K not centered", "from [red]x[/red]"
-    ]  # fmt: skip
-    assert read_rows(text) == [
-        ["layer", "stored", "scale", "448 x scale", "source"],
-        ["0", "K", "0.0156", "7", "[bold]a[/bold]"],
-        ["0", "V", "0.5", "224", "[bold]a[/bold]"],
-    ]
-
-
 def make_per_tensor(k: list[float], v: list[float] | None = None) -> KVScales:
     """Return scales per tensor with the scales of K, and of V or distinct default scales of V."""
     layers = zip(torch.tensor(k), torch.tensor(v or [0.25 + i for i in range(len(k))]), strict=True)

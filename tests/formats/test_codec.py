@@ -338,30 +338,6 @@ def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
     )
 
 
-def test_a_table_created_in_inference_mode_is_an_ordinary_tensor():
-    fmt = FORMATS["fp8_e4m3"]
-    make_code_table.cache_clear()
-    with torch.inference_mode():
-        decode(ALL_CODES, fmt)
-    assert not make_code_table(fmt, torch.device("cpu")).is_inference()
-    weight = torch.ones((), requires_grad=True)
-    (decode(ALL_CODES[:10], fmt) * weight).sum().backward()
-    assert weight.grad is not None
-
-
-def test_the_default_dtype_has_no_effect():
-    fmt = FORMATS["fp8_e3m4"]
-    inputs = torch.randn(64)
-    codes, values = encode(inputs, fmt), decode(ALL_CODES, fmt)
-    scale = compute_dynamic_scale(inputs, fmt)
-    make_code_table.cache_clear()
-    torch.set_default_dtype(torch.float64)
-    assert torch.equal(encode(inputs, fmt), codes)
-    assert torch.equal(decode(ALL_CODES, fmt).view(torch.int32), values.view(torch.int32))
-    assert torch.equal(compute_dynamic_scale(inputs, fmt), scale)
-    make_code_table.cache_clear()
-
-
 # -- names -----------------------------------------------------------------------------------------
 
 

@@ -96,13 +96,3 @@ def test_a_damaged_card_is_preserved(model_folder, tmp_path, old_card):
     card = save_card(model_folder, tmp_path / "copy", old_card, random_scales("tensor"))
     assert old_card.rstrip() in card
     assert "## FP8 KV cache" in card
-
-
-@pytest.mark.parametrize("text", ["license: mit", "license: mit\nbase_model: org/mine"])
-def test_a_card_with_only_metadata_keeps_it(model_folder, tmp_path, text):
-    old_card = f"---\n{text}\n---"
-    card = save_card(
-        model_folder, tmp_path / "copy", old_card, random_scales("tensor"), base_model="org/other"
-    )  # fmt: skip
-    assert card.count("license: mit") == card.count("base_model:") == 1
-    assert ModelCard(card).data.base_model == ("org/mine" if "mine" in text else "org/other")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -118,15 +117,6 @@ def test_saved_scales_are_loaded(tmp_path, caplog, format):
         assert all("written as" in message for message in warnings)
 
 
-def test_warnings_describe_the_loss(tmp_path, caplog):
-    random_scales("centered-channel").save_pretrained(tmp_path / "a", format="vllm-json")
-    assert [r.message for r in caplog.records] == [
-        f"{tmp_path / 'a'}: written as vllm-json: K's scales are enlarged by the centers, which "
-        "are left out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2)"
-        "; K and V share the larger scale (layers 0, 1, 2)"
-    ]
-
-
 def test_each_rank_of_the_json_has_the_larger_scale(tmp_path, model_folder):
     scales, folder = random_scales("centered-head"), tmp_path / "out"
     scales.save_pretrained(folder, format="vllm-json", tp_size=3, checkpoint=model_folder)
@@ -138,27 +128,6 @@ def test_each_rank_of_the_json_has_the_larger_scale(tmp_path, model_folder):
         factors = server_rules.read_scaling_factors(path, rank=rank, **options)
         assert list(factors.values()) == list_values(expected, "k")
     assert_same_scales(KVScales.from_pretrained(folder), expected)
-
-
-@pytest.mark.parametrize(
-    ("head_counts", "expected", "is_lossy"),
-    [
-        ((0, 2), [[7.0, 7.0], [1.0, 2.0]], False),
-        ((2, 3), [[1.0, 2.0], [1.0, 2.0, 3.0]], False),
-        ((2, 3, 0), [[2.0], [3.0], [7.0]], True),
-    ],
-)
-def test_scales_per_tensor_are_expanded_if_all_heads_match(
-    tmp_path, caplog, head_counts, expected, is_lossy
-):
-    layers = {}
-    for index, num_heads in enumerate(head_counts):
-        scale = torch.arange(1.0, 1 + num_heads).view(-1, 1) if num_heads else torch.tensor(7.0)
-        layers[index] = LayerScales(scale, scale)
-    KVScales(layers).save_pretrained(tmp_path, format="compressed-tensors")
-    loaded = KVScales.from_pretrained(tmp_path)
-    assert [layer.k.flatten().tolist() for layer in loaded.layers.values()] == expected
-    assert ("the largest scale of each layer" in caplog.text) == is_lossy
 
 
 INVALID_OPTIONS = {
@@ -250,7 +219,6 @@ def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **
 @pytest.mark.parametrize(
     ("source", "old_format", "format", "is_copy"),
     [
-        ("model_folder", None, "vllm-json", True),
         ("model_folder", "hf_fp8kv", "autofp8", True),
         ("model_folder", None, "quark", False),
         ("model_folder", "compressed-tensors", "tgi", True),
@@ -258,7 +226,6 @@ def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **
         ("sharded_folder", "tgi", "compressed-tensors", False),
         ("sharded_folder", "quark", "quark", True),
         ("sharded_folder", "vllm-json", "hf_fp8kv", True),
-        ("sharded_folder", None, "tgi", False),
     ],
 )
 def test_scales_are_saved_with_a_model(tmp_path, request, source, old_format, format, is_copy):
@@ -308,29 +275,8 @@ def assert_loads_the_same(source: Path, copy: Path) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
-def test_the_config_for_quark_has_the_entries_that_its_package_requires(tmp_path, model_folder):
-    copy = add_scales(model_folder, tmp_path / "copy", "quark")
-    tools = Path(__file__).parents[1] / "data" / "tools"
-    config, expected = (
-        json.loads((path / "config.json").read_text())["quantization_config"]
-        for path in (copy, tools / "quark-0.13" / "llama-fp8-kv-postrope")
-    )
-    assert config["layer_type_quant_config"] == {}
-    for field in ("layer_quant_config", "kv_cache_quant_config"):
-        for projection in ("*k_proj", "*v_proj"):
-            assert set(config[field][projection]) == set(expected[field][projection])
-
-
 BAD_SOURCES = {
     "no-config": (lambda folder: (folder / "config.json").unlink(), "config.json, got none"),
-    "config-cut-off": (
-        lambda folder: (folder / "config.json").write_text("{"),
-        "expected a JSON file",
-    ),
-    "weights-cut-off": (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
-        "expected a safetensors file",
-    ),
     "pickled-weights": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         "expected weights in safetensors",
@@ -351,7 +297,6 @@ BAD_SOURCES = {
         ),
         "expected one attention module in layer 0, got none",
     ),
-    "int8-cache-declared": (corrupt_config(kv_cache_dtype="int8"), "'int8'"),
     "fnuz-declared": (
         corrupt_config(kv_cache_dtype="fp8_e4m3fnuz"),
         "expected to read the written scales",
@@ -447,32 +392,8 @@ def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, hub, mo
     assert not api.create_commit.called
 
 
-# Each replaced format once, and each way to declare a cache.
-@pytest.mark.parametrize(
-    ("old_format", "new_format", "has_config"),
-    [
-        ("modelopt", "quark", False),
-        ("quark", "compressed-tensors", False),
-        ("compressed-tensors", "autofp8", True),
-        ("tgi", "modelopt", True),
-    ],
-)
-def test_scales_without_weights_can_change_format(
-    tmp_path, model_folder, old_format, new_format, has_config
-):
-    folder = tmp_path / "folder"
-    if has_config:  # the folder has the config of a model without weights
-        folder.mkdir()
-        shutil.copy(add_scales(model_folder, tmp_path / "copy", old_format) / "config.json", folder)
-    else:
-        random_scales("tensor", 1).save_pretrained(folder, format=old_format)
-    scales = random_scales("tensor", 2)
-    scales.save_pretrained(folder, format=new_format, overwrite=True)
-    assert list_sides(KVScales.from_pretrained(folder)) == list_sides(scales)
-
-
-def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, folder):
-    """The folder has links, as in a Hub cache. Broken or circular links and pipes are skipped."""
+def test_a_folder_of_links_is_copied(tmp_path, folder):
+    """The folder has links to files that must not change, as in a Hub cache."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     for index, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
@@ -480,19 +401,12 @@ def test_a_folder_with_links_and_without_rights_is_copied(tmp_path, folder):
         path.symlink_to(blob)
         blob.chmod(0o444)
     blob_content = read_content(blobs)
-    expected_names = set(read_content(add_scales(folder, tmp_path / "plain", "tgi")))
     (folder / "circle").symlink_to(folder)
-    (folder / "gone").symlink_to("nowhere")
-    os.mkfifo(folder / "pipe")
-    for path in (folder / "original", folder):
-        path.chmod(0o555)
     for weights in ("copy", "link"):
         copy = add_scales(folder, tmp_path / weights, "tgi", weights=weights)
-        assert set(read_content(copy)) == expected_names
-        assert all(path.stat().st_mode & 0o200 for path in (copy, copy / "original"))
+        assert_holds(copy, random_scales("tensor"), "tgi")
         weights_file = copy / "model-00001-of-00001.safetensors"
         assert weights_file.samefile(folder / "model.safetensors") == (weights == "link")
-    folder.chmod(0o755)
     random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
     assert read_content(blobs) == blob_content
 

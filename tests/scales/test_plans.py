@@ -111,11 +111,6 @@ def test_scales_of_unrotated_values_are_saved_for_servers(tmp_path: Path, caplog
     assert (loaded.layers[0].k, loaded.layers[0].v, loaded.plan) == (2, 3, None)
 
 
-def test_a_plan_changes_the_digest() -> None:
-    plans = (None, PLAIN_PLAN, LayerPlan.parse("int8 rotated", "int8"))
-    assert len({KVScales({0: LayerScales(ONE, ONE, plan=plan)}).digest for plan in plans}) == 3
-
-
 PROTECTION = {"kl": 0.25, "unprotected_kl": 1, "extra_bytes": 0.0, "sides": ["K of layer 0"]}
 
 

@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.declared import NUM_LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
+from tests.helpers.declared import (
+    NUM_LAYERS,
+    TOO_SMALL,
+    declare,
+    declare_output_scales,
+    load,
+    save_plain,
+    save_w8a8,
+)
 from tests.scales.test_export import random_scales, read_content
 from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_sources import scale_error
@@ -122,33 +130,16 @@ def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypat
 
 
 def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
-    old_folder = tmp_path / "old"
-    old_folder.mkdir()
-    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    tensors = load_file(plain_folder / "model.safetensors")
-    for layer, side in itertools.product(range(NUM_LAYERS), "kv"):
-        name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
-        tensors[name] = torch.tensor([0.25])
-    save_file(tensors, old_folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain_folder / "config.json").read_text())
-    groups = {
-        "group_0": {"targets": ["Linear"], "weights": weights},
-        "group_1": {"targets": ["re:.*k_proj"], "output_activations": outputs},
-        "group_2": {"targets": ["re:.*v_proj"], "weights": weights, "output_activations": outputs},
-    }
-    old_block = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (old_folder / "config.json").write_text(json.dumps(config | {"quantization_config": old_block}))
-    assert KVScales.from_pretrained(old_folder).layers[0].k == 0.25
+    old_folder = declare_output_scales(plain_folder, tmp_path / "old")
+    assert KVScales.from_pretrained(old_folder).layers[0].k == torch.tensor(0.002)
     for target in ("compressed-tensors", "hf_fp8kv"):
         new_folder = tmp_path / target
         NEW_SCALES.save_pretrained(new_folder, format=target, checkpoint=old_folder, overwrite=True)
         assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
         assert not [name for name in load_all_tensors(new_folder) if "output_scale" in name]
-        block = json.loads((new_folder / "config.json").read_text())["quantization_config"]
-        group = {"targets": ["re:.*v_proj"], "weights": weights}
-        assert block["config_groups"] == {"group_0": groups["group_0"], "group_2": group}
-        assert ("kv_cache_scheme" in block) == (target == "compressed-tensors")
+        config_text = (new_folder / "config.json").read_text()
+        assert "output_activations" not in config_text
+        assert ("kv_cache_scheme" in config_text) == (target == "compressed-tensors")
 
 
 def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain_folder):

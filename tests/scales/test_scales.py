@@ -233,11 +233,6 @@ WITH_STATIC_SCALES = {
     "compressed-tensors-per-head": {
         "quantization_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
     },
-    "compression-config": {"compression_config": COMPRESSED},
-    "text-config": {"text_config": {"quantization_config": COMPRESSED}},
-    "modelopt-algo": {
-        "quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
-    },
     "modelopt-inner-algo": {
         "quantization_config": {
             "quant_method": "modelopt",
@@ -245,7 +240,6 @@ WITH_STATIC_SCALES = {
         }
     },
     "tgi-torch-dtype": {"kv_cache_torch_dtype": torch.float8_e4m3fn},
-    "tgi-fnuz": {"kv_cache_torch_dtype": "float8_e4m3fnuz"},
     "tgi-script": {"kv_cache_dtype": "float8_e4m3fn"},
     "an-object": SimpleNamespace(
         text_config=SimpleNamespace(quantization_config=SimpleNamespace(to_dict=lambda: COMPRESSED))
@@ -259,16 +253,10 @@ WITHOUT_STATIC_SCALES = {
     "dynamic": {
         "quantization_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"dynamic": True}}
     },
-    "dynamic-word": {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": "dynamic"}},
-    "int8": {"quantization_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": "int"}}},
-    "int8-by-default": {"quantization_config": COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}},
-    "nvfp4": {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"}},
     "int8-algo": {"quantization_config": {"kv_cache_quant_algo": "INT8"}},
     "e5m2": {"kv_cache_torch_dtype": "float8_e5m2"},
-    "auto": {"kv_cache_dtype": "auto"},
     "quark-without-cache": {"quantization_config": {"quant_method": "quark", "export": {}}},
     "not-a-block": {"quantization_config": "fp8"},
-    "odd-type": {"quantization_config": {"kv_cache_quant_algo": 8}},
 }
 
 

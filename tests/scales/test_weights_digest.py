@@ -137,18 +137,6 @@ def test_outdated_scales_warn_once_and_current_scales_do_not(
     assert "Calibrate again" in message
 
 
-def test_scales_without_a_digest_do_not_warn(
-    model_scales: KVScales, tmp_path: Path, read_warnings: Callable[[], list[str]]
-) -> None:
-    """Files of other tools, constants, and scales without metadata have no digest."""
-    path = model_scales.save_pretrained(tmp_path)[-1]
-    edit_metadata(path, lambda metadata: metadata | {"weights_digest": None})
-    assert KVScales.from_file(path).made_for(make_model()) is None
-    for scales in (path, 0.01, None):
-        enable(make_model(), scales=scales)
-    assert not read_warnings()
-
-
 @pytest.mark.parametrize("apply", [enable, serving.enable])
 def test_scales_of_another_model_are_noticed_without_a_digest(
     apply: Any, model_scales: KVScales, caplog: pytest.LogCaptureFixture

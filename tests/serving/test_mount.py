@@ -104,17 +104,6 @@ def test_a_mounted_application_does_not_start_without_its_lifespan(build_applica
         assert "lifespan=application.lifespan" in response.json()["error"]["message"]
 
 
-def test_a_server_can_start_an_application_twice(build_application):
-    application = build_application(served_name="mine", api_key="sesame")
-    for _ in range(2):
-        with TestClient(application, headers={"authorization": "Bearer sesame"}) as client:
-            response = client.post(CHAT, json={**REQUEST, "model": "mine"})
-            assert (response.status_code, response.json()["model"]) == (200, "mine")
-            response = client.post(CHAT, json=REQUEST, headers={"authorization": "Bearer simsim"})
-            assert response.status_code == 401
-        assert application.failure == "the engine was not started"
-
-
 @pytest.mark.parametrize("enable_cors", [False, True])
 def test_cors_allows_other_origins_only_if_enabled(build_application, enable_cors):
     origin_headers = {"origin": "https://page.example"}

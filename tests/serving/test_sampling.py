@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.serve_process import (
     NAN_CHARACTER,
@@ -63,24 +62,6 @@ def test_noise_depends_only_on_key_and_token():
     noise = sampling.make_gumbel_noise(keys, 100)
     for row in range(7):
         assert torch.equal(sampling.make_gumbel_noise(keys[row : row + 1], 60)[0], noise[row, :60])
-
-
-def test_noise_reads_no_tensor_of_an_earlier_call():
-    """A CUDA graph may overwrite such a tensor, or another stream may not have computed it."""
-    keys = make_noise_keys(2, seed=3)
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
-            output = function(*args, **(kwargs or {}))
-            outputs.append(output)
-            return output
-
-    outputs = []
-    with Recorder():
-        expected = sampling.make_gumbel_noise(keys.clone(), 113).clone()
-    for tensor in outputs[:-1]:
-        tensor.fill_(1)
-    assert torch.equal(sampling.make_gumbel_noise(keys, 113), expected)
 
 
 def test_the_largest_noise_is_finite():

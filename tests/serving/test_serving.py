@@ -4,11 +4,9 @@ import copy
 import functools
 import gc
 import pickle
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -276,24 +274,6 @@ class TestManagers:
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
 
-    def test_a_second_model_in_a_different_thread_stays_stock(self, served_llama: Any) -> None:
-        barrier = threading.Barrier(2)
-
-        def make_managers(model: Any) -> list[tuple[str, str]]:
-            class_names = []
-            for _ in range(3):
-                barrier.wait(60)
-                manager = model.init_continuous_batching(greedy(), batching())
-                manager.warmup()  # allocates the pages
-                cache = manager.batch_processor.cache
-                class_names.append((type(manager).__name__, type(cache).__name__))
-            return class_names
-
-        with ThreadPoolExecutor(2) as pool:
-            class_names, stock_names = pool.map(make_managers, (served_llama, make_model("llama")))
-        assert class_names == [("FP8Manager", "Cache")] * 3
-        assert stock_names == [("ContinuousBatchingManager", "PagedAttentionCache")] * 3
-
     def test_a_running_manager_does_not_change_generate(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
         ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
@@ -378,18 +358,6 @@ class TestManagers:
         assert answers[0] == answers[1]
         serving.disable(served_llama)
         assert not hasattr(served_llama, "_cached_continuous_batching_manager")
-
-    def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
-        serving.enable(llama, dtype="fp8_e3m4")
-        assert serving.read_usage(llama) is None
-        with open_manager(llama) as manager:
-            manager.warmup()
-            usage = serving.read_usage(llama)
-            assert (usage.pages_total, usage.pages_used, usage.tokens_held) == (64, 0, 0)
-            # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
-            assert usage.bytes_total == 64 * PAGE_SIZE * 2 * 2 * (16 + 2) * 2
-            assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
-        assert serving.read_usage(llama) is None
 
 
 class TestStockEngine:
@@ -668,19 +636,6 @@ class TestCompiled:
     """Steps are traced and run without code generation, so generated code is not covered."""
 
     OPTIONS: ClassVar = {"backend": "eager", "mode": None, "dynamic": True}
-
-    @FULL  # torch needs 12 s to trace the layers of one model
-    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-    def test_compiled_steps_give_the_same_tokens(self, name: str) -> None:
-        """Attention is not compiled, so a new number of requests needs no new compilation."""
-        model = make_model(name)
-        expected = enable(model, prompts(), scales=head_scales(model))
-        config = CompileConfig(fullgraph=False, **self.OPTIONS)
-        tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
-        assert tokens == expected
-        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        # Compiling attention for each step makes 55 graphs.
-        assert 0 < num_graphs < 25
 
     def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:
         llama.set_attn_implementation("sdpa")
