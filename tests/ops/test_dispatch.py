@@ -7,7 +7,7 @@ a schedule keeps no memory, and a failing C compiler gives a clear error.
 
 import subprocess
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -126,15 +126,6 @@ def test_observers_receive_operations(observer: str, grad_enabled: bool) -> None
     assert_same(torch.Tensor(result).flatten(), torch.arange(16.0))
 
 
-class WrongCall(NamedTuple):
-    """Arguments of a call, and the argument that its error names."""
-
-    wrong_argument: str
-    query_shape: tuple[int, ...]
-    stop: int
-    mask_shape: tuple[int, ...]
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_calls_check_sizes() -> None:
     """Other sizes cause a single recompilation. Wrong sizes cause an error during compilation."""
@@ -153,19 +144,17 @@ def test_compiled_calls_check_sizes() -> None:
         arguments = torch.randn(1, 2, 1, 16), stop, torch.zeros(1, 1, 1, stop)
         assert_same(compiled(*arguments), attend(*arguments))
     assert counters["stats"]["unique_graphs"] == 2
-    for call in (
-        WrongCall("query", query_shape=(1, 2, 1, 8), stop=30, mask_shape=(1, 1, 1, 30)),
-        WrongCall("query", query_shape=(2, 2, 1, 16), stop=31, mask_shape=(1, 1, 1, 31)),
-        WrongCall("mask", query_shape=(1, 2, 1, 16), stop=33, mask_shape=(1, 1, 1, 32)),
-        WrongCall("mask", query_shape=(1, 2, 2, 16), stop=34, mask_shape=(1, 1, 3, 34)),
+    for wrong_argument, query_shape, stop, mask_shape in (
+        ("query", (1, 2, 1, 8), 30, (1, 1, 1, 30)),
+        ("mask", (1, 2, 1, 16), 33, (1, 1, 1, 32)),
         # The four pages have room for 64 tokens.
-        WrongCall("positions", query_shape=(1, 2, 1, 16), stop=65, mask_shape=(1, 1, 1, 65)),
+        ("positions", (1, 2, 1, 16), 65, (1, 1, 1, 65)),
     ):
-        error = f"{call.wrong_argument}: expected"
+        error = f"{wrong_argument}: expected"
         with pytest.raises(Exception, match=error):
-            compiled(torch.zeros(call.query_shape), call.stop, torch.zeros(call.mask_shape))
+            compiled(torch.zeros(query_shape), stop, torch.zeros(mask_shape))
         with torch.device("meta"), pytest.raises(ConfigError, match=error):
-            attend(torch.zeros(call.query_shape), call.stop, torch.zeros(call.mask_shape))
+            attend(torch.zeros(query_shape), stop, torch.zeros(mask_shape))
 
 
 @pytest.mark.usefixtures("interpreted")

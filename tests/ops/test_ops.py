@@ -739,15 +739,18 @@ def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
     [("reference", "whole"), ("torch", "whole"), ("torch", "blocks"),
      pytest.param("cpu", "whole", marks=CPU_BACKEND.marks)],
 )  # fmt: skip
-@pytest.mark.parametrize("has_hole", [False, True], ids=["past the table", "a missing page"])
-def test_an_overrun_changes_nothing(has_hole, backend, layout):
-    case = Case("overrun", lengths=(40, 40))
-    pages = make_pages(case)
+@pytest.mark.parametrize(
+    ("length", "has_hole"),
+    [(70, False), (50, True), (10, False)],
+    ids=["past the table", "a missing page", "fewer than the new tokens"],
+)
+def test_an_overrun_changes_nothing(length, has_hole, backend, layout):
+    pages = make_pages(Case("overrun", lengths=(40, 40)))
     if has_hole:
         pages.table[1, 2] = -1
     old_pages, pages = copy_pages(pages), LAYOUTS[layout](pages)
     key = torch.randn(2, 2, 20, 32)
-    lengths = torch.tensor([20, 50 if has_hole else 70], dtype=torch.int32)
+    lengths = torch.tensor([20, length], dtype=torch.int32)
     with pytest.raises(OutOfPagesError, match="Reserve pages"):
         ops.write(pages, key, key, lengths, backend)
     assert_same_pool(merge_blocks(pages), old_pages)
