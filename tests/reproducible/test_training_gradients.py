@@ -123,19 +123,17 @@ def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, training="stored", dtype="fp8_e4m3")
     model.train()
+    # The method has different names in transformers 6 and 5.
+    name = "activation_checkpointing_enable"
+    enable_checkpointing = getattr(model, name, None) or model.gradient_checkpointing_enable
     grads = []
-    for uses_checkpointing in (False, True):
-        if uses_checkpointing:
-            # The method has different names in transformers 6 and 5.
-            name = "activation_checkpointing_enable"
-            enable_checkpointing = getattr(model, name, None) or model.gradient_checkpointing_enable
-            enable_checkpointing({"use_reentrant": use_reentrant})
+    for switch in (dict, enable_checkpointing):
+        switch({"use_reentrant": use_reentrant})
         model.zero_grad()
         log_probs = score_texts(model, use_cache=None)  # as in trainers that keep use_cache=True
         log_probs[:, 7].mean().backward()
         grads.append([weight.grad for weight in model.parameters()])
-    for expected, actual in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*grads)
 
 
 # torch instantiates functions with custom gradients to trace them, and warns about this.
