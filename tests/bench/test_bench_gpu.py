@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import attention, baselines, cached, end_to_end, latent, suite, write
 from benchmarks.gpu.record import Record
-from benchmarks.gpu.shapes import E3M4, E4M3, FULL, PAGE_FORMATS, TINY, Case
+from benchmarks.gpu.shapes import E4M3, PAGE_FORMATS, TINY, Case
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv import ops
 
@@ -36,9 +36,6 @@ def find_failures(record, measure, *args):
     return {row["name"] for row in record.rows if "failed" in row}
 
 
-# -- dry runs --------------------------------------------------------------------------------------
-
-
 def test_every_section_has_correct_rows(monkeypatch):
     """The rows of compiled caches are omitted, because compiling takes minutes."""
     monkeypatch.setattr(end_to_end, "CONTENDERS", end_to_end.CONTENDERS[:2])
@@ -51,9 +48,6 @@ def test_every_section_has_correct_rows(monkeypatch):
     for row in result["rows"]:
         if row["section"] in ("decode", "layer", "extend"):
             assert 0 <= row["error"] < 0.01, row
-
-
-# -- wrong results ---------------------------------------------------------------------------------
 
 
 # Each of these functions returns the given function with a defect.
@@ -125,18 +119,3 @@ def test_a_wrong_contender_fails_without_a_time(
     function = getattr(module, name)
     monkeypatch.setattr(module, name, functools.wraps(function)(add_defect(function)))
     assert find_failures(record, *measure) == failed_names
-
-
-def test_a_case_counts_the_bytes_and_operations_of_visible_tokens():
-    case = Case((32768,) * 16)
-    assert case.bytes_read(E4M3) == case.tokens_read * 8 * 130 * 2
-    assert case.flops == case.tokens_read * 32 * 128 * 4
-    # Three new tokens after two stored tokens attend to three, four and five tokens.
-    assert Case((5,), num_new_tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
-    assert Case((100,) * 4).pad_left().tokens_read == 400 - 74
-    # A token has 512 codes, two scales, and a RoPE part of 64 values in 16 bits.
-    latent_case = FULL.latent_cases[0]
-    assert latent_case.bytes_read(E3M4) == latent_case.tokens_read * 644
-
-
-# -- other projects --------------------------------------------------------------------------------

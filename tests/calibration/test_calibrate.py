@@ -225,9 +225,6 @@ def test_invalid_plans_are_rejected(biased_model, keywords, message):
         calibrate(biased_model, make_texts(8), **OPTIONS, **keywords)
 
 
-# -- order of texts --------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_padding_does_not_affect_scales():
     """Token 0 pads a batch. In this model, it has by far the largest embedding."""
@@ -253,33 +250,22 @@ def test_padding_does_not_affect_scales():
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64
 }  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
 ARCHITECTURES = {
     "two-thetas-and-windows": ("gemma3_text", "head", LONG_CONTEXT),
     "learned-positions": ("gpt2", "channel", {}),
     "alibi": ("bloom", "channel", {}),
-    "layers-without-rope": ("cohere2", "head", LONG_CONTEXT),
     "sinks": ("gpt_oss", "channel", LONG_CONTEXT),
     "yarn": ("llama", "head", {"rope_parameters": YARN}),
-    "dynamic-rope": ("llama", "head", {"rope_parameters": DYNAMIC, **LONG_CONTEXT}),
     "latents": ("deepseek_v3", "channel", LONG_CONTEXT),
     "layers-without-attention": ("qwen3_next", "head", {}),
     "relative-positions": ("seq2seq/t5", "head", {}),
-    "seq2seq": ("seq2seq/bart", "head", {}),
 }
 
 
-IN_THE_FULL_TIER = ("dynamic-rope", "seq2seq", "layers-without-rope")
-
-
 # Each architecture occurs once, with one of two granularities.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in IN_THE_FULL_TIER else ())
-        for name in ARCHITECTURES
-    ],
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_is_calibrated_and_measured(name):
     model_type, granularity, config = ARCHITECTURES[name]
     model, inputs = build_variant(model_type, **config)

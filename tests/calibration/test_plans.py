@@ -79,10 +79,9 @@ def test_a_plan_is_reproducible(llama: Any, chosen_plan: StoragePlan, tmp_path: 
     assert choose_plan(llama).digest == chosen_plan.digest
     chosen_plan.save_pretrained(tmp_path)
     assert FP8PagedCache(llama.config, plan=tmp_path).plan == chosen_plan.plan
-    for path in (tmp_path, str(tmp_path), tmp_path / "kv_scales.safetensors"):
-        loaded = StoragePlan.load(path)
-        assert (loaded.digest, loaded.plan) == (chosen_plan.digest, chosen_plan.plan)
-        assert loaded.made_for(llama)
+    loaded = StoragePlan.load(tmp_path / "kv_scales.safetensors")
+    assert (loaded.digest, loaded.plan) == (chosen_plan.digest, chosen_plan.plan)
+    assert loaded.made_for(llama)
 
 
 def test_rotating_outliers_prevent_a_rotation_of_k() -> None:
@@ -190,18 +189,6 @@ def test_layers_that_lose_too_much_have_8_bits() -> None:
     assert compare_plans(model, plan)[1] < 1.2 * e4m3_kl
 
 
-def test_a_model_that_loses_more_than_in_e4m3_is_reported(caplog: Any, monkeypatch: Any) -> None:
-    """Each head is expected to lose less than four times the error of E4M3."""
-    model = build_variant("llama", head_dim=64, **LONG_CONTEXT)[0]
-    choose_plan(model, bits=6)  # a KL below 4e-4 is not reported
-    monkeypatch.setattr(plan_choice, "MAX_KL", 0)
-    with planted_outliers(model, 8.0):
-        choose_plan(model)
-        assert not any("bits=" in message for message in caplog.messages)
-        kl = choose_plan(model, bits=6, max_extra_bytes=0).protection.kl
-    assert f"bits=6: the KL after a stored prompt is {kl:.1e}, larger than in" in caplog.text
-
-
 @pytest.mark.parametrize("bits", [5.99, 8.01, True, "6", None, float("nan")])
 def test_invalid_bits_are_rejected(llama: Any, bits: Any) -> None:
     # None is the default of `serving.enable`.
@@ -289,17 +276,6 @@ def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
     assert plan.digest == choose_plan(llama, ids).digest
     assert plan.origin == "chosen on 280 tokens of text"
     assert choose_plan(llama, make_texts()).digest != plan.digest
-    rows = [{"body": text} for text in texts]
-    column_plan = choose_plan(llama, rows, tokenizer=tokenizer, text_column="body")
-    assert column_plan.digest == plan.digest
-
-
-def test_choose_plan_warns_once_about_few_tokens(llama: Any, caplog: Any) -> None:
-    choose_plan(llama, [[5, 6, 7], list(range(3, 75))])
-    (message,) = caplog.messages
-    assert "chosen on 75 tokens, fewer than the 128 random tokens" in message
-    choose_plan(llama, [list(range(3, 67))] * 2)
-    assert caplog.messages == [message]
 
 
 @pytest.mark.parametrize(

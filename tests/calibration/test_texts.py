@@ -73,11 +73,8 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
         ("a b c", [A, B, C]),
         ({"text": "a b c", "messages": None}, [A, B, C]),
         ({"id": 1, "messages": CHAT}, CHAT_IDS),
-        ({"text": CHAT}, CHAT_IDS),
         (CHAT, CHAT_IDS),
-        (tuple(CHAT), CHAT_IDS),
         ([A, B, C], [A, B, C]),
-        ({"text": [A, B, C]}, [A, B, C]),
         (torch.tensor([A, B, C]), [A, B, C]),
         (torch.tensor([A, B, C], dtype=torch.uint16), [A, B, C]),
         (np.array([A, B, C]), [A, B, C]),
@@ -217,15 +214,11 @@ def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
     assert 999 <= count_tokens(windows) <= 1000
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
-
 # Each rule once. A pair of a name and bytes is a file.
 @pytest.mark.parametrize(
     ("texts", "options", "fragments"),
     [
         ("a" * 9999, {}, ["a file or a list of texts, got 'aaa", "Pass [text] for one text"]),
-        ("a\0b", {}, ["Pass [text]"]),
         (Path(__file__).parent, {}, ["an existing file"]),
         ({"train": ["a b"], "test": ["a"]}, {}, ["'train'", "one split"]),
         (3, {}, ["a list of texts, got 3"]),
@@ -233,18 +226,12 @@ def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
         (["a", "b"], {}, ["at least 2 tokens", "got 2 of one token"]),
         (["a b", None], {}, ["texts[1]: ", "got None", "leave out"]),
         ([["a", "b"]], {}, ["texts[0]: ", "got ['a', 'b']", "each text as one item"]),
-        ([[[A], [A, B]]], {}, ["texts[0]: ", "got [[6], [6, 7]]"]),
         ([[True, False]], {}, ["got [True, False]"]),
-        ([{"text": None, "messages": CHAT}], {}, ["column 'text'", "got None"]),
         (CHAT, {}, ["'text' or 'messages', got the columns 'role', 'content'", "text_column"]),
-        ([{"messages": CHAT}], {"text_column": "body"}, ["'body', got the columns 'messages'"]),
-        ([[CHAT[0], "b"]], {}, ["texts[0]: ", "got 'b'"]),
         ([[{"text": "a"}]], {}, ["texts[0]: ", "{'text': 'a'}", "Rename"]),
         ([[A, -1]], {}, ["from 0 to 31", "got -1"]),
-        ([torch.tensor([1 << 40])], {}, ["from 0 to 31"]),
         (["a \ud800"], {}, ["texts[0]: ", "UTF-8", r"'a \ud800'"]),
         (["a b"], {"max_tokens": 1}, ["max_tokens"]),
-        (["a b"], {"max_length": 2.0}, ["max_length"]),
         (["a b"], {"chat_template": "x"}, ["chat_template"]),
         (["a b"], {"tokenizer": "gpt2"}, ["AutoTokenizer.from_pretrained"]),
         (["a b"], {"tokenizer": None}, ["texts[0]: expected token ids without a tokenizer"]),
@@ -258,7 +245,6 @@ def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
         (("x.txt", "a b".encode("utf-16")), {}, ["x.txt: ", "Save the file as UTF-8"]),
         (("x.jsonl", b'"a"\n"\xff"'), {}, ["x.jsonl: ", "UTF-8", "0xff"]),
         (("x.jsonl", b'"a b"\n{"text"'), {}, ["x.jsonl, line 2: ", "JSON", "JSONDecodeError"]),
-        (("x.jsonl", b"[" * 100_000), {}, ["line 1", "RecursionError"]),
         (("x.jsonl.gz", b"not gzip"), {}, ["got .gz", "Rename"]),
     ],
 )
@@ -320,6 +306,3 @@ def test_reading_stops_at_max_tokens(texts, max_length, max_tokens):
     # The last window is shortened.
     windows = read_texts(["a b c", "b c d a"], max_tokens=5)
     assert list_window_ids(windows) == [[A, B, C], [B, C]]
-
-
-# -- a real tokenizer ------------------------------------------------------------------------------

@@ -20,12 +20,11 @@ from hf_fp8kv.card.caches import (
     UNQUANTIZED,
     Contender,
     choose_contenders,
-    count_token_bytes,
     round_to_q8_0,
 )  # fmt: skip
-from hf_fp8kv.card.drift import UNQUANTIZED_PAGES, describe_drift, sample_answers  # fmt: skip
+from hf_fp8kv.card.drift import describe_drift, sample_answers  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge_cache
-from hf_fp8kv.card.predictions import States, compare_states, prefill, score_text
+from hf_fp8kv.card.predictions import States, compare_states, prefill
 from hf_fp8kv.card.rendering import make_columns
 from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
 from hf_fp8kv.errors import ConfigError
@@ -108,28 +107,6 @@ def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_
     assert "* chains was not measured. tasks: expected" in markdown
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v3"])
-def test_cards_support_windows_latents_and_shared_layers(name):
-    """Layers with a window count only the tokens in the window, with and without quantization."""
-    model, _ = build_variant(name)
-    ids = torch.randint(4, 90, (1, 80))
-    with paged_attention(model):
-        states = prefill(model, ids).states
-        all_scores = score_text(
-            model, ids, states, {"unquantized": UNQUANTIZED_PAGES, "fp8": CONTENDERS["fp8"]},
-            positions=[40, 80], num_scored=8, stored_positions=[40, 80],
-        )  # fmt: skip
-        for (_, prompt, cache), scores in all_scores:
-            assert (scores.kl.mean() < 1e-9) == (cache == "unquantized"), (prompt, cache)
-    assert not find_defects(CONTENDERS["default"], model, states)
-    token_bytes = count_token_bytes(UNQUANTIZED, model, states)
-    assert token_bytes == count_token_bytes(CONTENDERS["bf16"], model, states)
-    if name == "deepseek_v3":
-        assert token_bytes == 2 * 2 * (16 + 8)  # 2 layers with 16-bit latents and RoPE parts
-    else:
-        assert token_bytes < 2 * sum(x[:, :, 0].numel() for layer in states for x in layer)
-
-
 @pytest.mark.parametrize("name", ["jamba", "seq2seq/t5"])
 def test_unsupported_models_are_rejected(name, model_folder, tmp_path):
     model, _ = build_variant(name, max_position_embeddings=512)
@@ -201,7 +178,6 @@ def test_planted_defects_of_stored_states_are_found():
 
 @torch.no_grad()
 def test_predictions_along_an_answer_match_decoding():
-    """Chunks of an answer have the same divergences as decoding token by token."""
     model, _ = build_variant("llama", num_hidden_layers=2)
     prompt_ids = torch.randint(4, 90, (2, 24))
     contender = CONTENDERS["fp8_e3m4"]
@@ -268,7 +244,6 @@ def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_questions_fit_and_have_their_keys_in_the_text(task):
-    """A text and a question fit into the length. Each confusable key occurs in the text."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     for haystack in write_haystacks(tokenizer, task, 1024, 10):
         text = tokenizer.decode(haystack.ids[0])
@@ -338,7 +313,6 @@ def test_caches_are_selected_by_name_or_plan(model_folder):
 
 
 def test_the_docs_contain_the_values_of_the_cards():
-    """Check the tables of docs/accuracy.md, and the error in README.md, with the stored cards."""
     root = Path(__file__).parents[2]
     cards_folder = root / "docs" / "benchmarks"
     lines = (root / "docs" / "accuracy.md").read_text().splitlines()

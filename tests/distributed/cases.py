@@ -4,10 +4,8 @@ A case is a function of a model, a dict with the keyword `tensor_parallel` (empt
 model), and a folder for files. It returns a value that JSON can represent.
 """
 
-import logging
 import os
 from collections.abc import Callable
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -141,23 +139,6 @@ def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
         hf_fp8kv.disable(model)
 
 
-def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens of a split model, which gets no plan, and check that a message says so.
-
-    In one process, the same format is passed.
-    """
-    keywords: dict[str, Any] = {**STORED} if ranks else {**STORED, "dtype": "fp8_e3m4"}
-    handler = BufferingHandler(100)
-    logging.getLogger("hf_fp8kv").addHandler(handler)
-    try:
-        hf_fp8kv.enable(model, **keywords)
-        assert len(handler.buffer) == len(ranks), [record.getMessage() for record in handler.buffer]
-        return generate(model, None)
-    finally:
-        logging.getLogger("hf_fp8kv").removeHandler(handler)
-        hf_fp8kv.disable(model)
-
-
 def serve(model: Any, ranks: RankOptions, folder: Path) -> Any:
     serving.enable(model, scales=make_scales("centers", model))
     try:
@@ -242,7 +223,6 @@ EQUAL_CASES: dict[str, tuple[str, Case]] = {
     "gathered heads": ("gathered", make_generate_case("fp8_paged", "head")),
     "a cache in files": ("8q-4kv", save_and_load),
     "enable": ("8q-4kv", generate_enabled),
-    "no plan": ("8q-4kv", generate_by_default),
     "latents": ("latents", make_latents_case()),
     "latents, preallocated": ("latents", make_latents_case(dtype="auto", max_cache_len=40)),
     "generate_batch, chunked, centers": ("biased-keys", serve),

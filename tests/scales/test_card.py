@@ -47,12 +47,6 @@ def save_card(folder: Path, target: Path, old_card: str | None, scales: KVScales
         ),
         # SGLang reads only scales per tensor.
         ("head", "compressed-tensors", ["3 layers, per head", "vllm serve"], "sglang"),
-        (
-            "head",
-            "autofp8",
-            ["per tensor", "the largest scale of each layer is written"],
-            "per head",
-        ),
     ],
 )
 def test_a_card_describes_the_scales(model_folder, tmp_path, kind, format, expected, absent):

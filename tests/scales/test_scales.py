@@ -67,7 +67,6 @@ BAD_TENSORS = {
     "int8": torch.tensor(1, dtype=torch.int8),
     "meta": torch.ones((), device="meta"),
     "three-dimensions": torch.ones(4, 1, 2),
-    "empty": torch.ones(0, 4),
     "a-float": 0.5,
 }
 
@@ -174,12 +173,10 @@ BAD_CALLS = {
     "missing-layer": ({"index": 7}, "expected layer 7, got layers 0, 1"),
     "other-heads": ({"num_kv_heads": 3}, "expected 3 heads, got 4"),
     "uneven-heads": ({"num_kv_heads": 3, "tp_size": 2}, r"3 heads \(or 6 of all 2 ranks\), got 4"),
-    "too-many-heads": ({"num_kv_heads": 8}, "expected 8 heads, got 4"),
     "other-k-size": ({"k_head_dim": 4}, "K scale of layer 1.*head size of 4 or 1, got 3"),
     "other-v-size": ({"v_head_dim": 4}, "V scale of layer 1.*head size of 4 or 1, got 5"),
     "rank-too-high": ({"tp_rank": 2, "tp_size": 2}, "tp_rank=2 and tp_size=2"),
     "rank-below-zero": ({"tp_rank": -1}, "tp_rank=-1"),
-    "no-ranks": ({"tp_size": 0}, "tp_size=0"),
     "rank-not-a-number": ({"tp_rank": "0"}, "expected integers .*tp_rank='0'"),
 }
 
@@ -207,9 +204,7 @@ def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
 
 BAD_ARGUMENTS = {
     "bool": (True, "finite number"),
-    "zero": (0, "finite number"),
     "a-tensor": (ONE, "expected None, a number, KVScales"),
-    "one-layer": (LayerScales(ONE, ONE), "expected None, a number, KVScales"),
     "missing-file": ("/nowhere/scales.json", "expected a file, found none"),
     "nul-in-the-path": ("scales\0", "expected a folder, a file or a repository id"),
 }
@@ -230,22 +225,12 @@ COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
 
 # test_sources_formats.py tests the declarations that tools write. These are other spellings.
 WITH_STATIC_SCALES = {
-    "compressed-tensors-per-head": {
-        "quantization_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
-    },
-    "modelopt-inner-algo": {
-        "quantization_config": {
-            "quant_method": "modelopt",
-            "quantization": {"kv_cache_quant_algo": "FP8"},
-        }
-    },
     "tgi-torch-dtype": {"kv_cache_torch_dtype": torch.float8_e4m3fn},
     "tgi-script": {"kv_cache_dtype": "float8_e4m3fn"},
     "an-object": SimpleNamespace(
         text_config=SimpleNamespace(quantization_config=SimpleNamespace(to_dict=lambda: COMPRESSED))
     ),
     "a-config": LlamaConfig(quantization_config=COMPRESSED),
-    "trtllm": {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
 }
 WITHOUT_STATIC_SCALES = {
     "empty": {},

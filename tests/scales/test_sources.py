@@ -43,7 +43,6 @@ def list_values(scales: KVScales, side: str) -> list[float]:
 
 
 def list_sides(scales: KVScales) -> list[list[float]]:
-    """Return the scales of K and the scales of V, by layer."""
     return [list_values(scales, side) for side in "kv"]
 
 
@@ -65,7 +64,6 @@ def scale_error(message: str, path: Path | str = "") -> Iterator[pytest.Exceptio
 
 
 def copy_golden(name: str, tmp_path: Path) -> Path:
-    """Return a copy of a golden folder."""
     return Path(shutil.copytree(DATA / name, tmp_path / name))
 
 
@@ -146,9 +144,6 @@ def test_a_single_golden_file_is_read():
         f"{DATA / 'tgi'}/model.safetensors: model.layers.1.self_attn.k_scale, "
         "model.layers.1.self_attn.v_scale"
     )
-
-
-# -- tensor names ----------------------------------------------------------------------------------
 
 
 # `test_sources_formats` contains no dialect with these names.
@@ -241,9 +236,6 @@ def test_layers_without_a_separate_cache_need_no_scales(tmp_path, layer, config)
     assert list(KVScales.from_pretrained(folder).layers) == sorted({0, 1, 2} - {layer})
 
 
-# -- choice of the file ----------------------------------------------------------------------------
-
-
 def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, caplog):
     folder = copy_golden("autofp8", tmp_path)
     shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
@@ -263,7 +255,6 @@ def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, cap
 
 
 def write_scales(path: Path, ranks: object) -> Path:
-    """Write a kv_cache_scales.json with the scales of each rank."""
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
     path.write_text(json.dumps({"model_type": "llama", "kv_cache": cache}))
     return path
@@ -285,7 +276,6 @@ def test_variants_of_a_json_are_accepted(tmp_path):
 
 
 def test_ranks_of_a_json_are_selected_or_merged(tmp_path, caplog):
-    """Each rank reads separate scales. One process reads the largest, and warns if ranks differ."""
     path = write_scales(tmp_path / "s.json", TWO_RANKS)
     for rank, expected in ((0, [0.5, 0.25]), (1, [0.125, 1.0])):
         assert list_values(KVScales.from_file(path, tp_rank=rank, tp_size=2), "k") == expected
@@ -341,24 +331,19 @@ def corrupt_json(old_text: str, new_text: str) -> Corrupt:
 
 
 def delete(name: str) -> Corrupt:
-    """Return a function that deletes a file."""
     return lambda folder: (folder / name).unlink()
 
 
 def corrupt_config(**entries: object) -> Corrupt:
-    """Return a function that sets entries of config.json."""
     return lambda folder: edit_json(folder / "config.json", **entries)
 
 
 def corrupt_tensors(tensors: dict[str, torch.Tensor], layer: int = 1) -> Corrupt:
-    """Return a function that sets tensors of a layer's attention."""
     changes = {ATTENTION.format(layer) + suffix: tensor for suffix, tensor in tensors.items()}
     return lambda folder: edit_tensors(folder, changes)
 
 
 def edit_index(change: Callable[[dict[str, object]], object]) -> Corrupt:
-    """Return a function that changes the weight map of the index."""
-
     def corrupt(folder: Path) -> None:
         weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
         edit_json(folder / INDEX_FILE, weight_map=change(weight_map))

@@ -22,7 +22,6 @@ TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4))
 
 @pytest.fixture(scope="module")
 def model_scales() -> KVScales:
-    """Return scales of the model that `make_model` returns."""
     model, _ = build_variant("gqa")
     return calibrate(model, TEXTS, center=False, progress=False)
 
@@ -101,7 +100,6 @@ def test_weights_on_the_meta_device_have_no_digest(model_scales: KVScales) -> No
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of a file of scales."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["hf_fp8kv"])
 

@@ -2,13 +2,11 @@
 
 import copy
 import functools
-import gc
 import pickle
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -154,10 +152,8 @@ class TestSameTokens:
         monkeypatch.setattr(common, "make_decode_work", make_work)
         with run_manager(manager):
             assert request_answers(manager, prompts()) == expected
-        batch_sizes = [len(call.args[1]) for call in make_work.call_args_list]
-        assert len(batch_sizes) > NEW_TOKENS / 2  # one call per step, not per layer
-        assert len(batch_sizes) < 2 * NEW_TOKENS
-        assert max(batch_sizes) > 1
+        # One call per step, not per layer.
+        assert NEW_TOKENS / 2 < make_work.call_count < 2 * NEW_TOKENS
 
     def test_generate_with_a_paged_cache_gives_the_same_tokens(self, llama: Any) -> None:
         prompt = prompts()[5]
@@ -372,17 +368,13 @@ class TestStockEngine:
         assert llama._cached_continuous_batching_manager is original
         llama.destroy_cached_continuous_batching_manager()
 
-    def test_models_can_be_copied_and_freed(self, served_llama: Any) -> None:
+    def test_models_can_be_copied(self, served_llama: Any) -> None:
         for copied in (copy.deepcopy(served_llama), pickle.loads(pickle.dumps(served_llama))):
             assert is_enabled(copied)
             serving.disable(copied)
             assert not copied._forward_pre_hooks
             assert not is_enabled(copied)
         assert is_enabled(served_llama)
-        reference = weakref.ref(copied)
-        del copied
-        gc.collect()
-        assert reference() is None
 
 
 class TestErrors:
@@ -465,6 +457,18 @@ class TestErrors:
         serving.disable(llama)  # also restores the attention after a manager that never ran
         assert llama.config._attn_implementation == "sdpa"
         assert not manager.is_running()
+
+    @pytest.mark.usefixtures("fresh_compiler")
+    def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        manager = llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
+        assert manager.continuous_batching_config.varlen_compile_config is not None
+        serving.enable(llama)
+        # decode_compile_config is accepted, because the engine uses it only for its own attention.
+        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, backend="eager"))
+        with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
+            llama.init_continuous_batching(greedy(), config)
 
     def test_the_attention_is_rejected_without_enable(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
@@ -629,24 +633,6 @@ class TestRunningEngines:
                 manager.cancel_request(request_id)  # otherwise the manager waits for it at exit
             lengths.pop(running_id, None)
             assert lengths == {waiting_id: 6 * PAGE_SIZE, added_id: 2}
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-class TestCompiled:
-    """Steps are traced and run without code generation, so generated code is not covered."""
-
-    OPTIONS: ClassVar = {"backend": "eager", "mode": None, "dynamic": True}
-
-    def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:
-        llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
-        assert manager.continuous_batching_config.varlen_compile_config is not None
-        serving.enable(llama)
-        # decode_compile_config is accepted, because the engine uses it only for its own attention.
-        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **self.OPTIONS))
-        with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
-            llama.init_continuous_batching(greedy(), config)
 
 
 class DelayedStream:

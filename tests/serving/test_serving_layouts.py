@@ -1,6 +1,5 @@
 """Tests of the layout of an engine's cache: layer groups, bytes, ranks and offloading."""
 
-import math
 import sys
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers.generation.continuous_batching import continuous_api
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving.engines import flat_tensor
-from hf_fp8kv.serving.layout import EngineLayout, plan_block_sizes
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serving_tools import (
     PAGE_SIZE,
@@ -100,30 +98,6 @@ class TestMemory:
             # The engine allocates two more sectors, for the padding of its attention.
             memory = cache.layers[0].pages.block.untyped_storage()
             assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
-
-    @pytest.mark.parametrize(
-        ("num_sliding", "num_full", "plan"),
-        [(21, 21, PROTECTED_PLANS["K"]), (29, 5, INT8_PLAN), (40, 8, PROTECTED_PLANS["K and V"])],
-    )
-    def test_kinds_of_layers_share_small_sectors(
-        self, num_sliding: int, num_full: int, plan: LayerPlan
-    ) -> None:
-        """The least common multiple of the kinds' exact sizes is up to 2,000 blocks."""
-        int8_layout, layout = (
-            EngineLayout(8, 256, 256, layer_plan, torch.bfloat16, is_dynamic=True)
-            for layer_plan in (INT8_PLAN, plan)
-        )
-        kinds = {
-            "sliding": [layout] + [int8_layout] * (num_sliding - 1),
-            "full": [int8_layout] * num_full,
-        }
-        sizes = plan_block_sizes(kinds)
-        needed = {
-            kind: sum(layer.bytes_per_page for layer in layers) for kind, layers in kinds.items()
-        }
-        assert all(sizes[kind] >= needed[kind] and sizes[kind] % 16 == 0 for kind in kinds)
-        assert sum(sizes.values()) <= 1.025 * sum(needed.values())
-        assert math.lcm(*sizes.values(), 128) <= 8 * max(sizes.values())
 
 
 class TestOffloading:

@@ -41,7 +41,6 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
 
 
 def list_visible_names(folder: Path) -> list[str]:
-    """Return the names of the files in a folder, except the lock."""
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
