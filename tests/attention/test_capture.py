@@ -119,25 +119,6 @@ def test_the_plan_of_a_model_gives_the_bits_of_eager_steps(monkeypatch: pytest.M
         assert step.num_replays == (NEW_TOKENS - 4 if is_long else 2 * 4), options
 
 
-def test_reserved_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is 1.15 times the pages of all tokens, including the reserved tokens."""
-    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", 64)
-    model, _ = build_variant("gqa", max_position_embeddings=4096)
-    cache = FP8PagedCache(model.config, **OPTIONS)
-    sizes: list[int] = []
-
-    def measure(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        sizes.append(sum(len(store.pool.blocks) for store in cache._paged.stores))
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-    prompt = {"input_ids": torch.arange(600).reshape(2, 300) % 90 + 1}
-    keywords = {"stopping_criteria": [measure], "past_key_values": cache, "max_new_tokens": 120}
-    _, step = run_captured(model, prompt, **keywords)
-    assert step.num_replays > 100
-    num_pages = 2 * 2 * (420 + 64) / 8  # of two layers and two sequences
-    assert max(sizes) <= 1.15 * num_pages
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

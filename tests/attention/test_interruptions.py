@@ -316,9 +316,8 @@ def test_a_call_that_attention_refuses_changes_nothing(num_stored):
     ids = torch.arange(60)[None] + 4
     with torch.no_grad():
         cache, new_cache = make_equal_caches(model, ids[:, :num_stored])
-    model.train()
     with pytest.raises(ConfigError, match=r"model.eval\(\)"):
-        model(ids[:, num_stored:], past_key_values=cache)
+        model.train()(ids[:, num_stored:], past_key_values=cache)
     assert cache.get_seq_length() == num_stored
     model.eval()
     with torch.no_grad():

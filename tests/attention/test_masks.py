@@ -180,28 +180,19 @@ def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
     assert mask.to("cpu", torch.bool) is mask
 
 
-def test_a_mask_of_all_tokens_serves_a_window() -> None:
-    for length, start in [(12, 3), (12, 5), (16, 1), (33, 17), (40, 39)]:
-        token_mask = torch.rand(2, length) > 0.4
-        full_mask = make_compact(token_mask, 0, length, 0, 1)
-        window_mask = make_compact(token_mask[:, start:], start, length - start, 0, 1)
-        for mask, first_token in ((full_mask, 0), (window_mask, start)):
-            visible = mask.get_columns(start, length)
-            assert_same(visible[:, 0, 0].bool(), token_mask[:, start:], (length, start))
-            bounds = find_mask_bounds(token_mask[:, first_token:], first_token)
-            assert_same(mask.bounds, bounds)
-            assert_same(mask.make_complete(start, length, 0)[:, 0, 0], token_mask[:, start:])
-
-
 @pytest.mark.parametrize(
     ("num_columns", "first_token"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)]
 )
-def test_a_mask_of_different_tokens_is_refused(num_columns: int, first_token: int) -> None:
-    is_token = torch.ones(2, num_columns, dtype=torch.bool)
+def test_a_mask_serves_only_its_tokens(num_columns: int, first_token: int) -> None:
+    """A mask of all tokens also serves a window."""
+    is_token = torch.rand(2, num_columns) > 0.4
     mask = make_compact(is_token, first_token, num_columns, 0, 1)
+    assert_same(mask.bounds, find_mask_bounds(is_token, first_token))
     for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
         if first_token <= start and stop <= first_token + num_columns:
-            assert mask.get_columns(start, stop).shape == (2, 1, 1, stop - start)
+            expected = is_token[:, start - first_token : stop - first_token]
+            assert_same(mask.get_columns(start, stop)[:, 0, 0].bool(), expected)
+            assert_same(mask.make_complete(start, stop, 0)[:, 0, 0], expected)
         else:
             with pytest.raises(ConfigError, match=f"covers the tokens {start} to {stop - 1}"):
                 mask.get_columns(start, stop)

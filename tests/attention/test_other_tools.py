@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention, register
@@ -28,30 +27,6 @@ pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 Score = Callable[[torch.Tensor], torch.Tensor]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PROMPT_LENGTH = 40
-
-
-@contextmanager
-def wrap_functions() -> Iterator[None]:
-    """Wrap all registered functions to pass `dropout` by position, as kvpress does."""
-
-    def wrap(function: Any) -> Any:
-        def wrapper(
-            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any,
-            **kwargs: Any,
-        ) -> Any:  # fmt: skip
-            return function(module, query, key, value, attention_mask, dropout, **kwargs)
-
-        return wrapper
-
-    functions = dict(AttentionInterface._global_mapping)
-    for name, function in functions.items():
-        ALL_ATTENTION_FUNCTIONS[name] = wrap(function)
-    try:
-        yield
-    finally:
-        AttentionInterface._global_mapping.update(functions)
-        for name in functions:
-            ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name, None)
 
 
 @contextmanager
@@ -113,15 +88,14 @@ def test_pressed_caches_match_dynamic_cache(name: str, num_remaining: int) -> No
     stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     press = press_model(stock_model, SCORES[name], num_remaining)
     expected = compute_logits(stock_model, DynamicCache(), press)
-    with wrap_functions():
-        cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
-        actual = compute_logits(model, cache, press_model(model, SCORES[name], num_remaining))
-        assert cache.get_seq_length() == num_remaining
-        assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3)
-        fp8_cache = FP8PagedCache(model.config, page_size=16)
-        logits = compute_logits(model, fp8_cache, press_model(model, SCORES[name], num_remaining))
-        assert logits.isfinite().all()
-        assert fp8_cache.layers[1].get_seq_length() == num_remaining
+    cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
+    actual = compute_logits(model, cache, press_model(model, SCORES[name], num_remaining))
+    assert cache.get_seq_length() == num_remaining
+    assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3)
+    fp8_cache = FP8PagedCache(model.config, page_size=16)
+    logits = compute_logits(model, fp8_cache, press_model(model, SCORES[name], num_remaining))
+    assert logits.isfinite().all()
+    assert fp8_cache.layers[1].get_seq_length() == num_remaining
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])

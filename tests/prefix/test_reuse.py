@@ -10,9 +10,8 @@ from unittest import mock
 import accelerate
 import pytest
 import torch
-from transformers import DynamicCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, enable
 from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import require_wide_margins
@@ -239,22 +238,6 @@ def test_tokens_of_direct_calls_are_computed_again() -> None:
 
 
 @torch.no_grad()
-def test_a_prompt_continues_after_embeddings() -> None:
-    """Placeholder ids represent the embeddings for any cache, as in a chat with images."""
-    chat, answers = Chat("gqa", dtype="auto"), []
-    prompt_ids, embedded_ids, final_ids = chat.make_ids(21), chat.make_ids(9), chat.make_ids(5)
-    embeds = chat.model.get_input_embeddings()
-    for cache in (chat.cache, DynamicCache()):
-        ids = chat.model.generate(prompt_ids, past_key_values=cache, **GREEDY)
-        extended = torch.cat([embeds(ids), embeds(embedded_ids) * 1.5], 1)
-        chat.model.generate(inputs_embeds=extended, past_key_values=cache, **GREEDY)
-        length = int(cache.get_seq_length())
-        ids = torch.cat([ids, torch.full((1, length - ids.shape[1]), 3), final_ids], 1)
-        answers.append(chat.model.generate(ids, past_key_values=cache, **GREEDY)[0, -9:])
-    assert_same(*answers)
-
-
-@torch.no_grad()
 def test_tokens_with_different_positions_or_embeddings_are_not_reused() -> None:
     chat = Chat("gqa")
     ids = chat.make_ids(21)
@@ -344,19 +327,6 @@ def test_assisted_decoding_compares_the_prompt(is_filled_by_drafts: bool) -> Non
         expected = chat.model.generate(prompt, past_key_values=chat.make_cache(), **GREEDY)
         actual = chat.model.generate(prompt, past_key_values=chat.cache, **drafts)
         assert_same(actual, expected)
-
-
-def test_copies_of_an_enabled_model_reuse_tokens() -> None:
-    model, inputs = build_variant("gqa")
-    enable(model, **STORED)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    disable(model)
-    del model
-    for copied_model in copies:
-        cache = FP8PagedCache(copied_model, **STORED)
-        for _ in range(2):
-            copied_model.generate(**inputs, past_key_values=cache, **GREEDY)
-        assert cache.reused_tokens == inputs["input_ids"][:, 1:].numel()
 
 
 def save_and_load(cache: FP8PagedCache, path: Path) -> FP8PagedCache:
@@ -461,19 +431,6 @@ def test_models_with_sparse_weights_can_generate() -> None:
     answer = enable(model, **STORED).generate(ids, return_dict_in_generate=True, **GREEDY)
     answer = model.generate(ids, past_key_values=answer.past_key_values, **GREEDY)
     assert answer.shape[1] == ids.shape[1] + 9
-
-
-@torch.no_grad()
-def test_tokens_stored_without_attention_leave_no_check_behind() -> None:
-    """The next model that runs may be another model without a cache."""
-    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
-    different_model = copy.deepcopy(model)
-    change_weights(different_model)
-    cache, ids = FP8PagedCache(model), inputs["input_ids"]
-    model(ids, past_key_values=cache)
-    states = torch.zeros_like(cache.layers[0].keys[:, :, :1])
-    cache.update(states, states, 0)
-    different_model(ids, use_cache=False)
 
 
 def test_new_tokens_after_a_different_model_are_refused() -> None:
