@@ -26,7 +26,6 @@ def make_config(**keywords: Any) -> ServingConfig:
         ({"scales": 1.0}, 2, 0),
         ({}, 2, 4),
     ],
-    ids=["auto", "16-bit keys", "static", "dynamic"],
 )
 @pytest.mark.parametrize("model_name", MODELS)
 def test_capacity_is_the_memory_over_the_bytes_per_token(

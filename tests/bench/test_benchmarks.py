@@ -3,21 +3,12 @@
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts
 from benchmarks.shared import make_environment
-
-
-def run_program(program: str) -> Any:
-    """Run a program in a process that compiles kernels. Return the JSON that it prints."""
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
 
 
 def test_a_decode_step_needs_few_calls():
@@ -45,7 +36,10 @@ with torch.no_grad(), assuming(Target.parse(host.GPU)):
         results.append([counts["call"] / 32, counts["c_call"] / 32])
 print(json.dumps(results))
 """
-    plain, padded = run_program(program)
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
+    assert process.returncode == 0, process.stderr
+    plain, padded = json.loads(process.stdout)
     knobs = pytest.importorskip("triton").knobs
     limit = 64 if hasattr(knobs.compilation, "fpsan_homomorphic_casts") else 60
     assert plain[0] <= limit, plain

@@ -218,7 +218,6 @@ def test_scales_of_a_chosen_plan_keep_its_centers(biased_model, tmp_path):
         ({"plan": dict.fromkeys(range(4), EXPLICIT_PLAN[0])}, r"also got \[2, 3\]"),
         ({"plan": EXPLICIT_PLAN, "center": False}, "a plan with centers"),
     ],
-    ids=["text", "missing", "more", "centers"],
 )
 def test_invalid_plans_are_rejected(biased_model, keywords, message):
     with pytest.raises(ConfigError, match=message):

@@ -311,16 +311,11 @@ def test_a_model_split_over_processes_is_plain(
     ("num_parameters", "num_positions", "expected"),
     [
         (0, 4, Passes(4, 16)),  # on a GPU
-        (135e6, 4, Passes(4, 16)),
         (494e6, 4, Passes(4, 5)),
         (630e6, 4, Passes(4, 2)),  # K and V of a layer
-        (800e6, 4, Passes(4, 0)),
         (1.5e9, 4, Passes(3, 0)),
-        (2.5e9, 4, Passes(2, 0)),
         (3e9, 4, None),
-        (1.3e9, 1, Passes(4, 1)),
         (5e9, 1, Passes(1, 0)),
-        (6e9, 1, None),
     ],
 )
 def test_passes_are_limited_by_counts(
@@ -334,30 +329,23 @@ def store(tmp_path: Path) -> PrefixStore:
     return PrefixStore(tmp_path / "store")
 
 
-@contextmanager
-def only_default_format() -> Iterator[None]:
-    """Let models choose only fp8_e3m4, as another machine might."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_choice, "_MAX_COST_RATIO", 0.0)
-        yield
-
-
 def test_a_prefix_store_keeps_the_first_plan_of_each_model(
-    store: PrefixStore, own_plan: Any, hf_home: Path
+    store: PrefixStore, own_plan: Any, hf_home: Path, monkeypatch: Any
 ) -> None:
     first_model = make_model()
     assert resolve_and_count(first_model, store) == (own_plan.digest, NUM_PASSES)
     assert len(list_plan_files(store.path)) == 1
-    with only_default_format():
-        second_model = make_model()
-        list_plan_files(hf_home)[0].unlink()
-        for keywords in ({}, {"dtype": "adaptive"}):
-            assert resolve_and_count(second_model, store, **keywords) == (own_plan.digest, 0)
-        other_digest, num_passes = resolve_and_count(second_model)  # without the store
-        assert num_passes == NUM_PASSES
-        assert other_digest != own_plan.digest
-        assert resolve_and_count(second_model, store) == (own_plan.digest, 0)
-        assert resolve_plan(second_model, {"dtype": "fp8"}, prefix_store=store)["plan"] is None
-        assert resolve_and_count(make_model(seed=1), store)[0] != own_plan.digest
+    # Models choose only fp8_e3m4, as another machine might.
+    monkeypatch.setattr(plan_choice, "_MAX_COST_RATIO", 0.0)
+    second_model = make_model()
+    list_plan_files(hf_home)[0].unlink()
+    for keywords in ({}, {"dtype": "adaptive"}):
+        assert resolve_and_count(second_model, store, **keywords) == (own_plan.digest, 0)
+    other_digest, num_passes = resolve_and_count(second_model)  # without the store
+    assert num_passes == NUM_PASSES
+    assert other_digest != own_plan.digest
+    assert resolve_and_count(second_model, store) == (own_plan.digest, 0)
+    assert resolve_plan(second_model, {"dtype": "fp8"}, prefix_store=store)["plan"] is None
+    assert resolve_and_count(make_model(seed=1), store)[0] != own_plan.digest
     assert len(list_plan_files(store.path)) == 2
     assert (store.usage().files, store.usage().bytes) == (0, 0)

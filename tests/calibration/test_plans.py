@@ -34,9 +34,6 @@ def test_a_picked_candidate_costs_less_in_all_heads(costs: Any, expected: int) -
     assert plan_choice._pick_candidate(costs, 0.95) == expected
 
 
-# -- plan of a model without texts -----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return build_variant("llama", **LONG_CONTEXT)[0]
@@ -140,9 +137,6 @@ def test_invalid_budgets_are_rejected(llama: Any, max_extra_bytes: Any) -> None:
         choose_plan(llama, max_extra_bytes=max_extra_bytes)
 
 
-# -- plans of fewer bits ---------------------------------------------------------------------------
-
-
 def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -> None:
     plan = choose_plan(llama, bits=6, max_extra_bytes=0)
     assert {(layer.k.format, layer.v.format) for layer in plan.plan.values()} == {("int6", "int6")}
@@ -202,8 +196,6 @@ def test_fewer_bits_need_queries(name: str) -> None:
     with pytest.raises(ConfigError, match="bits: expected 8, because layer 0 stores latents or"):
         choose_plan(build_variant(name, **LONG_CONTEXT)[0], bits=6)
 
-
-# -- every model type ------------------------------------------------------------------------------
 
 FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
 

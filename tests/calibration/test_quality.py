@@ -142,7 +142,6 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
         (KVScales.uniform(3), {"dtype": "model"}, ConfigError, "dtype: expected an 8-bit format"),
         (KVScales.uniform(3), {"dtype": "int3"}, ConfigError, "dtype: expected one of"),
     ],
-    ids=["constant", "layers", "unquantized", "format"],
 )
 def test_scales_that_cannot_be_measured_are_rejected(llama, scales, options, error, message):
     with pytest.raises(error, match=message):

@@ -53,23 +53,10 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
     [
         (["--scales", "1.0"], 1 / 2),
         ([], 1 / 2 + 1 / 16),  # a bf16 scale for the 16 values of each head
-        (
-            ["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16", "--attn", "eager"],
-            1 / 2 + 1 / 16,
-        ),
+        (["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16"], 1 / 2 + 1 / 16),
         (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
-        (["--kv-cache-dtype", "int8", "--value-dtype", "fp8_e2m5", "--scales", "1.0"], 1 / 2),
         (["--plan", "fp8_e3m4", "--scales", "1.0"], 1 / 2),
         (["--bits", "6"], 3 / 8 + 1 / 16),
-    ],
-    ids=[
-        "constant",
-        "dynamic",
-        "alias-small-pages",
-        "unquantized-keys",
-        "two-formats",
-        "plan",
-        "six-bits",
     ],
 )
 def test_bytes_per_token_match_the_formats(generate, options, ratio):

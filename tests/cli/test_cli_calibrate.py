@@ -68,7 +68,6 @@ def test_every_option_reaches_the_library(run_calibrate, calibration, tmp_path):
             {"granularity": "head", "center": True},
         ),
     ],
-    ids=["hf_fp8kv", "one-scale", "per-head", "explicit"],
 )
 def test_calibration_matches_the_format(
     run_calibrate, calibration, scale_format, options, expected
@@ -129,7 +128,6 @@ def test_existing_scales_are_rejected_before_calibration(run_calibrate, calibrat
         (ConfigError("texts: expected more texts, got 1."), 1, "error: texts: expected more"),
         (torch.OutOfMemoryError("tried to allocate 80 GiB"), 1, "--batch-size"),
     ],
-    ids=["interrupt", "config", "memory"],
 )
 def test_an_error_is_one_message_and_writes_no_files(
     run_calibrate, calibration, tmp_path, error, code, message

@@ -11,8 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
@@ -48,17 +47,6 @@ def save_models(folder: Path) -> None:
     for name, (kind, options) in MODELS.items():
         model, _ = build_variant(kind, **MODEL_SIZES, **options)
         model.save_pretrained(folder / name)
-        # `from_pretrained` reads scales next to the weights.
-        make_scales("head", model).save_pretrained(folder / name)
-        save_tokenizer(folder / name)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer with a token for each word of a sentence, and a token for unknown words."""
-    vocabulary = {word: i for i, word in enumerate(["?", "London", "is", "the", "capital", "of"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
 
 
 def load_model(folder: Path, name: str, **keywords: Any) -> Any:

@@ -229,12 +229,7 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
 @pytest.mark.parametrize(
     ("formats", "scale_layers", "message"),
     [
-        (
-            ["FP8", "NVFP4"],
-            [0],
-            r"kv_cache_quantized_layers: model.layers.1.self_attn with 'NVFP4'",
-        ),
-        (["FP8_K_NVFP4_V"], [0], "0.self_attn with 'FP8_K_NVFP4_V'"),
+        (["FP8", "NVFP4"], [0], "kv_cache_quantized_layers: model.layers.1.self_attn with 'NVFP4'"),
         ([None], [0], "0.self_attn with None"),
         (["FP8"], [0, 1], "got layers 1. Fix the config"),
         (["FP8", "FP8"], [0], "without layers 1"),

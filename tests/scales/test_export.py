@@ -322,11 +322,6 @@ QUANTIZED_CONFIGS = {
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
     },
-    "autofp8": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "ignored_layers": ["lm_head"],
-    },
     "modelopt": {
         "quant_method": "modelopt",
         "quant_algo": "FP8",
@@ -340,7 +335,6 @@ QUANTIZED_CONFIGS = {
         "layer_quant_config": {},
         "exclude": ["lm_head"],
     },
-    "tgi": {"quant_method": "gptq", "bits": 4},
 }
 
 
@@ -405,14 +399,7 @@ def test_a_folder_of_links_is_copied(tmp_path, folder):
 
 
 @pytest.mark.parametrize(
-    ("format", "is_nested"),
-    [
-        ("compressed-tensors", True),
-        ("autofp8", False),
-        ("modelopt", True),
-        ("quark", False),
-        ("tgi", False),
-    ],
+    ("format", "is_nested"), [("compressed-tensors", True), ("modelopt", True), ("quark", False)]
 )
 def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, is_nested):
     config = json.loads((folder / "config.json").read_text())

@@ -44,9 +44,6 @@ def assert_same_scales(actual: KVScales, expected: KVScales) -> None:
                 assert torch.equal(tensor, expected_tensor)
 
 
-# -- one layer -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "granularity"), [((4, 1), "head"), ((4, 8), "channel"), ((1, 8), "channel")]
 )
@@ -78,9 +75,6 @@ def test_invalid_scales_are_rejected(value):
         arguments[index] = value
         with pytest.raises(ScaleError, match=rf"{side} scale \(file.safetensors: name\).*got"):
             LayerScales(*arguments, source="file.safetensors: name")
-
-
-# -- all layers of a model -------------------------------------------------------------------------
 
 
 def test_layers_are_sorted_by_index():
@@ -120,9 +114,6 @@ def test_copies_are_equal(make_copy):
     assert_same_scales(make_copy(make_scales()), make_scales())
 
 
-# -- `for_layer` -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("k", "v", "expanded_k", "expanded_v"),
     [
@@ -131,7 +122,6 @@ def test_copies_are_equal(make_copy):
         ([[1, 2]], 1, [[1, 2], [1, 2]], [[1] * 3] * 2),
         ([[1, 2], [3, 4]], [[5, 6, 7]], [[1, 2], [3, 4]], [[5, 6, 7]] * 2),
     ],
-    ids=["tensor", "head", "channels-of-all-heads", "channel"],
 )
 def test_for_layer_expands_scales(k, v, expanded_k, expanded_v):
     scales = KVScales({0: LayerScales(torch.tensor(k).float(), torch.tensor(v).float())})
@@ -188,9 +178,6 @@ def test_for_layer_rejects_sizes_and_ranks_that_do_not_match(change, message):
         make_scales().for_layer(arguments.pop("index"), **arguments)
 
 
-# -- `resolve` -------------------------------------------------------------------------------------
-
-
 def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
     scales = make_scales()
     assert resolve_scales(None) is None
@@ -216,9 +203,6 @@ def test_resolve_rejects_invalid_arguments(value, message):
         resolve_scales(value)
     assert isinstance(error.value, FP8KVError)
     assert isinstance(error.value, ValueError)
-
-
-# -- declarations in a config ----------------------------------------------------------------------
 
 
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}

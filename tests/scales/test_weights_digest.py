@@ -30,13 +30,6 @@ def make_model() -> Any:
     return build_variant("gqa")[0]
 
 
-def take_step(model: Any, learning_rate: float = 1e-6) -> None:
-    """Take one step of an optimizer, with a low learning rate, as in reinforcement learning."""
-    ids = torch.tensor(TEXTS)
-    model(ids, labels=ids).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=learning_rate).step()
-
-
 @pytest.fixture
 def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return a function that lists the logged warnings about outdated scales."""
@@ -126,7 +119,9 @@ def test_outdated_scales_warn_once_and_current_scales_do_not(
     model = make_model()
     CALLS_WITH_SCALES[check](model, tmp_path)
     assert not read_warnings()
-    take_step(model)
+    # Take a step of an optimizer, with a low learning rate, as in reinforcement learning.
+    model(torch.tensor(TEXTS), labels=torch.tensor(TEXTS)).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-6).step()
     for _ in range(2):
         CALLS_WITH_SCALES[check](model, tmp_path)
     (message,) = read_warnings()

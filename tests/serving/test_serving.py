@@ -77,19 +77,6 @@ def served_llama(llama: Any) -> Any:
     return serving.enable(llama)
 
 
-def check_tokens(model: Any, *, is_exact: bool | None, **options: Any) -> None:
-    """Compare generate_batch(), with whole prompts and chunks of 16 tokens, with generate()."""
-    # Triton's interpreter takes a minute for three prompts.
-    prompt_ids = prompts()[:3] if options.get("backend") == "triton" else prompts()
-    expected = enable(model, prompt_ids, **options)
-    for max_tokens in (256, 16):
-        tokens = generate_batch(model, prompt_ids, max_batch_tokens=max_tokens)
-        assert tokens == expected, max_tokens
-    serving.disable(model)
-    if is_exact is not None:  # False asserts that unquantized pages give different tokens
-        assert are_exact(model, prompt_ids, expected) == is_exact
-
-
 def make_head_options(model: Any) -> dict[str, Any]:
     return {"scales": head_scales(model)}
 
@@ -124,7 +111,16 @@ class TestSameTokens:
         self, name: str, make_options: Any, is_exact: bool | None
     ) -> None:
         model = make_model(name)
-        check_tokens(model, is_exact=is_exact, **make_options(model))
+        options = make_options(model)
+        # Triton's interpreter takes a minute for three prompts.
+        prompt_ids = prompts()[:3] if options.get("backend") == "triton" else prompts()
+        expected = enable(model, prompt_ids, **options)
+        for max_tokens in (256, 16):  # whole prompts, and chunks
+            tokens = generate_batch(model, prompt_ids, max_batch_tokens=max_tokens)
+            assert tokens == expected, max_tokens
+        serving.disable(model)
+        if is_exact is not None:  # False asserts that unquantized pages give different tokens
+            assert are_exact(model, prompt_ids, expected) == is_exact
 
     def test_unquantized_bfloat16_tokens_are_greedy_within_rounding(self) -> None:
         model = make_model("llama").to(torch.bfloat16)

@@ -33,12 +33,6 @@ INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 LAYER_TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
 
-def make_cache(model: Any, **config: Any) -> Any:
-    manager = model.init_continuous_batching(greedy(), batching(**config))
-    manager.warmup()
-    return manager.batch_processor.cache
-
-
 class TestEngineChoice:
     @pytest.mark.parametrize(
         ("owner", "name", "message"),
@@ -91,7 +85,9 @@ class TestMemory:
         ):  # fmt: skip
             model = build_variant("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
-            cache = make_cache(model, num_pages=5)
+            manager = model.init_continuous_batching(greedy(), batching(num_pages=5))
+            manager.warmup()
+            cache = manager.batch_processor.cache
             total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
             assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE_SIZE * token_bytes)
             assert total_bytes == 5 * page_bytes
@@ -108,7 +104,6 @@ class TestOffloading:
             ("gemma2", 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
             ("gemma2", 16, {"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}),
         ],
-        ids=["8 bit", "unquantized K", "pages of different sizes"],
     )
     def test_offloaded_requests_resume(
         self, name: str, num_pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

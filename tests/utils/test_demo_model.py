@@ -51,7 +51,6 @@ def list_visible_names(folder: Path) -> list[str]:
         ("PACKAGE", "json", "json without that file"),
         ("find_spec", lambda name: None, "pip install gguf"),
     ],
-    ids=["no package", "no file", "no reader"],
 )
 def test_an_error_names_the_missing_package(monkeypatch, model_folder, attribute, value, message):
     monkeypatch.setattr(demo_model, attribute, value)

@@ -55,7 +55,3 @@ def test_the_commit_is_found_in_the_repository_of_the_package(tmp_path: Path):
     assert find_commit(package) == commit_id
     (package / "__init__.py").write_text("one = 2\n")
     assert find_commit(package) == f"{commit_id}-dirty"
-    installed_package = package / "site-packages" / "package"
-    installed_package.mkdir(parents=True)
-    (installed_package / "__init__.py").write_text("")
-    assert find_commit(installed_package) is None
