@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.errors import BackendError
+from hf_fp8kv.errors import BackendError, OutOfPagesError
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.cpu import backend as cpu_backend
 from hf_fp8kv.ops.cpu import build
@@ -154,6 +154,15 @@ def test_pages_may_begin_inside_a_vector():
         expected = test_ops.attend(case, pages, query, "reference", **fields)
         actual = test_ops.attend(case, pages, query, "cpu", **fields)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_more_new_tokens_than_the_length_are_refused():
+    pages = make_pages(40)
+    old_pages = test_ops.copy_pages(pages)
+    key = torch.randn(1, NUM_HEADS, 5, HEAD_DIM)
+    with pytest.raises(OutOfPagesError):
+        cpu_backend.write(pages, key, key, torch.tensor([3], dtype=torch.int32))
+    assert_same_pool(pages, old_pages)
 
 
 def test_scales_may_have_any_layout():
