@@ -54,7 +54,6 @@ def run_eagerly(model: Any, inputs: Any, options: Any = None, **keywords: Any) -
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
-    """Assert that two calls of `generate` returned the same tokens and the same bits of logits."""
     assert torch.equal(actual.sequences, expected.sequences)
     assert all(map(torch.equal, actual.logits, expected.logits))
 
@@ -184,9 +183,7 @@ def test_a_compile_config_selects_torch_compile(monkeypatch: pytest.MonkeyPatch)
     assert len(compiled) == 1
 
 
-# -- steps that a graph cannot repeat: each function changes the input of an MLP -------------------
-
-
+# Steps that a graph cannot repeat. Each function changes the input of an MLP.
 def read_value(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     return states * (1 if float(states.sum()) < 1e9 else 2)
 
@@ -292,8 +289,6 @@ def test_models_that_differ_with_a_preallocated_cache_run_eagerly(name: str, rea
 
 
 class FailingGraph(RecordedGraph):
-    """A graph whose capture fails before an operation."""
-
     def capture(self, run: Callable[[], Any]) -> Any:
         raise CaptureError("a stream is invalid")
 

@@ -41,7 +41,6 @@ Point = tuple[str, int, int]
 
 
 def is_in_del(frame: Any) -> bool:
-    """Return whether Python ignores an exception that is raised in this frame."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
@@ -75,8 +74,6 @@ def run_traced(call: Callable[[], Any], point: Point | None = None) -> Counter[t
 
 
 class Chat:
-    """A model, and prompts with their answers from new caches."""
-
     def __init__(self, name: str, folder: Path, **keywords: Any) -> None:
         self.model, _ = build_variant(name, max_position_embeddings=512)
         self.keywords = {"page_size": PAGE_SIZE, "prefill": "stored", **keywords}
@@ -186,7 +183,6 @@ def test_an_interrupt_at_any_line_leaves_a_usable_cache(
 
 
 def write_store(chat: Chat, cache: FP8PagedCache) -> None:
-    """Write a prompt to the store, and wait until the writer has finished."""
     chat.generate(cache, chat.next_prompt)
     chat.prefix_store.flush()
 

@@ -37,7 +37,6 @@ built_models: dict[str, Any] = {}
 
 
 def copy_model(name: str) -> Any:
-    """Return a copy of a family's model, and inputs that are padded on the left."""
     if name not in list_types():
         pytest.skip(f"this version of transformers has no {name}")
     if name not in built_models:
@@ -68,7 +67,6 @@ def watch() -> Iterator[Watch]:
 
 
 def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, Any]:
-    """Return the generated tokens with the prompt, and the logits of the generated tokens."""
     options = {"max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, **options}
     outputs = {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(**inputs, past_key_values=cache, **options, **outputs)
@@ -112,37 +110,6 @@ def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
         # All layers that cache latents use them in all steps.
         num_reads = count_latent_layers(model) * (NUM_NEW_TOKENS - 1)
         assert watch.path_counts["fused, latent"] == num_reads
-
-
-# Storage options: static scales, searched and rotated formats, and unquantized K.
-STORED_FORMATS: list[dict[str, Any]] = [
-    {"scales": 0.01, "value_dtype": "fp8_e4m3"},
-    {"plan": ("fp8_e2m5", "int8 rotated")},
-    {"dtype": "auto", "value_dtype": "fp8_e4m3", "max_cache_len": 30},
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "backend"),
-    [
-        ("mistral_large4", STORED_FORMATS[0], "torch"), ("glm5_next", STORED_FORMATS[1], "cpu"),
-        ("mistral_large4", STORED_FORMATS[2], "cpu"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_layers_may_have_no_rope_part(name: str, options: dict[str, Any], backend: str) -> None:
-    """Layers without a RoPE part ignore the format of the RoPE part."""
-    model, inputs = copy_model(name)
-    model.set_attn_implementation("fp8_paged")
-    cache = FP8PagedCache(model.config, page_size=8, backend=backend, **options)
-    logits = generate(model, inputs, cache)[1]
-    assert cache.layers[1].values.shape[-1] == 0
-    reference = FP8PagedCache(model.config, page_size=8, backend="reference", **options)
-    expected = generate(model, inputs, reference)[1]
-    torch.testing.assert_close(
-        logits, expected, atol=LOGITS_TOLERANCE * float(expected.std()), rtol=0
-    )
-    assert torch.equal(copy.deepcopy(cache).layers[1].keys, cache.layers[1].keys)
 
 
 # Each kind of latent attention once, half of them in a preallocated cache.
@@ -194,9 +161,6 @@ def test_other_attention_and_disable_give_the_same_tokens(watch: Watch) -> None:
     disable(model)
     assert [set(vars(module)) for module in find_attention_modules(model)] == old_attributes
     assert_same_outputs(generate(model, inputs, make_cache(model)), expected)
-
-
-# -- projections that are not plain layers -------------------------------------------------------
 
 
 class AdapterLinear(nn.Module):
@@ -346,9 +310,6 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection:
     assert not any(weight() is not None for weight in weights)
 
 
-# -- precision -----------------------------------------------------------------------------------
-
-
 # With more than 16 heads, products in 16 bits are computed for some heads at a time.
 @pytest.mark.parametrize(("dtype", "num_heads"), [(torch.bfloat16, 37), (torch.float16, 4)])
 @torch.no_grad()
@@ -435,9 +396,6 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
 
 
 LATENT_DIM, ROPE_DIM = 16, 8
-
-
-# -- compiled ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

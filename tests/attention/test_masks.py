@@ -34,7 +34,6 @@ pytestmark = [
 PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "causal": (lambda: hf.causal_mask_function, 0),
     "window": (lambda: hf.sliding_window_causal_mask_function(7), 7),
-    "window of one": (lambda: hf.sliding_window_causal_mask_function(1), 1),
     "chunks": (lambda: hf.chunked_causal_mask_function(4, torch.tensor([0, 3])), None),
     "blocks": (
         lambda: hf.or_masks(
@@ -42,7 +41,6 @@ PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
         ),
         None,
     ),
-    "bidirectional": (lambda: hf.bidirectional_mask_function, None),
     "a bidirectional window": (lambda: hf.sliding_window_bidirectional_mask_function(4), None),
     "a custom function": (lambda: lambda b, h, q, k: k <= q, None),
     "a custom part": (
@@ -269,31 +267,20 @@ def test_compact_masks_apply_to_dense_keys(name: str) -> None:
 MISMATCHES: list[tuple[str, str, torch.Tensor]] = [
     *(
         ("query", "query", torch.zeros(shape))
-        for shape in (
-            (2, 4, 8, 16), (1, 4, 8, 16), (5, 4, 8, 16), (3, 3, 8, 16), (3, 4, 8, 8),
-            (3, 4, 8, 32), (3, 4, 0, 16),
-        )
+        for shape in ((1, 4, 8, 16), (3, 3, 8, 16), (3, 4, 8, 8), (3, 4, 0, 16))
     ),
     *(
         ("attention_mask", "mask", torch.zeros(shape))
-        for shape in (
-            (2, 1, 8, 72), (3, 1, 2, 72), (3, 3, 8, 72), (3, 1, 8, 71), (3, 8, 72), (8, 72), (72,),
-        )
+        for shape in ((2, 1, 8, 72), (3, 1, 2, 72), (3, 3, 8, 72), (3, 1, 8, 71), (3, 8, 72))
     ),
-    ("attention_mask", "mask", torch.ones(2, 1, 8, 72, dtype=torch.bool)),
-    ("attention_mask", "mask", torch.ones(3, 3, 8, 72, dtype=torch.bool)),
     ("attention_mask", "mask", torch.ones(3, 1, 8, 72, dtype=torch.int64)),
-    ("attention_mask", "mask", torch.ones(3, 72, dtype=torch.uint8)),
     ("attention_mask", "mask", make_compact(torch.ones(2, 72, dtype=torch.bool), 0, 72, 0, 8)),
-    *(
-        ("position_bias", "bias|mask", torch.zeros(shape))
-        for shape in ((1, 2, 8, 72), (1, 4, 3, 72), (2, 4, 8, 72), (1, 4, 8, 64))
-    ),
+    ("position_bias", "bias|mask", torch.zeros(1, 2, 8, 72)),
+    ("position_bias", "bias|mask", torch.zeros(1, 4, 8, 64)),
     ("query", "query", torch.zeros(3, 4, 8, 16, device="meta")),
     ("attention_mask", "mask", torch.zeros(3, 1, 8, 72, device="meta")),
     ("s_aux", "sinks", torch.zeros(4, device="meta")),
     ("s_aux", "sinks", torch.zeros(1)),
-    ("s_aux", "sinks", torch.zeros(3)),
 ]  # fmt: skip
 
 

@@ -147,9 +147,6 @@ def test_handles_convert_like_dense_tensors() -> None:
             getattr(keys, name)()
 
 
-# -- PEFT ----------------------------------------------------------------------------------------
-
-
 class PeftWrapper(torch.nn.Module):
     """A stand-in for PEFT's wrapper of a model. A prefix is passed as a filled cache."""
 

@@ -94,9 +94,6 @@ def test_forks_and_beams_of_4k_tokens_copy_no_tokens() -> None:
     assert footprint.used_bytes == initial_footprint.used_bytes * 3 // 4
 
 
-# -- scales --------------------------------------------------------------------------------------
-
-
 def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     declared_config = make_config()
     declared_config.quantization_config = {
@@ -109,9 +106,6 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
     assert sum("declares static KV scales" in r.message for r in caplog.records) == 1
     FP8PagedCache(declared_config, scales=KVScales.uniform(NUM_LAYERS))
     assert len(caplog.records) == 1
-
-
-# -- layers that are not paged -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,9 +121,6 @@ def test_skipped_layers_are_not_paged(skipped: Any, expected: list[int]) -> None
     fields = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     cache = FP8PagedCache(make_config("gemma3_text", **fields), skip_layers=skipped)
     assert [layer.index for layer in cache.paged_layers] == expected
-
-
-# -- refused calls change nothing ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -354,9 +345,6 @@ def test_invalid_crops_and_sequences_are_refused(
     assert_same(read_checked_keys(cache), k)
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 def test_errors_about_a_path_or_a_device_do_not_mention_a_damaged_file(tmp_path: Path) -> None:
     path = FP8PagedCache(make_config()).save(tmp_path / "cache.safetensors")
     invalid_calls: tuple[tuple[dict[str, Any], str], ...] = (
@@ -370,7 +358,6 @@ def test_errors_about_a_path_or_a_device_do_not_mention_a_damaged_file(tmp_path:
 
 
 def list_dense_keys(cache: Any) -> list[Any]:
-    """Return the dense keys of each layer, with or without pages."""
     return [
         layer.keys.dense() if hasattr(layer.keys, "dense") else layer.keys for layer in cache.layers
     ]

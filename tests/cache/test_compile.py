@@ -90,9 +90,6 @@ def test_an_overrun_raises_and_stores_no_token(mode: str) -> None:
     assert [int(layer.get_seq_length()) for layer in cache.paged_layers] == [20, 20]
 
 
-# -- the conditions of a CUDA graph --------------------------------------------------------------
-
-
 def test_operations_that_read_values_on_the_host_are_cudagraph_unsafe() -> None:
     for name in ("write", "attend", "gather"):
         operation = getattr(torch.ops.hf_fp8kv, f"{name}_by_host").default

@@ -57,7 +57,6 @@ def make_cache(options: dict[str, Any], **more_options: Any) -> FP8PagedCache:
 
 
 def list_devices(states: Any) -> set[torch.device]:
-    """Return the devices of all tensors behind stored keys or values."""
     return {getattr(states, name).device for name in states.__tensor_flatten__()[0]}
 
 
@@ -69,7 +68,6 @@ class StepRunner:
         self.generator = torch.Generator().manual_seed(7)
 
     def run(self, cache: FP8PagedCache, batch: int, num_tokens: int) -> list[torch.Tensor]:
-        """Run a step of `num_tokens` tokens, and return the attention output of each layer."""
         outputs = []
         for layer, device in enumerate(self.devices):
             head_counts = (NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS)
@@ -86,7 +84,6 @@ class StepRunner:
 
 
 def assert_same_on_cpu(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Assert the same shapes in all layers, and the same values in layers on the CPU."""
     for output, expected_output, device in zip(actual, expected, DEVICES, strict=True):
         assert output.shape == expected_output.shape
         if device == CPU:
@@ -139,41 +136,26 @@ def test_the_cpu_backend_refuses_tokens_on_a_different_device():
     assert cache.update(tokens, tokens, 0)[0].shape[2] == 6
 
 
-# -- models --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    build_variant("gqa")[0].save_pretrained(folder)
-    return folder
-
-
-def load_with_disk_layer(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
-    """Return the model with its second layer on disk, which accelerate loads for each call."""
-    locations = {
-        "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
-        "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
-    }  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, device_map=locations, offload_folder=tmp_path / "offloaded",
-        attn_implementation=attention,
-    )  # fmt: skip
-    assert {p.device.type for p in model.model.layers[1].parameters()} == {"meta"}
-    return model.eval()
-
-
 # Each attention function occurs once, and each kind of cache at least once.
 @pytest.mark.parametrize(
     ("attention", "capacity"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
 )
-def test_layers_on_disk_give_the_same_tokens(checkpoint, tmp_path, attention, capacity):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
-    disk_model = load_with_disk_layer(checkpoint, tmp_path, attention)
+def test_layers_on_disk_give_the_same_tokens(attention, capacity, tmp_path):
+    """The second layer is on disk, and accelerate loads it for each call."""
+    build_variant("gqa")[0].save_pretrained(tmp_path / "model")
+    locations = {
+        "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+        "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
+    }  # fmt: skip
+    disk_options = {"device_map": locations, "offload_folder": tmp_path / "offloaded"}
     inputs, outputs = make_prompt(), []
-    for each_model in (model, disk_model):
-        cache = FP8PagedCache(each_model.config, scales=make_scales(2), **capacity)
-        outputs.append(each_model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
+    for options in (disk_options, {}):
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", attn_implementation=attention, **options
+        ).eval()
+        assert {p.is_meta for p in model.model.layers[1].parameters()} == {bool(options)}
+        cache = FP8PagedCache(model.config, scales=make_scales(2), **capacity)
+        outputs.append(model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
     assert outputs[0] == outputs[1]
     # The coarse scales change the tokens, so both models used the cache.
     assert outputs[0] != model.generate(**inputs, **GREEDY).tolist()

@@ -73,13 +73,11 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) ->
 
 
 def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the second row of the prompt, which has no padding."""
     return {name: tensor[1:] for name, tensor in inputs.items()}
 
 
 @functools.cache
 def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of a model with its stock attention and a `DynamicCache`."""
     stock_model, inputs = share_variant(name, get_stock_attention(name))
     cache = DynamicCache(config=stock_model.config)
     inputs = select_unpadded(inputs) if is_unpadded else inputs
@@ -468,7 +466,6 @@ LONG_ROPE: dict[str, Any] = {
 
 
 def build_long_rope(name: str) -> tuple[Any, Any, torch.Tensor]:
-    """Return a model with a stock cache, a model with exact FP8 caches, and a prompt's ids."""
     # A config changes the dict of its RoPE parameters.
     stock_model, _ = build_variant(name, **copy.deepcopy(LONG_ROPE))
     model, _ = build_variant(name, **copy.deepcopy(LONG_ROPE))

@@ -31,7 +31,6 @@ def get_model(name):
 
 @pytest.fixture
 def model(request):
-    """Return a model whose layers have separate indexers."""
     name = getattr(request, "param", MODEL_TYPES[0])
     if name not in list_types():
         pytest.skip(f"this version of transformers has no {name}")
@@ -49,7 +48,6 @@ def ids():
 
 
 def fill_cache(model, ids, **cache_options):
-    """Return a cache that holds a prompt, written by two calls of the model."""
     cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **cache_options)
     model(ids[:, :12], past_key_values=cache)
     model(ids[:, 12:], past_key_values=cache)

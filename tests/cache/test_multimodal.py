@@ -41,7 +41,6 @@ FAST_NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3", "qwen2_audi
 
 
 def types_by_tier(fast_names: tuple[str, ...] = FAST_NAMES) -> Any:
-    """Run a test with these types in the fast tier, and with all types in the full tier."""
     names = [
         name if name in fast_names else pytest.param(name, marks=pytest.mark.full) for name in NAMES
     ]
@@ -84,7 +83,6 @@ def _generate_with_new_cache(name: str, rows: str) -> Answer:
 
 
 def generate_with_new_cache(name: str, rows: list[list[Part]]) -> Answer:
-    """Return the answers of a model that is not enabled, with a new cache."""
     return _generate_with_new_cache(name, json.dumps(rows, default=vars))
 
 
@@ -98,14 +96,9 @@ class Chat:
         self.old_rows: list[list[Part]] = []
 
     def ask(self, *rows: list[Part], passes_media: bool = True) -> list[list[Part]]:
-        """Check the answers to a prompt and the number of reused tokens.
+        """Check the answers to a prompt and the number of reused tokens. Return rows with answers.
 
-        Args:
-            rows: The prompt.
-            passes_media: Whether the enabled model gets all arguments, or only ids and mask.
-
-        Returns:
-            The rows with their answers.
+        Without `passes_media`, the enabled model only gets ids and mask.
         """
         prompt = list(rows)
         inputs = make_inputs(self.name, prompt)
@@ -134,7 +127,6 @@ class Chat:
         return answers
 
     def list_old_tokens(self) -> list[list[Token]]:
-        """Return the tokens of each row of the cache."""
         return [tokens[:-1] for tokens in list_tokens(self.name, self.old_rows)]
 
     def count_common_tokens(self, rows: list[list[Part]]) -> int:

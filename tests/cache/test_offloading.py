@@ -9,7 +9,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, enable
 from hf_fp8kv.paging.memory_blocks import Blocks
 from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedLayer
-from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
-from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
@@ -62,7 +59,6 @@ def make_config(name: str = "llama", **fields: Any) -> Any:
 
 
 def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2) -> None:
-    """Store the same tokens in all caches, and compare the returned keys and values."""
     for index in range(len(caches[0].layers)):
         generator = torch.Generator().manual_seed(100 * seed + index)
         k, v = torch.randn(2, batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
@@ -75,7 +71,6 @@ def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2
 
 
 def assert_holds(caches: list[Any]) -> None:
-    """Assert that all caches hold the same keys and values."""
     for index in range(len(caches[0].layers)):
         for side in ("keys", "values"):
             dense = [getattr(cache.layers[index], side).dense() for cache in caches]
@@ -84,7 +79,6 @@ def assert_holds(caches: list[Any]) -> None:
 
 
 def check_layers_on_device(cache: FP8PagedCache) -> None:
-    """Assert that at most two layers are on the device if all layers are offloaded."""
     if cache.options.offloading is True:
         sizes = [layer.store.memory_footprint() for layer in cache.paged_layers]
         assert len([size for size in sizes if size.get("pages")]) <= 2
@@ -106,9 +100,6 @@ def count_copied_bytes(cache: FP8PagedCache) -> tuple[int, int]:
     """Return the number of bytes fetched to the device and returned to host memory."""
     sizes = cache.memory_footprint()
     return sizes.fetched_bytes, sizes.returned_bytes
-
-
-# -- the same tokens -----------------------------------------------------------------------------
 
 
 # Each model, call and option at least once. test_machine.py has the operations of a cache.
@@ -144,52 +135,18 @@ def test_offloading_does_not_change_the_tokens(
 
 def test_the_cache_implementation_offloaded_selects_offloading() -> None:
     model, inputs = build_variant("gqa", num_hidden_layers=4)
-    options = {**GREEDY, "return_dict_in_generate": True}
-    requested = {"cache_implementation": "offloaded", **options}
+    options = {**inputs, **GREEDY, "return_dict_in_generate": True}
     enable(model, page_size=PAGE_SIZE, dtype="auto")
-    expected = model.generate(**inputs, **options)
-    output = model.generate(**inputs, **requested)
-    assert_same(output.sequences, expected.sequences)
-    assert min(count_copied_bytes(output.past_key_values)) > 0
+    expected = model.generate(**options)
     assert count_copied_bytes(expected.past_key_values) == (0, 0)
-    model.generation_config.cache_implementation = "offloaded"
-    assert min(count_copied_bytes(model.generate(**inputs, **options).past_key_values)) > 0
+    for keywords in ({"cache_implementation": "offloaded"}, {}):
+        output = model.generate(**options, **keywords)
+        assert_same(output.sequences, expected.sequences)
+        assert min(count_copied_bytes(output.past_key_values)) > 0
+        model.generation_config.cache_implementation = "offloaded"
     enable(model, max_cache_len=64)
     with pytest.raises(ConfigError, match="offloading: expected a cache that grows"):
-        model.generate(**inputs, **requested)
-
-
-@pytest.mark.parametrize("offloading", OPTIONS, ids=str)
-def test_offloaded_caches_use_a_prefix_store(offloading: dict[str, Any], tmp_path: Path) -> None:
-    model, inputs = build_variant("sliding_and_full", num_hidden_layers=NUM_LAYERS, **MIXED)
-    ids = inputs["input_ids"][1:].repeat(1, 4)
-    options = {**GREEDY, "return_dict_in_generate": True}
-    enable(model, page_size=PAGE_SIZE, prefill="stored")
-    expected = model.generate(ids, **options).sequences
-    for num_hits in range(2):
-        enable(model, page_size=PAGE_SIZE, prefix_store=PrefixStore(tmp_path), **offloading)
-        output = model.generate(ids, **options)
-        assert_same(output.sequences, expected)
-        num_full_pages = (ids.shape[1] - 1) // PAGE_SIZE
-        assert output.past_key_values.restored_tokens == num_hits * num_full_pages * PAGE_SIZE
-        assert min(count_copied_bytes(output.past_key_values)) > 0
-
-
-# -- stored keys and values ----------------------------------------------------------------------
-
-
-def test_a_crop_frees_host_memory() -> None:
-    caches = make_caches()
-    add_tokens(caches, 300)
-    full_footprint = caches[1].memory_footprint()
-    call_method(caches, "crop", -280)
-    footprint = caches[1].memory_footprint()
-    assert footprint.host_bytes < full_footprint.host_bytes / 4
-    assert footprint.pages_bytes == 0, "pages are fetched when their layer computes"
-    assert_holds(caches)
-
-
-# -- copies between the device and the host ------------------------------------------------------
+        model.generate(**options)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
@@ -215,43 +172,6 @@ def test_each_stored_byte_is_copied_once_per_step(name: str) -> None:
         assert count_copied_bytes(cache) == (expected_fetched, expected_returned)
 
 
-@pytest.mark.parametrize(("num_resident", "num_fetches"), [(6, 0), (5, 1), (3, 3), (1, 4)])
-def test_layers_that_fit_stay_on_the_device(num_resident: int, num_fetches: int) -> None:
-    """Four steps use 24 layers. With memory for five of the six layers, they only fetch six."""
-    config, num_layers = make_config(num_hidden_layers=6), 6
-    resident_cache = FP8PagedCache(config, **EXACT)
-    add_tokens([resident_cache], 129)
-    add_tokens([resident_cache], 1, 1)
-    sizes = resident_cache.memory_footprint()
-    # The pages of a layer, including free pages for growth.
-    layer_pages = sizes.pages_bytes // PAGE_BYTES // num_layers
-    cache = FP8PagedCache(config, offloading=-(-layer_pages * num_resident // num_layers), **EXACT)
-    fetched_bytes = []
-    for step, num_tokens in enumerate((129, *[1] * 7)):
-        add_tokens([cache], num_tokens, step)
-        fetched_bytes.append(count_copied_bytes(cache)[0])
-    assert fetched_bytes[-1] - fetched_bytes[3] == num_fetches * sizes.used_bytes
-    if not num_fetches:
-        assert count_copied_bytes(cache) == (0, 0)
-        assert cache.memory_footprint().host_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("offloading", "two_layers_fit"), [(OPTIONS[0], True), ({"offloading": 1}, False)]
-)
-def test_the_next_layer_is_fetched_early(offloading: dict[str, Any], two_layers_fit: bool) -> None:
-    cache = FP8PagedCache(make_config(), **EXACT, **offloading)
-    add_tokens([cache], 124)
-    add_tokens([cache], 1, 1)
-    for layer in cache.layers:
-        cache.update(*torch.randn(2, 2, NUM_HEADS, 1, HEAD_DIM), layer.index)
-        sizes = [layer.store.memory_footprint().get("pages") for layer in cache.layers]
-        next_layer = (layer.index + 1) % NUM_LAYERS
-        assert [i for i, size in enumerate(sizes) if size] == sorted(
-            {layer.index, next_layer} if two_layers_fit else {layer.index}
-        )
-
-
 def test_the_footprint_counts_pages_on_the_device_and_on_the_host() -> None:
     cache = FP8PagedCache(make_config(), **EXACT, offloading=True)
     add_tokens([cache], 61)
@@ -264,21 +184,6 @@ def test_the_footprint_counts_pages_on_the_device_and_on_the_host() -> None:
     assert sizes.total_bytes == sum(getattr(sizes, f"{kind}_bytes") for kind in kinds)
 
 
-def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delayed writes, recorded launches and tables keep no pages of a layer on the device."""
-    replace_triton(monkeypatch)
-    _, cache = make_caches("gemma3_text", backend="triton")
-    add_tokens([cache], 21)
-    storages: list[weakref.ref[Any]] = []
-    for _ in range(3):
-        for index in range(NUM_LAYERS):
-            keys, values = cache.update(*torch.randn(2, 2, NUM_HEADS, 1, HEAD_DIM), index)
-            attend(torch.randn(2, 2 * NUM_HEADS, 1, HEAD_DIM), keys, values, 0.2)
-            assert not any(storage() for storage in storages[:-1])
-            storages.append(weakref.ref(keys.block.untyped_storage()))
-            del keys, values
-
-
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_memory_is_freed_without_the_garbage_collector() -> None:
     cache = FP8PagedCache(make_config(), offloading=True, page_size=PAGE_SIZE)
@@ -289,9 +194,6 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
     storage = weakref.ref(keys.block.untyped_storage())
     del cache, fork, keys
     assert storage() is None
-
-
-# -- the order of copies -------------------------------------------------------------------------
 
 
 class DelayedStream:

@@ -27,8 +27,6 @@ HEADS, NUM_LAYERS, BATCH, PROMPT_TOKENS = Heads(4, 2, 32), 2, 2, 20
 
 
 class Counts:
-    """Number of repeated updates, and of repeated calls of attention."""
-
     updates = attention = 0
 
 
@@ -52,8 +50,6 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 class Decoder:
-    """Layers of a model, whose steps have seeded queries, keys and values."""
-
     def __init__(self, backend: str, *, window: int | None = None, **options: Any) -> None:
         config = make_config(HEADS, NUM_LAYERS)
         if window is not None:
@@ -66,12 +62,10 @@ class Decoder:
         self.keywords: dict[str, Any] = {"sliding_window": window}
 
     def decode(self, num_steps: int) -> None:
-        """Store a prompt, and decode tokens."""
         for num_tokens in (PROMPT_TOKENS, *[1] * num_steps):
             self.step(num_tokens)
 
     def step(self, num_tokens: int = 1, *, padded: bool = False) -> list[torch.Tensor]:
-        """Run a step, and return the outputs of all layers."""
         length = int(self.cache.get_seq_length()) + num_tokens
         is_token = torch.ones(BATCH, length, dtype=torch.bool)
         is_token[0, :3] = False
@@ -151,7 +145,6 @@ def change_dtype(decoder: Decoder) -> None:
 
 
 def move(decoder: Decoder) -> None:
-    """Replace the memory, as a move to another device does."""
     for layer in decoder.cache.paged_layers:
         blocks = layer.store.pool.blocks
         blocks._set_blocks([block.clone() for block in blocks.tensors])
@@ -278,30 +271,7 @@ def test_a_compact_mask_is_contiguous() -> None:
     assert make_compact(is_token, 0, 40, 0, 1).get_columns(0, 40).stride(3) == 1
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), None])
-def test_prompts_prefer_cudnn_on_an_h100(
-    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: capability)
-    list_backends, query = dense_prompts.list_sdpa_backends, torch.zeros(1, 1, 512, 8)
-    expected = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
-    with torch.no_grad():
-        names = [backend.name for backend in list_backends(query, 512)]
-        assert names == (expected if capability == (9, 0) else [])
-        assert not list_backends(query[:, :, 1:], 511)
-        assert not list_backends(query, 513)
-        torch.use_deterministic_algorithms(True)
-        assert not list_backends(query, 512)
-        torch.use_deterministic_algorithms(False)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            assert not list_backends(query, 512)
-    with torch.enable_grad():
-        assert not list_backends(query, 512)
-
-
 class StoredPrompt(Decoder):
-    """A layer in bfloat16 with a stored prompt."""
-
     def __init__(self, num_tokens: int = 40, **options: Any) -> None:
         super().__init__("torch", prefill="stored", dtype="fp8_e3m4", **options)
         states = torch.randn(4, BATCH, 2, num_tokens, 32).bfloat16()

@@ -54,7 +54,6 @@ def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> None:
 
 
 def check_num_pages(cache: FP8PagedCache) -> None:
-    """Assert that layers with a window have at most the pages that a window needs."""
     for layer in cache.layers:
         if layer.is_sliding:
             assert layer.store.memory_footprint()["pages"] <= MAX_PAGES * BATCH_SIZE * PAGE_BYTES
@@ -63,7 +62,6 @@ def check_num_pages(cache: FP8PagedCache) -> None:
 def assert_same_layers(
     actual: FP8PagedCache, expected: FP8PagedCache, layers: Any = range(NUM_LAYERS)
 ) -> None:
-    """Assert that the next token attends to the same tokens in these layers."""
     length = expected.host_length()
     assert actual.host_length() == length
     for index in layers:
@@ -167,9 +165,6 @@ def test_no_token_outside_the_window_is_read(max_len: int | None) -> None:
         assert_same_layers(*caches, layers=(0, 2))
 
 
-# -- freed memory --------------------------------------------------------------------------------
-
-
 def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
     cache, small_cache = FP8PagedCache(**EXACT), FP8PagedCache(**EXACT)  # without windows
     add_random_tokens([cache, small_cache], 320, 0)
@@ -193,20 +188,6 @@ def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
         addresses.add(cache.layers[1].keys.block.data_ptr())
     assert len(addresses) <= 2
     assert_same_layers(cache, small_cache)
-
-
-def test_memory_waits_for_forks_that_hold_pages() -> None:
-    cache = make_cache()
-    add_random_tokens([cache], 160, 0)
-    fork = cache.fork()
-    cache.crop(-160)
-    add_random_tokens([cache], 9, 1)
-    full_bytes = cache.layers[1].store.memory_footprint()["pages"]
-    assert full_bytes >= 160 // PAGE_SIZE * BATCH_SIZE * PAGE_BYTES
-    del fork
-    # The next allocation of a page frees the pages of the fork.
-    add_random_tokens([cache], 8, 2)
-    assert cache.layers[1].store.memory_footprint()["pages"] < full_bytes // 2
 
 
 def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ def models(dense_folders):
 
 @torch.no_grad()
 def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
-    """Return the logits of the first 63 tokens, and of each following token."""
     chunks = (IDS[:, :63], *IDS[:, 63:].split(1, 1))
     return [model(chunk, past_key_values=cache).logits for chunk in chunks]
 
@@ -71,7 +70,6 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 def restore_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo the replacement of the wrapper's `forward`."""
     forward = exact_states_module._find_wrapper_class().forward
     wrapped = getattr(forward, "__wrapped__", forward)
     monkeypatch.setattr(exact_states_module._find_wrapper_class(), "forward", wrapped)

@@ -49,7 +49,6 @@ def make_table(page_size: int = 4) -> BlockTable:
 
 
 def make_written_table(num_tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
-    """Return a table with pages for `num_tokens` tokens."""
     table = make_table(page_size)
     table.reserve(0, num_tokens, batch)
     return table
@@ -130,9 +129,6 @@ def _interrupt_call(call: Callable[[], object], line: int, interrupt: Callable[[
         sys.settrace(old_trace)
 
 
-# -- growth --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("page_size", "batch"), [(16, 1), (64, 3)])
 def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     table = make_table(page_size)
@@ -157,9 +153,6 @@ def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     table.clear()
     assert not len(table.compact())
     assert (table.allocator.capacity, table.allocator.num_free) == (0, 0)
-
-
-# -- groups --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("max_pages", "stop"), [(4, 12), (5, 20)], ids=["stored", "passing"])

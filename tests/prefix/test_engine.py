@@ -2,8 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,6 @@ def run_prompts(
     folder: Path | None, prompts: list[list[int]], *, seed: int = 0, num_pages: int = 64,
     num_new: int = 9, salt: str | None = None, **keywords: Any,
 ) -> EngineRun:  # fmt: skip
-    """Run a new engine, with a store in `folder` unless it is None."""
     model, _ = build_variant("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
@@ -130,33 +128,20 @@ def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
         assert run_prompts(tmp_path, [prompt]).store_usage.tokens_found == 8 * PAGE_SIZE
 
 
-@contextmanager
-def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
-    """Yield a function that answers a prompt and waits until its blocks are free, and the cache."""
-    model, _ = build_variant("gqa", max_position_embeddings=512)
-    serving.enable(model, prefix_store=store)
-    with open_manager(model) as manager:
-
-        def generate(prompt: list[int]) -> list[int]:
-            answer = request_answer(manager, prompt, 9)
-            deadline = time.monotonic() + 30  # blocks of a request are freed after its answer
-            while get_allocator(manager).block_table and time.monotonic() < deadline:
-                time.sleep(0.01)
-            return answer
-
-        generate(make_prompt(3, seed=99))
-        yield generate, manager.batch_processor.cache
-    serving.disable(model)
-
-
 def test_the_engine_waits_while_blocks_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, blocks are filled on another stream than the engine's steps."""
     prompt = make_prompt(3 * PAGE_SIZE + 3)
     run_prompts(tmp_path, [prompt])
-    with run_engine(PrefixStore(tmp_path)) as (_, cache):
+    model, _ = build_variant("gqa", max_position_embeddings=512)
+    serving.enable(model, prefix_store=PrefixStore(tmp_path))
+    with open_manager(model) as manager:
+        request_answer(manager, make_prompt(3, seed=99), 9)
+        cache = manager.batch_processor.cache
         (allocator,) = cache.cache_allocators.values()
+        while allocator.block_table:  # blocks of a request are freed after its answer
+            time.sleep(0.01)
         num_used, num_filled = count_used_blocks(allocator), list[int]()
 
         def record_blocks(_: Any) -> None:
@@ -166,34 +151,7 @@ def test_the_engine_waits_while_blocks_are_filled(
         assert cache.search_prefix_match("new", prompt) == 3 * PAGE_SIZE
         assert num_filled == [0, 3]
         cache.free_blocks("new")
-
-
-def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
-    prompt = make_prompt(6 * PAGE_SIZE + 3)
-    expected, _, _ = run_prompts(tmp_path, [prompt])
-    store = PrefixStore(tmp_path)
-    with run_engine(store) as (generate, cache):
-        assert generate(prompt) == expected[0]
-        (allocator,) = cache.cache_allocators.values()
-        ledger, pool = allocator.ledger, allocator.pool
-        for searches_prefix in (True, False):
-            # Evict the third block of the prompt, as the engine does with old blocks.
-            block = allocator.match_prefix_blocks(prompt)[2]
-            del ledger.cached_blocks[block]
-            del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-            pool.free_blocks(allocator.index, [block])
-            if not searches_prefix:
-                cache.search_prefix_match = lambda *_: 0
-            num_hits, num_used = store.usage().hits, count_used_blocks(allocator)
-            assert generate(prompt) == expected[0]
-            assert store.usage().hits == num_hits + searches_prefix
-            assert count_used_blocks(allocator) == num_used + 1 == len(ledger.cached_blocks)
-            assert list(ledger.cached_blocks)[-6:][::-1] == allocator.match_prefix_blocks(prompt)
-
-
-def get_allocator(manager: Any) -> Any:
-    (allocator,) = manager.batch_processor.cache.cache_allocators.values()
-    return allocator
+    serving.disable(model)
 
 
 def count_used_blocks(allocator: Any) -> int:

@@ -31,7 +31,6 @@ def name_page(number: int) -> str:
 def put_file(
     folder: PrefixFolder, name: str, num_bytes: int, other_names: tuple[str, ...] = ()
 ) -> bool:
-    """Write a file of a prompt, whose other files have `other_names`, as a store does."""
     with folder.lock(0.0) as lock_fd:
         assert lock_fd is not None
         is_stored = folder.put(lock_fd, name, bytes(num_bytes), {*other_names, name})
@@ -47,7 +46,6 @@ def sum_bytes(files: list[StoredFile]) -> int:
 
 @st.composite
 def draw_step(draw: st.DrawFn) -> tuple[str, int, int, int]:
-    """Draw an action, the index of a folder object, a size in bytes, and the index of a file."""
     action = draw(st.sampled_from(["put"] * 6 + ["touch"] * 3 + ["remove", "begin"]))
     return action, draw(st.integers(0, 1)), draw(st.integers(1, 45)), draw(st.integers(0, 5))
 

@@ -33,8 +33,6 @@ UNCROPPABLE_MODELS = ("sliding_and_full", "kv_sharing", "hybrid")
 
 
 class Chat:
-    """An enabled model that records the number of tokens in each call."""
-
     def __init__(self, name: str, **keywords: Any) -> None:
         self.model, _ = build_variant(name, max_position_embeddings=512)
         enable(self.model, **STORED)

@@ -168,7 +168,6 @@ def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
 
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
-    """Return scales of two layers. `factor` multiplies the scales of V."""
     v, k_center = torch.full((2, 16), 0.03 * factor), torch.full((2, 16), center)
     layers = {i: LayerScales(torch.full((2, 16), 0.02 + 0.01 * i), v, k_center) for i in (0, 1)}
     return KVScales(layers, "hf_fp8kv")

@@ -30,7 +30,6 @@ def make_ids(batch: int, num_tokens: int) -> Tensor:
 
 @torch.no_grad()
 def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = None) -> Result:
-    """Read sequences in chunks. Return logits `[B, T, V]`, and K and V of all layers."""
     cache = cache or FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE)
     logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, 1)]
     states = [handle.dense() for layer in cache.layers for handle in (layer.keys, layer.values)]
@@ -38,7 +37,6 @@ def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = No
 
 
 def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
-    """Return random sizes of chunks. Some chunks are single tokens."""
     sizes: list[int] = []
     while (num_left := num_tokens - sum(sizes)) > 0:
         max_size = rng.choice([1, 3, PAGE_SIZE, 40, num_tokens])

@@ -59,7 +59,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_texts(is_padded: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, mask and positions of two texts, padded on the left and on the right."""
     ids = torch.randint(3, 90, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     if is_padded:
@@ -73,7 +72,6 @@ def select_log_probs(logits: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score_in_chunks(model: Any, chunk_size: int, is_padded: bool = True, **options: Any) -> Tensor:
-    """Return the log-probabilities of calls with `chunk_size` tokens, which read pages."""
     ids, mask, positions = make_texts(is_padded)
     cache = FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE, **options)
     logits = []
@@ -85,7 +83,6 @@ def score_in_chunks(model: Any, chunk_size: int, is_padded: bool = True, **optio
 
 
 def score_texts(model: Any, is_padded: bool = True, **options: Any) -> Tensor:
-    """Return the log-probabilities that one pass over the complete texts computes."""
     ids, mask, positions = make_texts(is_padded)
     options = {"use_cache": False, **options}
     logits = model(ids, attention_mask=mask, position_ids=positions, **options).logits
