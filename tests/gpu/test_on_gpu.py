@@ -17,7 +17,6 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.gpu.attention import attend, make_query, make_schedule
 from benchmarks.gpu.cached import CacheSteps
-from benchmarks.gpu.latent import LatentLayers
 from benchmarks.gpu.random_data import (
     compute_error,
     compute_output_error,
@@ -403,27 +402,6 @@ def test_attention_over_scattered_pages_matches_the_reference(fmt, case):
     with torch.no_grad(), poison_memory():
         output = call.attend()
     assert call.compute_error(output) < TOLERANCE
-
-
-@pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
-@pytest.mark.parametrize("heads", [FEW_HEADS, MANY_HEADS], ids=["16 heads", "128 heads"])
-@pytest.mark.parametrize("fmt", [E3M4, BF16], ids=lambda fmt: fmt.name)
-def test_layer_steps_with_latents_match_the_reference(fmt, heads, preallocated):
-    """An attention layer of DeepSeek stores a token and attends to all, as in the benchmark."""
-    case = shrink_case(Case((4097,) * 2, heads))
-    length = case.lengths[0]
-    with torch.no_grad(), poison_memory():
-        layers = LatentLayers(STAGE, case, 2)
-        cache = FP8PagedCache(
-            layers.modules[0].config, dtype=fmt.dtype, backend="triton",
-            max_cache_len=length + 8 if preallocated else None,
-        )  # fmt: skip
-        steps, stored = layers.fill(cache, fp8_paged_attention)
-        for index in range(3):
-            for step in steps:
-                output = step()
-            layers.case = replace(layers.case, lengths=(length + index,) * 2)
-            assert layers.measure_error(output, *stored) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])

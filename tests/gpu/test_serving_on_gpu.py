@@ -15,13 +15,7 @@ import torch
 from transformers import CompileConfig
 
 from hf_fp8kv import ops, serving
-from hf_fp8kv.formats import LayerPlan
-from hf_fp8kv.ops import AttentionSpec, Pages
-from hf_fp8kv.serving.attend import StoredLayer
-from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import EngineLayout
-from hf_fp8kv.serving.step import EngineStep
-from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
+from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_llama, needs_gpu
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import (
     batching,
@@ -263,69 +257,3 @@ def test_memory_stays_within_the_plan() -> None:
     free_bytes.append(torch.cuda.mem_get_info()[0])
     assert used_bytes <= 0.2 * max(free_bytes) + 2**26
     assert used_bytes > 0.9 * 0.2 * min(free_bytes), "the pages use less than allowed"
-
-
-# -- one layer of one step -------------------------------------------------------------------------
-
-NUM_HEADS, NUM_KV_HEADS = (32, 8) if ON_GPU else (4, 2)
-HEAD_DIM, PAGE_SIZE = (128, 64) if ON_GPU else (16, 8)
-# Numbers of stored and new tokens of three prompts, then of two decoding requests and a chunk.
-FIRST_STEP = tuple((0, n * LENGTH_FACTOR) for n in (33, 20, 40))
-SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FACTOR, 30))
-
-
-def run_layer(
-    pages: Pages, layout: EngineLayout, window: int | None, first_page: int = 0,
-    backend: str = "triton", device: torch.device = DEVICE,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Return the attention outputs of two steps of three requests, whose pages are consecutive."""
-    generator = torch.Generator().manual_seed(0)
-    pages_per_request = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1
-    layer = StoredLayer(pages, LayerStorage(layout.plan, None, None, None), layout, backend)
-    outputs = []
-    for requests in (FIRST_STEP, SECOND_STEP):
-        step = EngineStep([window], PAGE_SIZE)
-        for index, (num_stored, num_new) in enumerate(requests):
-            start = first_page + index * pages_per_request
-            step.add(num_stored, num_new, [list(range(start, start + pages_per_request))])
-        query, key, value = (
-            torch.randn(1, num_heads, step.num_tokens, HEAD_DIM, generator=generator).to(
-                device, layout.dtype
-            )
-            for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-        )
-        with forbid_synchronization(), torch.no_grad():
-            spec = AttentionSpec(HEAD_DIM**-0.5, causal=True)
-            outputs.append(layer.attend(query, key, value, step.get_work(0, device), spec))
-    return outputs
-
-
-ENGINE_LAYOUT = EngineLayout(
-    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, is_dynamic=True
-)
-
-
-def make_pages(num_pages: int, device: torch.device = DEVICE) -> Pages:
-    num_bytes = num_pages * ENGINE_LAYOUT.bytes_per_page
-    return ENGINE_LAYOUT.view_memory(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
-
-
-@pytest.mark.parametrize("window", [None, 25 * LENGTH_FACTOR], ids=["full", "ring"])
-def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -> None:
-    """The requests' lists are copied asynchronously, and pages lie past 2 ** 31 bytes of a pool."""
-    num_pages = 3 * (-(-80 * LENGTH_FACTOR // PAGE_SIZE) + 1)
-    far_page = 2**31 // (NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM) + 5 if ON_GPU else 7
-    near_outputs = run_layer(make_pages(num_pages), ENGINE_LAYOUT, window)
-    large_pool = make_pages(far_page + num_pages)
-    far_outputs = run_layer(large_pool, ENGINE_LAYOUT, window, far_page - 1)
-    assert all(map(torch.equal, far_outputs, near_outputs))
-    if ON_GPU:
-        assert large_pool.block.numel() > 2**31
-    assert not large_pool.block[: far_page - 1].any(), "a page outside the requests was written"
-    # The backend "torch" on the CPU gives the same results.
-    cpu = torch.device("cpu")
-    expected_outputs = run_layer(
-        make_pages(num_pages, cpu), ENGINE_LAYOUT, window, backend="torch", device=cpu
-    )
-    for output, expected in zip(near_outputs, expected_outputs, strict=True):
-        assert (output.cpu() - expected).norm() < 1e-3 * expected.norm()
