@@ -79,7 +79,6 @@ SCORES: dict[str, Score] = {
 }
 
 
-# Each score once. The remaining tokens end before, at and after the end of a page.
 @pytest.mark.parametrize(
     ("name", "num_remaining"), [("norm", 17), ("sinks and last", 16), ("random", 15)]
 )
@@ -189,7 +188,6 @@ class PeftWrapper(torch.nn.Module):
             self.base_model.prepare_inputs_for_generation = self.prepare_base
 
 
-# No prefix, a prefix that is shorter than the window, and a longer prefix.
 @pytest.mark.parametrize(
     ("name", "prefix_length"),
     [("gqa", 0), ("sliding_and_full", 0), ("sliding_and_full", 5), ("sliding_and_full", 20)],

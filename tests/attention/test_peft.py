@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hf_fp8kv import PrefixStore, enable
-from hf_fp8kv.calibration.plan_choice import resolve_plan
 from tests.helpers.recorded_graph import recorded_graphs
 from tests.helpers.tiny_models import build_variant
 
@@ -35,25 +34,6 @@ SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("VBLoRAConfig", {"r": 4, "num_vectors": 16, "vector_length": 16}, {"topk": 2}, {"topk": 3}),
     ("LoraConfig", {"r": 4}, {"use_dora": False}, {"use_dora": True}),
 ]  # fmt: skip
-
-
-def test_each_adapter_has_a_plan() -> None:
-    """A model chooses its plan again with another adapter, once in all processes."""
-    peft = pytest.importorskip("peft")
-    base_model = build_variant("llama", seed=5, max_position_embeddings=8192)[0]
-    config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(base_model, config, "first")
-    model.add_adapter("second", config)
-    calls: list[int] = []
-    base_model.register_forward_pre_hook(lambda *_: calls.append(1))
-    digests: dict[str, str] = {}
-    for name in ("first", "second", "first"):
-        model.set_adapter(name)
-        calls.clear()
-        digest = resolve_plan(base_model, {})["plan"].digest
-        assert bool(calls) == (name not in digests)
-        assert digests.setdefault(name, digest) == digest
-    assert len({*digests.values()}) == 2
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])

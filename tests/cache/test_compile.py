@@ -96,7 +96,6 @@ def test_operations_that_read_values_on_the_host_are_cudagraph_unsafe() -> None:
         assert torch.Tag.cudagraph_unsafe in operation.tags
 
 
-# Layers with and without a window, and static scales.
 @pytest.mark.parametrize(("name", "keywords"), [("sliding_and_full", {}), ("gqa", STATIC)], ids=str)
 def test_a_compiled_step_fits_a_cuda_graph(
     name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch

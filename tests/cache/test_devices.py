@@ -136,7 +136,6 @@ def test_the_cpu_backend_refuses_tokens_on_a_different_device():
     assert cache.update(tokens, tokens, 0)[0].shape[2] == 6
 
 
-# Each attention function occurs once, and each kind of cache at least once.
 @pytest.mark.parametrize(
     ("attention", "capacity"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
 )
@@ -164,8 +163,6 @@ def test_layers_on_disk_give_the_same_tokens(attention, capacity, tmp_path):
 # Each case has the name of a model, options of the cache, and options of `generate`.
 DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("gqa", {}, {}),
-    "reference": ("gqa", {"dtype": "fp8", "backend": "reference"}, {}),
-    "scales": ("gqa", {"scales": 0.05}, {}),
     "chunks": ("sliding_and_full", {"prefill": "stored"}, {"prefill_chunk_size": 7}),
     "latent": ("latent", {}, {}),
     "indexer": ("sparse", {}, {}),

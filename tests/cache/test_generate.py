@@ -84,7 +84,6 @@ def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> tor
     return generate(stock_model, inputs, cache, **keywords)
 
 
-# Each model with "fp8_paged" attention, and two models with stock attention.
 for_each_model = pytest.mark.parametrize(
     ("name", "prefill", "attention"),
     [
@@ -94,7 +93,6 @@ for_each_model = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-# A difference means a lost or misplaced token.
 @for_each_model
 def test_greedy_and_beams_give_the_same_tokens(name: str, prefill: str, attention: str) -> None:
     model, inputs = get_model(name, attention)
@@ -145,7 +143,6 @@ def test_chunks_and_drafts_keep_the_tokens_of_stored_prompts(name: str, dtype: s
         assert_same(tokens, expected[1:], keywords)  # padding of the first row changes nothing
 
 
-# test_machine.py copies caches whose layers are all paged.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [("sliding_and_full", {"dtype": "int8"}), ("kv_sharing", {}), ("hybrid", {})],
@@ -442,7 +439,6 @@ def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend
 def test_autocast_gives_the_same_tokens() -> None:
     model, inputs = build_variant("gqa", attn_implementation="sdpa")
     with torch.autocast("cpu", torch.bfloat16):
-        # 16-bit logits have no margin, but both caches use the same arithmetic.
         no_margin: dict[str, Any] = {"logits_processor": None}
         expected = generate(model, inputs, DynamicCache(config=model.config), **no_margin)
         assert_same(generate(model, inputs, make_cache(model, dtype="auto"), **no_margin), expected)

@@ -67,7 +67,6 @@ def test_every_golden_file_is_tested() -> None:
     assert names == {f"{name}{end}.safetensors" for name in CASES for end in ("", ".continued")}
 
 
-# Changes metadata and tensors in place.
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 

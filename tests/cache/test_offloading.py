@@ -102,7 +102,6 @@ def count_copied_bytes(cache: FP8PagedCache) -> tuple[int, int]:
     return sizes.fetched_bytes, sizes.returned_bytes
 
 
-# Each model, call and option at least once. test_machine.py has the operations of a cache.
 @pytest.mark.parametrize(
     ("name", "calls", "dtype", "attention", "offloading"),
     [

@@ -82,7 +82,6 @@ class Decoder:
         return outputs
 
 
-# Each backend, and each kind of step for which a backend has separate code.
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("backend", "padded", "options"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, serving
@@ -83,7 +83,6 @@ def differ_clearly(logits: list[torch.Tensor], other_logits: list[torch.Tensor])
 
 
 @needs_rounding
-# Each attention function occurs once, and quantized weights occur in one case.
 @pytest.mark.parametrize(
     ("weights", "attention"),
     [("dense", "fp8_paged"), ("dense", "sdpa"), ("dense", "eager"), ("w8a8", "fp8_paged")],
@@ -106,21 +105,8 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     paged_logits = run_model(declared, FP8PagedCache(declared.config))
     assert torch.equal(paged_logits[0], exact_logits[0])
     # A cache of transformers still gets rounded K and V, even after a cache of this package.
+    assert torch.equal(declared(IDS[:, :63], use_cache=False).logits, rounded_logits[0])
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
-
-
-def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatch):
-    _, declared = models
-
-    @torch.no_grad()
-    def run_all() -> list[torch.Tensor]:
-        cache = StaticCache(config=declared.config, max_cache_len=80)
-        return [declared(IDS, use_cache=False).logits, *run_model(declared, cache)]
-
-    run_model(declared, FP8PagedCache(declared.config))
-    expected = run_all()
-    restore_forward(monkeypatch)
-    assert_same(run_all(), expected)
 
 
 def test_a_cache_may_be_created_before_compressed_tensors_is_imported(models, monkeypatch):
@@ -133,26 +119,6 @@ def test_a_cache_may_be_created_before_compressed_tensors_is_imported(models, mo
     for cache in caches:
         restore_forward(monkeypatch)
         assert_same(run_model(declared, cache), expected)
-
-
-@needs_rounding
-def test_enabled_models_give_the_results_of_the_original_weights(models):
-    original, declared = models
-    options = {
-        "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True,
-        "return_dict_in_generate": True,
-    }  # fmt: skip
-
-    def generate_logits(model: Any) -> list[torch.Tensor]:
-        return list(model.generate(IDS, **options).logits)
-
-    stock_logits = generate_logits(declared)
-    for model in models:
-        hf_fp8kv.enable(model)
-    paged_logits = generate_logits(declared)
-    assert_same(paged_logits, generate_logits(original))
-    assert (paged_logits[0] - stock_logits[0]).abs().max() > 0.3
-    assert_same(generate_logits(hf_fp8kv.disable(declared)), stock_logits)
 
 
 @needs_rounding

@@ -92,21 +92,6 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
             assert sum_bytes(folder.list_files()) <= MAX_BYTES
 
 
-def test_removing_many_files_scans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storing files below the limit scans only an empty folder."""
-    scan = mock.Mock(side_effect=os.scandir)
-    monkeypatch.setattr(os, "scandir", scan)
-    folder = make_folder(tmp_path)
-    for number in range(MAX_BYTES):
-        put_file(folder, name_page(number), 1)
-    time.sleep(2 * folder_module._TICK_NS / 1e9)
-    num_scans = scan.call_count
-    for number in range(100, 180):
-        assert put_file(folder, name_page(number), 1)
-    assert (num_scans, scan.call_count) == (1, 2)
-    assert {file.name for file in folder.list_files()} == {*map(name_page, range(80, 180))}
-
-
 def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
     """Such files exist if the clock was set back."""
     folder, future = make_folder(tmp_path), time.time_ns() + 10**15

@@ -119,7 +119,6 @@ def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None
     edited = torch.cat([answer[:, :-4], chat.make_ids(6)], 1)
     answer, num_computed = chat.check_answer(edited)
     assert num_computed == (edited.shape[1] if name == "hybrid" else 6)
-    # A token in the middle differs.
     answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
     repeated_answer, num_computed = chat.check_answer(answer)
     assert num_computed == answer.shape[1] - count_kept_tokens(name, 20)
@@ -128,7 +127,6 @@ def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None
     assert num_computed == answer.shape[1] - count_kept_tokens(name, answer.shape[1] - 1)
     _, num_computed = chat.check_answer(repeated_answer[:, :30])
     assert num_computed == 30 - count_kept_tokens(name, 29)
-    # No token is shared.
     answer[0, 0] = (answer[0, 0] + 1) % 90 + 2
     _, num_computed = chat.check_answer(answer)
     assert num_computed == answer.shape[1]
@@ -142,7 +140,6 @@ def test_windows_that_record_the_past_keep_the_common_prefix() -> None:
     assert chat.check_answer(answer)[1] == answer.shape[1] - 20
 
 
-# Each kind of layers occurs in one of the two kinds of caches.
 @pytest.mark.parametrize(
     ("name", "max_cache_len"), [("gqa", None), ("sliding_and_full", 130), ("latent", 130)]
 )

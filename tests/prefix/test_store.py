@@ -99,9 +99,6 @@ def hold_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-# -- pages that are found ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "latent"])
 def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) -> None:
     prefix = make_ids(61)
@@ -162,9 +159,6 @@ def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
     assert cache.memory_footprint().reused_tokens == 24 + 37
     # The last prompt had 46 tokens, so the store has its five full pages.
     assert StoreUser(tmp_path, "gqa").check_answer(ids) == ids.shape[1] - 40
-
-
-# -- pages that are not found -----------------------------------------------------------------
 
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
@@ -357,9 +351,6 @@ def test_a_model_may_change_during_a_chat(is_training: bool, tmp_path: Path) -> 
     assert user.check_answer(extended) == extended.shape[1] - 48
 
 
-# -- invalid files ----------------------------------------------------------------------------
-
-
 def _accept_page(_page: Page) -> None:
     """Accept every page."""
 
@@ -536,9 +527,6 @@ def test_an_unreadable_file_is_kept(
     assert StoreUser(tmp_path).check_answer(make_ids(40)) == 8
 
 
-# -- the disk ---------------------------------------------------------------------------------
-
-
 def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
     StoreUser(tmp_path).check_answer(make_ids(40))
     page_bytes = list_files(tmp_path)[0].stat().st_size
@@ -576,7 +564,6 @@ def test_a_store_that_cannot_write_still_reads(
             patch.setattr(os, "utime", refuse_links)
         else:
             patch.setattr(Path, "open", FileOnFullDisk)
-        # Stored pages are read.
         assert [user.check_answer(make_ids(40, seed=seed)) for seed in (1, 2, 0)] == [40, 40, 8]
     assert sum("stores nothing" in message for message in caplog.messages) == 1
     assert not list(tmp_path.glob(".*.part"))
@@ -778,9 +765,6 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
     assert {(tmp_path / name).stat().st_size for name in foreign_names} == {5000}
 
 
-# -- several processes ------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_killed_writers_leave_valid_files() -> None:
     counts = run_killed_writers(num_kills=40)
@@ -788,8 +772,6 @@ def test_killed_writers_leave_valid_files() -> None:
     assert counts["bytes_written"] > 0
     assert counts["tokens_found"] > 0
 
-
-# -- refusals and copies ---------------------------------------------------------------------
 
 REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "prefill='stored'", {"prefill": "exact"}),

@@ -58,7 +58,6 @@ def add_errors() -> Iterator[Callable[..., None]]:
         interface._global_mapping.pop("erroneous", None)
 
 
-# Each kind of attention with one storage plan.
 @pytest.mark.parametrize(
     ("name", "options"),
     [
