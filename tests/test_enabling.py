@@ -90,9 +90,6 @@ def get_serving_digest(model: Any, **keywords: Any) -> str | None:
     return read_digest(factory.config)
 
 
-# -- every model ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*CHOSEN, *UNCHOSEN])
 def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
     model, inputs = build_model(name)
@@ -140,9 +137,6 @@ def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
     for value in ("some/model", type(model), 3):
         with pytest.raises(ConfigError, match=r"^config: expected a model, its config or None"):
             FP8PagedCache(value)
-
-
-# -- arguments about storage ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -208,9 +202,6 @@ def test_bits_apply_to_generate_and_engines() -> None:
     assert generate_digest(enable(model), inputs) == choose_plan(model).digest
 
 
-# -- one plan for a model ------------------------------------------------------------------------
-
-
 def test_enable_keeps_the_plan_while_the_weights_change() -> None:
     model, inputs = build_model("llama")
     enable(model, training="stored")
@@ -240,9 +231,6 @@ def test_enable_keeps_the_plan_while_the_weights_change() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(-2)
     assert get_serving_digest(model) == choose_plan(model).digest != new_digest
-
-
-# -- caches of a model ---------------------------------------------------------------------------
 
 
 def test_a_cache_of_a_model_equals_a_cache_with_its_plan(tmp_path: Path) -> None:

@@ -69,9 +69,6 @@ def biased_model():
     return build_variant("qwen2", key_bias=30.0, **LONG_CONTEXT)[0]
 
 
-# -- scales ----------------------------------------------------------------------------------------
-
-
 # Each granularity and margin occurs once, because they are independent.
 @pytest.mark.parametrize(
     ("granularity", "margin"), [("tensor", 1.0), ("head", 2.0), ("channel", 1.5)]
@@ -157,9 +154,6 @@ def test_rotated_values_and_unknown_positions_have_no_scale_per_channel(biased_m
     assert "K has a scale for each head, not for each channel" in caplog.text
 
 
-# -- centers and plans -----------------------------------------------------------------------------
-
-
 def test_a_center_is_the_mean_at_all_positions(biased_model):
     centered, uncentered = (
         calibrate(biased_model, make_texts(8), center=center, **OPTIONS) for center in (True, False)
@@ -241,9 +235,6 @@ def test_padding_does_not_affect_scales():
                 getattr(actual.layers[index], side), getattr(expected.layers[index], side),
                 rtol=0.05, atol=0,
             )  # fmt: skip
-
-
-# -- models ----------------------------------------------------------------------------------------
 
 
 YARN = {

@@ -85,9 +85,6 @@ def list_plan_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("plans/*.plan"))
 
 
-# -- arguments -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "keywords", [{"plan": "int8"}, {"scales": 1.0}, {"key_dtype": "fp8"}, {"value_dtype": "fp8"}]
 )
@@ -124,9 +121,6 @@ def test_plans_are_kept_by_their_bits(own_plan: Any, hf_home: Path) -> None:
     assert resolve_and_count(model, bits=6) == (own_plan.digest, 0)
     unfreeze_plan(model)
     assert resolve_and_count(model, bits=6) == (narrow_digest, 0)
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_new_model_takes_the_plan_in_the_file(own_plan: Any, hf_home: Path) -> None:
@@ -193,9 +187,6 @@ def test_a_plan_is_chosen_if_its_folder_cannot_be_written(
     assert resolve_and_count(make_model()) == (own_plan.digest, NUM_PASSES)
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
     assert sum("is not written" in message for message in caplog.messages) == 1
-
-
-# -- failures --------------------------------------------------------------------------------------
 
 
 class CustomError(Exception):

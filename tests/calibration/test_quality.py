@@ -89,9 +89,6 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
         assert stats.v.error[f"dynamic {format_name}"] == pytest.approx(v_error, rel=1e-3)
 
 
-# -- predictions -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return build_variant("llama", num_hidden_layers=3)[0]

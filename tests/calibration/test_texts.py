@@ -61,8 +61,6 @@ def count_tokens(windows: list[torch.Tensor]) -> int:
     return sum(map(len, windows))
 
 
-# -- types of texts --------------------------------------------------------------------------------
-
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
 CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
@@ -119,8 +117,6 @@ def test_blank_texts_are_skipped():
     windows = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
     assert list_window_ids(windows) == [[A, B]]
 
-
-# -- files -----------------------------------------------------------------------------------------
 
 LINES = [
     '"a b c"',
@@ -250,8 +246,6 @@ def test_invalid_texts_are_rejected(tmp_path, texts, options, fragments):
     assert all(fragment in message for fragment in ("got", *fragments)), message
     assert len(message) < 500
 
-
-# -- windows and held-out texts --------------------------------------------------------------------
 
 TEXT_IDS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 LISTS_OF_TEXTS = st.lists(TEXT_IDS, min_size=1, max_size=12).filter(

@@ -29,9 +29,6 @@ def generate(run, model_folder):
     return run_generate
 
 
-# -- generate --------------------------------------------------------------------------------------
-
-
 def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
     # In a 16-bit dtype, two attention implementations may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)

@@ -62,9 +62,6 @@ def make_scales(report: ScalesReport, centered: tuple[int, ...] = ()) -> KVScale
     return KVScales(layers, model_type="llama", origin="a: b/kv.safetensors")
 
 
-# -- as tables -------------------------------------------------------------------------------------
-
-
 def render(scales: KVScales, report: ScalesReport | None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
     for part in render_scales(scales, report, width):
@@ -131,9 +128,6 @@ def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
     )
     text = render(scales, None)
     assert text.find(f"! {remark}") > text.index("└") if remark else "! " not in text
-
-
-# -- as a plot -------------------------------------------------------------------------------------
 
 
 def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():

@@ -53,9 +53,6 @@ def load_model(folder: Path, name: str, **keywords: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / name, **keywords).eval()
 
 
-# -- scales --------------------------------------------------------------------------------------
-
-
 def make_scales(kind: str, model: Any) -> KVScales:
     """Return scales that differ by layer, side and head, with which some of K and V saturate."""
     num_heads = model.config.num_key_value_heads
@@ -71,9 +68,6 @@ def make_scales(kind: str, model: Any) -> KVScales:
         return LayerScales(draw(2.0), draw(1.5), center)
 
     return KVScales({index: make_layer() for index in range(NUM_LAYERS)})
-
-
-# -- generation ----------------------------------------------------------------------------------
 
 
 def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
@@ -153,9 +147,6 @@ def get_hash_key(model: Any, ranks: RankOptions, folder: Path) -> Any:
         serving.disable(model)
 
 
-# -- errors --------------------------------------------------------------------------------------
-
-
 def catch_error(call: Callable[[], Any]) -> str:
     """Return the class and message of the error that a call raises, or "" without an error."""
     try:
@@ -191,8 +182,6 @@ def catch_uneven_errors(model: Any, ranks: RankOptions, folder: Path) -> Any:
 def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any:
     return catch_error(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))
 
-
-# -- all cases -----------------------------------------------------------------------------------
 
 # Cases in which each process gives the tokens of one process with the whole model: all kinds of
 # attention, scales and caches, with a model whose heads are split across processes.

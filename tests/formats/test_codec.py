@@ -57,9 +57,6 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
-# -- references ------------------------------------------------------------------------------------
-
-
 def compute_value(code: int, spec: Spec) -> Fraction:
     sign = -1 if code & 0x80 else 1
     exponent, fraction = divmod((code & 0x7F) >> spec.unused_bits, 1 << spec.mantissa_bits)
@@ -100,9 +97,6 @@ def assert_codes(actual: torch.Tensor, expected: torch.Tensor, spec: Spec) -> No
     nan_codes = torch.tensor(sorted(spec.nan_codes), dtype=torch.uint8)
     comparable = torch.where(torch.isin(actual.cpu(), nan_codes), spec.nan_code, actual.cpu())
     assert_same(comparable, expected)
-
-
-# -- inputs ----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -160,9 +154,6 @@ def compute_expected_codes(kind: str, spec: Spec) -> torch.Tensor:
     return round_to_codes(inputs.double().numpy(), spec, torch.signbit(inputs).numpy())
 
 
-# -- decoding --------------------------------------------------------------------------------------
-
-
 @each_format
 def test_the_constants_of_a_format_follow_from_its_definition(fmt):
     spec = SPECS[fmt.name]
@@ -198,9 +189,6 @@ def test_every_code_decodes_to_its_definition(fmt, device):
         torch.testing.assert_close(actual.cpu(), torch_values, rtol=0, atol=0, equal_nan=True)
 
 
-# -- encoding --------------------------------------------------------------------------------------
-
-
 @each_kind
 @each_format
 def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
@@ -219,9 +207,6 @@ def test_codes_do_not_depend_on_shapes_and_strides():
     assert torch.equal(decode(codes.T, fmt), decode(codes, fmt).T)
     assert decode(codes[2, 3], fmt).shape == ()
     assert encode(values[:0], fmt).shape == decode(codes[:0], fmt).shape == (0, 10)
-
-
-# -- dynamic scales --------------------------------------------------------------------------------
 
 
 @each_format

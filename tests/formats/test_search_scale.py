@@ -24,9 +24,6 @@ def test_the_chosen_scale_is_proportional_to_the_magnitude(name):
         assert torch.equal(scales, expected * 2.0**power)
 
 
-# -- gain in accuracy ------------------------------------------------------------------------------
-
-
 def compute_squared_error(vectors: Tensor, scale: Tensor, name: str) -> Tensor:
     """Return the squared error of each vector, in float64, if it is stored with `scale`."""
     fmt = FORMATS[name]

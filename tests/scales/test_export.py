@@ -98,9 +98,6 @@ def folder(model_folder, tmp_path) -> Path:
     return Path(shutil.copytree(model_folder, tmp_path / "folder"))
 
 
-# -- scales without weights ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_saved_scales_are_loaded(tmp_path, caplog, format):
     for kind in KINDS:
@@ -179,9 +176,6 @@ def fail_write(monkeypatch, index: int, failure: BaseException) -> None:
 
 def read_content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-# -- copies of checkpoints -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -310,9 +304,6 @@ BAD_SOURCES = {
         "the quant_method 'fp8', got 'gptq'",
     ),
 }
-
-
-# -- folders of models -----------------------------------------------------------------------------
 
 
 QUANTIZED_CONFIGS = {
@@ -507,9 +498,6 @@ def test_an_interrupted_copy_leaves_no_files(tmp_path, model_folder, monkeypatch
         add_scales(model_folder, tmp_path / "copy", "autofp8")
     assert not list(tmp_path.iterdir())
     assert read_content(model_folder) == old_content
-
-
-# -- the Hub, without a network --------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -88,8 +88,6 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
-# -- golden files ----------------------------------------------------------------------------------
-
 F16, BF16 = torch.float16, torch.bfloat16
 HALVED_KV = tuple(scale / 2 for scale in LARGER_KV)
 ONES = (1.0, 1.0, 1.0)
@@ -192,9 +190,6 @@ def test_names_of_other_modules_are_ignored(tmp_path):
     assert list_sides(scales) == [round_values(K), round_values(V)]
 
 
-# -- rules of a checkpoint -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "k", "v", "warning"),
     [
@@ -249,9 +244,6 @@ def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, cap
     write_native(PAIR)(folder)
     scales = KVScales.from_pretrained(folder)
     assert (scales.format, list_values(scales, "k")) == ("hf_fp8kv", [0.5])
-
-
-# -- kv_cache_scales.json --------------------------------------------------------------------------
 
 
 def write_scales(path: Path, ranks: object) -> Path:
@@ -489,9 +481,6 @@ def test_unsupported_files_are_rejected(tmp_path, name, message):
     (tmp_path / "scales.pt").touch()
     with scale_error(message, tmp_path / name):
         KVScales.from_file(tmp_path / name)
-
-
-# -- the Hub without a network: the client reads a cache, or downloads are recorded ----------------
 
 
 def test_a_cached_repository_is_read_without_a_network(tmp_path):

@@ -132,14 +132,6 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
             **TOWERS,
         },
     ),
-    "hy3": (
-        "autofp8",
-        make_llama(**AUTOFP8),
-        {
-            **make_tensors("self_attn.{side}_cache.scale", (1,)),
-            **{f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
-        },
-    ),
     "modelopt-two-configs": ("modelopt", make_llama(**MODELOPT), make_tensors(PROJECTION), ALGO),
     "modelopt-stacked-qkv": (
         "modelopt",
@@ -355,8 +347,6 @@ def test_an_invalid_folder_is_rejected(tmp_path, name):
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
 
-
-# -- random damage: reading raises a ScaleError or returns valid scales ----------------------------
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "fp8", "static", "x"]),
