@@ -334,7 +334,10 @@ def test_invalid_crops_and_sequences_are_refused(
 
 
 def test_errors_about_a_path_or_a_device_do_not_mention_a_damaged_file(tmp_path: Path) -> None:
-    path = FP8PagedCache(make_config()).save(tmp_path / "cache.safetensors")
+    cache = FP8PagedCache(make_config())
+    add_tokens(cache, 5)
+    path = cache.save(tmp_path / "cache.safetensors")
+    assert FP8PagedCache.load(path, device="cpu").get_seq_length() == 5
     invalid_calls: tuple[tuple[dict[str, Any], str], ...] = (
         ({"path": tmp_path / "missing"}, "got none. Check the path"),
         ({"path": tmp_path}, "got a folder. Check the path"),
