@@ -151,7 +151,6 @@ def _remove_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _restore_default_dtype() -> Iterator[None]:
-    """Restore torch's default dtype after each test."""
     old_dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(old_dtype)

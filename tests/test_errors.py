@@ -44,9 +44,3 @@ def test_errors_can_be_copied_and_pickled(error_class):
         assert type(duplicate) is error_class
         assert (str(duplicate), duplicate.args) == ("a message", error.args)
         assert vars(duplicate) == vars(error) == counts
-
-
-def test_out_of_pages_error_requires_both_counts():
-    for counts in ({}, {"needed": 1}, {"available": 1}):
-        with pytest.raises(TypeError, match="keyword-only"):
-            OutOfPagesError("no pages", **counts)

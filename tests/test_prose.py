@@ -76,8 +76,6 @@ def test_no_pattern_gains_matches(group):
     assert not excess, f"matches and allowance: {excess}. Rewrite the new sentences"
 
 
-# -- sizes ---------------------------------------------------------------------------------------
-
 GUIDE_PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - {GENERATED_PAGE})]
 
 

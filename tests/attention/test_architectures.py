@@ -8,8 +8,8 @@ from transformers import DynamicCache
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.tiny_models import build_model, build_variant, list_types
-from tests.tools.sweep import check_type, compare, generate, run_baseline
+from tests.helpers.tiny_models import build_model, list_types
+from tests.tools.sweep import check_type, compare, generate
 
 # transformers warns that the tiny configurations lack token ids.
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
@@ -78,17 +78,6 @@ def test_model_type_gives_the_tokens_of_dynamic_cache(name):
     if not row.path.startswith(REFUSED_PATHS):
         assert row.paged.status == "equal"
     assert row.path == PATHS.get(name, row.path)
-
-
-# Head counts, a head size and a bias that no type of the sweep has.
-@pytest.mark.parametrize("name", ["mqa", "head_dim_64", "biased_keys"])
-def test_model_variant_gives_the_tokens_of_dynamic_cache(name):
-    model, inputs = build_variant(name)
-    expected = run_baseline(model, inputs)
-    for attention in ("sdpa", "fp8_paged"):
-        model.set_attn_implementation(attention)
-        actual = generate(model, inputs, FP8PagedCache(model.config, dtype="auto", page_size=16))
-        assert compare(expected, actual).status == "equal"
 
 
 @pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])

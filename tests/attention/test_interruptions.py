@@ -26,6 +26,7 @@ from tests.helpers.faults import (
 )
 from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
+from tests.paging.test_block_table import check_tables
 
 # Python reports an exception in `__del__` as a warning and continues.
 pytestmark = [
@@ -40,7 +41,6 @@ Point = tuple[str, int, int]
 
 
 def is_in_del(frame: Any) -> bool:
-    """Return whether Python ignores an exception that is raised in this frame."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
@@ -74,8 +74,6 @@ def run_traced(call: Callable[[], Any], point: Point | None = None) -> Counter[t
 
 
 class Chat:
-    """A model, and prompts with their answers from new caches."""
-
     def __init__(self, name: str, folder: Path, **keywords: Any) -> None:
         self.model, _ = build_variant(name, max_position_embeddings=512)
         self.keywords = {"page_size": PAGE_SIZE, "prefill": "stored", **keywords}
@@ -185,7 +183,6 @@ def test_an_interrupt_at_any_line_leaves_a_usable_cache(
 
 
 def write_store(chat: Chat, cache: FP8PagedCache) -> None:
-    """Write a prompt to the store, and wait until the writer has finished."""
     chat.generate(cache, chat.next_prompt)
     chat.prefix_store.flush()
 
@@ -203,17 +200,25 @@ def check_store(chat: Chat, place: Any) -> None:
 
 
 # Calls during which each allocation, or each operation on a file, fails once.
-FAULTY_CALLS = {**CALLS, "write": (Chat.load_store, write_store)}
+FAULTY_CALLS = {
+    **CALLS,
+    "write": (Chat.load_store, write_store),
+    "select": (Chat.fill_cache, lambda _, cache: cache.batch_select_indices(torch.tensor([0, 0]))),
+    "fork": (Chat.fill_cache, lambda _, cache: cache.fork()),
+}
 FAULT_CASES = [
     ("gqa", "growing", "crop", MEMORY_FUNCTIONS), ("gqa", "growing", "restore", FILE_FUNCTIONS),
-    ("gqa", "growing", "write", FILE_FUNCTIONS), ("gqa", "growing", "restore", MEMORY_FUNCTIONS),
-    ("gqa", "growing", "write", MEMORY_FUNCTIONS),
+    ("gqa", "growing", "write", FILE_FUNCTIONS),
+    ("gqa", "preallocated", "select", MEMORY_FUNCTIONS),
+    ("sliding_and_full", "offloaded", "next prompt", MEMORY_FUNCTIONS),
+    ("gqa", "preallocated", "fork", MEMORY_FUNCTIONS),
+    ("gqa", "growing", "restore", MEMORY_FUNCTIONS), ("gqa", "growing", "write", MEMORY_FUNCTIONS),
     *((name, kind, call, MEMORY_FUNCTIONS)
       for name in ("gqa", "sliding_and_full") for kind in CACHE_OPTIONS
       for call in ("first prompt", "next prompt", "beams")),
 ]  # fmt: skip
 FAULT_PARAMETERS = [
-    *((*case, 4) for case in FAULT_CASES[:3]),
+    *((*case, 4) for case in FAULT_CASES[:6]),
     *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FAULT_CASES),
 ]
 
@@ -233,16 +238,26 @@ def test_a_failed_allocation_or_file_operation_leaves_a_usable_cache(
     make_cache, run_call = FAULTY_CALLS[call]
     errors = (make_disk_error,) if failing_functions is FILE_FUNCTIONS else MEMORY_ERRORS
     faults = Faults(failing_functions, errors[0])
-    cache = make_cache(chat)
-    faults.run(partial(run_call, chat, cache))
+
+    def make_caches() -> list[FP8PagedCache]:
+        """Return a cache and, except before a crop, a fork, which would keep pages from moving."""
+        cache = make_cache(chat)
+        return [cache] if call == "crop" else [cache, cache.fork()]
+
+    caches = make_caches()
+    faults.run(partial(run_call, chat, caches[0]))
     places = sorted(set(faults.places))
     assert places
     for number, place in enumerate(places[:: max(len(places) // sample_size, 1)]):
         for path in filter(Path.is_file, tmp_path.glob("*")):
             path.unlink()
-        cache, faults.make_error = make_cache(chat), errors[number % len(errors)]
-        faults.run(partial(run_call, chat, cache), place)
-        chat.check_answers(cache, place)
+        caches, faults.make_error = make_caches(), errors[number % len(errors)]
+        faults.run(partial(run_call, chat, caches[0]), place)
+        for cache in caches:
+            chat.check_answers(cache, place)
+        tables = [group.table for cache in caches for group in cache.groups.values()]
+        for allocator in {table.allocator for table in tables}:
+            check_tables(*(table for table in tables if table.allocator is allocator))
         if make_cache is Chat.load_store:
             chat.prefix_store.flush()
             check_store(chat, place)
@@ -302,9 +317,8 @@ def test_a_call_that_attention_refuses_changes_nothing(num_stored):
     ids = torch.arange(60)[None] + 4
     with torch.no_grad():
         cache, new_cache = make_equal_caches(model, ids[:, :num_stored])
-    model.train()
     with pytest.raises(ConfigError, match=r"model.eval\(\)"):
-        model(ids[:, num_stored:], past_key_values=cache)
+        model.train()(ids[:, num_stored:], past_key_values=cache)
     assert cache.get_seq_length() == num_stored
     model.eval()
     with torch.no_grad():

@@ -14,12 +14,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, DynamicCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention, register
-from hf_fp8kv.attention.switching import watched_attention
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import build_variant
@@ -29,30 +27,6 @@ pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 Score = Callable[[torch.Tensor], torch.Tensor]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PROMPT_LENGTH = 40
-
-
-@contextmanager
-def wrap_functions() -> Iterator[None]:
-    """Wrap all registered functions to pass `dropout` by position, as kvpress does."""
-
-    def wrap(function: Any) -> Any:
-        def wrapper(
-            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any,
-            **kwargs: Any,
-        ) -> Any:  # fmt: skip
-            return function(module, query, key, value, attention_mask, dropout, **kwargs)
-
-        return wrapper
-
-    functions = dict(AttentionInterface._global_mapping)
-    for name, function in functions.items():
-        ALL_ATTENTION_FUNCTIONS[name] = wrap(function)
-    try:
-        yield
-    finally:
-        AttentionInterface._global_mapping.update(functions)
-        for name in functions:
-            ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name, None)
 
 
 @contextmanager
@@ -105,7 +79,6 @@ SCORES: dict[str, Score] = {
 }
 
 
-# Each score once. The remaining tokens end before, at and after the end of a page.
 @pytest.mark.parametrize(
     ("name", "num_remaining"), [("norm", 17), ("sinks and last", 16), ("random", 15)]
 )
@@ -114,24 +87,14 @@ def test_pressed_caches_match_dynamic_cache(name: str, num_remaining: int) -> No
     stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
     press = press_model(stock_model, SCORES[name], num_remaining)
     expected = compute_logits(stock_model, DynamicCache(), press)
-    with wrap_functions():
-        cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
-        actual = compute_logits(model, cache, press_model(model, SCORES[name], num_remaining))
-        assert cache.get_seq_length() == num_remaining
-        assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3)
-        fp8_cache = FP8PagedCache(model.config, page_size=16)
-        logits = compute_logits(model, fp8_cache, press_model(model, SCORES[name], num_remaining))
-        assert logits.isfinite().all()
-        assert fp8_cache.layers[1].get_seq_length() == num_remaining
-
-
-def test_functions_accept_dropout_by_position() -> None:
-    model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
-    layers: list[int] = []
-    watch = watched_attention(model, lambda module, *_: layers.append(module.layer_idx))
-    with wrap_functions(), watch:
-        model(**inputs)
-    assert layers == [0, 1]
+    cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
+    actual = compute_logits(model, cache, press_model(model, SCORES[name], num_remaining))
+    assert cache.get_seq_length() == num_remaining
+    assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3)
+    fp8_cache = FP8PagedCache(model.config, page_size=16)
+    logits = compute_logits(model, fp8_cache, press_model(model, SCORES[name], num_remaining))
+    assert logits.isfinite().all()
+    assert fp8_cache.layers[1].get_seq_length() == num_remaining
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
@@ -183,9 +146,6 @@ def test_handles_convert_like_dense_tensors() -> None:
             getattr(keys, name)()
 
 
-# -- PEFT ----------------------------------------------------------------------------------------
-
-
 class PeftWrapper(torch.nn.Module):
     """A stand-in for PEFT's wrapper of a model. A prefix is passed as a filled cache."""
 
@@ -201,11 +161,6 @@ class PeftWrapper(torch.nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.prepare_base(*args, **kwargs)
-        if self.base_model.config.is_encoder_decoder:
-            if self.prefix_length and not inputs[CACHE].get_seq_length():
-                prefix = self.make_prefix(len(inputs["decoder_input_ids"]))
-                inputs[CACHE] = EncoderDecoderCache(prefix, DynamicCache())
-            return inputs
         ids, cache = inputs["input_ids"], inputs[CACHE]
         if self.prefix_length:
             prefix_mask = torch.ones(len(ids), self.prefix_length, dtype=torch.long)
@@ -219,11 +174,9 @@ class PeftWrapper(torch.nn.Module):
 
     def make_prefix(self, batch: int) -> DynamicCache:
         generator = torch.Generator().manual_seed(7)
-        config = self.base_model.config
-        cache = DynamicCache(config=config)
-        heads = getattr(config, "num_key_value_heads", 4)
+        cache = DynamicCache(config=self.base_model.config)
         for layer in range(2):
-            states = torch.randn(2, batch, heads, self.prefix_length, 16, generator=generator)
+            states = torch.randn(2, batch, 2, self.prefix_length, 16, generator=generator)
             cache.update(*states, layer)
         return cache
 
@@ -235,7 +188,6 @@ class PeftWrapper(torch.nn.Module):
             self.base_model.prepare_inputs_for_generation = self.prepare_base
 
 
-# No prefix, a prefix that is shorter than the window, and a longer prefix.
 @pytest.mark.parametrize(
     ("name", "prefix_length"),
     [("gqa", 0), ("sliding_and_full", 0), ("sliding_and_full", 5), ("sliding_and_full", 20)],
@@ -262,34 +214,3 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     stock_output = wrapper.generate(**options)
     assert type(stock_output.past_key_values) is DynamicCache
     assert_same(stock_output.sequences, expected_output.sequences)
-
-
-@pytest.mark.parametrize("prefix_length", [0, 5])
-def test_a_wrapped_encoder_decoder_can_be_enabled(prefix_length: int) -> None:
-    model, inputs = build_variant("seq2seq/bart", attn_implementation="eager")
-    wrapper = PeftWrapper(model, prefix_length)
-    options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
-    expected_output = wrapper.generate(**options)
-    output = enable(wrapper, dtype="auto").generate(**options)
-    for name in ("self_attention_cache", "cross_attention_cache"):
-        expected_cache, cache = (
-            getattr(result.past_key_values, name) for result in (expected_output, output)
-        )
-        assert isinstance(cache, FP8PagedCache)
-        assert cache.get_seq_length() == expected_cache.get_seq_length() > prefix_length
-    assert torch.allclose(
-        torch.cat(output.logits), torch.cat(expected_output.logits), rtol=1e-3, atol=1e-3
-    )
-    disable(wrapper)
-    assert_same(wrapper.generate(**options).sequences, expected_output.sequences)
-
-
-def test_a_model_wrapped_twice_can_be_enabled() -> None:
-    model, inputs = build_variant("gqa", attn_implementation="eager")
-    inner_wrapper, outer_wrapper = PeftWrapper(model, 0), PeftWrapper(model, 0)
-    outer_wrapper.base_model = inner_wrapper
-    assert enable(outer_wrapper) is outer_wrapper
-    keywords = {**inputs, **GREEDY, "return_dict_in_generate": True}
-    assert isinstance(inner_wrapper.generate(**keywords).past_key_values, FP8PagedCache)
-    disable(outer_wrapper)
-    assert type(inner_wrapper.generate(**keywords).past_key_values) is DynamicCache

@@ -81,15 +81,13 @@ def test_memory_counts_the_bytes_of_the_format(run_command, model_path, monkeypa
 
 @pytest.mark.full
 def test_a_process_grows_by_the_size_of_its_cache(monkeypatch):
-    """No dense copy of the pages remains. A process that fails reports the reason."""
+    """No dense copy of the pages remains."""
     monkeypatch.setattr(memory, "PAGED", {"FP8PagedCache e4m3": PAGED["FP8PagedCache e4m3"]})
     rows = memory.measure_processes(Setup(Heads(8, 8, 128)), 2048)
     growth_mib = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
     bf16_mib = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
     assert 0.95 * bf16_mib < growth_mib["DynamicCache"] < 1.1 * bf16_mib
     assert growth_mib["FP8PagedCache e4m3"] < 0.65 * bf16_mib
-    with pytest.raises(RuntimeError, match="BackendError"):
-        memory.measure_processes(Setup(Heads(4, 2, 16), "no such backend"), 64)
 
 
 @pytest.mark.parametrize(

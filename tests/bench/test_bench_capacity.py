@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 
-from hf_fp8kv import ConfigError, serving
+from hf_fp8kv import ConfigError
 from hf_fp8kv.bench import capacity
-from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_capacity, plan_tokens
+from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_tokens
 from hf_fp8kv.serving.config import ServingConfig
-from tests.helpers.serving_tools import batching, greedy
-from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
 FLASH = "flash_attention_2"
@@ -28,7 +26,6 @@ def make_config(**keywords: Any) -> ServingConfig:
         ({"scales": 1.0}, 2, 0),
         ({}, 2, 4),
     ],
-    ids=["auto", "16-bit keys", "static", "dynamic"],
 )
 @pytest.mark.parametrize("model_name", MODELS)
 def test_capacity_is_the_memory_over_the_bytes_per_token(
@@ -52,32 +49,3 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(
 def test_too_little_memory_for_a_step_raises_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
         plan_tokens(get_config("Llama-3.1-8B"), GIB // 2, make_config())
-
-
-def test_an_engine_allocates_the_planned_pages() -> None:
-    model, _ = build_variant("llama")
-    serving.enable(model)
-    manager = model.init_continuous_batching(
-        greedy(), batching(num_pages=None, max_memory_percent=0.002, max_batch_tokens=64)
-    )
-    manager.warmup()
-    cache = manager.batch_processor.cache
-    usage = serving.read_usage(manager)
-    assert usage is not None
-    pool_bytes = cache.layers[0].pages.block.untyped_storage().nbytes()
-    assert usage.bytes_total <= pool_bytes + cache.page_layouts[0].bytes_per_page * 64
-    # 16 tokens in a page, two layers, two heads, K and V, 16 codes and a scale of 2 bytes.
-    assert usage.bytes_total == usage.pages_total * 16 * 2 * 2 * 2 * 18
-    manager.batch_processor = None
-
-
-def test_the_report_of_capacity_has_bytes_and_ratios() -> None:
-    rows = {
-        row["cache"]: row
-        for row in plan_capacity({"Qwen": get_config("Qwen2.5-7B")}, 10, lambda _message: None)
-    }
-    vector_bytes = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
-    for name, num_bytes in vector_bytes.items():
-        # K and V of four heads in 28 layers.
-        assert rows[name]["bytes_per_token"] == 2 * num_bytes * 4 * 28
-        assert rows[name]["ratio"] == rows[name]["tokens"] / rows["bf16, flash"]["tokens"]

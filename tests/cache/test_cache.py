@@ -1,14 +1,12 @@
 """Tests of `FP8PagedCache`: contents after every operation, sizes, budgets, invalid arguments."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_fp8kv import (
     BackendError,
@@ -19,7 +17,6 @@ from hf_fp8kv import (
     LayerScales,
     OutOfPagesError,
     ScaleError,
-    enable,
 )
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.utils import warn_once
@@ -68,55 +65,21 @@ def read_checked_keys(cache: FP8PagedCache) -> torch.Tensor:
 EXACT = {"scales": 1.0, "page_size": 8}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_copies_of_a_preallocated_cache_allocate_equal_pages(name: str, tmp_path: Path) -> None:
-    cache = FP8PagedCache(make_config(name), max_cache_len=20, **EXACT)
-    add_tokens(cache, 11)
-    footprint = cache.memory_footprint()
-    copies = [cache.fork(), pickle.loads(pickle.dumps(cache)),
-             FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]  # fmt: skip
-    for copied_cache in copies:
-        assert copied_cache.memory_footprint() == footprint
-
-
-def test_copies_have_the_attributes_of_a_subclass() -> None:
-    class NamedCache(FP8PagedCache):
-        def __init__(self, name: str) -> None:
-            super().__init__(make_config())
-            self.name = name
-
-    cache = NamedCache("first")
-    add_tokens(cache, 5)
-    for copied_cache in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
-        assert type(copied_cache) is NamedCache
-        copied_cache.name += ", copied"
-        assert copied_cache.name == "first, copied"
-    assert cache.name == "first"
-
-
 def test_forks_and_beams_of_4k_tokens_copy_no_tokens() -> None:
-    cache, stock_cache = FP8PagedCache(make_config()), DynamicCache(config=make_config())
+    cache = FP8PagedCache(make_config())
     for layer in range(NUM_LAYERS):
         states = torch.randn(4, NUM_HEADS, 4096, 64)
         cache.update(states, states, layer)
-        stock_cache.update(states, states, layer)
-    index = torch.tensor([2, 0, 0, 3])
     initial_footprint = cache.memory_footprint()
-    bytes_written = []
-    for call in (stock_cache.reorder_cache, lambda _: cache.fork(), cache.reorder_cache):
-        with BytesWritten() as counter:
-            call(index)
-        bytes_written.append(counter.total)
-    assert bytes_written[0] >= sum(2 * layer.keys.nbytes for layer in stock_cache.layers)
+    with BytesWritten() as counter:
+        cache.fork()
+        cache.reorder_cache(torch.tensor([2, 0, 0, 3]))
     # A fork or a reorder copies the indices of pages of 64 tokens.
-    assert max(bytes_written[1:]) <= 100 * 4 * 4096 // 64
+    assert counter.total <= 2 * 100 * 4 * 4096 // 64
     footprint = cache.memory_footprint()
     assert footprint.pages_bytes <= initial_footprint.pages_bytes
     # The pages of the dropped sequence are free.
     assert footprint.used_bytes == initial_footprint.used_bytes * 3 // 4
-
-
-# -- scales --------------------------------------------------------------------------------------
 
 
 def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,9 +94,6 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
     assert sum("declares static KV scales" in r.message for r in caplog.records) == 1
     FP8PagedCache(declared_config, scales=KVScales.uniform(NUM_LAYERS))
     assert len(caplog.records) == 1
-
-
-# -- layers that are not paged -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,31 +111,19 @@ def test_skipped_layers_are_not_paged(skipped: Any, expected: list[int]) -> None
     assert [layer.index for layer in cache.paged_layers] == expected
 
 
-# -- refused calls change nothing ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
         ({"dtype": "int3"}, "dtype: expected one of"),
-        ({"key_dtype": "fp4"}, "key_dtype"),
-        ({"value_dtype": torch.int16}, "value_dtype"),
-        ({"page_size": 0}, r"page_size: expected .*\. Leave it out"),
         ({"page_size": 48}, r"power of two.*\. Leave it out"),
         ({"max_cache_len": 0}, "max_cache_len"),
-        ({"max_pages": -1}, "max_pages"),
         ({"prefill": "fast"}, r"prefill: expected .*\. Leave it out"),
-        ({"plan": "auto centered"}, "a quantized format for rotation or a center"),
         ({"skip_layers": [7]}, "skip_layers"),
         ({"skip_layers": ["slding_attention"]}, "skip_layers"),
-        ({"skip_layers": None}, "skip_layers: .*None"),
-        ({"skip_layers": 0.5}, r"skip_layers: .*0\.5"),
         ({"dtype": torch.bfloat16}, "dtype: .*Pass 'model'"),
         ({"backend": "cuda"}, "backend"),
         ({"backend": None}, r"backend: expected a name.*\. Leave it out"),
         ({"scales": 0.0}, "scale"),
-        ({"scales": float("nan")}, "scale"),
-        ({"scales": True}, "scale"),
         ({"scales": "/nowhere/kv_cache_scales.json"}, "kv_cache_scales.json"),
         ({"scales": [1.0]}, "scales"),
         ({"scales": KVScales.uniform(1)}, r"layers \[1\]"),
@@ -183,9 +131,7 @@ def test_skipped_layers_are_not_paged(skipped: Any, expected: list[int]) -> None
         ({"tensor_parallel": (0, 2)}, r"expected the result of hf_fp8kv.tensor_parallel\(model\)"),
         ({"config": "some/model"}, r"FP8PagedCache\(model\)"),
         ({"config": None, "max_cache_len": 64}, "max_cache_len"),
-        ({"config": None, "skip_layers": [0]}, "skip_layers"),
         ({"offloading": True, "max_cache_len": 64}, "offloading: expected a cache that grows"),
-        ({"offloading": "sliding"}, "offloading: expected True, False or a .* of at least 1"),
         ({"offloading": 0}, "offloading: expected True, False or a .* of at least 1, got 0"),
     ],
     ids=lambda value: str(value)[:40],
@@ -236,8 +182,9 @@ def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str)
     """The code of these models changes the heads, or their config has a size for each layer."""
     model, inputs = build_variant(name, attn_implementation="eager")
     ids = inputs["input_ids"][:, :9]
-    layers = enable(model).generate(ids, max_new_tokens=1, return_dict_in_generate=True)
-    pools = {layer.index: layer.store.pool for layer in layers.past_key_values.paged_layers}
+    filled_cache = FP8PagedCache(model.config)
+    model(ids, past_key_values=filled_cache)
+    pools = {layer.index: layer.store.pool for layer in filled_cache.paged_layers}
     scales = KVScales({
         i: LayerScales(torch.full((x.num_heads, x.k_dim), 0.1), torch.full((x.num_heads, 1), 0.1))
         for i, x in pools.items()
@@ -305,9 +252,6 @@ def test_invalid_assignments_are_refused() -> None:
     layer.keys = states[:, :, :5]
     with pytest.raises(ConfigError, match="only keys"):
         cache.update(states, states, 0)
-    layer.values = states[:, :, :5]
-    assert layer.get_seq_length() == 5
-    layer.keys = states
     cache.reset()
     add_tokens(cache, 3)
     assert layer.get_seq_length() == 3
@@ -389,27 +333,22 @@ def test_invalid_crops_and_sequences_are_refused(
     assert_same(read_checked_keys(cache), k)
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 def test_errors_about_a_path_or_a_device_do_not_mention_a_damaged_file(tmp_path: Path) -> None:
     cache = FP8PagedCache(make_config())
     add_tokens(cache, 5)
     path = cache.save(tmp_path / "cache.safetensors")
+    assert FP8PagedCache.load(path, device="cpu").get_seq_length() == 5
     invalid_calls: tuple[tuple[dict[str, Any], str], ...] = (
         ({"path": tmp_path / "missing"}, "got none. Check the path"),
         ({"path": tmp_path}, "got a folder. Check the path"),
         ({"path": path, "device": "nowhere"}, "device: expected .*nowhere"),
     )
     for arguments, message in invalid_calls:
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=message):
             FP8PagedCache.load(**arguments)
-        assert "Fetch" not in str(caught.value)
-    assert FP8PagedCache.load(path, device="cpu").get_seq_length() == 5
 
 
 def list_dense_keys(cache: Any) -> list[Any]:
-    """Return the dense keys of each layer, with or without pages."""
     return [
         layer.keys.dense() if hasattr(layer.keys, "dense") else layer.keys for layer in cache.layers
     ]
@@ -441,16 +380,21 @@ def test_a_refused_call_changes_no_layer_of_transformers(call: str) -> None:
 def test_convolution_layers_are_cropped_with_paged_layers() -> None:
     """Convolution layers have no length, and can be cropped if they record the past."""
     fields = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
-    cache = FP8PagedCache(make_config("lfm2", **fields), dtype="auto", page_size=8, max_pages=6)
-    state = make_keys(20, dim=1).flatten(1, 1)[..., 0]
+    cache = FP8PagedCache(make_config("lfm2", **fields), dtype="auto", page_size=8)
+    state, keys = make_keys(20, dim=1).flatten(1, 1)[..., 0], make_keys(20)
     cache.activate_past_recording()
     cache.layers[0].lazy_initialization(conv_states=state[..., :3])
     cache.layers[0].update_conv_state(state)
-    keys = make_keys(20)
     cache.update(keys, -keys, 1)
-    with pytest.raises(OutOfPagesError):
-        cache.update(make_keys(29), make_keys(29), 1)
-    assert cache.host_length() == 20
     cache.crop(-2)
     assert cache.host_length() == 18
     assert_same(cache.layers[0].conv_states[0][..., -1], state[..., 17])
+
+
+def test_a_copied_layer_has_separate_pages() -> None:
+    cache = FP8PagedCache(make_config(), **EXACT)
+    k = add_tokens(cache, 9)
+    layer_copy = copy.deepcopy(cache.layers[0])
+    cache.reset()
+    add_tokens(cache, 9, seed=1)
+    assert_same(layer_copy.keys.dense(), k)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import json
 import pickle
 import warnings
@@ -14,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import (
@@ -34,7 +32,7 @@ from hf_fp8kv import (
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
-from tests.cache.public import list_tensors, share_variant
+from tests.cache.public import share_variant
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.margins import require_wide_margins
@@ -75,20 +73,17 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) ->
 
 
 def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the second row of the prompt, which has no padding."""
     return {name: tensor[1:] for name, tensor in inputs.items()}
 
 
 @functools.cache
 def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
-    """Return the tokens of a model with its stock attention and a `DynamicCache`."""
     stock_model, inputs = share_variant(name, get_stock_attention(name))
     cache = DynamicCache(config=stock_model.config)
     inputs = select_unpadded(inputs) if is_unpadded else inputs
     return generate(stock_model, inputs, cache, **keywords)
 
 
-# Each model with "fp8_paged" attention, and two models with stock attention.
 for_each_model = pytest.mark.parametrize(
     ("name", "prefill", "attention"),
     [
@@ -98,38 +93,34 @@ for_each_model = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-class TestUnquantized:
-    """dtype="auto" stores exact values, so a difference means a lost or misplaced token."""
+@for_each_model
+def test_greedy_and_beams_give_the_same_tokens(name: str, prefill: str, attention: str) -> None:
+    model, inputs = get_model(name, attention)
+    beams = {"num_beams": 3, "num_return_sequences": 2}
+    cases = ({}, None), (beams, None), ({"prefill_chunk_size": 5}, None), ({}, 41), (beams, 41)
+    for keywords, max_len in cases:
+        cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
+        tokens = generate(model, inputs, cache, disable_compile=True, **keywords)
+        assert_same(tokens, generate_stock(name, **keywords), (keywords, max_len))
 
-    @for_each_model
-    def test_greedy_and_beams_give_the_same_tokens(
-        self, name: str, prefill: str, attention: str
-    ) -> None:
-        model, inputs = get_model(name, attention)
-        beams = {"num_beams": 3, "num_return_sequences": 2}
-        cases = ({}, None), (beams, None), ({"prefill_chunk_size": 5}, None), ({}, 41), (beams, 41)
-        for keywords, max_len in cases:
-            cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
-            tokens = generate(model, inputs, cache, disable_compile=True, **keywords)
-            assert_same(tokens, generate_stock(name, **keywords), (keywords, max_len))
 
-    @for_each_model
-    @torch.no_grad()
-    def test_drafts_are_rolled_back(self, name: str, prefill: str, attention: str) -> None:
-        model, inputs = get_model(name, attention)
-        prompt = select_unpadded(inputs)
-        expected = generate_stock(name, is_unpadded=True)
-        draft, _ = build_variant(name, attn_implementation=get_stock_attention(name))
-        for weight in draft.parameters():
-            if weight.ndim > 1:
-                weight.add_(0.02 * weight.std() * torch.randn_like(weight))
-        lookup = {"prompt_lookup_num_tokens": 4}
-        assistant = {"assistant_model": draft}
-        for keywords, max_len in ((lookup, None), (assistant, 60)):
-            cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
-            tokens = generate(model, prompt, cache, disable_compile=True, **keywords)
-            assert_same(tokens, expected, (list(keywords), max_len))
-            assert cache.get_seq_length() >= expected.shape[1] - 1
+@for_each_model
+@torch.no_grad()
+def test_drafts_are_rolled_back(name: str, prefill: str, attention: str) -> None:
+    model, inputs = get_model(name, attention)
+    prompt = select_unpadded(inputs)
+    expected = generate_stock(name, is_unpadded=True)
+    draft, _ = build_variant(name, attn_implementation=get_stock_attention(name))
+    for weight in draft.parameters():
+        if weight.ndim > 1:
+            weight.add_(0.02 * weight.std() * torch.randn_like(weight))
+    lookup = {"prompt_lookup_num_tokens": 4}
+    assistant = {"assistant_model": draft}
+    for keywords, max_len in ((lookup, None), (assistant, 60)):
+        cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
+        tokens = generate(model, prompt, cache, disable_compile=True, **keywords)
+        assert_same(tokens, expected, (list(keywords), max_len))
+        assert cache.get_seq_length() >= expected.shape[1] - 1
 
 
 @pytest.mark.parametrize(
@@ -152,7 +143,6 @@ def test_chunks_and_drafts_keep_the_tokens_of_stored_prompts(name: str, dtype: s
         assert_same(tokens, expected[1:], keywords)  # padding of the first row changes nothing
 
 
-# test_machine.py copies caches whose layers are all paged.
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [("sliding_and_full", {"dtype": "int8"}), ("kv_sharing", {}), ("hybrid", {})],
@@ -189,9 +179,8 @@ def test_encoder_decoders_give_the_same_tokens(name: str, has_cross_cache: bool)
     model, inputs = build_variant(name)
     options = {**GREEDY, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options)
-    for attention in ("stock", "fp8_paged"):
-        if attention != "stock":
-            model.set_attn_implementation(attention)
+    for attention in (model.config._attn_implementation, "fp8_paged"):
+        model.set_attn_implementation(attention)
         cache: Any = make_cache(model, dtype="auto")
         if has_cross_cache:
             cache = EncoderDecoderCache(cache, make_cache(model, dtype="auto"))
@@ -200,25 +189,11 @@ def test_encoder_decoders_give_the_same_tokens(name: str, has_cross_cache: bool)
         fp8_cache = EncoderDecoderCache(make_cache(model), make_cache(model))
         fp8_tokens = model.generate(**inputs, past_key_values=fp8_cache, **options)
         assert fp8_tokens.shape == expected.shape
-        if name == "cross_attention":
-            caches = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in range(2)))
-            drafts = {"past_key_values": caches, "prompt_lookup_num_tokens": 3}
-            actual = model.generate(**select_unpadded(inputs), **drafts, **options)
-            assert_same(actual, expected[1:], "after a rollback")
-
-
-def test_flex_attention_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex attention is not compiled, because its CPU code cannot be built on all machines."""
-    from torch.nn.attention.flex_attention import flex_attention
-    from transformers.integrations import flex_attention as flex_file
-
-    monkeypatch.setattr(flex_file, "WrappedFlexAttention", lambda training: lambda: flex_attention)
-    model, inputs = build_variant("sliding", attn_implementation="flex_attention")
-    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-        warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
-        expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
-        cache = make_cache(model, dtype="auto")
-        assert_same(generate(model, inputs, cache, max_new_tokens=6), expected)
+    if name == "cross_attention":
+        caches = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in range(2)))
+        drafts = {"past_key_values": caches, "prompt_lookup_num_tokens": 3}
+        actual = model.generate(**select_unpadded(inputs), **drafts, **options)
+        assert_same(actual, expected[1:], "after a rollback")
 
 
 def test_a_model_may_change_to_flex_attention_between_steps() -> None:
@@ -261,13 +236,6 @@ for_each_stock_layer = pytest.mark.parametrize(
     [
         ("jamba", {}, 60), ("falcon_h1", {}, None),
         ("sliding_and_full", {"skip_layers": ["sliding_attention"]}, 60),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (
-            ("lfm2_moe", {}, None), ("hybrid", {}, 60), ("jamba", {}, None), ("falcon_h1", {}, 60),
-            ("zamba2", {}, None), ("sparse", {}, 60), ("gqa", {"skip_layers": [0]}, 60),
-            ("gqa", {"skip_layers": [0, 1]}, None),
-            ("sliding_and_full", {"skip_layers": ["sliding_attention"]}, None),
-            ("sliding_and_full", {"skip_layers": ["full_attention"]}, 60),
-        )),
     ],
 )  # fmt: skip
 SHORT = {"max_new_tokens": 3}
@@ -320,22 +288,6 @@ def test_batch_operations_select_every_state(
         inputs = {"input_ids": torch.cat([tokens[rows], later_tokens[: len(rows)]], 1)}
         expected = generate(model, inputs, make_cache(model, **keywords), **SHORT)
         assert_same(generate(model, inputs, cache, **SHORT), expected, change_name)
-
-
-@pytest.mark.parametrize(("name", "skipped"), [("jamba", ()), ("gqa", (0,)), ("sparse", ())])
-def test_a_reset_keeps_addresses_for_the_same_batch(name: str, skipped: tuple[int, ...]) -> None:
-    model, _ = share_variant(name, "fp8_paged")
-    cache = make_cache(model, dtype="auto", max_cache_len=60, skip_layers=skipped)
-    addresses = []
-    for seed in (1, 2):
-        generate(model, {"input_ids": make_prompt(2, 13, seed)}, cache, **SHORT)
-        stock_tensors = tree_leaves([vars(layer) for layer in cache.stock_layers])
-        tensors = [*list_tensors(cache), *stock_tensors]
-        addresses.append(
-            [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        )
-        cache.reset()
-    assert addresses[0] == addresses[1]
 
 
 def test_a_skipped_layer_refuses_tokens_past_its_end() -> None:
@@ -430,23 +382,6 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
         assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_enable_and_disable_switch_the_cache() -> None:
-    model, inputs = build_variant("gqa")
-    attention = model.config._attn_implementation
-    options = {**GREEDY, "return_dict_in_generate": True}
-    expected = generate(model, inputs, make_cache(model, page_size=64, dtype="fp8_e3m4"))
-    assert enable(model, dtype="fp8_e3m4") is model
-    output = model.generate(**inputs, **options)
-    assert isinstance(output.past_key_values, FP8PagedCache)
-    assert_same(output.sequences, expected)
-    output = model.generate(**inputs, past_key_values=DynamicCache(), **options)
-    assert isinstance(output.past_key_values, DynamicCache)
-    disable(model)
-    disable(model)
-    assert model.config._attn_implementation == attention
-    assert type(model.generate(**inputs, **options).past_key_values) is DynamicCache
-
-
 @pytest.mark.parametrize(
     "function",
     [enable, disable, check_model, choose_plan, tensor_parallel, serving.enable, serving.disable],
@@ -472,11 +407,11 @@ def test_errors_name_the_function_that_was_called() -> None:
         enable(model, config=8)
     assert not vars(model).keys() & {"_prepare_cache_for_generation", "init_continuous_batching"}
     enable(model)
-    prompts, model_copy = inputs["input_ids"][1:].tolist(), copy.deepcopy(model)
+    prompt, model_copy = inputs["input_ids"][1:], copy.deepcopy(model)
     for call in (
-        lambda: model.generate_batch(prompts, progress_bar=False),
-        lambda: model.generate(inputs["input_ids"][1:], cache_implementation="paged"),
-        lambda: model_copy.init_continuous_batching(),
+        lambda: model.generate_batch(prompt.tolist(), progress_bar=False),
+        lambda: model.generate(prompt, cache_implementation="paged"),
+        model_copy.init_continuous_batching,
     ):
         with pytest.raises(ConfigError, match=r"Call serving.enable\(model\)"):
             call()
@@ -484,45 +419,26 @@ def test_errors_name_the_function_that_was_called() -> None:
     assert "init_continuous_batching" not in vars(model)
 
 
-def test_enable_supports_long_speech() -> None:
-    """Whisper generates once for each audio segment, with a new cache for each."""
-    model, _ = build_variant("speech")
-    config = model.generation_config
-    config.no_timestamps_token_id, config.is_multilingual = 90, False
-    config.return_timestamps, config.max_initial_timestamp_index = True, 2
-    features = torch.randn(1, 16, 3 * 128, generator=torch.Generator().manual_seed(1))
-    options = {"return_timestamps": True, "max_new_tokens": 8}
-    options["attention_mask"] = torch.ones(1, 3 * 128, dtype=torch.long)
-    expected = model.generate(features, **options)
-    enable(model, dtype="auto")
-    assert_same(model.generate(features, **options), expected)
-    disable(model)
-
-
 @pytest.mark.parametrize(("max_cache_len", "backend"), [(None, "auto"), (64, "torch")])
 def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend: str) -> None:
     model, inputs = share_variant("gqa", "fp8_paged")
-    ids = inputs["input_ids"][1:]
-    options = {"backend": backend, "max_cache_len": max_cache_len}
-    longer_inputs = {"input_ids": torch.cat([ids, ids[:, :2]], 1)}
-    longer_inputs["attention_mask"] = torch.ones_like(longer_inputs["input_ids"])
+    prompt = select_unpadded(inputs)
+    longer_ids = prompt["input_ids"].repeat(1, 2)
+    longer_prompt = {"input_ids": longer_ids, "attention_mask": torch.ones_like(longer_ids)}
     outputs = []
     for mode in (torch.inference_mode, torch.no_grad):
-        cache = make_cache(model, **options)
+        cache = make_cache(model, backend=backend, max_cache_len=max_cache_len)
         with mode():
-            model(ids, past_key_values=cache)
-        fork = cache.fork()
-        for branch in (cache, fork):
+            model(**prompt, past_key_values=cache)
+        for branch in (cache, cache.fork()):
             branch.reorder_cache(torch.tensor([0]))
-            outputs.append(generate(model, longer_inputs, branch, disable_compile=True))
-        cache.reset()
+            outputs.append(generate(model, longer_prompt, branch, disable_compile=True))
     assert all(torch.equal(tokens, outputs[0]) for tokens in outputs)
 
 
 def test_autocast_gives_the_same_tokens() -> None:
     model, inputs = build_variant("gqa", attn_implementation="sdpa")
     with torch.autocast("cpu", torch.bfloat16):
-        # 16-bit logits have no margin, but both caches use the same arithmetic.
         no_margin: dict[str, Any] = {"logits_processor": None}
         expected = generate(model, inputs, DynamicCache(config=model.config), **no_margin)
         assert_same(generate(model, inputs, make_cache(model, dtype="auto"), **no_margin), expected)
@@ -546,7 +462,6 @@ LONG_ROPE: dict[str, Any] = {
 
 
 def build_long_rope(name: str) -> tuple[Any, Any, torch.Tensor]:
-    """Return a model with a stock cache, a model with exact FP8 caches, and a prompt's ids."""
     # A config changes the dict of its RoPE parameters.
     stock_model, _ = build_variant(name, **copy.deepcopy(LONG_ROPE))
     model, _ = build_variant(name, **copy.deepcopy(LONG_ROPE))
@@ -561,6 +476,11 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
     repeated_ids = ids[:1, :5].repeat(1, 4)
     lookup = {"prompt_lookup_num_tokens": 3}
     preallocated = FP8PagedCache(model.config, dtype="model", max_cache_len=64)
+    call_lengths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: call_lengths.append(kwargs["input_ids"].shape[1]),
+        with_kwargs=True,
+    )
     cases: tuple[tuple[torch.Tensor, dict[str, Any], dict[str, Any]], ...] = (
         (ids[:, :16], {}, {}),  # the last of 11 new tokens crosses the border
         (ids[:, :24], {}, {"past_key_values": make_cache(model, dtype="model")}),
@@ -570,15 +490,10 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
         (ids[:, :20], {}, {"past_key_values": preallocated, "disable_compile": True}),
     )
     for prompt, keywords, fp8_keywords in cases:
-        call_lengths: list[int] = []
-        hook = model.register_forward_pre_hook(
-            lambda _module, _args, kwargs, x=call_lengths: x.append(kwargs["input_ids"].shape[1]),
-            with_kwargs=True,
-        )
+        call_lengths.clear()
         output = model.generate(
             prompt, **GREEDY, **keywords, **fp8_keywords, return_dict_in_generate=True
         )
-        hook.remove()
         # Phi-4 only passes its last token after it has dropped a cache, so none is used.
         expected = stock_model.generate(prompt, use_cache=False, **GREEDY, **keywords)
         case = (prompt.shape, keywords, list(fp8_keywords))
@@ -589,17 +504,6 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
         if fp8_keywords is not lookup:
             # Nothing is computed twice, except once at the border.
             assert sum(length > 1 for length in call_lengths) == 1 + (prompt.shape[1] <= 24), case
-
-
-@pytest.mark.skipif(CHUNKS_NEED_EMPTY_CACHE, reason="transformers' chunks change the tokens")
-def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change() -> None:
-    model, stock_model, ids = build_long_rope("phi3")
-    for length, chunk_size in ((20, 7), (40, 7), (40, 30)):
-        options = {**GREEDY, "prefill_chunk_size": chunk_size, "return_dict_in_generate": True}
-        expected = stock_model.generate(ids[:, :length], **options)
-        output = model.generate(ids[:, :length], **options)
-        assert_same(output.sequences, expected.sequences, (length, chunk_size))
-        assert isinstance(output.past_key_values, FP8PagedCache)
 
 
 def test_a_model_that_replaces_its_cache_is_reported(
@@ -625,7 +529,6 @@ def test_a_model_that_replaces_its_cache_is_reported(
         ("gqa", {"plan": "one for each layer", "max_cache_len": 64}),
         ("gqa", {"scales": KVScales.uniform(3), "skip_layers": (3,)}),
         ("latent", {"plan": "one for each layer"}),
-        ("softcap", {"skip_layers": (0, -1)}),
         ("softcap", {"skip_layers": "full_attention", "dtype": "adaptive"}),
     ],
 )
@@ -637,46 +540,38 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     prompt = select_unpadded(inputs)
     keywords = {"prefill": "stored", **keywords}
     if "plan" in keywords:
-        formats = ("fp8_e3m4", "int8 rotated", "fp8_e4m3", "fp8_e5m2")
-        plans = enumerate(LayerPlan.parse(k_format, "fp8_e3m4") for k_format in formats)
+        formats = enumerate(("fp8_e3m4", "int8 rotated", "fp8_e4m3", "fp8_e5m2"))
+        skipped = keywords.get("skip_layers", ())
         keywords["plan"] = {
-            i: plan for i, plan in plans if i not in keywords.get("skip_layers", ())
+            i: LayerPlan.parse(k_format, "fp8_e3m4") for i, k_format in formats if i not in skipped
         }
     enable(model, **keywords)
-    draft_plans = []
+    plans: dict[int, Any] = {}
     hook = model.register_forward_hook(
-        lambda module, _args, out: draft_plans.append(
-            (module.config.num_hidden_layers, out.past_key_values.plan)
-        )
+        lambda module, _, out: plans.update({module.config.num_hidden_layers: out[CACHE].plan})
     )
     expected = model.generate(**prompt, **GREEDY, disable_compile=True)
-    whole_plan = draft_plans[0][1]
     tokens = model.generate(**prompt, **GREEDY, assistant_early_exit=2, disable_compile=True)
     hook.remove()
     assert_same(tokens, expected)
     assert model.config.num_hidden_layers == 4
     if CHUNKS_NEED_EMPTY_CACHE and name == "softcap":
         return  # the forward pass of a draft receives a cache with all layers
-    assert {2: {i: plan for i, plan in whole_plan.items() if i < 2}, 4: whole_plan} == dict(
-        draft_plans
-    )
+    assert plans[2] == {i: plan for i, plan in plans[4].items() if i < 2}
 
 
 def test_a_failed_draft_restores_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build_variant("gqa", num_hidden_layers=4)
     prompt = select_unpadded(inputs)
     enable(model)
-    expected = model.generate(**prompt, **GREEDY)
     layer_call = model.model.layers[1].forward
-    for error, number in itertools.product((RuntimeError, KeyboardInterrupt), (1, 3)):
+    for error, number in ((RuntimeError, 1), (KeyboardInterrupt, 3)):
         effects = [*[mock.DEFAULT] * (number - 1), error]
         fail = mock.Mock(wraps=layer_call, side_effect=effects)
         monkeypatch.setattr(model.model.layers[1], "forward", fail)
         with pytest.raises(error):
             model.generate(**prompt, **GREEDY, assistant_early_exit=2)
-        monkeypatch.undo()
         assert model.config.num_hidden_layers == 4, number
-    assert_same(model.generate(**prompt, **GREEDY), expected)
 
 
 @pytest.mark.parametrize(
@@ -690,13 +585,10 @@ def test_check_model_reports_the_path(name: str, path: str) -> None:
     model, _ = build_variant(name)
     attention = model.config._attn_implementation
     report = check_model(model)
-    assert report.path == path, str(report)
-    fields = report.to_dict()
-    assert fields["path"] == path
-    assert fields == json.loads(json.dumps(fields))
+    fields = json.loads(json.dumps(report.to_dict()))
+    assert fields["path"] == report.path == path, str(report)
+    assert ("dense" in str(report)) is (path == "dense")
     assert model.config._attn_implementation == attention
-    if path == "dense":
-        assert "dense" in str(report)
 
 
 @pytest.mark.parametrize("name", ["mamba", "openai-gpt", "minimax", "blt"])

@@ -7,6 +7,7 @@ import os
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,17 +16,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV32Config
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, OutOfPagesError
 from hf_fp8kv.cache.paged_tensor import densify
-from hf_fp8kv.formats import FORMATS, SidePlan
-from hf_fp8kv.formats.codec import decode
-from hf_fp8kv.formats.rotation import rotate
-from hf_fp8kv.ops.page_layout import make_page_layout, unpack_codes
 from hf_fp8kv.utils.digests import compute_digest
 from tests.data.caches.make import CASES, append_tokens, continue_cache, make_cache, make_config
+from tests.helpers.assertions import assert_same
+from tests.helpers.counting import BytesWritten
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
 
@@ -37,25 +35,18 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def assert_same_file(actual: Path, expected: Path) -> None:
-    """Assert the same metadata, and the same bytes of every tensor."""
     (meta, tensors), (expected_meta, expected_tensors) = read_file(actual), read_file(expected)
     assert meta == expected_meta
     assert tensors.keys() == expected_tensors.keys()
     for name, tensor in tensors.items():
-        assert tensor.dtype == expected_tensors[name].dtype, name
-        assert torch.equal(tensor, expected_tensors[name]), name
+        assert_same(tensor, expected_tensors[name], name)
 
 
-def assert_same_content(actual: FP8PagedCache, expected: FP8PagedCache) -> None:
-    """Assert that two caches contain the same values at the same positions."""
-    assert actual.get_seq_length() == expected.get_seq_length()
-    for layer, expected_layer in zip(actual.layers, expected.layers, strict=True):
-        for name in ("keys", "values"):
-            tensor, expected_tensor = getattr(layer, name), getattr(expected_layer, name)
-            if expected_tensor is None:
-                assert tensor is None
-            else:
-                assert torch.equal(densify(tensor), densify(expected_tensor))
+def read_contents(cache: FP8PagedCache) -> list[Any]:
+    """Return the length of a cache, and its values with their positions."""
+    handles = [handle for layer in cache.layers for handle in (layer.keys, layer.values)]
+    values = [None if handle is None else densify(handle).tolist() for handle in handles]
+    return [cache.get_seq_length(), *values]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,14 +54,12 @@ def test_a_golden_file_loads_and_continues(name: str, tmp_path: Path) -> None:
     golden = FOLDER / f"{name}.safetensors"
     expected_cache, cache = make_cache(name), FP8PagedCache.load(golden)
     assert_same_file(expected_cache.save(tmp_path / "original.safetensors"), golden)
-    assert_same_content(cache, expected_cache)
+    assert read_contents(cache) == read_contents(expected_cache)
     assert cache.plan == expected_cache.plan
     continue_cache(cache)
-    expected = FP8PagedCache.load(FOLDER / f"{name}.continued.safetensors")
-    assert_same_content(cache, expected)
-    assert_same_content(
-        FP8PagedCache.load(cache.save(tmp_path / "continued.safetensors")), expected
-    )
+    expected = read_contents(FP8PagedCache.load(FOLDER / f"{name}.continued.safetensors"))
+    loaded = FP8PagedCache.load(cache.save(tmp_path / "continued.safetensors"))
+    assert read_contents(cache) == read_contents(loaded) == expected
 
 
 def test_every_golden_file_is_tested() -> None:
@@ -78,9 +67,6 @@ def test_every_golden_file_is_tested() -> None:
     assert names == {f"{name}{end}.safetensors" for name in CASES for end in ("", ".continued")}
 
 
-# -- changed files ---------------------------------------------------------------------------------
-
-# Changes metadata and tensors in place.
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
@@ -93,8 +79,6 @@ def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header
 
 
 def set_field(value: Any, *path: Any) -> Change:
-    """Return a function that sets the field of the metadata at `path` to `value`."""
-
     def change(meta: dict[str, Any], _: object) -> None:
         parent: Any = meta
         for key in path[:-1]:
@@ -105,7 +89,6 @@ def set_field(value: Any, *path: Any) -> Change:
 
 
 def edit_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Return a function that applies `change` to the tensor `name`."""
     return lambda _, tensors: tensors.update({name: change(tensors[name])})
 
 
@@ -124,7 +107,6 @@ LAYER = ("groups", 0, "layers", 0)
 CHANGES: dict[str, tuple[str, Change, str]] = {
     "length beyond the table": ("dynamic", set_field(1000, *LAYER, "length"), f"{TABLE}: first"),
     "negative length": ("dynamic", set_field(-5, *LAYER, "length"), "length: .* got -5"),
-    "half a token": ("dynamic", set_field(12.5, *LAYER, "length"), "length: .* got 12.5"),
     "first page without a window": ("dynamic", shift_window(1), "first page: .* to 0, got 1"),
     "more pages before the window than memory can hold": (
         "sliding.continued", shift_window(1 << 27), f"{TABLE}: entries"
@@ -132,7 +114,6 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "page that does not exist": (
         "dynamic", edit_tensor(TABLE, lambda x: x.clamp(max=0) - 1), f"{TABLE}: pages"
     ),
-    "page beyond any": ("dynamic", edit_tensor(TABLE, lambda x: x + 300_000), f"{TABLE}: pages"),
     "table of a different dtype": ("dynamic", edit_tensor(TABLE, torch.Tensor.long), TABLE),
     "two batches": (
         "two-groups", edit_tensor("groups.1.table", lambda x: x[:1]), "one batch size in all groups"
@@ -142,23 +123,17 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     ),
     "layer that is missing": ("empty", set_field(2, *LAYER, "index"), r"layers or tensors: \[2\]"),
     "missing page": ("dynamic", edit_tensor(PAGES, lambda x: x[:1]), f"{PAGES}: "),
-    "missing byte": ("dynamic", edit_tensor(PAGES, lambda x: x[:, :-1]), f"{PAGES}: "),
-    "pages of type int8": ("dynamic", edit_tensor(PAGES, lambda x: x.view(torch.int8)), PAGES),
     "more heads": ("dynamic", set_field([3, 16, 16], *LAYER, "shape"), r"layers\.0\.pages: "),
     "center of 5 values": ("planned", edit_tensor(CENTER, lambda x: x[:, :5]), "center of K"),
     "no center": ("planned", lambda _, tensors: tensors.pop(CENTER), "got no center"),
     "center without a plan": (
         "dynamic", lambda _, tensors: tensors.update({CENTER: torch.ones(2, 16)}), CENTER
     ),
-    "plan without centers": (
-        "dynamic", set_field(["fp8_e3m4 centered", "int8"], "options", "plan"), "the center of K"
-    ),
     "plan without a layer": (
         "planned", lambda meta, _: meta["options"]["plan"].pop("1"), "expected a tensor"
     ),
     "dtype that no model has": ("dynamic", set_field(["uint8"] * 2, *LAYER, "dtypes"), "uint8"),
     "no page_size": ("dynamic", lambda meta, _: meta["options"].pop("page_size"), "options: "),
-    "page_size of 0": ("dynamic", set_field(0, "options", "page_size"), "page_size: "),
     "huge length": ("preallocated", set_field(1 << 40, "options", "max_cache_len"), "entries"),
     "window of a stock layer": ("stock-layers", set_field(0, "stock", 0, "window"), "window"),
     "ids of other rows": (
@@ -173,9 +148,6 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
             }
         ),
         "tokens: rows",
-    ),
-    "ids with three axes": (
-        "dynamic", edit_tensor("tokens.ids", lambda x: x[None]), r"tokens\.ids: shape"
     ),
     "ids that are not integers": (
         "dynamic", edit_tensor("tokens.ids", torch.Tensor.float), r"tokens\.ids: integers"
@@ -209,82 +181,17 @@ def test_unknown_formats_and_exceeded_budgets_are_refused(tmp_path: Path) -> Non
         FP8PagedCache.load(write_file(tmp_path / "x", meta, tensors))
 
 
-def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, ...]]:
-    """Yield the index, first visible token, K and V of each stored layer, both `[B, H, N, D]`."""
-    page_size, plans, scales = (meta["options"][name] for name in ("page_size", "plan", "scales"))
-    is_static = isinstance(scales, int | float) or any(
-        name.endswith((".k", ".v")) for name in tensors
-    )
-    groups_and_tables = [
-        (group, tensors.get(f"groups.{i}.table")) for i, group in enumerate(meta["groups"])
-    ]
-    layers = [
-        (layer, group, table) for group, table in groups_and_tables for layer in group["layers"]
-    ]
-    for layer, group, table in (entry for entry in layers if entry[0].get("length")):
-        index = layer["index"]
-        start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
-        positions = torch.arange(start, layer["length"])
-        max_length = max(other.get("length", 0) for other in group["layers"])
-        first_page = -(-max_length // page_size) - table.shape[1]
-        pages, slots = table[:, positions // page_size - first_page].long(), positions % page_size
-        plan = [*map(SidePlan.parse, plans if isinstance(plans, list) else plans[str(index)])]
-        has_scales = not is_static and not all(side.is_auto for side in plan)
-        dtypes = [getattr(torch, dtype) for dtype in layer["dtypes"]]
-        stored_dtypes = [side.find_dtype(dtype) for side, dtype in zip(plan, dtypes, strict=True)]
-        (num_heads, *dims), states = layer["shape"], []
-        layout = make_page_layout(num_heads, page_size, *dims, *stored_dtypes, has_scales)
-        fields = layout.split(tensors[f"layers.{index}.pages"])
-        for name, side, dtype in zip("kv", plan, dtypes, strict=True):
-            decoded = (fields["k"] if name == "k" else fields["v"].mT)[pages, :, slots]
-            if not side.is_auto:
-                decoded = unpack_codes(decoded, side.find_dtype(dtype))
-                decoded = decode(decoded, FORMATS[side.format])
-                scales_name = f"scales.{index}.{name}"
-                if has_scales:
-                    scale = fields["token_scales"][pages, :, slots, "kv".index(name), None]
-                elif scales_name in tensors:
-                    scale = tensors[scales_name] * FORMATS[side.format].scale_from_e4m3
-                else:
-                    scale = torch.tensor(scales)
-                decoded = decoded * scale.float()
-                decoded = rotate(decoded) if side.rotated else decoded
-            if name == "k" and f"scales.{index}.k_center" in tensors:
-                decoded = decoded + tensors[f"scales.{index}.k_center"]
-            states.append(decoded.transpose(1, 2).to(dtype))
-        yield index, start, *states
-
-
-def check_values(cache: FP8PagedCache, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Assert that a cache contains the values that are stored in a file."""
-    for index, start, *expected in read_values(meta, tensors):
-        layer = cache.layers[index]
-        for handle, values in zip((layer.keys, layer.values), expected, strict=True):
-            offset = start - handle.start
-            actual = densify(handle)[:, :, offset : offset + values.shape[2]]
-            torch.testing.assert_close(actual, values, equal_nan=True)
-
-
-class Allocations(TorchDispatchMode):
-    """Adds up the bytes of all new tensors and the peak of the bytes that Python allocates."""
-
-    def __enter__(self) -> "Allocations":
-        tracemalloc.reset_peak()
-        self.total_bytes, self.initial_bytes = 0, tracemalloc.get_traced_memory()[0]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.total_bytes += tracemalloc.get_traced_memory()[1] - self.initial_bytes
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor) and output.device.type == "cpu":
-            is_new = all(value.alias_info is None for value in function._schema.returns)
-            self.total_bytes += output.nbytes * is_new
-        return output
+@contextmanager
+def limit_memory(max_bytes: int) -> Iterator[None]:
+    """Assert that the tensors that are written and the peak of Python's memory are small."""
+    tracemalloc.start()
+    try:
+        with BytesWritten() as counter:
+            yield
+    finally:
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert counter.total + peak_bytes < max_bytes
 
 
 VALUES: list[Any] = [
@@ -304,7 +211,6 @@ TENSOR_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 
 def list_paths(value: Any, parent: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of all fields of the metadata, including nested fields."""
     fields: Any = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
         fields = enumerate(value)
@@ -313,7 +219,6 @@ def list_paths(value: Any, parent: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
 
 
 def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Apply a random change to the metadata or the tensors, in place."""
     name, action = rng.choice([*tensors, "new"]), rng.randrange(8)
     if action < 4 and name == "new":
         tensors[name] = torch.zeros(1)
@@ -338,60 +243,51 @@ def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tenso
 
 @pytest.fixture(scope="module")
 def valid_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return valid files of all formats: golden files and files of new caches."""
-    folder = tmp_path_factory.mktemp("valid")
-    golden = sorted(FOLDER.glob("*.safetensors"))
-    caches = {path.name: FP8PagedCache.load(path) for path in golden}
-    caches["offloaded"] = FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)
-    config = DeepseekV32Config(num_hidden_layers=2)
-    for name, options in (("indexed", {}), ("indexed and preallocated", {"max_cache_len": 32})):
-        caches[name] = FP8PagedCache(config, page_size=8, **options)
-    caches["large"] = FP8PagedCache(dtype="fp8_e4m3", page_size=8)
-    caches["large"].update(*torch.ones(2, 1, 8, 1024, 128), 0)
-    for name in ("offloaded", "indexed", "indexed and preallocated"):
-        append_tokens(caches[name], 21, 0)
-        for layer in caches[name].layers if "indexed" in name else ():
-            layer.update_indexer(torch.ones(2, 21, 4))
-    return golden + [cache.save(folder / name) for name, cache in caches.items()]
+    """Return golden files, and files of an offloaded cache and of caches with an indexer."""
+    folder, config = tmp_path_factory.mktemp("valid"), DeepseekV32Config(num_hidden_layers=2)
+    caches = [FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)]
+    caches += [FP8PagedCache(config, page_size=8, max_cache_len=n) for n in (None, 32)]
+    for cache in caches:
+        append_tokens(cache, 21, 0)
+    for layer in (*caches[1].layers, *caches[2].layers):
+        layer.update_indexer(torch.ones(2, 21, 4))
+    saved = [cache.save(folder / str(index)) for index, cache in enumerate(caches)]
+    return sorted(FOLDER.glob("*.safetensors")) + saved
 
 
 @pytest.mark.parametrize("num_changes", [200, pytest.param(2000, marks=pytest.mark.full)])
 def test_changed_files_are_refused_or_load(
     num_changes: int, valid_files: list, tmp_path: Path
 ) -> None:
-    """Loading a file raises ConfigError, or the cache contains the values of the file.
+    """Every fourth file has a changed byte and may lack its end, and is refused.
 
-    In every fourth file, a byte is changed or the end is missing. Other files have a valid digest.
+    Other files have a valid digest. Loading raises ConfigError, or needs little memory.
     """
-    tracemalloc.start()
     path = tmp_path / "x"
     num_loaded = 0
     for seed in range(num_changes):
         rng = random.Random(seed)
+        source = rng.choice(valid_files)
         if seed % 4:
-            meta, tensors = read_file(rng.choice(valid_files))
+            meta, tensors = read_file(source)
             for _ in range(rng.choice((1, 1, 2))):
                 edit_at_random(rng, meta, tensors)
             write_file(path, meta, tensors)
         else:
-            source = rng.choice(valid_files[len(valid_files) // 2 :])
-            meta, tensors = read_file(source)
             contents = bytearray(source.read_bytes())
             contents[rng.randrange(len(contents))] ^= 1 << rng.randrange(8)
             path.write_bytes(contents[: rng.choice((None, None, rng.randrange(len(contents))))])
         try:
-            with Allocations() as allocations:
-                cache = FP8PagedCache.load(path)
+            with limit_memory(4 * path.stat().st_size + (1 << 20)):
+                FP8PagedCache.load(path)
+            assert seed % 4, "a damaged file was loaded"
             num_loaded += 1
-            check_values(cache, meta, tensors)
         except ConfigError:
             pass
         except OutOfPagesError:
             assert meta["options"]["max_pages"], seed
         except Exception as error:
             raise AssertionError(seed) from error
-        assert allocations.total_bytes < 4 * path.stat().st_size + (1 << 20), seed
-    tracemalloc.stop()
     assert num_changes // 20 < num_loaded < num_changes // 4, num_loaded
 
 
@@ -409,17 +305,10 @@ def test_a_load_has_bounded_memory(
     meta, tensors = read_file(FOLDER / f"{source}.safetensors")
     change(meta, tensors)
     path = write_file(tmp_path / "x", meta, tensors)
-    tracemalloc.start()
-    with Allocations() as allocations:
-        cache = FP8PagedCache.load(path)
-    tracemalloc.stop()
-    check_values(cache, meta, tensors)
     # For 2 layers, 2 sequences and 2 heads: K and V of 16 bytes, and two scales of 2 bytes.
     page_bytes = 8 * max_len * (16 + 16 + 4)
-    assert allocations.total_bytes < 4 * path.stat().st_size + (17 << 20) + page_bytes
-
-
-# -- writing ---------------------------------------------------------------------------------------
+    with limit_memory(4 * path.stat().st_size + (17 << 20) + page_bytes):
+        FP8PagedCache.load(path)
 
 
 def test_a_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ def get_model(name):
 
 @pytest.fixture
 def model(request):
-    """Return a model whose layers have separate indexers."""
     name = getattr(request, "param", MODEL_TYPES[0])
     if name not in list_types():
         pytest.skip(f"this version of transformers has no {name}")
@@ -49,7 +48,6 @@ def ids():
 
 
 def fill_cache(model, ids, **cache_options):
-    """Return a cache that holds a prompt, written by two calls of the model."""
     cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **cache_options)
     model(ids[:, :12], past_key_values=cache)
     model(ids[:, 12:], past_key_values=cache)
@@ -78,27 +76,25 @@ def test_indexed_layers_are_paged(model, cache_options, ids):
     assert_same_continuation(model, cache, ids[[1, 1]])
 
 
-@pytest.mark.parametrize("num_cropped", [5, 16, 21])
-def test_crop_and_reset_apply_to_the_indexer(model, cache_options, ids, num_cropped):
-    cache = fill_cache(model, ids, **cache_options)
-    cache.crop(-num_cropped)
-    if num_cropped < ids.shape[1]:
-        assert_same_continuation(model, cache, ids[:, :-num_cropped])
-        cache.reset()
-    model(ids[:, 3:14], past_key_values=cache)
-    assert_same_continuation(model, cache, ids[:, 3:14])
+# A change of a cache, the rows that it then has, and the number of their tokens.
+CHANGES = {
+    "crop": (lambda cache: cache.crop(-5), [0, 1], 16),
+    "crop all": (lambda cache: cache.crop(-21), [0, 1], 0),
+    "reset": (FP8PagedCache.reset, [0, 1], 0),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1], 21),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1], 21),
+}
 
 
-@pytest.mark.parametrize("rows", [[1, 1], [1], [0, 0, 1, 1]])
-def test_batch_operations_apply_to_the_indexer(model, cache_options, ids, rows):
+@pytest.mark.parametrize("change", CHANGES)
+def test_cache_operations_apply_to_the_indexer(model, cache_options, ids, change):
+    change_cache, rows, num_tokens = CHANGES[change]
     cache = fill_cache(model, ids, **cache_options)
-    if len(rows) == 2:
-        cache.reorder_cache(torch.tensor(rows))
-    elif len(rows) == 1:
-        cache.batch_select_indices(torch.tensor(rows))
-    else:
-        cache.batch_repeat_interleave(2)
-    assert_same_continuation(model, cache, ids[rows])
+    change_cache(cache)
+    if not num_tokens:
+        model(ids[:, 3:14], past_key_values=cache)
+    remaining_ids = ids[rows, :num_tokens] if num_tokens else ids[:, 3:14]
+    assert_same_continuation(model, cache, remaining_ids)
 
 
 @for_each_model
@@ -146,20 +142,3 @@ def test_skipped_indexed_layers_are_transformers_layers(model, ids):
     assert all(type(layer) is DynamicIndexedLayer for layer in cache.layers)
     model(ids, past_key_values=cache)
     assert_same_continuation(model, cache, ids)
-
-
-@pytest.mark.skipif("mistral_large4" not in list_types(), reason="transformers is too old")
-def test_a_layer_that_shares_keys_has_only_an_indexer(cache_options, ids):
-    model = get_model("mistral_large4")
-    cache = fill_cache(model, ids, **cache_options)
-    layer_names = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
-    assert [name == "DummyLayer" for name in layer_names] == [False, False, False, True, False]
-    assert [layer.index for layer in cache.paged_layers] == [0, 1, 4]
-    _, rope_handle = cache.layers[1].store.make_stored_handles()
-    assert rope_handle.shape[3] == 0  # this layer has no RoPE part
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([1, 2, 3]))
-    cache.reorder_cache(torch.tensor([2, 1, 1]))
-    cache.crop(-4)
-    assert_same_continuation(model, cache.fork(), ids[[1, 1, 1], :-4])
-    assert_same_continuation(model, cache, ids[[1, 1, 1], :-4])

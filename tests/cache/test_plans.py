@@ -1,25 +1,19 @@
 """Tests of scales with a storage plan for each layer, in caches and in files."""
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from hf_fp8kv import FP8PagedCache, PrefixStore, SidePlan, StoragePlan, disable, enable, serving
+from hf_fp8kv import FP8PagedCache, SidePlan, StoragePlan
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import compute_dynamic_scale, round_to_format, search_scale
 from hf_fp8kv.formats.rotation import rotate
-from hf_fp8kv.reproducible.training import StoredRounding
 from hf_fp8kv.scales import KVScales, LayerScales
-from tests.helpers.assertions import assert_same
 from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales
-from tests.helpers.serving_tools import open_manager, request_answer
-from tests.helpers.tiny_models import build_variant, make_causal_config
+from tests.helpers.tiny_models import make_causal_config
 
 NUM_HEADS = 2
 HEAD_DIM = 16
@@ -84,33 +78,6 @@ def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
         FP8PagedCache(CONFIG, scales=path)
 
 
-def generate(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Tensor:
-    return model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
-
-
-@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-def test_saved_scales_give_the_same_tokens(tmp_path: Path, is_dynamic: bool) -> None:
-    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, attn_implementation="fp8_paged")
-    scales = planned_scales(is_dynamic=is_dynamic)
-    scales.save_pretrained(tmp_path)
-    prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
-    outputs = []
-    keyword = "plan" if is_dynamic else "scales"
-    for source in (scales, tmp_path, str(tmp_path / "kv_scales.safetensors")):
-        cache = FP8PagedCache(model.config, page_size=8, prefill="stored", **{keyword: source})
-        outputs.append(generate(model, prompt, cache))
-        loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
-        assert loaded.plan == cache.plan
-        assert loaded.options.scales.digest == scales.digest
-        # The next token is stored with the same plan, scales and centers.
-        for index in range(NUM_LAYERS):
-            for each_cache in (cache, loaded):
-                each_cache.update(*make_states(1, seed=index), index)
-            assert_same(loaded.layers[index].keys.dense(), cache.layers[index].keys.dense())
-            assert_same(loaded.layers[index].values.dense(), cache.layers[index].values.dense())
-    assert all(torch.equal(tokens, outputs[0]) for tokens in outputs[1:])
-
-
 def test_the_footprint_and_repr_list_the_plans() -> None:
     cache = FP8PagedCache(CONFIG, scales=planned_scales(), skip_layers=[1])
     expected = {str(PLANS[0]): 1, str(PLANS[2]): 1}
@@ -120,20 +87,6 @@ def test_the_footprint_and_repr_list_the_plans() -> None:
     assert actual == {"K fp8_e4m3, V fp8_e4m3": 3}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "fp8"}, "dtype: expected None, because the scales"),
-        ({"key_dtype": "auto"}, "key_dtype: expected None"),
-        ({"plan": PLANS[0]}, "plan: expected None"),
-    ],
-    ids=str,
-)
-def test_storage_options_are_refused_with_planned_scales(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FP8PagedCache(CONFIG, scales=planned_scales(), **options)
-
-
 E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
 
 
@@ -141,22 +94,19 @@ E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
     ("options", "message"),
     [
         ({"plan": E3M4, "dtype": "fp8"}, "dtype: expected None, because the plan defines"),
-        ({"plan": E3M4, "value_dtype": "fp8"}, "value_dtype: expected None"),
+        ({"scales": planned_scales(), "key_dtype": "auto"}, "key_dtype: expected None"),
         ({"plan": E3M4, "scales": KVScales.uniform(3)}, "scales: expected None"),
         ({"plan": planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
         ({"scales": planned_scales(is_dynamic=True)}, "Pass it as plan"),
-        ({"plan": {}}, "expected a StoragePlan"),
         ({"plan": 7}, "expected a StoragePlan"),
         ({"plan": "no_such_plan"}, "path of a saved plan, or text that begins with one of model"),
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
         ({"plan": ("int8", "int9")}, "expected one of"),
         ({"plan": {0: E3M4}}, r"got none for layer 1\. Add it"),
         ({"plan": dict.fromkeys(range(5), E3M4)}, r"2, but also got \[3, 4\]\. Leave them"),
-        ({"plan": dict.fromkeys(range(5), E3M4), "max_cache_len": 64}, r"0 to 2, .*\[3, 4\]"),
         ({"plan": {-1: E3M4}}, r"layers from 0 on, got -1\. Use the keys"),
         ({"plan": {0: "int8"}}, "plan of layer 0: expected a LayerPlan"),
         ({"plan": LayerPlan("int8", "int8")}, "expected a LayerPlan of two SidePlans, got"),
-        ({"plan": {1: LayerPlan(E3M4.k, None)}}, "plan of layer 1: expected a LayerPlan of"),
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, r"\. Leave 'centered' out"),
         ({"dtype": "adaptive"}, r"FP8PagedCache\(model\)"),
     ],
@@ -179,125 +129,6 @@ def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
         FP8PagedCache(CONFIG, plan=tmp_path)
     with pytest.raises(ScaleError, match="without static scales"):
         StoragePlan(planned_scales().layers)
-
-
-PROTECTED_PLANS = (
-    LayerPlan.parse("model", "int8 rotated"),
-    LayerPlan.parse("model", "model"),
-    LayerPlan.parse("fp8_e2m5 rotated centered", "model"),
-)
-
-
-def make_protected_plan() -> StoragePlan:
-    """Return a plan with K, K and V, and V of consecutive layers in the model's dtype."""
-    center = torch.linspace(-1, 1, NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM)
-    return StoragePlan({
-        index: LayerScales(None, None, center if plan.k.centered else None, plan=plan)
-        for index, plan in enumerate(PROTECTED_PLANS)
-    })  # fmt: skip
-
-
-@pytest.mark.parametrize("chunk_size", [1, 37, 256])
-def test_protected_layers_are_stored_unchanged(tmp_path: Path, chunk_size: int) -> None:
-    """Caches, copies, files and training store the same values, whatever the calls."""
-    plan = make_protected_plan()
-    plan.save_pretrained(tmp_path / "plan")
-    cache = FP8PagedCache(CONFIG, plan=tmp_path / "plan", prefill="stored")
-    k, v = make_states(61)
-    for index in range(NUM_LAYERS):
-        for k_chunk, v_chunk in zip(k.split(chunk_size, 2), v.split(chunk_size, 2), strict=True):
-            cache.update(k_chunk, v_chunk, index)
-    copies = [
-        cache,
-        pickle.loads(pickle.dumps(cache)),
-        copy.deepcopy(cache),
-        FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
-    ]
-    for index, layer_scales in plan.layers.items():
-        rounding = StoredRounding(cache.options, index, k, v)
-        trained = rounding.read(rounding.store(k, v), k, v)
-        for copied_cache in copies:
-            layer = copied_cache.layers[index]
-            for side, states, handle, rounded in zip(
-                "kv", (k, v), (layer.keys, layer.values), trained, strict=True
-            ):
-                assert_same(handle.dense(), rounded)
-                if getattr(layer_scales.plan, side).is_auto:
-                    assert_same(handle.dense(), states)
-                else:
-                    expected = round_by_plan(states, layer_scales, side)
-                    torch.testing.assert_close(handle.dense(), expected, rtol=0, atol=1e-5)
-
-
-def test_protected_layers_are_generated_restored_and_trained(tmp_path: Path) -> None:
-    """A model with such a plan reads a prefix store, continues a cache, and gets gradients."""
-    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS)
-    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(3))
-    options: dict[str, Any] = {"plan": make_protected_plan(), "page_size": 16}
-    outputs = []
-    for _ in range(2):
-        enable(model, prefix_store=PrefixStore(tmp_path), **options)
-        outputs.append(model.generate(ids, max_new_tokens=4, return_dict_in_generate=True))
-    assert outputs[1].past_key_values.memory_footprint().restored_tokens == 32
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    cache = FP8PagedCache(model.config, prefill="stored", **options)
-    sequences = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    assert torch.equal(sequences, outputs[0].sequences)
-    enable(model, training="stored", prefill="stored", **options)
-    model(ids, labels=ids).loss.backward()
-    assert all(
-        weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters()
-    )
-
-
-def read_pages(folder: Path) -> list[bytes]:
-    """Return the bytes of each page of a prefix store, with all layers in order. Sort the pages."""
-    files = [load_file(path) for path in folder.rglob("*.safetensors")]
-    layers = [[file[str(index)] for index in range(len(file))] for file in files]
-    return sorted(torch.cat(rows).numpy().tobytes() for rows in layers)
-
-
-@pytest.mark.full
-@torch.no_grad()
-def test_one_plan_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, a preallocated cache, a prefix store, an engine and training store equal bytes."""
-    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS)
-    ids = torch.randint(4, 90, (1, 304), generator=torch.Generator().manual_seed(3))
-    options: dict[str, Any] = {"plan": make_protected_plan(), "deterministic": True}
-    stores = [PrefixStore(tmp_path / name) for name in ("1", "37", "256", "engine")]
-    for chunk_size, store in zip((1, 37, 256), stores, strict=False):
-        enable(model, page_size=16, prefix_store=store, **options)
-        model.generate(ids, max_new_tokens=2, prefill_chunk_size=chunk_size, eos_token_id=None)
-    cache = FP8PagedCache(
-        model.config, plan=options["plan"], page_size=16, prefill="stored", max_cache_len=320
-    )
-    trained_rows = []
-    store_tokens = StoredRounding.store
-
-    def record_pages(rounding: StoredRounding, k: torch.Tensor, v: torch.Tensor) -> Any:
-        handles = store_tokens(rounding, k, v)
-        trained_rows.append(handles[0].block)
-        return handles
-
-    model(ids, past_key_values=cache)
-    enable(model, page_size=16, training="stored", **options)
-    monkeypatch.setattr(StoredRounding, "store", record_pages)
-    model(ids, use_cache=False)
-    disable(model)
-    serving.enable(model, prefix_store=stores[3], **options)
-    with open_manager(model) as manager:
-        request_answer(manager, ids[0].tolist(), 2)
-    serving.disable(model)
-    pages = read_pages(tmp_path / "1")
-    assert len(pages) == 19
-    assert read_pages(tmp_path / "37") == read_pages(tmp_path / "256") == pages
-    # A block of an engine has the page of each layer, then padding.
-    blocks = read_pages(tmp_path / "engine")
-    assert sorted(block[: len(pages[0])] for block in blocks) == pages
-    preallocated_rows = [layer.store.pool.blocks.take(torch.arange(19)) for layer in cache.layers]
-    for rows in (preallocated_rows, trained_rows):
-        all_layers = torch.cat(rows, 1)[:19]
-        assert sorted(row.numpy().tobytes() for row in all_layers) == pages
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=str)

@@ -42,62 +42,10 @@ def make_scales(k: object, v: object, center: torch.Tensor | None = None) -> Lay
     return LayerScales(torch.as_tensor(k), torch.as_tensor(v), center)
 
 
-def make_values(*values: float) -> torch.Tensor:
-    """Return values, `[N, 2, 1]`, which are equal for both heads."""
-    return torch.tensor(values)[:, None, None].expand(-1, NUM_HEADS, 1).clone()
-
-
-# -- saturation and underflow ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", list(SATURATION_LIMITS))
-def test_values_beyond_the_largest_code_saturate(monkeypatch, name):
-    """One of four values of K is too large. Values are in units of the format's scale."""
-    scale, fmt = 0.25, FORMATS[name]
-    unit = scale * fmt.scale_from_e4m3
-    limit = SATURATION_LIMITS[name]
-    k = make_values(0.999 * limit, -fmt.max, 1.001 * limit, 1.0) * unit
-    v = make_values(-1.001 * limit, 1.001 * limit, 0.0, 0.9 * limit) * unit
-    stats = measure_layer(monkeypatch, [(k, v)], make_scales(scale, scale), name)
-    assert stats.k.saturated == 0.25
-    assert stats.v.saturated == 0.5
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3fnuz", "fp8_e2m5", "int8"])
-def test_nonzero_values_that_become_zero_underflow(monkeypatch, name):
-    fmt = FORMATS[name]
-    limit = 0.5 * fmt.min_subnormal * fmt.scale_from_e4m3 * 0.25
-    k = make_values(0.99 * limit, -0.99 * limit, 1.01 * limit, 0.0, 0.0)
-    v = make_values(0.0, 0.0, 0.0, 1.01 * limit, 1e3 * limit)
-    stats = measure_layer(monkeypatch, [(k, v)], make_scales(0.25, 0.25), name)
-    assert stats.k.underflow == pytest.approx(2 / 3)
-    assert stats.v.underflow == 0.0
-
-
-def test_shares_are_of_the_values_of_all_texts(monkeypatch):
-    """Three of 10 tokens of K saturate, and 6 of 10 tokens of V. The texts have 2 and 8 tokens."""
-    short_values, long_values = make_values(500.0, 1.0), make_values(*[500.0] * 2, *[1.0] * 6)
-    texts = [(short_values, long_values[:2]), (long_values, short_values.repeat(4, 1, 1))]
-    stats = measure_layer(monkeypatch, texts, make_scales(1.0, 1.0))
-    assert stats.k.saturated == pytest.approx(0.3)
-    assert stats.v.saturated == pytest.approx(0.6)
-
-
-def test_statistics_of_zeros_are_zero(monkeypatch):
-    zeros = make_values(0.0)
-    zero_stats = measure_layer(monkeypatch, [(zeros, zeros)], make_scales(1.0, 1.0))
-    for side in (zero_stats.k, zero_stats.v):
-        assert (side.saturated, side.underflow) == (0.0, 0.0)
-        assert set(side.error.values()) == {0.0}
-
-
 def test_nan_in_a_text_is_an_error_that_names_the_layer(monkeypatch):
-    texts = [(make_values(1.0), make_values(torch.nan))]
+    k = torch.ones(1, NUM_HEADS, 1)
     with pytest.raises(ConfigError, match="layer 0: expected finite K and V"):
-        measure_layer(monkeypatch, texts, make_scales(1.0, 1.0))
-
-
-# -- errors ----------------------------------------------------------------------------------------
+        measure_layer(monkeypatch, [(k, k * torch.nan)], make_scales(1.0, 1.0))
 
 
 def compute_error(
@@ -141,20 +89,6 @@ def test_errors_of_every_format_match_the_codec(monkeypatch, is_centered, name):
         assert stats.v.error[f"dynamic {format_name}"] == pytest.approx(v_error, rel=1e-3)
 
 
-def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
-    """Every second of 2,000 tokens is measured, across the boundaries of texts."""
-    texts = [(torch.randn(n, NUM_HEADS, 4), torch.randn(n, NUM_HEADS, 4)) for n in (1301, 699)]
-    stats = measure_layer(monkeypatch, texts, make_scales(0.01, 0.01))
-    all_k = torch.cat([k for k, _ in texts])
-    assert stats.k.amax == tuple(all_k.abs().amax((0, 2)).tolist())
-    sample = all_k[::2]
-    expected = compute_error(sample, sample, torch.tensor(0.01), FORMATS["fp8_e4m3"])
-    assert stats.k.error["fp8_e4m3"] == pytest.approx(expected)
-
-
-# -- predictions -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return build_variant("llama", num_hidden_layers=3)[0]
@@ -171,10 +105,6 @@ def test_the_report_describes_the_run_and_each_layer(llama, llama_scales):
     assert report.scales_digest == llama_scales.digest
     assert (report.dtype, report.granularity) == ("fp8_e4m3", "head")
     assert report.tokens == sum(map(len, texts))
-    names = [row.cache for row in report.quality]
-    assert names == [
-        "unquantized", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"
-    ]  # fmt: skip
     unquantized, *quantized = report.quality
     assert (unquantized.kl, unquantized.top1) == (0.0, 1.0)
     assert all(0 < row.kl < 0.5 and row.tokens == unquantized.tokens for row in quantized)
@@ -209,7 +139,6 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
         (KVScales.uniform(3), {"dtype": "model"}, ConfigError, "dtype: expected an 8-bit format"),
         (KVScales.uniform(3), {"dtype": "int3"}, ConfigError, "dtype: expected one of"),
     ],
-    ids=["constant", "layers", "unquantized", "format"],
 )
 def test_scales_that_cannot_be_measured_are_rejected(llama, scales, options, error, message):
     with pytest.raises(error, match=message):
@@ -229,25 +158,6 @@ def test_planned_scales_can_be_measured(llama: Any, tmp_path: Path) -> None:
         assert 0 < error["fp8_e2m5"] < error["fp8_e4m3"]
     with pytest.raises(ConfigError, match="dtype: expected None"):
         measure(llama, scales, make_texts(6), dtype="fp8", progress=False)
-
-
-@pytest.mark.parametrize(
-    ("static_kl", "has_warning"),
-    [
-        ([0.2, 0.2, 0.2, 0.2], True),
-        ([0.14, 0.14, 0.14, 0.14], False),
-        ([0.1, 0.1, 0.1, 0.7], False),  # one token is not representative
-        ([0.2], False),
-    ],
-)
-def test_static_scales_that_are_much_worse_cause_a_warning(static_kl, has_warning, caplog):
-    dynamic_kl = torch.full((len(static_kl),), 0.1)
-    quality._warn_if_worse(torch.tensor(static_kl), dynamic_kl, "fp8_e4m3")
-    expected = "static scales in fp8_e4m3 have 2.0 times the KL of dynamic scales"
-    assert (expected in caplog.text) == has_warning == bool(caplog.records)
-
-
-# -- the digest of scales --------------------------------------------------------------------------
 
 
 def test_the_digest_covers_every_value_and_shape():

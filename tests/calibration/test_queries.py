@@ -1,7 +1,4 @@
-"""Tests of the sampled queries of a model, and of the cost of errors for their attention.
-
-Costs are compared with the definition in float64.
-"""
+"""Tests of the sampled queries of a model."""
 
 import pytest
 import torch
@@ -11,55 +8,6 @@ from hf_fp8kv.calibration.queries import Queries, observe_queries
 from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
-
-NUM_HEADS = 2  # KV heads
-GROUP_SIZE = 3  # query heads per KV head
-NUM_TOKENS = 7
-DIM = 4  # head size
-POSITIONS = torch.tensor([2, 4, 6])
-
-
-@pytest.fixture
-def states() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random queries, `[Hq, len(POSITIONS), D]`, and keys, `[N, Hkv, D]`."""
-    queries = torch.randn(NUM_HEADS * GROUP_SIZE, len(POSITIONS), DIM)
-    return queries, torch.randn(NUM_TOKENS, NUM_HEADS, DIM)
-
-
-def compute_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:
-    """Return costs of `error`, `[N, Hkv, D]`, by head, `[Hkv]`, float64."""
-    weights, error = queries.weights.double(), error.double().transpose(0, 1)[:, None]
-    mean = (weights[..., None] * error).sum(-2)
-    if side == "v":
-        return mean.square().sum((1, 2))
-    logit_error = (queries.q.double()[..., None, :] * error).sum(-1)
-    mean_error = (weights * logit_error).sum(-1, keepdim=True)
-    return (weights * (logit_error - mean_error) ** 2).sum((1, 2))
-
-
-# -- queries ---------------------------------------------------------------------------------------
-
-
-def test_queries_that_do_not_fit_the_keys_are_none(states):
-    q, k = states
-    assert Queries.from_states(q[:5], k, POSITIONS, 1.0, None) is None
-    assert Queries.from_states(q[..., :3], k, POSITIONS, 1.0, None) is None
-
-
-# -- cost of errors --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("side", ["k", "v"])
-def test_the_cost_of_errors_matches_its_definition(states, side):
-    q, k = states
-    queries = Queries.from_states(q, k, POSITIONS, 1.0, None)
-    error = torch.randn(NUM_TOKENS, NUM_HEADS, DIM) + 0.5
-    expected = compute_cost(side, queries, error).float()
-    torch.testing.assert_close(queries.compute_cost(side, error), expected)
-    assert len(set(expected.tolist())) == NUM_HEADS  # queries weight errors differently
-
-
-# -- queries of a model ----------------------------------------------------------------------------
 
 
 def call_with_queries(model, batch, on_layer):

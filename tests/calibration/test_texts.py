@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hf_fp8kv.calibration import texts as texts_module
 from hf_fp8kv.calibration.texts import read_windows
@@ -61,8 +61,6 @@ def count_tokens(windows: list[torch.Tensor]) -> int:
     return sum(map(len, windows))
 
 
-# -- types of texts --------------------------------------------------------------------------------
-
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
 CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
@@ -73,11 +71,8 @@ CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
         ("a b c", [A, B, C]),
         ({"text": "a b c", "messages": None}, [A, B, C]),
         ({"id": 1, "messages": CHAT}, CHAT_IDS),
-        ({"text": CHAT}, CHAT_IDS),
         (CHAT, CHAT_IDS),
-        (tuple(CHAT), CHAT_IDS),
         ([A, B, C], [A, B, C]),
-        ({"text": [A, B, C]}, [A, B, C]),
         (torch.tensor([A, B, C]), [A, B, C]),
         (torch.tensor([A, B, C], dtype=torch.uint16), [A, B, C]),
         (np.array([A, B, C]), [A, B, C]),
@@ -122,8 +117,6 @@ def test_blank_texts_are_skipped():
     windows = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
     assert list_window_ids(windows) == [[A, B]]
 
-
-# -- files -----------------------------------------------------------------------------------------
 
 LINES = [
     '"a b c"',
@@ -199,40 +192,14 @@ def test_all_letters_of_a_text_file_are_read(tmp_path_factory, text, max_length)
     assert (expected - letter_counts).total() <= num_texts
 
 
-def read_with_peak_memory(*arguments, **options) -> tuple[list[torch.Tensor], int]:
-    """Return windows, and the peak memory of reading it, in bytes."""
-    tracemalloc.start()
-    try:
-        return read_texts(*arguments, **options), tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("text", ["x" * 8, "a b c d\n"])
 def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
     (path := tmp_path / "x.txt").write_text(text * 2**21)
-    tokenizer = make_tokenizer(by_letter=True)
-    windows, peak = read_with_peak_memory(path, tokenizer, max_tokens=1000, max_length=128)
-    assert peak < path.stat().st_size / 2
+    tracemalloc.start()
+    windows = read_texts(path, make_tokenizer(by_letter=True), max_tokens=1000, max_length=128)
+    assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 2
+    tracemalloc.stop()
     assert 999 <= count_tokens(windows) <= 1000
-
-
-def test_a_long_line_is_split_as_if_read_at_once(tmp_path, monkeypatch):
-    (path := tmp_path / "x.txt").write_text("a b c d " * 3000 + "\n" + "a" * 5000 + " b")
-    expected = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    monkeypatch.setattr(texts_module, "_CHARACTERS_PER_READ", 100)
-    actual = read_texts(path, make_tokenizer(by_letter=True), max_length=64)
-    assert list_window_ids(actual) == list_window_ids(expected)
-
-
-def test_blank_lines_use_no_memory(tmp_path):
-    (path := tmp_path / "x.txt").write_text("\n" * 100_000 + "a b")
-    windows, peak = read_with_peak_memory(path)
-    assert list_window_ids(windows) == [[A, B]]
-    assert peak < 3 << 20
-
-
-# -- errors ----------------------------------------------------------------------------------------
 
 
 # Each rule once. A pair of a name and bytes is a file.
@@ -240,7 +207,6 @@ def test_blank_lines_use_no_memory(tmp_path):
     ("texts", "options", "fragments"),
     [
         ("a" * 9999, {}, ["a file or a list of texts, got 'aaa", "Pass [text] for one text"]),
-        ("a\0b", {}, ["Pass [text]"]),
         (Path(__file__).parent, {}, ["an existing file"]),
         ({"train": ["a b"], "test": ["a"]}, {}, ["'train'", "one split"]),
         (3, {}, ["a list of texts, got 3"]),
@@ -248,18 +214,12 @@ def test_blank_lines_use_no_memory(tmp_path):
         (["a", "b"], {}, ["at least 2 tokens", "got 2 of one token"]),
         (["a b", None], {}, ["texts[1]: ", "got None", "leave out"]),
         ([["a", "b"]], {}, ["texts[0]: ", "got ['a', 'b']", "each text as one item"]),
-        ([[[A], [A, B]]], {}, ["texts[0]: ", "got [[6], [6, 7]]"]),
         ([[True, False]], {}, ["got [True, False]"]),
-        ([{"text": None, "messages": CHAT}], {}, ["column 'text'", "got None"]),
         (CHAT, {}, ["'text' or 'messages', got the columns 'role', 'content'", "text_column"]),
-        ([{"messages": CHAT}], {"text_column": "body"}, ["'body', got the columns 'messages'"]),
-        ([[CHAT[0], "b"]], {}, ["texts[0]: ", "got 'b'"]),
         ([[{"text": "a"}]], {}, ["texts[0]: ", "{'text': 'a'}", "Rename"]),
         ([[A, -1]], {}, ["from 0 to 31", "got -1"]),
-        ([torch.tensor([1 << 40])], {}, ["from 0 to 31"]),
         (["a \ud800"], {}, ["texts[0]: ", "UTF-8", r"'a \ud800'"]),
         (["a b"], {"max_tokens": 1}, ["max_tokens"]),
-        (["a b"], {"max_length": 2.0}, ["max_length"]),
         (["a b"], {"chat_template": "x"}, ["chat_template"]),
         (["a b"], {"tokenizer": "gpt2"}, ["AutoTokenizer.from_pretrained"]),
         (["a b"], {"tokenizer": None}, ["texts[0]: expected token ids without a tokenizer"]),
@@ -273,7 +233,6 @@ def test_blank_lines_use_no_memory(tmp_path):
         (("x.txt", "a b".encode("utf-16")), {}, ["x.txt: ", "Save the file as UTF-8"]),
         (("x.jsonl", b'"a"\n"\xff"'), {}, ["x.jsonl: ", "UTF-8", "0xff"]),
         (("x.jsonl", b'"a b"\n{"text"'), {}, ["x.jsonl, line 2: ", "JSON", "JSONDecodeError"]),
-        (("x.jsonl", b"[" * 100_000), {}, ["line 1", "RecursionError"]),
         (("x.jsonl.gz", b"not gzip"), {}, ["got .gz", "Rename"]),
     ],
 )
@@ -287,8 +246,6 @@ def test_invalid_texts_are_rejected(tmp_path, texts, options, fragments):
     assert all(fragment in message for fragment in ("got", *fragments)), message
     assert len(message) < 500
 
-
-# -- windows and held-out texts --------------------------------------------------------------------
 
 TEXT_IDS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 LISTS_OF_TEXTS = st.lists(TEXT_IDS, min_size=1, max_size=12).filter(
@@ -335,21 +292,3 @@ def test_reading_stops_at_max_tokens(texts, max_length, max_tokens):
     # The last window is shortened.
     windows = read_texts(["a b c", "b c d a"], max_tokens=5)
     assert list_window_ids(windows) == [[A, B, C], [B, C]]
-
-
-def test_an_infinite_generator_is_read_only_as_far_as_needed():
-    counter = itertools.count()
-    texts = ([n % 20, n % 7, 3] for n in counter)
-    assert count_tokens(read_texts(texts, max_tokens=300)) == 300
-    assert next(counter) == 100
-
-
-# -- a real tokenizer ------------------------------------------------------------------------------
-
-
-def test_texts_are_tokenized_with_a_trained_tokenizer(demo_model_path):
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
-    text = "The cache stores keys and values.\n\nÜber 日本語 🙂\n"
-    chat = tokenizer.apply_chat_template(CHAT, return_dict=False)
-    windows = read_texts([text, {"messages": CHAT}], tokenizer)
-    assert sorted(list_window_ids(windows)) == sorted([tokenizer(text)["input_ids"], chat])

@@ -47,6 +47,5 @@ def run(monkeypatch, capsys) -> Command:
 
 @pytest.fixture
 def saved_scales(tmp_path) -> Path:
-    """Return a folder with the scales of three layers."""
     random_scales("tensor").save_pretrained(tmp_path / "scales")
     return tmp_path / "scales"

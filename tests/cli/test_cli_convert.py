@@ -26,17 +26,6 @@ def test_scales_are_converted_to_a_format_and_back(run, tmp_path):
     assert_holds(final, reduce_scales(scales, "compressed-tensors"), "hf_fp8kv")
 
 
-def test_scales_are_converted_into_a_checkpoint(run, saved_scales, tmp_path, model_folder):
-    scales = random_scales("tensor", num_layers=2)
-    scales.save_pretrained(saved_scales, overwrite=True)
-    options = ("--checkpoint", model_folder, "--weights", "link")
-    out, _ = run("convert", saved_scales, tmp_path / "out", "--to", "compressed-tensors", *options)
-    files = (tmp_path / "out").glob("*.safetensors")
-    assert any(path.samefile(Path(model_folder) / "model.safetensors") for path in files)
-    assert str(tmp_path / "out" / "model-kv-scales.safetensors") in out.splitlines()
-    assert_holds(tmp_path / "out", scales, "compressed-tensors")
-
-
 def test_model_type_and_tp_size_and_overwrite_reach_the_library(run, tmp_path):
     source, target = (tmp_path / name for name in ("source", "target"))
     KVScales(random_scales("tensor").layers).save_pretrained(source)

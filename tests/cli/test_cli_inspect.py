@@ -7,11 +7,9 @@ import torch
 
 import hf_fp8kv.calibration
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.scales import KVScales
 from tests.cli.test_scales_table import make_report
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
-from tests.scales.test_sources import edit_json
 
 
 @pytest.mark.parametrize("kind", ["head", "centered-channel"])
@@ -22,9 +20,6 @@ def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
     assert (output["format"], output["model_type"]) == ("hf_fp8kv", "llama")
     assert (output["report"], output["warnings"], output["remarks"]) == (None, [], [])
     assert output["layers"].keys() == {"0", "1", "2"}
-    printed, stderr = run("inspect", tmp_path)
-    assert f"hf_fp8kv, llama, 3 layers, per {kind.removeprefix('centered-')}, K " in printed
-    assert stderr == ""
     row, layer = output["layers"]["1"], scales.layers[1]
     assert row["centered"] == kind.startswith("centered")
     assert row["granularity"] == layer.granularity
@@ -62,18 +57,6 @@ def test_the_plan_of_a_saved_cache_is_shown(run, tmp_path):
     run.fails("inspect", path, "--texts", "pydoc", code=2)
 
 
-def test_warnings_and_remarks_are_shown(run, tmp_path):
-    layers = KVScales.uniform(3).layers
-    scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
-    scales.save_pretrained(tmp_path, format="autofp8")
-    edit_json(tmp_path / "config.json", num_hidden_layers=3)
-    printed, stderr = run("inspect", tmp_path)
-    assert stderr.startswith("warning: ")
-    assert "layers without scales: 1" in stderr
-    assert "no scales for layer 1" in printed
-    assert len(run.json("inspect", tmp_path)["remarks"]) == 2
-
-
 def test_a_measurement_is_shown(run, tmp_path, model_folder, monkeypatch):
     report = make_report(2, num_heads=2)
     measure = mock.Mock(return_value=report)
@@ -91,8 +74,6 @@ def test_a_measurement_is_shown(run, tmp_path, model_folder, monkeypatch):
         assert text in printed
     output = run.json(*arguments, "pydoc")  # Python's documentation
     assert len(measure.call_args.args[2]) > 50
-    side = output["layers"]["1"]["v"]
-    assert (side["amax"], side["amax_from"], side["saturated"]) == (2.125, "text", 0.00003)
     assert output["report"] == report.to_dict()
 
 

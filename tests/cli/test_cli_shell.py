@@ -39,12 +39,8 @@ def complete(monkeypatch, capsys):
         ("hf-fp8kv gen", ["generate"]),
         ("hf-fp8kv generate --back", ["--backend"]),
         ("hf-fp8kv generate --backend t", ["torch", "triton"]),
-        ("hf-fp8kv generate --key-dtype m", ["model"]),
-        ("hf-fp8kv bench ", ["speed", "memory"]),
         ("hf-fp8kv bench speed --device c", ["cpu", "cuda"]),
-        ("hf-fp8kv calibrate --model-dtype b", ["bfloat16"]),
         ("hf-fp8kv convert a b --to ", list(SCALE_FORMATS)),
-        ("hf-fp8kv convert a b --weights ", ["copy", "link"]),
     ],
 )
 def test_a_shell_completes_words(complete, line, expected):

@@ -62,9 +62,6 @@ def make_scales(report: ScalesReport, centered: tuple[int, ...] = ()) -> KVScale
     return KVScales(layers, model_type="llama", origin="a: b/kv.safetensors")
 
 
-# -- as tables -------------------------------------------------------------------------------------
-
-
 def render(scales: KVScales, report: ScalesReport | None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
     for part in render_scales(scales, report, width):
@@ -96,19 +93,6 @@ def test_the_tables_of_a_measurement_have_all_measurements():
         ["cache", "KL", "KL", "top-1", "perplexity", "tokens"],
         ["unquantized", "0", "0", "100.00%", "12.5", "400"],
         ["static fp8_e4m3", "3.00e-03", "2.00e-01", "96.25%", "12.53", "400"],
-    ]
-
-
-def test_a_table_without_a_report_shows_the_scales():
-    layer = LayerScales(torch.tensor(0.015625), torch.tensor(0.5), None, "x: [bold]a[/bold]")
-    text = render(KVScales({0: layer}, origin="[red]x[/red]"), None)  # names are not markup
-    assert text.splitlines()[:2] == [
-        "hf_fp8kv, model type unknown, 1 layer, per tensor, K not centered", "from [red]x[/red]"
-    ]  # fmt: skip
-    assert read_rows(text) == [
-        ["layer", "stored", "scale", "448 x scale", "source"],
-        ["0", "K", "0.0156", "7", "[bold]a[/bold]"],
-        ["0", "V", "0.5", "224", "[bold]a[/bold]"],
     ]
 
 
@@ -144,9 +128,6 @@ def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
     )
     text = render(scales, None)
     assert text.find(f"! {remark}") > text.index("└") if remark else "! " not in text
-
-
-# -- as a plot -------------------------------------------------------------------------------------
 
 
 def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():

@@ -4,18 +4,14 @@ A case is a function of a model, a dict with the keyword `tensor_parallel` (empt
 model), and a folder for files. It returns a value that JSON can represent.
 """
 
-import json
-import logging
 import os
 from collections.abc import Callable
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
@@ -51,25 +47,10 @@ def save_models(folder: Path) -> None:
     for name, (kind, options) in MODELS.items():
         model, _ = build_variant(kind, **MODEL_SIZES, **options)
         model.save_pretrained(folder / name)
-        # `from_pretrained` reads scales next to the weights.
-        make_scales("head", model).save_pretrained(folder / name)
-        save_tokenizer(folder / name)
-        write_vllm_scales(folder / f"{name}.json")
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer with a token for each word of a sentence, and a token for unknown words."""
-    vocabulary = {word: i for i, word in enumerate(["?", "London", "is", "the", "capital", "of"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
 
 
 def load_model(folder: Path, name: str, **keywords: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / name, **keywords).eval()
-
-
-# -- scales --------------------------------------------------------------------------------------
 
 
 def make_scales(kind: str, model: Any) -> KVScales:
@@ -89,21 +70,6 @@ def make_scales(kind: str, model: Any) -> KVScales:
     return KVScales({index: make_layer() for index in range(NUM_LAYERS)})
 
 
-def make_rank_scales() -> list[dict[str, float]]:
-    """Return a scale for each rank and layer, in the form of vLLM's JSON."""
-    rows = torch.rand(2, NUM_LAYERS, generator=torch.Generator().manual_seed(6)).tolist()
-    return [{str(i): (0.5 + 3 * number) / 448 for i, number in enumerate(row)} for row in rows]
-
-
-def write_vllm_scales(path: Path) -> None:
-    factors = {str(rank): layers for rank, layers in enumerate(make_rank_scales())}
-    cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
-    path.write_text(json.dumps({"model_type": None, "kv_cache": cache}))
-
-
-# -- generation ----------------------------------------------------------------------------------
-
-
 def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
     """Return the greedy tokens of two sequences. The first sequence starts with padding."""
     output = model.generate(**make_prompt(), past_key_values=cache, **{**GREEDY, **keywords})
@@ -121,22 +87,6 @@ def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Cas
         return {"tokens": tokens, "heads": cache.layers[0].store.pool.num_heads}
 
     return run
-
-
-def generate_beams_and_forks(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    def make_cache() -> FP8PagedCache:
-        return FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
-
-    cache = make_cache()
-    first_tokens = generate(model, cache, max_new_tokens=4)
-    mask = torch.ones(2, 17).long()
-    mask[0, :3] = 0
-    inputs = {"input_ids": torch.tensor(first_tokens), "attention_mask": mask}
-    continuations = [
-        model.generate(**inputs, past_key_values=x, **GREEDY).tolist()
-        for x in (cache.fork(), cache)
-    ]
-    return [first_tokens, *continuations, generate(model, make_cache(), num_beams=3)]
 
 
 def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -171,57 +121,12 @@ def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
         hf_fp8kv.disable(model)
 
 
-def generate_by_default(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens of a split model, which gets no plan, and check that a message says so.
-
-    In one process, the same format is passed.
-    """
-    keywords: dict[str, Any] = {**STORED} if ranks else {**STORED, "dtype": "fp8_e3m4"}
-    handler = BufferingHandler(100)
-    logging.getLogger("hf_fp8kv").addHandler(handler)
-    try:
-        hf_fp8kv.enable(model, **keywords)
-        assert len(handler.buffer) == len(ranks), [record.getMessage() for record in handler.buffer]
-        return generate(model, None)
-    finally:
-        logging.getLogger("hf_fp8kv").removeHandler(handler)
-        hf_fp8kv.disable(model)
-
-
-def generate_from_checkpoint(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    folder = model.config._name_or_path
-    cache = FP8PagedCache.from_pretrained(folder, config=model.config, **STORED, **ranks)
-    return generate(model, cache)
-
-
-def generate_with_json(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens with vLLM's JSON, or with the same scales per head in one process."""
-    file_scales: Any = folder / "8q-4kv.json"
-    if not ranks:
-        columns = [
-            torch.tensor([layers[str(index)] for layers in make_rank_scales()])[:, None]
-            for index in range(NUM_LAYERS)
-        ]
-        per_head = [column.repeat_interleave(2, 0) for column in columns]
-        file_scales = KVScales(
-            {i: LayerScales(scale, scale.clone()) for i, scale in enumerate(per_head)}
-        )
-    return generate(model, FP8PagedCache(model.config, scales=file_scales, **STORED, **ranks))
-
-
 def serve(model: Any, ranks: RankOptions, folder: Path) -> Any:
     serving.enable(model, scales=make_scales("centers", model))
     try:
         return generate_batch(model, prompts(VOCAB_SIZE), max_batch_tokens=16)
     finally:
         serving.disable(model)
-
-
-def generate_with_wrong_scales(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    """Return the tokens if both processes use the scales of rank 0, which are wrong for rank 1."""
-    wrong_ranks = {"tensor_parallel": TensorParallel(0, 2)} if ranks else {}
-    cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **wrong_ranks)
-    return generate(model, cache)
 
 
 def get_rank(model: Any, ranks: RankOptions, folder: Path) -> Any:
@@ -240,13 +145,6 @@ def get_hash_key(model: Any, ranks: RankOptions, folder: Path) -> Any:
             return manager.batch_processor.cache.hash_key.hex()
     finally:
         serving.disable(model)
-
-
-def describe_attention(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    return check_model(model).to_dict()
-
-
-# -- errors --------------------------------------------------------------------------------------
 
 
 def catch_error(call: Callable[[], Any]) -> str:
@@ -285,8 +183,6 @@ def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any
     return catch_error(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))
 
 
-# -- all cases -----------------------------------------------------------------------------------
-
 # Cases in which each process gives the tokens of one process with the whole model: all kinds of
 # attention, scales and caches, with a model whose heads are split across processes.
 EQUAL_CASES: dict[str, tuple[str, Case]] = {
@@ -302,23 +198,17 @@ EQUAL_CASES: dict[str, tuple[str, Case]] = {
         "4q-2kv", make_generate_case("fp8_paged", "head", max_cache_len=40, backend="torch"),
     ),
     "gathered heads": ("gathered", make_generate_case("fp8_paged", "head")),
-    "forks and beams": ("8q-4kv", generate_beams_and_forks),
     "a cache in files": ("8q-4kv", save_and_load),
     "enable": ("8q-4kv", generate_enabled),
-    "no plan": ("8q-4kv", generate_by_default),
-    "from_pretrained": ("8q-4kv", generate_from_checkpoint),
-    "vLLM's JSON, a rank each": ("8q-4kv", generate_with_json),
     "latents": ("latents", make_latents_case()),
     "latents, preallocated": ("latents", make_latents_case(dtype="auto", max_cache_len=40)),
     "generate_batch, chunked, centers": ("biased-keys", serve),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL_CASES,
-    "other rank's scales": ("8q-4kv", generate_with_wrong_scales),
     "ranks": ("8q-4kv", get_rank),
     "hash key": ("8q-4kv", get_hash_key),
     "ranks, gathered heads": ("gathered", get_rank),
-    "report": ("8q-4kv", describe_attention),
     "scales of all heads, no ranks": ("8q-4kv", make_refused_case()),
     "ranks, heads not split": ("gathered", make_refused_case(tensor_parallel=TensorParallel(0, 2))),
     "uneven heads": ("one-head", catch_uneven_errors),

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from transformers import AutoTokenizer
 
 from hf_fp8kv import ConfigError, FP8PagedCache, tensor_parallel
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
@@ -86,7 +85,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def results(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of each process, by case."""
     files = [folder / f"rank{rank}.json" for rank in range(NUM_PROCESSES)]
     if not all(file.exists() for file in files):
         pytest.fail("the processes failed. The first test of this file has the log", pytrace=False)
@@ -101,9 +99,6 @@ def run_alone(folder: Path, name: str) -> Any:
     return json.loads(json.dumps(run(model, {}, folder)))
 
 
-# -- the same tokens -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", cases.EQUAL_CASES)
 def test_two_processes_give_the_tokens_of_one_process(folder, results, name):
     expected = run_alone(folder, name)
@@ -111,41 +106,6 @@ def test_two_processes_give_the_tokens_of_one_process(folder, results, name):
         num_processes = 1 if "gathered" in name else NUM_PROCESSES
         expected = {**expected, "heads": expected["heads"] // num_processes}
     assert [rank_results[name] for rank_results in results] == [expected] * NUM_PROCESSES
-
-
-def test_scales_of_the_wrong_rank_change_the_tokens(folder, results):
-    right_tokens = run_alone(folder, "fp8_paged, per head")["tokens"]
-    tokens, other_tokens = (rank_results["other rank's scales"] for rank_results in results)
-    assert tokens == other_tokens
-    assert tokens != right_tokens
-
-
-@pytest.mark.full  # torchrun starts separate processes, which takes too long for the fast tier
-def test_the_script_in_the_docs_runs(folder, tmp_path):
-    page = (ROOT / "docs/distributed.md").read_text()
-    block = next(
-        x for x in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "tp.py" in x
-    )
-    script = tmp_path / "tp.py"
-    checkpoint = folder / "8q-4kv"
-    script.write_text(block)
-    # "--standalone" uses a free port.
-    output = launch(
-        "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(NUM_PROCESSES), script, checkpoint, checkpoint,
-        log=tmp_path / "log",
-    )  # fmt: skip
-    model = cases.load_model(folder, "8q-4kv", attn_implementation="fp8_paged")
-    ids = AutoTokenizer.from_pretrained(checkpoint)("London is the capital of", return_tensors="pt")
-    cache = FP8PagedCache(model.config, scales=cases.make_scales("head", model))
-    expected = model.generate(
-        **ids, past_key_values=cache, max_new_tokens=20, do_sample=False
-    )[0].tolist()  # fmt: skip
-    assert len(expected) > 20
-    assert str(expected) in output
-
-
-# -- ranks ---------------------------------------------------------------------------------------
 
 
 def test_a_model_has_a_rank_if_its_heads_are_split(results):
@@ -163,18 +123,6 @@ def test_an_engine_has_one_hash_key_in_all_processes(results):
     key, other_key = (rank_results["hash key"] for rank_results in results)
     assert key == other_key
     assert len(key) == 32
-
-
-def test_a_split_model_can_be_checked(folder, results):
-    expected = run_alone(folder, "report")
-    assert expected["path"] == "fused"
-    for rank_results in results:
-        report = rank_results["report"]
-        # Only a step of several processes has an obstacle.
-        assert {**report, "capture_obstacle": expected["capture_obstacle"]} == expected
-
-
-# -- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import FP8PagedCache, disable, enable, ops
-from hf_fp8kv.attention import capture
-from hf_fp8kv.modeling.model_support import CACHE
+from hf_fp8kv import enable, ops
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_medium_model, needs_gpu
 from tests.helpers.recorded_graph import recorded_graphs
 from tests.helpers.tiny_models import build_variant
@@ -62,21 +60,6 @@ def test_replays_give_the_bits_of_eager_steps(name: str, options: Any, sample: b
     actual, step = generate(model, inputs, True, **keywords)
     assert_equal(actual, expected)
     assert step.num_replays == NEW_TOKENS - 4, step.reason
-
-
-@needs_gpu  # the interpreter takes minutes
-def test_a_chat_captures_again_when_its_pages_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", 9)
-    model, inputs = make_model("sliding_and_full")
-    results = []
-    for captured in (False, True):
-        first, _ = generate(model, inputs, captured)
-        ids = torch.cat([first.sequences, first.sequences[:, :3]], 1)
-        second, step = generate(model, {"input_ids": ids}, captured, past_key_values=first[CACHE])
-        results.append((first, second))
-    for actual, expected in zip(*reversed(results), strict=True):
-        assert_equal(actual, expected)
-    assert step.num_replays > 0
 
 
 @needs_gpu
@@ -136,23 +119,3 @@ def test_threads_have_their_own_graphs() -> None:
     for i in range(2):
         assert torch.equal(results[i].sequences, expected[i].sequences)
     assert len(steps) == 2
-
-
-@needs_gpu  # the interpreter takes minutes
-def test_an_exception_leaves_a_growing_cache() -> None:
-    model, inputs = make_model("gqa")
-    cache = FP8PagedCache(model, backend="triton")
-
-    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] == inputs["input_ids"].shape[1] + 12:
-            raise ValueError("stop")
-        return scores
-
-    with pytest.raises(ValueError, match="stop"):
-        generate(model, inputs, True, past_key_values=cache, logits_processor=[fail])
-    assert not cache.is_compileable
-    expected, _ = generate(model, inputs, False)
-    cache.reset()
-    disable(model)
-    actual, _ = generate(model, inputs, True, past_key_values=cache)
-    assert_equal(actual, expected)

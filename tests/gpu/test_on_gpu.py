@@ -17,7 +17,6 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 from benchmarks.gpu.attention import attend, make_query, make_schedule
 from benchmarks.gpu.cached import CacheSteps
-from benchmarks.gpu.latent import LatentLayers
 from benchmarks.gpu.random_data import (
     compute_error,
     compute_output_error,
@@ -184,50 +183,7 @@ def test_compiled_steps_continue_after_beams_and_crops(extra_options):
     assert all(map(torch.equal, actual, expected))
 
 
-def test_forks_continue_independently():
-    model, inputs = make_model("gqa")
-    logits: dict[str, list[torch.Tensor]] = {"triton": [], "reference": []}
-    for backend, backend_logits in logits.items():
-        cache = make_cache(model, inputs, backend=backend)
-        with torch.no_grad():
-            model(**inputs, past_key_values=cache)
-            forks = [cache, cache.fork(), cache.fork()]
-            for step in range(20 if ON_GPU else 3):
-                for index, fork in enumerate(forks):
-                    token = torch.full((2, 1), 7 * index + step, device=DEVICE)
-                    mask = extend_mask(inputs, int(fork.get_seq_length()) + 1)
-                    output = model(token, attention_mask=mask, past_key_values=fork)
-                    backend_logits.append(output.logits)
-    for actual, expected in zip(*logits.values(), strict=True):
-        # A different code of one token changes the logits by 1e-3, and a wrong token by 6e-2.
-        assert compute_error(actual, expected) < TOLERANCE
-
-
 # -- layers in host memory -----------------------------------------------------------------------
-
-
-def make_deep_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a model with more than two layers, and a padded prompt of two rows."""
-    if name == "medium" and ON_GPU:
-        return make_medium_model(NUM_PADDING)
-    types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-    layers = types if name == "sliding_and_full" else {}
-    return make_model("gqa" if name == "medium" else name, num_hidden_layers=4, **layers)
-
-
-@pytest.mark.parametrize("offloading", [True, 1] if ON_GPU else [1])
-@pytest.mark.parametrize("cache_options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS.keys())
-@pytest.mark.parametrize("name", ["medium", "sliding_and_full", "latent"])
-def test_offloaded_layers_give_the_same_tokens(name, cache_options, offloading):
-    if (name != "medium" and cache_options) or ((name != "medium" or cache_options) and not ON_GPU):
-        pytest.skip("formats do not depend on the model, and test_offloading.py tests the CPU")
-    model, inputs = make_deep_model(name)
-    all_options = [{}, {"num_beams": 2}, {"prefill_chunk_size": 7}]
-    for options in all_options if name == "medium" and not cache_options and ON_GPU else [{}]:
-        expected = generate(model, inputs, make_cache(model, inputs, **cache_options), **options)
-        cache = make_cache(model, inputs, **cache_options, offloading=offloading)
-        assert torch.equal(generate(model, inputs, cache, **options), expected), options
-        assert cache.memory_footprint().fetched_bytes > 0
 
 
 def fill_cache(num_layers: int, batch: int, num_tokens: int, **options: Any) -> FP8PagedCache:
@@ -359,34 +315,6 @@ def test_no_step_compiles_a_kernel_again(preallocated, monkeypatch):
     assert len(events) == num_compiled
 
 
-@needs_gpu
-@pytest.mark.parametrize("options", [{}, {"scales": 0.02}], ids=["dynamic", "static"])
-def test_a_replayed_graph_uses_the_current_lengths(options):
-    """One captured step is replayed over several pages and schedules."""
-    num_stored, num_replays = 60, 1500
-    options = {**options, "max_cache_len": num_stored + num_replays + 10}
-    cache, eager_cache = (fill_cache(1, 2, num_stored, **options) for _ in range(2))
-    step, expected_step = make_layer_step(cache), make_layer_step(eager_cache)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    # A preallocated cache keeps its tensors, so that the graph continues from the prompt.
-    cache.crop(-2)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step()
-    for index in range(num_replays):
-        graph.replay()
-        expected = expected_step()
-        if index % 50 == 0 or index == num_replays - 1:
-            assert torch.equal(output, expected), f"replay {index}"
-    length = num_stored + num_replays
-    assert int(cache.get_seq_length()) == int(eager_cache.get_seq_length()) == length
-
-
 class AttentionCall(NamedTuple):
     """Functions that fill a schedule, attend to scattered pages, and compute the error."""
 
@@ -477,27 +405,6 @@ def test_attention_over_scattered_pages_matches_the_reference(fmt, case):
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
-@pytest.mark.parametrize("heads", [FEW_HEADS, MANY_HEADS], ids=["16 heads", "128 heads"])
-@pytest.mark.parametrize("fmt", [E3M4, BF16], ids=lambda fmt: fmt.name)
-def test_layer_steps_with_latents_match_the_reference(fmt, heads, preallocated):
-    """An attention layer of DeepSeek stores a token and attends to all, as in the benchmark."""
-    case = shrink_case(Case((4097,) * 2, heads))
-    length = case.lengths[0]
-    with torch.no_grad(), poison_memory():
-        layers = LatentLayers(STAGE, case, 2)
-        cache = FP8PagedCache(
-            layers.modules[0].config, dtype=fmt.dtype, backend="triton",
-            max_cache_len=length + 8 if preallocated else None,
-        )  # fmt: skip
-        steps, stored = layers.fill(cache, fp8_paged_attention)
-        for index in range(3):
-            for step in steps:
-                output = step()
-            layers.case = replace(layers.case, lengths=(length + index,) * 2)
-            assert layers.measure_error(output, *stored) < TOLERANCE
-
-
-@pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -571,8 +478,3 @@ def test_calibration_on_a_gpu_matches_the_cpu():
         for side in ("k", "v"):
             scale, cpu_scale = getattr(layer, side), getattr(cpu_scales.layers[index], side)
             assert scale.item() == pytest.approx(cpu_scale.item(), rel=0.02)
-    model, inputs = build_variant("llama")
-    inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
-    cache = FP8PagedCache(model.config, scales=device_scales)
-    tokens = generate(model.to(DEVICE), inputs, cache, max_new_tokens=4)
-    assert tokens.shape[1] == inputs["input_ids"].shape[1] + 4

@@ -7,7 +7,6 @@ test the tests themselves.
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,25 +14,16 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
-from hf_fp8kv.formats import LayerPlan
-from hf_fp8kv.ops import AttentionSpec, Pages
-from hf_fp8kv.serving.attend import StoredLayer
-from hf_fp8kv.serving.config import LayerStorage
-from hf_fp8kv.serving.layout import EngineLayout, view_layers
-from hf_fp8kv.serving.step import EngineStep
-from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, forbid_synchronization, make_llama, needs_gpu
+from hf_fp8kv import ops, serving
+from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_llama, needs_gpu
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import (
     batching,
     generate_batch,
     generate_each,
-    generate_forked,
     greedy,
     head_scales,
-    open_manager,
     record_offloads,
-    request_answer,
     request_answers,
     run_manager,
 )
@@ -160,44 +150,6 @@ def test_batches_give_the_tokens_of_generate(name: str, cache_kind: str, option_
         assert run_prompts(model, make_prompts(), **BATCHING_OPTIONS[option_name]) == expected
 
 
-@pytest.mark.parametrize("centered", [False, True], ids=["", "centered"])
-def test_bfloat16_differs_only_in_tokens_with_close_logits(centered: bool) -> None:
-    """Products of different shapes round differently, so a rounding error may decide a token."""
-    model = make_llama(torch.bfloat16)
-    cache_options = {"scales": head_scales(model, center=centered), **TRITON}
-    prompts = make_prompts()[0 if ON_GPU else -2 :]
-    with enable_pages(model, **cache_options):
-        answers = run_prompts(model, prompts)
-    model.set_attn_implementation("fp8_paged")
-    for prompt, answer in zip(prompts, answers, strict=True):
-        cache = FP8PagedCache(model.config, prefill="stored", **cache_options)
-        ids = torch.tensor([prompt + answer], device=DEVICE)
-        with torch.no_grad():
-            logits = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 : -1].float()
-        differences = logits.amax(1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-        # The first bound is a few bfloat16 roundings, 2**-8 each. A wrong page changes logits by
-        # about a standard deviation.
-        assert (differences <= 8 * 2**-8 * logits.std(1)).float().mean() > 0.9
-        assert (differences <= 0.5 * logits.std(1)).all()
-
-
-def test_prefixes_are_reused(served_model: Any) -> None:
-    model, expected = served_model
-    with open_manager(model, num_pages=NUM_PAGES) as manager:
-        actual = [request_answer(manager, prompt) for prompt in make_prompts()[-2:]]
-        usage = serving.read_usage(manager)
-    assert actual == expected[-2:]
-    assert usage is not None
-    assert (usage.prefix_hits, usage.prefix_tokens) == (1, 32 * LENGTH_FACTOR)
-
-
-def test_forked_requests_give_the_tokens_of_generate(served_model: Any) -> None:
-    model, _ = served_model
-    prompts = serving_tools.prompts()[: 4 if ON_GPU else 2]
-    expected = generate_each(model, prompts, scales=head_scales(model), **TRITON)
-    assert generate_forked(model, prompts, 3) == [tokens for tokens in expected for _ in range(3)]
-
-
 # -- engines on a GPU ------------------------------------------------------------------------------
 
 
@@ -227,14 +179,6 @@ def test_decoding_steps_use_graphs(cache_kind: str, async_options: dict[str, boo
         # A few graphs are captured for each of two sets of inputs, and not one for each step.
         assert 0 < capture_calls.call_count <= 8
         assert replay_calls.call_count > serving_tools.NEW_TOKENS / 2
-
-
-@needs_gpu
-def test_unsupported_graphs_are_refused() -> None:
-    model = MODEL_MAKERS["mistral"]()
-    serving.enable(model, **TRITON)
-    with pytest.raises(ConfigError, match="use_cuda_graph"):
-        model.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
 
 
 def test_unused_rows_do_not_change_tokens(served_model: Any) -> None:
@@ -313,93 +257,3 @@ def test_memory_stays_within_the_plan() -> None:
     free_bytes.append(torch.cuda.mem_get_info()[0])
     assert used_bytes <= 0.2 * max(free_bytes) + 2**26
     assert used_bytes > 0.9 * 0.2 * min(free_bytes), "the pages use less than allowed"
-
-
-# -- one layer of one step -------------------------------------------------------------------------
-
-NUM_HEADS, NUM_KV_HEADS = (32, 8) if ON_GPU else (4, 2)
-HEAD_DIM, PAGE_SIZE = (128, 64) if ON_GPU else (16, 8)
-# Numbers of stored and new tokens of three prompts, then of two decoding requests and a chunk.
-FIRST_STEP = tuple((0, n * LENGTH_FACTOR) for n in (33, 20, 40))
-SECOND_STEP = ((33 * LENGTH_FACTOR, 1), (20 * LENGTH_FACTOR, 1), (40 * LENGTH_FACTOR, 30))
-
-
-def run_layer(
-    pages: Pages, layout: EngineLayout, window: int | None, first_page: int = 0,
-    backend: str = "triton", device: torch.device = DEVICE,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Return the attention outputs of two steps of three requests, whose pages are consecutive."""
-    generator = torch.Generator().manual_seed(0)
-    pages_per_request = -(-(window or 80 * LENGTH_FACTOR) // PAGE_SIZE) + 1
-    layer = StoredLayer(pages, LayerStorage(layout.plan, None, None, None), layout, backend)
-    outputs = []
-    for requests in (FIRST_STEP, SECOND_STEP):
-        step = EngineStep([window], PAGE_SIZE)
-        for index, (num_stored, num_new) in enumerate(requests):
-            start = first_page + index * pages_per_request
-            step.add(num_stored, num_new, [list(range(start, start + pages_per_request))])
-        query, key, value = (
-            torch.randn(1, num_heads, step.num_tokens, HEAD_DIM, generator=generator).to(
-                device, layout.dtype
-            )
-            for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-        )
-        with forbid_synchronization(), torch.no_grad():
-            spec = AttentionSpec(HEAD_DIM**-0.5, causal=True)
-            outputs.append(layer.attend(query, key, value, step.get_work(0, device), spec))
-    return outputs
-
-
-ENGINE_LAYOUT = EngineLayout(
-    NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, LayerPlan.parse("fp8", "fp8"), torch.float32, is_dynamic=True
-)
-
-LAYER_LAYOUTS = (replace(ENGINE_LAYOUT, plan=LayerPlan.parse("model", "fp8")), ENGINE_LAYOUT)
-
-
-def make_pages(num_pages: int, device: torch.device = DEVICE) -> Pages:
-    num_bytes = num_pages * ENGINE_LAYOUT.bytes_per_page
-    return ENGINE_LAYOUT.view_memory(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
-
-
-def make_layers(num_pages: int, device: torch.device = DEVICE) -> list[Pages]:
-    """Return the pages of two layers in blocks. Layer 0 keeps K in float32."""
-    block_size = sum(layout.bytes_per_page for layout in LAYER_LAYOUTS)
-    blocks = torch.zeros((num_pages, block_size), dtype=torch.uint8, device=device)
-    return view_layers(blocks, LAYER_LAYOUTS)
-
-
-@pytest.mark.parametrize("window", [None, 25 * LENGTH_FACTOR], ids=["full", "ring"])
-def test_a_step_does_not_synchronize_and_reaches_far_pages(window: int | None) -> None:
-    """The requests' lists are copied asynchronously, and pages lie past 2 ** 31 bytes of a pool."""
-    num_pages = 3 * (-(-80 * LENGTH_FACTOR // PAGE_SIZE) + 1)
-    far_page = 2**31 // (NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM) + 5 if ON_GPU else 7
-    near_outputs = run_layer(make_pages(num_pages), ENGINE_LAYOUT, window)
-    large_pool = make_pages(far_page + num_pages)
-    far_outputs = run_layer(large_pool, ENGINE_LAYOUT, window, far_page - 1)
-    assert all(map(torch.equal, far_outputs, near_outputs))
-    if ON_GPU:
-        assert large_pool.block.numel() > 2**31
-    assert not large_pool.block[: far_page - 1].any(), "a page outside the requests was written"
-    # The backend "torch" on the CPU gives the same results.
-    cpu = torch.device("cpu")
-    expected_outputs = run_layer(
-        make_pages(num_pages, cpu), ENGINE_LAYOUT, window, backend="torch", device=cpu
-    )
-    for output, expected in zip(near_outputs, expected_outputs, strict=True):
-        assert (output.cpu() - expected).norm() < 1e-3 * expected.norm()
-
-
-def test_layers_with_pages_of_different_sizes_share_blocks() -> None:
-    num_pages = 3 * (-(-80 * LENGTH_FACTOR // PAGE_SIZE) + 1)
-    cpu = torch.device("cpu")
-    layers, expected_layers = make_layers(num_pages), make_layers(num_pages, cpu)
-    outputs = [
-        run_layer(pages, layout, None) for pages, layout in zip(layers, LAYER_LAYOUTS, strict=True)
-    ]
-    # A layer alone in its blocks gives the same bits.
-    assert all(map(torch.equal, outputs[1], run_layer(make_pages(num_pages), ENGINE_LAYOUT, None)))
-    for pages, layout, layer_outputs in zip(expected_layers, LAYER_LAYOUTS, outputs, strict=True):
-        expected = run_layer(pages, layout, None, backend="torch", device=cpu)
-        for output, expected_output in zip(layer_outputs, expected, strict=True):
-            assert (output.cpu() - expected_output).norm() < 1e-3 * expected_output.norm()

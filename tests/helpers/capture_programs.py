@@ -28,10 +28,6 @@ COMMON = {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": Tr
 LONG_CALL = 31  # minimum number of steps of calls whose replays are counted
 
 
-class _Failure(Exception):
-    """Raised by a processor."""
-
-
 class _Recorder(BaseStreamer):
     """A streamer that records tokens."""
 
@@ -50,7 +46,7 @@ class _Call:
 
     Attributes:
         change: Name of a change before the call, or None.
-        disturbance: Name of a call of the cache by a criterion, or None.
+        disturbance: Name of a method of the cache that a criterion calls.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -67,22 +63,19 @@ class _Call:
         options = ({}, {}, {}, {"disable_compile": True}, {"output_scores": True})
         self.options = rng.choice(options)
         self.change = rng.choice((None, None, "weights", "enable", "fork", "reset", "dtype"))
-        self.disturbance = rng.choice((None, None, None, "fork", "memory"))
+        self.disturbance = rng.choice(("host_length",) * 3 + ("fork", "memory_footprint"))
         self.num_steps = 0
         self.cache: Any = None
 
     def process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.num_steps += 1
         if self.num_steps == self.failing_step:
-            raise _Failure
+            raise InterruptedError
         return scores
 
     def stop(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         if self.cache is not None and self.num_steps % 7 == 3:
-            if self.disturbance == "fork":
-                self.cache.fork()
-            elif self.disturbance == "memory":
-                self.cache.memory_footprint()
+            getattr(self.cache, self.disturbance)()
         is_done = self.stop_step is not None and self.num_steps >= self.stop_step
         return torch.full((len(ids),), is_done)
 
@@ -90,19 +83,14 @@ class _Call:
         return [(int(ids[-1]) * 7 + i) % (VOCAB - 1) + 1 for i in range(5)]
 
 
-def make_program(seed: int) -> tuple[str, list[_Call]]:
-    """Return the name of a model, and the calls of a program."""
-    rng = random.Random(seed)
-    calls = [_Call(rng) for _ in range(rng.randint(2, 5))]
-    return rng.choice(MODELS), calls
-
-
 def run_program(seed: int, **keywords: Any) -> list[Any]:
     """Return everything that the calls return or leave in their caches.
 
     `keywords` are keywords of `enable`.
     """
-    name, calls = make_program(seed)
+    rng = random.Random(seed)
+    calls = [_Call(rng) for _ in range(rng.randint(2, 5))]
+    name = rng.choice(MODELS)
     is_hybrid, model = name == "hybrid", copy.deepcopy(build_variant(name)[0])
     # Every tenth program has the plan of its model. Choosing a plan runs the model.
     dtype = "adaptive" if seed % 10 == 1 else ("fp8_e3m4", "int8", "model")[seed % 3]
@@ -153,7 +141,7 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
                 logits_processor=[call.process], stopping_criteria=[call.stop], streamer=streamer,
                 **COMMON, **call.options, **arguments,
             )  # fmt: skip
-        except _Failure:
+        except InterruptedError:
             results += ["failure", call.cache and describe(call.cache)]
             previous = None
         else:
@@ -187,21 +175,15 @@ def check_program(seed: int, counts: Counter[str]) -> str:
         if step.num_steps >= LONG_CALL:
             counts["steps"] += step.num_steps
             counts["replays"] += step.num_replays
-    for index, results in enumerate(zip(expected, actual, strict=True)):
-        if results[0] != results[1]:
-            eager, captured = (str(result)[:200] for result in results)
-            return f"seed {seed}, result {index}: expected {eager}, got {captured}"
+    for index, (eager, captured) in enumerate(zip(expected, actual, strict=True)):
+        if eager != captured:
+            return f"seed {seed}, result {index}: expected {eager!s:.200}, got {captured!s:.200}"
     return ""
 
 
-def main() -> None:
+if __name__ == "__main__":
     first_seed, num_programs = map(int, sys.argv[1:])
     counts = Counter[str]()
-    seeds = range(first_seed, first_seed + num_programs)
-    differences = [text for seed in seeds if (text := check_program(seed, counts))]
-    lines = [*differences, f"{num_programs} programs, {len(differences)} differ: {dict(counts)}"]
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    for seed in range(first_seed, first_seed + num_programs):
+        sys.stdout.write(check_program(seed, counts) or ".")
+    sys.stdout.write(f" {num_programs} programs: {dict(counts)}\n")

@@ -4,14 +4,13 @@
 cache whose scales are much too small.
 """
 
-import gc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, serving
@@ -58,7 +57,6 @@ def models(dense_folders):
 
 @torch.no_grad()
 def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
-    """Return the logits of the first 63 tokens, and of each following token."""
     chunks = (IDS[:, :63], *IDS[:, 63:].split(1, 1))
     return [model(chunk, past_key_values=cache).logits for chunk in chunks]
 
@@ -72,7 +70,6 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 def restore_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo the replacement of the wrapper's `forward`."""
     forward = exact_states_module._find_wrapper_class().forward
     wrapped = getattr(forward, "__wrapped__", forward)
     monkeypatch.setattr(exact_states_module._find_wrapper_class(), "forward", wrapped)
@@ -86,7 +83,6 @@ def differ_clearly(logits: list[torch.Tensor], other_logits: list[torch.Tensor])
 
 
 @needs_rounding
-# Each attention function occurs once, and quantized weights occur in one case.
 @pytest.mark.parametrize(
     ("weights", "attention"),
     [("dense", "fp8_paged"), ("dense", "sdpa"), ("dense", "eager"), ("w8a8", "fp8_paged")],
@@ -97,37 +93,20 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     assert describe_rounding(declared) == ROUNDING_NOTE
     assert not describe_rounding(original)
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
-    assert differ_clearly(rounded_logits, run_model(original, DynamicCache(config=original.config)))
-    stored_options = {"page_size": 16, "prefill": "stored"}
-    other_options = {"dtype": "auto", "scales": TOO_SMALL, "skip_layers": [1], "max_cache_len": 80}
+    exact_logits = run_model(original, DynamicCache(config=original.config))
+    assert differ_clearly(rounded_logits, exact_logits)
     for options in (
-        {"page_size": 16},
-        stored_options,
-        *({name: value} for name, value in other_options.items()),
-    ):
+        {"page_size": 16}, {"page_size": 16, "prefill": "stored"}, {"dtype": "auto"},
+        {"scales": TOO_SMALL}, {"skip_layers": [1]}, {"max_cache_len": 80},
+    ):  # fmt: skip
         caches = [FP8PagedCache(model.config, **options) for model in (original, declared)]
         assert_same(run_model(original, caches[0]), run_model(declared, caches[1]))
     # The prefill is exact, so logits equal the original weights' logits without quantization.
-    exact_logits = run_model(original, DynamicCache(config=original.config))[0]
-    assert torch.equal(run_model(declared, FP8PagedCache(declared.config))[0], exact_logits)
+    paged_logits = run_model(declared, FP8PagedCache(declared.config))
+    assert torch.equal(paged_logits[0], exact_logits[0])
     # A cache of transformers still gets rounded K and V, even after a cache of this package.
+    assert torch.equal(declared(IDS[:, :63], use_cache=False).logits, rounded_logits[0])
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
-
-
-def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatch):
-    _, declared = models
-
-    @torch.no_grad()
-    def run_all() -> list[torch.Tensor]:
-        config = declared.config
-        caches = DynamicCache(config=config), StaticCache(config=config, max_cache_len=80)
-        logits = [declared(IDS, use_cache=False).logits]
-        return logits + [step for cache in caches for step in run_model(declared, cache)]
-
-    run_model(declared, FP8PagedCache(declared.config))
-    expected = run_all()
-    restore_forward(monkeypatch)
-    assert_same(run_all(), expected)
 
 
 def test_a_cache_may_be_created_before_compressed_tensors_is_imported(models, monkeypatch):
@@ -143,41 +122,6 @@ def test_a_cache_may_be_created_before_compressed_tensors_is_imported(models, mo
 
 
 @needs_rounding
-def test_wrappers_keep_no_cache_alive(models):
-    _, declared = models
-    cache = FP8PagedCache(declared.config)
-    run_model(declared, cache)
-    wrappers = [module.kv_cache for module in declared.modules() if hasattr(module, "kv_cache")]
-    assert [wrapper.past_key_values for wrapper in wrappers] == [None, None]
-    gc.collect()
-    assert not [referrer for referrer in gc.get_referrers(cache) if referrer in wrappers]
-
-
-@needs_rounding
-def test_enabled_models_give_the_results_of_the_original_weights(models):
-    original, declared = models
-    options = {
-        "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True,
-        "return_dict_in_generate": True,
-    }  # fmt: skip
-
-    def generate_logits(model: Any, **kwargs: Any) -> list[torch.Tensor]:
-        return list(model.generate(IDS, **options, **kwargs).logits)
-
-    stock_logits = generate_logits(declared)
-    for model in models:
-        hf_fp8kv.enable(model)
-    paged_logits = generate_logits(declared)
-    assert_same(paged_logits, generate_logits(original))
-    assert (paged_logits[0] - stock_logits[0]).abs().max() > 0.3
-    dense_logits = generate_logits(declared, past_key_values=DynamicCache(config=declared.config))
-    torch.testing.assert_close(dense_logits[0], stock_logits[0])
-    for model in models:
-        hf_fp8kv.disable(model)
-    assert_same(generate_logits(declared), stock_logits)
-
-
-@needs_rounding
 def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
     original, declared = models
@@ -189,19 +133,16 @@ def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch)
     assert Counter(caplog.messages)[ROUNDING_NOTE] == 1
     original_report, report = (check_model(model) for model in models)
     assert original_report.note == ""
-    assert report.note == ROUNDING_NOTE
     assert "hooks" in report.capture_obstacle
     difference = {"note": ROUNDING_NOTE, "capture_obstacle": report.capture_obstacle}
     assert report.to_dict() == original_report.to_dict() | difference
     assert ROUNDING_NOTE in str(report)
-    assert ROUNDING_NOTE not in str(original_report)
 
 
 @needs_rounding
 def test_a_warning_notes_rounded_outputs_of_projections(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
     folder = declare_output_scales(dense_folders[0], tmp_path / "old")
     model, original = load(folder), load(dense_folders[0])
     note = describe_rounding(model)
@@ -220,9 +161,8 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     exact_logits = run_model(original, FP8PagedCache(original.config))
     assert differ_clearly(run_model(model, FP8PagedCache(model.config)), exact_logits)
     # The remedy that the message names removes the rounding.
-    scales = KVScales.from_pretrained(folder)
     options = {"format": "compressed-tensors", "checkpoint": folder, "overwrite": True}
-    scales.save_pretrained(tmp_path / "copy", **options)
+    KVScales.from_pretrained(folder).save_pretrained(tmp_path / "copy", **options)
     copied_model = load(tmp_path / "copy")
     assert describe_rounding(copied_model) == ROUNDING_NOTE
     assert_same(run_model(copied_model, FP8PagedCache(copied_model.config)), exact_logits)
@@ -230,12 +170,9 @@ def test_a_warning_notes_rounded_outputs_of_projections(
 
 def test_calibration_and_measurement_use_unrounded_k_and_v(models):
     texts = [row.tolist() for row in torch.randint(3, 99, (6, 40), generator=torch.Generator())]
-    options = {"max_length": 40, "progress": False}
-    expected, actual = (calibrate(model, texts, **options) for model in models)
-    assert actual.layers.keys() == expected.layers.keys()
-    for index, layer in expected.layers.items():
-        assert torch.equal(actual.layers[index].k, layer.k)
-        assert torch.equal(actual.layers[index].v, layer.v)
+    expected, actual = (calibrate(model, texts, max_length=40, progress=False) for model in models)
+    assert actual.digest == expected.digest
+    for index, layer in actual.layers.items():
         assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
     # K is unrounded, so the measured error includes clipping by the scales, which are too small.
     expected, actual = (measure(model, TOO_SMALL, texts, progress=False) for model in models)
@@ -267,12 +204,12 @@ def test_exact_states_do_not_affect_other_threads(models):
         with exact_states():
             pass
         exact_logits = run_model(declared, DynamicCache(config=declared.config))
-        assert differ_clearly(exact_logits, rounded_logits)
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(run_model, declared, DynamicCache(config=declared.config))
-    assert_same(future.result(), rounded_logits)
     with pytest.raises(KeyError), exact_states():
         raise KeyError
+    assert differ_clearly(exact_logits, rounded_logits)
+    assert_same(future.result(), rounded_logits)
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 

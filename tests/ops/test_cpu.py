@@ -51,15 +51,24 @@ def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("four_threads")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_results_do_not_depend_on_threads():
-    pages, query = make_pages(700), torch.randn(1, 6, 3, HEAD_DIM)
-    expected = attend(pages, query, 700, reference)
-    first_result = attend(pages, query, 700)
-    torch.testing.assert_close(first_result, expected, rtol=1e-5, atol=1e-6)
-    for _ in range(20):
-        assert_same(attend(pages, query, 700), first_result)
+    """Neither on the number of threads, nor on several callers, nor on a fork of the process."""
+    pages, queries = make_pages(700), torch.randn(8, 1, 6, 3, HEAD_DIM)
+    results = [attend(pages, query, 700) for query in queries]
+    expected = attend(pages, queries[0], 700, reference)
+    torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-6)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        os._exit(not torch.equal(attend(pages, queries[0], 700), results[0]))
+    assert os.waitpid(pid, 0)[1] == 0
+    with ThreadPoolExecutor(8) as callers:
+        later_results = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
+    for i, result in enumerate(later_results):
+        assert_same(result, results[i % 8])
     torch.set_num_threads(1)
-    assert_same(attend(pages, query, 700), first_result)
+    assert_same(attend(pages, queries[0], 700), results[0])
 
 
 @pytest.mark.usefixtures("four_threads")
@@ -83,16 +92,6 @@ def test_write_and_gather_give_equal_bytes_on_many_threads():
     for side in ("k", "v"):
         arguments = (lengths, side, 5, 699, torch.bfloat16, False)
         assert_same(cpu_backend.gather(pages, *arguments), reference.gather(pages, *arguments))
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_several_threads_may_call_at_once():
-    pages, queries = make_pages(700), torch.randn(8, 1, 6, 1, HEAD_DIM)
-    expected = [attend(pages, query, 700) for query in queries]
-    with ThreadPoolExecutor(8) as callers:
-        results = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
-    for i, result in enumerate(results):
-        assert_same(result, expected[i % 8])
 
 
 @pytest.mark.parametrize("window", [0, 50])
@@ -143,40 +142,26 @@ def test_integer_products_are_correct(fmt, rotated):
             assert torch.equal(actual.isnan(), expected.isnan())
 
 
-def compare_with_reference(case: test_ops.Case, pages: Pages) -> None:
-    """Compare the attention of all sequences with the reference, including NaN."""
-    query = torch.randn(len(case.lengths), case.num_q_heads, case.num_tokens, case.q_dim)
-    arguments = test_ops.make_spec(case, pages) | {"bounds": None}
-    expected = test_ops.attend(case, pages, query, "reference", **arguments)
-    actual = test_ops.attend(case, pages, query, "cpu", **arguments)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
 def test_pages_may_begin_inside_a_vector():
     """The last page is not multiplied by the weights of different tiles or sequences."""
-    padded = test_ops.Case("", lengths=(281,), page_size=8, padding=260)
-    compare_with_reference(padded, test_ops.fill(test_ops.make_pages(padded), padded))
-    two_sequences = test_ops.Case("", lengths=(256, 25), page_size=8)
-    pages = test_ops.fill(test_ops.make_pages(two_sequences), two_sequences)
-    test_ops.poison(pages, 0, [35])
-    compare_with_reference(two_sequences, pages)
-
-
-def test_a_prompt_attends_to_positions_from_a_start():
-    """torch's attention computes 16-bit prompts, and would attend to all positions."""
-    pages, query = make_pages(100, dtype=torch.float16), torch.randn(1, 6, 70, HEAD_DIM).half()
-    spec, lengths = AttentionSpec(0.2, causal=True), torch.tensor([100], dtype=torch.int32)
-    expected = reference.attend(query.float(), pages, lengths, 40, 100, spec)
-    actual = cpu_backend.attend(query, pages, lengths, 40, 100, spec)
-    torch.testing.assert_close(actual.float(), expected, rtol=0.01, atol=0.01)
+    for case in (
+        test_ops.Case("", lengths=(281,), page_size=8, padding=260),
+        test_ops.Case("", lengths=(256, 25), page_size=8),
+    ):
+        pages, query, fields = test_ops.prepare(case)
+        if not case.padding:
+            test_ops.poison(pages, 0, [35])
+        expected = test_ops.attend(case, pages, query, "reference", **fields)
+        actual = test_ops.attend(case, pages, query, "cpu", **fields)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_more_new_tokens_than_the_length_are_refused():
     pages = make_pages(40)
     old_pages = test_ops.copy_pages(pages)
-    key, value = torch.randn(2, 1, NUM_HEADS, 5, HEAD_DIM)
+    key = torch.randn(1, NUM_HEADS, 5, HEAD_DIM)
     with pytest.raises(OutOfPagesError):
-        cpu_backend.write(pages, key, value, torch.tensor([3], dtype=torch.int32))
+        cpu_backend.write(pages, key, key, torch.tensor([3], dtype=torch.int32))
     assert_same_pool(pages, old_pages)
 
 
@@ -201,19 +186,6 @@ def test_a_call_does_not_copy_the_pages():
 
 
 # -- libraries -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("four_threads")
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_forked_process_computes_on_one_thread():
-    pages, query = make_pages(700), torch.randn(1, 6, 1, HEAD_DIM)
-    expected = attend(pages, query, 700)
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        os._exit(not torch.equal(attend(pages, query, 700), expected))
-    assert_same(attend(pages, query, 700), expected)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.fixture
@@ -242,14 +214,10 @@ def test_each_library_matches_the_reference(capability, monkeypatch):
 
 
 @pytest.mark.usefixtures("forgotten_library")
-def test_a_missing_library_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "find_library", lambda _: tmp_path / "kernels_none.so")
-    with pytest.raises(BackendError, match=r"kernels_none\.so.*hf_fp8kv\.ops\.cpu\.build"):
-        attend(make_pages(40), torch.randn(1, 6, 1, HEAD_DIM), 40)
-
-
-@pytest.mark.usefixtures("forgotten_library")
-def test_a_library_of_a_different_source_is_refused(monkeypatch):
+def test_a_missing_or_different_library_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "compute_stamp", lambda: 1)
     with pytest.raises(BackendError, match="a different source"):
+        attend(make_pages(40), torch.randn(1, 6, 1, HEAD_DIM), 40)
+    monkeypatch.setattr(build, "find_library", lambda _: tmp_path / "kernels_none.so")
+    with pytest.raises(BackendError, match=r"kernels_none\.so.*hf_fp8kv\.ops\.cpu\.build"):
         attend(make_pages(40), torch.randn(1, 6, 1, HEAD_DIM), 40)

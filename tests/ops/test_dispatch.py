@@ -7,7 +7,7 @@ a schedule keeps no memory, and a failing C compiler gives a clear error.
 
 import subprocess
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -63,55 +63,49 @@ class NameRecorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def observe_by_mode() -> tuple[Any, list[str]]:
+def observe_by_mode(names: list[str]) -> Any:
     with NameRecorder() as mode:
-        return call_operations(), mode.names
+        result = call_operations()
+    names += mode.names
+    return result
 
 
-def observe_by_profiler() -> tuple[Any, list[str]]:
+def observe_by_profiler(names: list[str]) -> Any:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         result = call_operations()
-    return result, [event.name for event in profiler.events()]
+    names += [event.name for event in profiler.events()]
+    return result
 
 
-def observe_by_tracing() -> tuple[Any, list[str]]:
-    results: list[torch.Tensor] = []
+def observe_by_tracing(names: list[str]) -> Any:
     traced = torch.jit.trace(
-        lambda x: results.append(call_operations(lambda y: y + x)) or results[0],
-        torch.zeros(1),
-        check_trace=False,
+        lambda x: call_operations(lambda y: y + x), torch.zeros(1), check_trace=False
     )
-    return results[0], [node.kind() for node in traced.graph.nodes()]
+    names += [node.kind() for node in traced.graph.nodes()]
+    return traced(torch.zeros(1))
 
 
-def observe_by_compiling() -> tuple[Any, list[str]]:
-    names: list[str] = []
-
+def observe_by_compiling(names: list[str]) -> Any:
     def backend(graph: Any, _inputs: Any) -> Any:
         names.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    return torch.compile(call_operations, backend=backend, fullgraph=True)(), names
+    return torch.compile(call_operations, backend=backend, fullgraph=True)()
 
 
-def observe_by_transform() -> tuple[Any, list[str]]:
+def observe_by_transform(_names: list[str]) -> Any:
     results: list[torch.Tensor] = []
-
-    def call_once(x: torch.Tensor) -> torch.Tensor:
-        results.append(call_operations())
-        return x
-
-    torch.func.vmap(call_once)(torch.zeros(1))
-    return results[0], []
+    torch.func.vmap(lambda x: results.append(call_operations()) or x)(torch.zeros(1))
+    return results[0]
 
 
 # Ways to observe a call, with the number of observed operations (0 if only the result counts).
-OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
+OBSERVERS: dict[str, tuple[Callable[[list[str]], Any], int]] = {
     "mode": (observe_by_mode, 2), "profiler": (observe_by_profiler, 2),
     "tracing": (observe_by_tracing, 2), "compiling": (observe_by_compiling, 2),
     "transform": (observe_by_transform, 0),
-    "subclass": (lambda: (call_operations(lambda x: x.as_subclass(TensorSubclass)), []), 0),
-    "nothing": (lambda: (call_operations(), []), 0),
+    "subclass": (lambda _: call_operations(lambda x: x.as_subclass(TensorSubclass)), 0),
+    "nothing": (lambda _: call_operations(), 0),
 }  # fmt: skip
 
 
@@ -120,19 +114,11 @@ OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
 @pytest.mark.parametrize("grad_enabled", [False, True])
 def test_observers_receive_operations(observer: str, grad_enabled: bool) -> None:
     observe, num_operations = OBSERVERS[observer]
+    names: list[str] = []
     with torch.set_grad_enabled(grad_enabled):
-        result, names = observe()
+        result = observe(names)
     assert sum("hf_fp8kv" in name for name in names) == num_operations, names
     assert_same(torch.Tensor(result).flatten(), torch.arange(16.0))
-
-
-class WrongCall(NamedTuple):
-    """Arguments of a call, and the argument that its error names."""
-
-    wrong_argument: str
-    query_shape: tuple[int, ...]
-    stop: int
-    mask_shape: tuple[int, ...]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -153,19 +139,17 @@ def test_compiled_calls_check_sizes() -> None:
         arguments = torch.randn(1, 2, 1, 16), stop, torch.zeros(1, 1, 1, stop)
         assert_same(compiled(*arguments), attend(*arguments))
     assert counters["stats"]["unique_graphs"] == 2
-    for call in (
-        WrongCall("query", query_shape=(1, 2, 1, 8), stop=30, mask_shape=(1, 1, 1, 30)),
-        WrongCall("query", query_shape=(2, 2, 1, 16), stop=31, mask_shape=(1, 1, 1, 31)),
-        WrongCall("mask", query_shape=(1, 2, 1, 16), stop=33, mask_shape=(1, 1, 1, 32)),
-        WrongCall("mask", query_shape=(1, 2, 2, 16), stop=34, mask_shape=(1, 1, 3, 34)),
+    for wrong_argument, query_shape, stop, mask_shape in (
+        ("query", (1, 2, 1, 8), 30, (1, 1, 1, 30)),
+        ("mask", (1, 2, 1, 16), 33, (1, 1, 1, 32)),
         # The four pages have room for 64 tokens.
-        WrongCall("positions", query_shape=(1, 2, 1, 16), stop=65, mask_shape=(1, 1, 1, 65)),
+        ("positions", (1, 2, 1, 16), 65, (1, 1, 1, 65)),
     ):
-        error = f"{call.wrong_argument}: expected"
+        error = f"{wrong_argument}: expected"
         with pytest.raises(Exception, match=error):
-            compiled(torch.zeros(call.query_shape), call.stop, torch.zeros(call.mask_shape))
+            compiled(torch.zeros(query_shape), stop, torch.zeros(mask_shape))
         with torch.device("meta"), pytest.raises(ConfigError, match=error):
-            attend(torch.zeros(call.query_shape), call.stop, torch.zeros(call.mask_shape))
+            attend(torch.zeros(query_shape), stop, torch.zeros(mask_shape))
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -317,22 +318,6 @@ def test_a_schedule_gives_every_token_to_one_program(
         assert all(low < row[1] < length for row in seq_parts[1:])
 
 
-def test_a_schedule_for_one_length_has_only_rows_for_useful_parts():
-    with assuming(dataclasses.replace(get_target(DEVICE), sm_count=132, resources=None)):
-        assert schedule.count_schedule_rows(DEVICE, 64, 8, 32768) == 64 + 64
-        assert schedule.count_schedule_rows(DEVICE, 25, 8, 32768) > 25 + 25
-        assert schedule.count_schedule_rows(DEVICE, 64, 8) > 64 + 64
-        parts, sequences = make_schedule_rows([900, 900], 8, length=100)
-        for length, batch, num_heads in ((500, 22, 1), (9000, 1, 1), (9000, 22, 8), (9000, 67, 8)):
-            has_room = schedule.count_schedule_rows(DEVICE, batch, num_heads, length) > 2 * batch
-            is_split = any(
-                row[3] >= 0 for row in make_schedule_rows([length] * batch, num_heads)[0]
-            )
-            assert is_split == has_room or (has_room and length < 1000)
-    assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
-    assert [row[1] for row in sequences] == [1, 1]
-
-
 def list_kernels(recorded: LaunchRecord) -> list[str]:
     """Return the names of the launched kernels, in order."""
     return [launch.kernel.__name__ for launch in recorded.launches]
@@ -473,63 +458,60 @@ def test_deterministic_attention_does_not_depend_on_other_queries(case):
     check_deterministic(case, "triton", DEVICE)
 
 
-def test_tiny_and_huge_scales_keep_their_effect():
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("magnitude", [1e-9, 1.0, 1e6])
+def test_tiny_and_huge_scales_keep_their_effect(magnitude, kernel):
     """Weights in float16 do not vanish next to a V of zeros or with a scale of 1e-9."""
-    for magnitude in (1e-9, 1.0, 1e6):
-        case = Case("scales", lengths=(300,), dtype=torch.bfloat16, page_size=64)
-        pages = make_pages(case)
-        key, value = torch.randn(1, 2, 300, 32), torch.randn(1, 2, 300, 32) * magnitude
-        value[:, :, 100:250] = 0
-        key *= magnitude
-        ends = torch.tensor([300], dtype=torch.int32)
-        ops.write(pages, key, value, ends, "reference")
-        query = (torch.randn(1, 6, 1, 32) / magnitude).to(case.dtype)
-        fields = {"scaling": 32**-0.5, "causal": True, "window": 0}
-        expected = attend(case, pages, query.float(), "reference", **fields)
-        for kernel in KERNELS:
-            error = compute_errors(run_kernel(kernel, case, pages, query, **fields), expected).max()
-            assert error < 2.0**-8, f"{kernel} at {magnitude}: {error:.2e}"
+    case = Case("scales", lengths=(300,), dtype=torch.bfloat16, page_size=64)
+    pages = make_pages(case)
+    key, value = torch.randn(2, 1, 2, 300, 32) * magnitude
+    value[:, :, 100:250] = 0
+    ops.write(pages, key, value, torch.tensor([300], dtype=torch.int32), "reference")
+    query = (torch.randn(1, 6, 1, 32) / magnitude).to(case.dtype)
+    fields = {"scaling": 32**-0.5, "causal": True, "window": 0}
+    expected = attend(case, pages, query.float(), "reference", **fields)
+    actual = run_kernel(kernel, case, pages, query, **fields)
+    assert compute_errors(actual, expected).max() < 2.0**-8
 
 
-def test_many_zeros_may_precede_the_first_value():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_many_zeros_may_precede_the_first_value(kernel):
     """Zeros have the smallest possible scales. Sums of weights must not overflow before a value."""
     case = Case(
         "zeros", lengths=(17000,), page_size=1024, num_heads=1, num_q_heads=32, k_dim=16, v_dim=16
     )
     pages = make_pages(case)
-    key, value = torch.randn(1, 1, 17000, 16), torch.randn(1, 1, 17000, 16)
+    key, value = torch.randn(2, 1, 1, 17000, 16)
     value[:, :, :16900] = 0
     ops.write(pages, key, value, torch.tensor([17000], dtype=torch.int32), "reference")
     query, fields = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **fields)
     parameters = {"programs": 1, "rows": 32} | ({"tile": 1024} if IS_INTERPRETED else {})
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=1, parameters=parameters)):
-        for kernel in KERNELS:
-            check_kernel(kernel, case, pages, query, expected, **fields)
+        check_kernel(kernel, case, pages, query, expected, **fields)
 
 
-def test_a_row_with_only_lowest_biases_is_a_mean():
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_with_only_lowest_biases_is_a_mean(dtype, kernel):
     """Additive masks give padding the lowest value. Only rows of -inf attend to nothing."""
     case = Case("lowest", lengths=(150,), num_tokens=3)
     pages, query, fields = prepare(case)
-    for lowest in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min):
-        bias = torch.zeros(1, 1, 3, 150)
-        bias[..., 0, :] = lowest
-        bias[..., 1, 70:] = lowest
-        new_fields = {**fields, "bias": bias}
-        expected = attend(case, pages, query, "reference", **new_fields)
-        for kernel in KERNELS:
-            check_kernel(kernel, case, pages, query, expected, **new_fields)
+    fields["bias"] = torch.zeros(1, 1, 3, 150)
+    fields["bias"][..., 0, :] = torch.finfo(dtype).min
+    fields["bias"][..., 1, 70:] = torch.finfo(dtype).min
+    expected = attend(case, pages, query, "reference", **fields)
+    check_kernel(kernel, case, pages, query, expected, **fields)
 
 
-def test_a_sink_of_minus_infinity_without_visible_tokens_gives_zeros():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sink_of_minus_infinity_without_visible_tokens_gives_zeros(kernel):
     case = Case("nothing", lengths=(40, 3), num_tokens=5, sinks=True)
     pages, query, fields = prepare(case)
     fields["sinks"] = torch.full_like(fields["sinks"], -math.inf)
-    for kernel in KERNELS:
-        actual = run_kernel(kernel, case, pages, query, **fields)
-        assert (actual[1, :2] == 0).all()
-        assert actual.isfinite().all()
+    actual = run_kernel(kernel, case, pages, query, **fields)
+    assert (actual[1, :2] == 0).all()
+    assert actual.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -549,15 +531,25 @@ def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, param
         check_kernel(kernel, case, pages, query, expected, **fields)
 
 
-def test_the_length_of_a_chunk_is_not_a_constant():
-    """With a constant length, each prompt would wait for a compiler."""
-    pages = make_pages(Case("chunk", lengths=(9000,), page_size=64, num_heads=2))
-    lengths = torch.tensor([9000], dtype=torch.int32)
-    target = dataclasses.replace(get_target(DEVICE), sm_count=132)
-    with assuming(target), recording(dry_run=True) as recorded:
-        for num_tokens in range(70, 6000, 90):
-            query = torch.zeros(1, 8, num_tokens, 32)
-            extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
+def record_prompts(num_tokens: Iterable[int], length: int, **options: Any) -> LaunchRecord:
+    """Return the launches for prompts of two or eight KV heads on a GPU with 132 SMs."""
+    case = Case("chunk", lengths=(9000,), page_size=64, **options)
+    pages = make_pages(case)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    with (
+        assuming(dataclasses.replace(get_target(DEVICE), sm_count=132)),
+        recording(dry_run=True) as recorded,
+    ):
+        for n in num_tokens:
+            # Expanded, because the largest query has a gigabyte.
+            query = torch.zeros(32, dtype=case.dtype).expand(1, 4 * case.num_heads, n, 32)
+            extend.attend(query, pages, lengths, 0, length, AttentionSpec(1.0, causal=True))
+    return recorded
+
+
+def test_launches_of_prompts():
+    """Chunks of any length run the same compiled kernels, and grids are valid."""
+    recorded = record_prompts(range(70, 6000, 90), 9000)
     # Some chunks are split.
     assert {"_attend", "_combine"} <= set(list_kernels(recorded))
     constants = {
@@ -565,18 +557,13 @@ def test_the_length_of_a_chunk_is_not_a_constant():
         for launch in recorded.launches
         if launch.kernel.__name__ != "_schedule"
     }
-    assert len(constants) == 2
-
-
-def test_widened_chunks_that_fill_a_gpu_are_not_split():
-    """Blocks have 64 rows after codes are widened, and 128 rows before."""
-    pages = make_pages(Case("chunk", lengths=(8704,), page_size=64, num_heads=8))
-    lengths = torch.tensor([8704], dtype=torch.int32)
-    target = dataclasses.replace(get_target(DEVICE), sm_count=132)
-    with assuming(target), recording(dry_run=True) as recorded:
-        query = torch.zeros(1, 32, 512, 32, dtype=torch.bfloat16)
-        extend.attend(query, pages, lengths, 0, 8704, AttentionSpec(1.0, causal=True))
+    assert len(constants) == 2, "the length of a chunk is a constant"
+    # Widened chunks that fill a GPU are not split. Blocks then have 64 rows, otherwise 128.
+    recorded = record_prompts([512], 8704, num_heads=8, dtype=torch.bfloat16)
     assert list_kernels(recorded) == ["_widen_codes", "_attend"]
+    # Only the first axis of a grid may exceed 65535.
+    recorded = record_prompts([2**20], 2**20)
+    assert all(max(launch.grid[1:], default=1) <= 65535 for launch in recorded.launches)
 
 
 @pytest.mark.parametrize(
@@ -614,31 +601,6 @@ def test_widened_codes_give_the_same_results(case, monkeypatch):
     assert compute_errors(unwidened, result).max() <= torch.finfo(case.dtype).eps / 16
 
 
-@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(31, 2), (32, 1), (33, 2)])
-def test_programs_of_many_rows_share_codes(num_tokens, num_blocks, monkeypatch):
-    case = Case("rows", lengths=(70, 65), num_tokens=num_tokens, page_size=16, num_heads=1,
-                num_q_heads=4, dtype=torch.bfloat16)  # fmt: skip
-    pages, query, fields, expected = prepare_expected(case)
-    with recording() as recorded:
-        result = run_kernel("extend", case, pages, query, **fields)
-    (launch,) = recorded.launches
-    assert launch.grid == (2 * num_blocks,)
-    assert compute_errors(result, expected).max() <= 2 * compute_errors(
-        attend_with_torch(case, pages, query, fields), expected
-    ).max()  # fmt: skip
-
-
-def test_grids_of_a_million_tokens_are_valid():
-    """Only the first axis of a grid may exceed 65535."""
-    pages = make_pages(Case("long", lengths=(64,), page_size=64))
-    query = torch.zeros(32).expand(1, 8, 2**20, 32)
-    with recording(dry_run=True) as recorded:
-        spec = AttentionSpec(1.0, causal=True)
-        extend.attend(query, pages, torch.tensor([64]), 0, 2**20, spec)
-    assert recorded.launches
-    assert all(max(launch.grid[1:], default=1) <= 65535 for launch in recorded.launches)
-
-
 def test_rows_that_exceed_shared_memory_are_split():
     """In float32 there are several blocks of rows, but the schedule was made for one block."""
     num_tokens = 21
@@ -654,11 +616,12 @@ def test_rows_that_exceed_shared_memory_are_split():
 
 
 # Each format runs on each target in `test_each_way_to_read_a_format_is_correct`.
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("name", "target"),
     list(zip(["fp8_e4m3", "fp8_e5m2", "fp8_e2m5", "fp8_e4m3"], TARGETS, strict=True)),
 )
-def test_each_way_to_read_a_latent_is_correct(name, target):
+def test_each_way_to_read_a_latent_is_correct(name, target, kernel):
     """Each target has separate launch parameters, and a visible NaN reaches the output."""
     rotated = name == "fp8_e2m5"
     shape = {**LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
@@ -666,11 +629,9 @@ def test_each_way_to_read_a_latent_is_correct(name, target):
     pages, query, fields, expected = prepare_expected(case)
     limit = bound_target_error(target, case, pages, query, fields, expected)
     with assume_target(target):
-        for kernel in KERNELS:
-            actual = run_kernel(kernel, case, pages, query, **fields)
-            assert compute_errors(actual, expected).max() <= limit
+        actual = run_kernel(kernel, case, pages, query, **fields)
+        assert compute_errors(actual, expected).max() <= limit
         poison(pages, 1, [30])
-        for kernel in KERNELS:
-            actual = run_kernel(kernel, case, pages, query, **fields)
-            assert actual[0].isfinite().all()
-            assert actual[1].isnan().any(-1).all()
+        actual = run_kernel(kernel, case, pages, query, **fields)
+    assert actual[0].isfinite().all()
+    assert actual[1].isnan().any(-1).all()

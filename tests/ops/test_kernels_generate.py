@@ -4,8 +4,6 @@ The tests run on a GPU if there is one, otherwise in Triton's interpreter.
 """
 
 import dataclasses
-import inspect
-import os
 from typing import Any
 
 import pytest
@@ -66,54 +64,27 @@ def test_several_architectures_give_equal_tokens(name, cache_options):
     assert_same(generate_tokens(model, inputs, "triton", cache_options), expected)
 
 
-@torch.no_grad()
-def test_keys_take_few_hops_to_the_kernel(monkeypatch):
-    """In first and later calls, at most eight functions in six files receive the keys."""
-    cache = FP8PagedCache(make_model("gqa")[0].config, backend="triton")
-    stacks = []
-
-    def record_launch(kernel: Any, *_: Any, **_constants: Any) -> None:
-        stacks.append(
-            [frame for frame in inspect.stack() if f"{os.sep}hf_fp8kv{os.sep}" in frame.filename]
-        )
-        assert kernel.__name__ == "_write"
-
-    monkeypatch.setattr("hf_fp8kv.ops.triton.write.launch", record_launch)
-    for num_tokens in (40, 1, 2):
-        cache.update(*torch.randn(2, 1, 2, num_tokens, 16), 0)
-    for stack in stacks:
-        names = [frame.function for frame in stack][::-1]
-        assert len([*names, "launch", "_write"]) <= 8, names
-        assert len({*[frame.filename for frame in stack], "target.py"}) <= 6
-    assert len(stacks) == 3
-
-
 def list_kernels(recorded: Any) -> list[str]:
     return [launch.kernel.__name__ for launch in recorded.launches]
 
 
-def test_a_decode_step_has_two_launches_per_layer():
+@pytest.mark.parametrize(
+    ("cache_options", "num_tokens"), [({}, 1), ({}, 40), ({"max_cache_len": 80}, 40)], ids=str
+)
+@torch.no_grad()
+def test_a_step_or_a_later_prompt_has_two_launches_per_layer(cache_options, num_tokens):
     """The schedule is one additional launch for all layers."""
     model, inputs = make_model("gqa")
-    with recording(dry_run=True) as recorded:
-        generate_tokens(model, inputs, "triton", max_new_tokens=3)
-    num_layers = model.config.num_hidden_layers
-    prefill = ["_write"] * num_layers
-    step = ["_write", "_schedule", "_attend", *["_write", "_attend"] * (num_layers - 1)]
-    assert list_kernels(recorded) == [*prefill, *step, *step]
-
-
-@pytest.mark.parametrize("cache_options", [{}, {"max_cache_len": 80}], ids=str)
-def test_a_later_prompt_has_two_launches_per_layer(cache_options):
-    model, inputs = make_model("gqa")
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache_options)
-    ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # with two query heads per KV head: 80 rows
-    with torch.no_grad():
-        model(ids[:, :8], past_key_values=cache)
-        with recording(dry_run=True) as recorded:
-            model(ids, past_key_values=cache)
-    kernels = [name for name in list_kernels(recorded) if name != "_schedule"]
-    assert kernels == ["_write", "_attend"] * model.config.num_hidden_layers
+    # With two query heads per KV head, 40 tokens have 80 rows.
+    ids = inputs["input_ids"].repeat(1, 4)[:1, :40]
+    model(ids[:, :8], past_key_values=cache)
+    with recording(dry_run=True) as recorded:
+        model(ids[:, :num_tokens], past_key_values=cache)
+    names = list_kernels(recorded)
+    num_layers = model.config.num_hidden_layers
+    assert [name for name in names if name != "_schedule"] == ["_write", "_attend"] * num_layers
+    assert num_tokens > 1 or names.count("_schedule") == 1
 
 
 @pytest.mark.parametrize(("options", "num_tokens"), [({}, 1), ({}, 2), (PREALLOCATED, 1)], ids=str)

@@ -710,14 +710,12 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", ["contiguous", "last axis with gaps", "expanded", "float64"])
+@pytest.mark.parametrize("layout", ["last axis with gaps", "expanded", "float64"])
 def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
     case = Case(layout, lengths=(20,))
     key = torch.randn(1, 2, 20, 64)[..., ::2]
     value = torch.randn(1, 1, 20, 32).expand(1, 2, 20, 32)
-    if layout == "contiguous":
-        key, value = key.contiguous(), value.contiguous()
-    elif layout == "expanded":
+    if layout == "expanded":
         key = value
     elif layout == "float64":
         key, value = key.double(), value.double()
@@ -729,8 +727,9 @@ def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
     ops.write(expected_pages, key, value, lengths, "reference")
     assert_same_pool(pages, expected_pages)
     query = torch.randn(1, 1, 6, 64)[..., ::2].transpose(1, 2).to(case.dtype)
-    actual = attend(case, pages, query, backend, **make_spec(case, pages))
-    expected = attend(case, pages, query, "reference", **make_spec(case, pages))
+    fields = make_spec(case, pages)
+    actual = attend(case, pages, query, backend, **fields)
+    expected = attend(case, pages, query, "reference", **fields)
     assert compute_errors(actual, expected).max() <= bound_error(case)
 
 
@@ -739,15 +738,16 @@ def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
     [("reference", "whole"), ("torch", "whole"), ("torch", "blocks"),
      pytest.param("cpu", "whole", marks=CPU_BACKEND.marks)],
 )  # fmt: skip
-@pytest.mark.parametrize("has_hole", [False, True], ids=["past the table", "a missing page"])
-def test_an_overrun_changes_nothing(has_hole, backend, layout):
-    case = Case("overrun", lengths=(40, 40))
-    pages = make_pages(case)
+@pytest.mark.parametrize(
+    ("length", "has_hole"), [(70, False), (50, True)], ids=["past the table", "a missing page"]
+)
+def test_an_overrun_changes_nothing(length, has_hole, backend, layout):
+    pages = make_pages(Case("overrun", lengths=(40, 40)))
     if has_hole:
         pages.table[1, 2] = -1
     old_pages, pages = copy_pages(pages), LAYOUTS[layout](pages)
     key = torch.randn(2, 2, 20, 32)
-    lengths = torch.tensor([20, 50 if has_hole else 70], dtype=torch.int32)
+    lengths = torch.tensor([20, length], dtype=torch.int32)
     with pytest.raises(OutOfPagesError, match="Reserve pages"):
         ops.write(pages, key, key, lengths, backend)
     assert_same_pool(merge_blocks(pages), old_pages)
@@ -769,10 +769,6 @@ def test_gather_equals_the_reference_exactly(case, backend, layout):
         assert actual.dtype == dtype
         assert_same(actual, ops.gather(pages, *gather_arguments, "reference"))
         assert actual.is_contiguous()
-
-
-def test_gather_refuses_unknown_sides():
-    pages, lengths = make_pages(Case("side", lengths=(5,))), torch.tensor([5], dtype=torch.int32)
     with pytest.raises(ConfigError, match="side: expected 'k' or 'v', got 'x'"):
         ops.gather(pages, lengths, "x", 0, 5, torch.float32, True, "reference")
 
@@ -802,16 +798,10 @@ def test_every_code_is_decoded_exactly(name, backend):
 )
 def test_attention_begins_at_start_and_ends_at_stop(window, num_tokens, dtype, backend):
     """Positions outside hold NaN. One sequence is shorter than most starts."""
-    case = Case("", lengths=(199, 33), num_tokens=num_tokens, window=window, dtype=dtype,
-                page_size=16)  # fmt: skip
+    case = Case("", lengths=(199, 33), num_tokens=num_tokens, window=window, dtype=dtype)
     starts = [start for page in (0, 32, 128, 192) for start in (page - 1, page, page + 1)]
-    for start, stop in [
-        *((first, 199) for first in starts[1:]),
-        (199, 199),
-        (31, 192),
-        (48, 150),
-        (3, 3),
-    ]:
+    spans = [(start, 199) for start in starts[1:]] + [(199, 199), (31, 192), (48, 150), (3, 3)]
+    for start, stop in spans:
         pages, query, fields = prepare(case)
         for row, length in enumerate(case.lengths):
             poison(pages, row, [*range(min(start, length)), *range(stop, length)])
@@ -819,11 +809,10 @@ def test_attention_begins_at_start_and_ends_at_stop(window, num_tokens, dtype, b
         spec = AttentionSpec(**fields)
         expected = ops.attend(query.float(), *arguments, spec, backend="reference")
         actual = ops.attend(query, *arguments, spec, backend=backend)
-        assert actual.isfinite().all()
-        is_zero = (expected == 0).flatten(1).all(1)
-        assert (actual[is_zero] == 0).all()
-        errors = compute_errors(actual, expected)[~is_zero]
-        assert (errors <= bound_error(case, backend)).all(), (start, stop, errors)
+        # The RMS error is NaN if all values are zeros.
+        difference = (actual - expected).flatten(1).double().norm(dim=1)
+        limits = bound_error(case, backend) * expected.flatten(1).double().norm(dim=1)
+        assert (difference <= limits).all(), (start, stop, difference)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,11 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +38,6 @@ def run_prompts(
     folder: Path | None, prompts: list[list[int]], *, seed: int = 0, num_pages: int = 64,
     num_new: int = 9, salt: str | None = None, **keywords: Any,
 ) -> EngineRun:  # fmt: skip
-    """Run a new engine, with a store in `folder` unless it is None."""
     model, _ = build_variant("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
@@ -125,97 +122,10 @@ def test_prompts_with_equal_hashes_are_read_from_their_own_pages(
 
 def test_a_small_pool_serves_prompts_one_after_another(tmp_path: Path) -> None:
     prompts = [make_prompt(9 * PAGE_SIZE, seed=seed) for seed in range(3)]
-    expected, _, _ = run_prompts(None, prompts)
-    for _ in range(3):
-        actual, usage, _ = run_prompts(tmp_path, prompts, num_pages=12)
-        assert actual == expected
-        assert usage.pages_used <= 12
+    for _ in range(2):
+        assert run_and_compare(tmp_path, prompts, num_pages=12).usage.pages_used <= 12
     for prompt in prompts:
         assert run_prompts(tmp_path, [prompt]).store_usage.tokens_found == 8 * PAGE_SIZE
-
-
-@contextmanager
-def run_engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
-    """Yield a function that answers a prompt and waits until its blocks are free, and the cache."""
-    model, _ = build_variant("gqa", max_position_embeddings=512)
-    serving.enable(model, prefix_store=store)
-    with open_manager(model) as manager:
-
-        def generate(prompt: list[int]) -> list[int]:
-            answer = request_answer(manager, prompt, 9)
-            deadline = time.monotonic() + 30  # blocks of a request are freed after its answer
-            while get_allocator(manager).block_table and time.monotonic() < deadline:
-                time.sleep(0.01)
-            return answer
-
-        generate(make_prompt(3, seed=99))
-        yield generate, manager.batch_processor.cache
-    serving.disable(model)
-
-
-def test_the_work_per_block_does_not_depend_on_the_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain_keys = mock.Mock(side_effect=engine_module.chain_keys)
-    has = mock.Mock(side_effect=PrefixStore.has)
-    monkeypatch.setattr(PrefixStore, "has", lambda *args: has(*args))
-    monkeypatch.setattr(engine_module, "chain_keys", chain_keys)
-    run_prompts(tmp_path, [make_prompt(10 * PAGE_SIZE + 3)], num_new=14 * PAGE_SIZE)
-    num_blocks = 10 + 14
-    assert len(list(tmp_path.glob("*.safetensors"))) == num_blocks
-    # Each token is hashed once, and the first missing block is hashed in addition.
-    num_hashed = sum(len(call.args[1]) for call in chain_keys.call_args_list)
-    assert num_hashed <= (num_blocks + 1) * PAGE_SIZE
-    # A block is looked up when it is new (twice if it is written), with the next block, and last.
-    assert has.call_count <= 4 * num_blocks
-
-
-def test_a_frequent_prefix_outlives_later_prompts(tmp_path: Path) -> None:
-    """The engine finds the prefix in memory, so its files are not read, but they count as used."""
-    frequent, rare = (make_prompt(4 * PAGE_SIZE + 2, seed) for seed in (0, 5))
-    store = PrefixStore(tmp_path)
-    with run_engine(store) as (generate, _):
-        generate(frequent)
-        generate(rare)
-        generate(frequent)
-        store.flush()
-        removed_file = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-        page_bytes = removed_file.stat().st_size
-        removed_file.unlink()  # the first page of the frequent prefix, which was used last
-        generate(frequent)
-        store.flush()
-        assert removed_file.exists(), "the page was not stored again"
-    # The first lookup of a store evicts the pages beyond its limit.
-    assert not [*PrefixStore(tmp_path, max_bytes=5 * page_bytes).read(["x"], lambda _: None)]
-    assert run_prompts(tmp_path, [frequent]).store_usage.tokens_found == 4 * PAGE_SIZE
-    assert run_prompts(tmp_path, [rare]).store_usage.tokens_found < 4 * PAGE_SIZE
-
-
-def test_a_waiting_request_reads_no_pages(tmp_path: Path) -> None:
-    """The engine looks up the prefix of a request in each step, even if no block is free."""
-    prompt = make_prompt(6 * PAGE_SIZE + 3)
-    run_prompts(tmp_path, [prompt])
-    store = PrefixStore(tmp_path)
-    with run_engine(store) as (_, cache):
-        (allocator,) = cache.cache_allocators.values()
-        pool = allocator.pool
-        while pool.num_free_sectors:
-            pool.allocate_sector(allocator.index)
-        free_blocks = pool.get_free_blocks(allocator.index, pool.count_free_blocks(allocator.index))
-        counts = store.counts()
-        assert cache.search_prefix_match("waits", prompt) == 0
-        assert store.counts() == counts
-        pool.free_blocks(allocator.index, free_blocks[:2])
-        assert cache.search_prefix_match("waits", prompt) == 2 * PAGE_SIZE
-        assert store.counts()["tokens_found"] == counts["tokens_found"] + 2 * PAGE_SIZE
-        pool.free_blocks(allocator.index, free_blocks[2:])
-        cache.free_blocks("waits")
-        # A prompt that is not stored counts as a single miss, even if it is looked up often.
-        for num_misses in (1, 2):
-            for _ in range(2):
-                assert cache.search_prefix_match("other", make_prompt(6 * PAGE_SIZE, seed=8)) == 0
-            assert store.counts()["misses"] == counts["misses"] + num_misses
-            cache.free_blocks("other")  # a finished request is forgotten
 
 
 def test_the_engine_waits_while_blocks_are_filled(
@@ -224,8 +134,14 @@ def test_the_engine_waits_while_blocks_are_filled(
     """On a GPU, blocks are filled on another stream than the engine's steps."""
     prompt = make_prompt(3 * PAGE_SIZE + 3)
     run_prompts(tmp_path, [prompt])
-    with run_engine(PrefixStore(tmp_path)) as (_, cache):
+    model, _ = build_variant("gqa", max_position_embeddings=512)
+    serving.enable(model, prefix_store=PrefixStore(tmp_path))
+    with open_manager(model) as manager:
+        request_answer(manager, make_prompt(3, seed=99), 9)
+        cache = manager.batch_processor.cache
         (allocator,) = cache.cache_allocators.values()
+        while allocator.block_table:  # blocks of a request are freed after its answer
+            time.sleep(0.01)
         num_used, num_filled = count_used_blocks(allocator), list[int]()
 
         def record_blocks(_: Any) -> None:
@@ -235,35 +151,7 @@ def test_the_engine_waits_while_blocks_are_filled(
         assert cache.search_prefix_match("new", prompt) == 3 * PAGE_SIZE
         assert num_filled == [0, 3]
         cache.free_blocks("new")
-
-
-def test_cached_blocks_are_not_duplicated(tmp_path: Path) -> None:
-    prompt = make_prompt(6 * PAGE_SIZE + 3)
-    expected, _, _ = run_prompts(tmp_path, [prompt])
-    store = PrefixStore(tmp_path)
-    with run_engine(store) as (generate, cache):
-        assert generate(prompt) == expected[0]
-        (allocator,) = cache.cache_allocators.values()
-        ledger, pool = allocator.ledger, allocator.pool
-        assert store.usage().hits == 1
-        for searches_prefix in (True, False):
-            # Evict the third block of the prompt, as the engine does with old blocks.
-            blocks = allocator.match_prefix_blocks(prompt)
-            del ledger.cached_blocks[blocks[2]]
-            del ledger.hash_to_block[ledger.block_to_hash.pop(blocks[2])]
-            pool.free_blocks(allocator.index, [blocks[2]])
-            if not searches_prefix:
-                cache.search_prefix_match = lambda *_: 0
-            num_hits, num_used = store.usage().hits, count_used_blocks(allocator)
-            assert generate(prompt) == expected[0]
-            assert store.usage().hits == num_hits + searches_prefix
-            assert count_used_blocks(allocator) == num_used + 1 == len(ledger.cached_blocks)
-            assert list(ledger.cached_blocks)[-6:][::-1] == allocator.match_prefix_blocks(prompt)
-
-
-def get_allocator(manager: Any) -> Any:
-    (allocator,) = manager.batch_processor.cache.cache_allocators.values()
-    return allocator
+    serving.disable(model)
 
 
 def count_used_blocks(allocator: Any) -> int:
@@ -297,16 +185,14 @@ def test_invalid_files_are_recomputed(
     make_page: Callable[[torch.Tensor], Page] | None, tmp_path: Path
 ) -> None:
     prompt = make_prompt(4 * PAGE_SIZE)
-    expected, _, _ = run_prompts(tmp_path, [prompt])
+    run_prompts(tmp_path, [prompt])
     for path in tmp_path.glob("*.safetensors"):
         contents = path.read_bytes()[:-1]
         if make_page is not None:
             (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
             contents = pack(path.stem, make_page(page.rows[0]))
         path.write_bytes(contents)
-    actual, _, store_usage = run_prompts(tmp_path, [prompt])
-    assert actual == expected
-    assert store_usage.files_refused == 1
+    assert run_and_compare(tmp_path, [prompt]).store_usage.files_refused == 1
     assert run_prompts(tmp_path, [prompt]).store_usage.hits == 1
 
 

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlavaConfig
 
 from benchmarks.shared import make_environment
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, LayerScales, PrefixStore, disable, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, LayerScales, PrefixStore, enable
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.prefix.file import Page, pack
 from hf_fp8kv.prefix.stored_pages import check_store
@@ -99,9 +99,6 @@ def hold_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-# -- pages that are found ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "latent"])
 def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) -> None:
     prefix = make_ids(61)
@@ -114,10 +111,8 @@ def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) 
         usage = user.store.usage()
         assert (usage.hits, usage.misses, usage.tokens_found) == (1, 0, 56)
     # The store has all tokens, but a call must compute at least the last token.
-    user = StoreUser(tmp_path, name)
-    assert user.check_answer(prefix[:, :57]) == 1
-    assert user.check_answer(prefix[:, :56]) == 8
-    assert user.check_answer(prefix[:, :8]) == 8
+    for num_tokens, num_computed in ((57, 1), (56, 8), (8, 8)):
+        assert user.check_answer(prefix[:, :num_tokens]) == num_computed
     # A page depends on all tokens up to its end.
     for index in (31, 8, 7, 0):
         changed_ids = prefix.clone()
@@ -128,24 +123,21 @@ def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) 
 
 def test_rows_of_a_batch_share_a_folder(tmp_path: Path) -> None:
     name = "sliding_and_full"
-    ids, mask = make_ids(45, rows=3), torch.ones(3, 45, dtype=torch.long)
+    ids, mask = make_ids(49, rows=3), torch.ones(3, 49, dtype=torch.long)
     ids[1, :5] = mask[1, :5] = 0
-    assert StoreUser(tmp_path, name).check_answer(ids, attention_mask=mask) == 45
     user = StoreUser(tmp_path, name)
-    extended = torch.cat([ids, make_ids(4, rows=3, seed=3)], 1)
-    extended_mask = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
-    assert user.check_answer(extended, attention_mask=extended_mask) == 49 - 40
+    assert user.check_answer(ids[:, :45], attention_mask=mask[:, :45]) == 45
+    user = StoreUser(tmp_path, name)
+    assert user.check_answer(ids, attention_mask=mask) == 49 - 40
     # Two rows are exchanged. Then there is a single row, and then beams with the same prefix.
     order = torch.tensor([2, 1])
-    assert user.check_answer(extended[order], attention_mask=extended_mask[order]) == 49 - 48
-    assert StoreUser(tmp_path, name).check_answer(extended[:1]) == 1
-    assert StoreUser(tmp_path, name).check_answer(extended[2:], num_beams=3) == 1
+    assert user.check_answer(ids[order], attention_mask=mask[order]) == 49 - 48
+    assert StoreUser(tmp_path, name).check_answer(ids[:1]) == 1
+    assert StoreUser(tmp_path, name).check_answer(ids[2:], num_beams=3) == 1
     # A page is used only if all rows have it, and rows with different padding do not have it.
-    mixed = torch.cat([extended[:1], make_ids(49, seed=8)])
-    assert user.check_answer(mixed) == 49
-    different_mask = extended_mask.clone()
-    different_mask[1, 5] = 0
-    assert user.check_answer(extended[1:2], attention_mask=different_mask[1:2]) == 49
+    assert user.check_answer(torch.cat([ids[:1], make_ids(49, seed=8)])) == 49
+    mask[1, 5] = 0
+    assert user.check_answer(ids[1:2], attention_mask=mask[1:2]) == 49
 
 
 def test_a_recording_cache_restores_tokens_before_the_window(tmp_path: Path) -> None:
@@ -156,37 +148,20 @@ def test_a_recording_cache_restores_tokens_before_the_window(tmp_path: Path) -> 
     user.model.generate(make_ids(61), past_key_values=cache, **GREEDY)
     assert cache.restored_tokens == 56
     cache.crop(20 - cache.get_seq_length())
-    assert cache.get_seq_length() == 20
 
 
 def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
     user = StoreUser(tmp_path, "gqa")
-    cache = user.make_cache()
-    ids = make_ids(20)
+    cache, ids = user.make_cache(), make_ids(20)
     for turn in range(3):
         answer = user.model.generate(ids, past_key_values=cache, **GREEDY)
         ids = torch.cat([answer, make_ids(8, seed=turn)], 1)
     assert cache.memory_footprint().reused_tokens == 24 + 37
-    new_user = StoreUser(tmp_path, "gqa")
     # The last prompt had 46 tokens, so the store has its five full pages.
-    assert new_user.check_answer(ids) == ids.shape[1] - 40
-    cache = new_user.make_cache()
-    new_user.model.generate(ids, past_key_values=cache, **GREEDY)
-    assert cache.memory_footprint().restored_tokens == 56 - 8 * (ids.shape[1] < 57)
-
-
-def test_pages_are_not_on_the_default_device(tmp_path: Path) -> None:
-    """A kernel that writes to a tensor of the default device would end the process."""
-    users, ids = [StoreUser(tmp_path, "sliding") for _ in "ab"], make_ids(40)
-    with torch.device("meta"):
-        assert [user.check_answer(ids) for user in users] == [40, 8]
-
-
-# -- pages that are not found -----------------------------------------------------------------
+    assert StoreUser(tmp_path, "gqa").check_answer(ids) == ids.shape[1] - 40
 
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
-    """Return scales of two layers. `factor` multiplies the scales of V."""
     v, k_center = torch.full((2, 16), 0.03 * factor), torch.full((2, 16), center)
     layers = {i: LayerScales(torch.full((2, 16), 0.02 + 0.01 * i), v, k_center) for i in (0, 1)}
     return KVScales(layers, "hf_fp8kv")
@@ -200,8 +175,7 @@ def test_changed_weights_find_no_pages(tmp_path: Path) -> None:
     # Every third parameter, which includes all kinds in both layers.
     for number, (name, weight) in enumerate([*user.model.named_parameters()][::3]):
         weight.detach().view(-1)[37 * number % weight.numel()] += 0.01
-        assert user.check_answer(ids) == 30, name
-        assert user.check_answer(ids) == 6, name
+        assert [user.check_answer(ids) for _ in range(2)] == [30, 6], name
     module = user.model.model.layers[1].mlp.up_proj
     module.weight = torch.nn.Parameter(module.weight * 1.0001)
     assert user.check_answer(ids) == 30
@@ -361,20 +335,6 @@ def test_tokens_added_by_a_model_are_not_stored(tmp_path: Path) -> None:
     assert_same(repeated_answer, answer, "the cache has more tokens than the prompt")
 
 
-@torch.no_grad()
-def test_code_of_known_libraries_keeps_the_store_enabled(tmp_path: Path) -> None:
-    user = StoreUser(tmp_path)
-    layers = user.model.model.layers
-    # Compiling a whole layer would take ten times longer, because the cache grows.
-    layers[0].mlp.forward = torch.compile(layers[0].mlp.forward, backend="eager")
-    layers[1].mlp.forward = torch.no_grad()(layers[1].mlp.forward)
-    add_hook_to_module(user.model.model.layers[0], AlignDevicesHook("cpu", io_same_device=True))
-    user.model(input_ids=make_ids(4), output_hidden_states=True)  # transformers adds hooks
-    assert user.check_answer(make_ids(40)) == 40
-    assert user.check_answer(make_ids(40)) == 8
-    assert StoreUser(tmp_path).check_answer(make_ids(40)) == 8
-
-
 @pytest.mark.parametrize("is_training", [False, True], ids=["weights", "training"])
 def test_a_model_may_change_during_a_chat(is_training: bool, tmp_path: Path) -> None:
     user = StoreUser(tmp_path)
@@ -383,28 +343,12 @@ def test_a_model_may_change_during_a_chat(is_training: bool, tmp_path: Path) -> 
     answer = user.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
     user.model.eval()
     if not is_training:
-        with torch.no_grad():
-            user.model.lm_head.weight.mul_(1.01)
-            user.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+        user.model.model.layers[0].mlp.up_proj.weight.data.mul_(1.1)
     extended = torch.cat([answer, make_ids(5)], 1)
     for num_reused in (0, extended.shape[1] - 1):
         user.model.generate(extended, past_key_values=cache, **GREEDY)
         assert cache.reused_tokens == num_reused
     assert user.check_answer(extended) == extended.shape[1] - 48
-
-
-# -- invalid files ----------------------------------------------------------------------------
-
-
-def test_a_damaged_file_may_be_removed_by_a_different_process(tmp_path: Path) -> None:
-    stores = [PrefixStore(tmp_path) for _ in "ab"]
-    keys = store_pages(stores[0], 3)
-    stores[0].flush()
-    for store in stores:
-        store.refuse(keys[0], ValueError("damaged"))
-    for store in stores:
-        store_pages(store, 3)
-        assert len([*store.read(keys, _accept_page)]) == 3
 
 
 def _accept_page(_page: Page) -> None:
@@ -501,20 +445,6 @@ def test_invalid_files_are_recomputed(tmp_path: Path, caplog: pytest.LogCaptureF
     assert user.store.usage().files == 5
 
 
-def test_a_folder_in_the_place_of_a_file_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ids = make_ids(40)
-    StoreUser(tmp_path).check_answer(ids)
-    path = tmp_path / f"{list_keys(tmp_path)[1]}.safetensors"
-    path.unlink()
-    path.mkdir()
-    user = StoreUser(tmp_path)
-    assert [user.check_answer(ids) for _ in range(2)] == [40 - PAGE_SIZE] * 2
-    assert path.is_dir()
-    assert len(caplog.records) == 1, "expected one warning"
-
-
 def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
     """Return a function that gives a page the sizes of another model with the same layers."""
 
@@ -593,12 +523,8 @@ def test_an_unreadable_file_is_kept(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         assert [user.check_answer(make_ids(40)) for _ in range(2)] == [40, 40]
-    assert message in caplog.text
-    assert len(caplog.records) == 1
+    assert [message in record.message for record in caplog.records] == [True]
     assert StoreUser(tmp_path).check_answer(make_ids(40)) == 8
-
-
-# -- the disk ---------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
@@ -613,17 +539,6 @@ def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
     # The store keeps the first pages of a prompt that does not fit.
     small_user = StoreUser(tmp_path, max_bytes=3 * page_bytes)
     assert [small_user.check_answer(make_ids(90, seed=20)) for _ in range(2)] == [90, 90 - 24]
-    assert count_bytes(tmp_path) <= 3 * page_bytes
-
-
-def test_a_smaller_limit_does_not_wait_for_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    StoreUser(tmp_path).check_answer(make_ids(40))
-    with hold_lock(tmp_path):
-        monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
-        assert not [*PrefixStore(tmp_path, max_bytes=1).read(["x"], _accept_page)]
-        assert len(list_files(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("is_windows", [False, True])
@@ -649,9 +564,7 @@ def test_a_store_that_cannot_write_still_reads(
             patch.setattr(os, "utime", refuse_links)
         else:
             patch.setattr(Path, "open", FileOnFullDisk)
-        for seed in (1, 2):
-            assert user.check_answer(make_ids(40, seed=seed)) == 40
-        assert user.check_answer(make_ids(40)) == 8, "stored pages were not read"
+        assert [user.check_answer(make_ids(40, seed=seed)) for seed in (1, 2, 0)] == [40, 40, 8]
     assert sum("stores nothing" in message for message in caplog.messages) == 1
     assert not list(tmp_path.glob(".*.part"))
     assert len(list_files(tmp_path)) == 5
@@ -673,16 +586,13 @@ def test_pages_queued_for_writing_are_found(
 ) -> None:
     monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 60.0)
     user = StoreUser(tmp_path)
-    ids = make_ids(40)
     with hold_lock(tmp_path):
-        answers = [user.model.generate(ids, **GREEDY) for _ in range(2)]
+        answers = [user.model.generate(make_ids(40), **GREEDY) for _ in range(2)]
         assert not list_files(tmp_path)
-        assert_same(*answers)
-        counts = user.store.counts()
-        assert (counts["hits"], counts["bytes_read"]) == (1, 0)
-    user.store.flush()
-    assert len(list_files(tmp_path)) == 5
-    assert StoreUser(tmp_path).check_answer(ids) == 8
+    assert_same(*answers)
+    counts = user.store.counts()
+    assert (counts["hits"], counts["bytes_read"]) == (1, 0)
+    assert user.store.usage().files == 5
 
 
 def store_pages(store: PrefixStore, num_pages: int, seed: int = 0) -> list[str]:
@@ -779,38 +689,28 @@ def test_a_write_waits_if_too_many_bytes_are_queued(
 def test_pages_are_read_in_order(
     missing_index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hf_fp8kv.prefix.store.NUM_READERS", 3)
     store = PrefixStore(tmp_path)
     keys = store_pages(store, missing_index)
     store.flush()
-    requested_keys: list[str] = []
-    monkeypatch.setattr("hf_fp8kv.prefix.store.NUM_READERS", 3)
-
-    def request_keys() -> Iterator[str]:
-        for key in [*keys, *("b" * 64 for _ in range(9))]:
-            requested_keys.append(key)
-            yield key
-
-    indices = []
-    for page in PrefixStore(tmp_path).read(request_keys(), _accept_page):
-        indices.append(page.metadata["index"])
-        assert len(requested_keys) <= len(indices) + 3
-        assert torch.equal(page.rows[0], make_row(page.metadata["index"]))
-    assert indices == list(range(missing_index))
+    requested_keys = (key for key in [*keys, *("b" * 64 for _ in range(9))])
+    pages = [*PrefixStore(tmp_path).read(requested_keys, _accept_page)]
+    assert [page.metadata["index"] for page in pages] == list(range(missing_index))
+    for index, page in enumerate(pages):
+        assert torch.equal(page.rows[0], make_row(index))
+    assert len([*requested_keys]) >= 9 - 3, "too many keys were looked up"
 
 
 @pytest.mark.parametrize("num_allowed", [0, 2])
 def test_pages_are_written_and_read_if_no_thread_starts(
     num_allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, started_threads = threading.Thread.start, []
-
-    def start_or_fail(thread: threading.Thread) -> None:
-        if len(started_threads) == num_allowed:
-            raise RuntimeError("can't start new thread")
-        started_threads.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    start = threading.Thread.start
+    start_or_fail = mock.Mock(
+        side_effect=[*[mock.DEFAULT] * num_allowed, *[RuntimeError("can't start new thread")] * 99],
+        wraps=start,
+    )
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: start_or_fail(thread))
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 20)
     assert num_allowed or len(list_files(tmp_path)) == 20, "pages were not written at once"
@@ -830,29 +730,6 @@ def test_a_slow_writer_delays_only_once(tmp_path: Path, monkeypatch: pytest.Monk
         assert user.check_answer(make_ids(40)) == 40
     assert user.check_answer(make_ids(40)) == 40
     assert len(list_files(tmp_path)) == 5
-
-
-def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked during a write has a copy of each open file descriptor."""
-    replace = os.replace
-    copied_fds: list[int] = []
-
-    def copy_lock_fds(*args: Any) -> None:
-        links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        names = {link.name: link.resolve().name for link in links}
-        copied_fds.extend(os.dup(int(fd)) for fd in names if names[fd] == ".prefix_store.lock")
-        replace(*args)
-
-    monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 0.05)
-    monkeypatch.setattr(os, "replace", copy_lock_fds)
-    for seed in range(2):
-        store = PrefixStore(tmp_path)
-        store_pages(store, 5, seed)
-        store.flush()
-    assert copied_fds
-    assert len(list_files(tmp_path)) == 10
-    for fd in copied_fds:
-        os.close(fd)
 
 
 @pytest.mark.full
@@ -888,9 +765,6 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
     assert {(tmp_path / name).stat().st_size for name in foreign_names} == {5000}
 
 
-# -- several processes ------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_killed_writers_leave_valid_files() -> None:
     counts = run_killed_writers(num_kills=40)
@@ -898,8 +772,6 @@ def test_killed_writers_leave_valid_files() -> None:
     assert counts["bytes_written"] > 0
     assert counts["tokens_found"] > 0
 
-
-# -- refusals and copies ---------------------------------------------------------------------
 
 REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("gqa", "prefill='stored'", {"prefill": "exact"}),
@@ -936,16 +808,16 @@ def test_caches_of_the_caller_use_the_store_or_are_refused(tmp_path: Path) -> No
 
 def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
     """The RoPE of each type of layers in the config of the text model is checked."""
-    dynamic_rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model, _ = build_variant("gqa", rope_parameters=dynamic_rope)
-    with pytest.raises(ConfigError, match="dynamic"):
-        enable(model, prefix_store=PrefixStore(tmp_path))
-    config = LlavaConfig(text_config=model.config)
-    rope = {"sliding_attention": {"rope_type": "default"}, "": dynamic_rope}
-    config.text_config.rope_parameters = rope
+    model, _ = build_variant("gqa")
     options = FP8PagedCache(model, prefill="stored").options
-    with pytest.raises(ConfigError, match="dynamic"):
-        check_store(PrefixStore(tmp_path), options, config)
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    nested_rope = {"sliding_attention": {"rope_type": "default"}, "": rope}
+    for config, parameters in (
+        (model.config, rope), (LlavaConfig(text_config=model.config), nested_rope)
+    ):  # fmt: skip
+        config.get_text_config().rope_parameters = parameters
+        with pytest.raises(ConfigError, match="dynamic"):
+            check_store(PrefixStore(tmp_path), options, config)
 
 
 @pytest.mark.parametrize(
@@ -970,22 +842,9 @@ def test_folder_paths_may_be_unusual(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     user = StoreUser(Path(name))
     monkeypatch.chdir("/")
-    assert user.check_answer(make_ids(40)) == 40
+    assert [user.check_answer(make_ids(40)) for _ in range(2)] == [40, 8]
     assert len(list_files(tmp_path / name)) == 5
     assert pickle.loads(pickle.dumps(user.store)).path == tmp_path / name
-    assert StoreUser(tmp_path / name).check_answer(make_ids(40)) == 8
     # If the folder is removed, there are no hits, but the answers are the same.
     shutil.rmtree(tmp_path / "real")
     assert [user.check_answer(make_ids(40)) for _ in range(2)] == [40, 40]
-
-
-def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
-    user = StoreUser(tmp_path)
-    user.check_answer(make_ids(40))
-    for copied_model in (copy.deepcopy(user.model), pickle.loads(pickle.dumps(user.model))):
-        output = copied_model.generate(make_ids(40), return_dict_in_generate=True, **GREEDY)
-        assert output.past_key_values.restored_tokens == 32
-    disable(user.model)
-    usage = user.store.usage()
-    user.model.generate(make_ids(40), **GREEDY)
-    assert user.store.usage() == usage

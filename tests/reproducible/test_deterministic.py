@@ -30,7 +30,6 @@ def make_ids(batch: int, num_tokens: int) -> Tensor:
 
 @torch.no_grad()
 def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = None) -> Result:
-    """Read sequences in chunks. Return logits `[B, T, V]`, and K and V of all layers."""
     cache = cache or FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE)
     logits = [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, 1)]
     states = [handle.dense() for layer in cache.layers for handle in (layer.keys, layer.values)]
@@ -38,7 +37,6 @@ def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = No
 
 
 def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
-    """Return random sizes of chunks. Some chunks are single tokens."""
     sizes: list[int] = []
     while (num_left := num_tokens - sum(sizes)) > 0:
         max_size = rng.choice([1, 3, PAGE_SIZE, 40, num_tokens])
@@ -75,16 +73,6 @@ def test_padding_after_a_sequence_changes_no_bit(name: str) -> None:
     cache = FP8PagedCache(model, prefill="stored", page_size=PAGE_SIZE)
     actual = model(ids, attention_mask=mask, past_key_values=cache).logits[1, :25]
     assert torch.equal(actual, read_chunks(model, ids[1:, :25], 25)[0][0])
-
-
-def test_preallocation_changes_no_bit() -> None:
-    model, _ = build_variant("gqa", attn_implementation="fp8_paged")
-    enable(model, deterministic=True, page_size=PAGE_SIZE)
-    ids = make_ids(1, 61)
-    logits, _ = read_chunks(model, ids, [61])
-    options = {"prefill": "stored", "page_size": PAGE_SIZE}
-    cache = FP8PagedCache(model, max_cache_len=80, **options)
-    assert torch.equal(read_chunks(model, ids, [20, 1, 40], cache)[0], logits)
 
 
 def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
@@ -125,6 +113,8 @@ def test_a_training_pass_has_the_logits_of_a_rollout(side: str, plan: str) -> No
 
 def test_an_engine_gives_the_probabilities_of_a_cache() -> None:
     """Requests of several lengths share steps, and the token limit of a step splits prompts."""
+    with pytest.raises(ConfigError, match=r"deterministic: .*windows"):
+        serving.enable(build_variant("sliding")[0], deterministic=True)
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     serving.enable(model, deterministic=True)
     prompts = [
@@ -187,13 +177,20 @@ def test_incomplete_vectors_change_no_bit(num_threads: int, monkeypatch: Any) ->
 
 
 # Matrix products of the backend "torch" have the size of a page.
-@pytest.mark.parametrize(("backend", "page_size"), [("cpu", 32), ("cpu", 256), ("torch", 16)])
-def test_page_sizes_and_backends_change_no_bit(backend: str, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("cpu", {"page_size": 32}), ("cpu", {"page_size": 256}), ("torch", {"page_size": 16}),
+        ("cpu", {"page_size": 16, "max_cache_len": 140}),
+    ],
+)  # fmt: skip
+def test_page_sizes_backends_and_preallocation_change_no_bit(backend: str, options: dict) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True, backend=backend)
-    ids, options = make_ids(2, 130), {"prefill": "stored", "backend": backend}
+    ids = make_ids(2, 130)
     cache, second_cache = (
-        FP8PagedCache(model, page_size=size, **options) for size in (PAGE_SIZE, page_size)
+        FP8PagedCache(model, prefill="stored", backend=backend, **each_options)
+        for each_options in ({"page_size": PAGE_SIZE}, options)
     )
     logits, _ = read_chunks(model, ids[:1], [130], cache)
     assert torch.equal(read_chunks(model, ids, [40, 1, 89], second_cache)[0][:1], logits)
@@ -237,7 +234,7 @@ def test_tokens_may_match_the_number_of_experts() -> None:
     model, _ = build_variant("minimax_m2", attn_implementation="fp8_paged")
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
-            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
+            buffer.normal_()
     enable(model, deterministic=True, page_size=PAGE_SIZE)
     ids = make_ids(model.config.num_local_experts, 20)
     logits = read_chunks(model, ids[:1], [20])[0]
@@ -272,18 +269,17 @@ def test_disable_restores_forward_and_copies_stay_deterministic() -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     logits = model(**inputs, use_cache=False).logits
     enable(model, deterministic=True)
-    serving.enable(model, deterministic=True)
-    with pytest.raises(ConfigError, match="attention over stored pages"):
-        copy.deepcopy(model)(**inputs, use_cache=False)
+    for each_model in (model, copy.deepcopy(model)):
+        with pytest.raises(ConfigError, match="attention over stored pages"):
+            each_model(**inputs, use_cache=False)
     compiled, cache = torch.compile(model, backend="eager"), FP8PagedCache(model)
     with pytest.raises(ConfigError, match=r"torch\.compile"), torch.no_grad():
         compiled(make_ids(2, 5), past_key_values=cache)
+    serving.enable(model, deterministic=True)
     serving.disable(model)
     assert model.generate(make_ids(2, 5), max_new_tokens=2).shape == (2, 7)
     with pytest.raises(ConfigError, match="padding"):
         model.generate(**inputs, max_new_tokens=2)
-    with pytest.raises(ConfigError, match="attention over stored pages"):
-        model(**inputs, use_cache=False)
     disable(model)
     assert torch.equal(model(**inputs, use_cache=False).logits, logits)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -314,12 +310,6 @@ def test_unsupported_models_and_options_are_refused(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_deterministic_engine_refuses_windows() -> None:
-    model, _ = build_variant("sliding", attn_implementation="fp8_paged")
-    with pytest.raises(ConfigError, match=r"deterministic: .*windows"):
-        serving.enable(model, deterministic=True)
-
-
 def test_disable_undoes_an_interrupted_enable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_variant("gqa")[0]
     stock_attributes = [{*vars(module)} for module in model.modules()]
@@ -330,11 +320,7 @@ def test_disable_undoes_an_interrupted_enable(monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
         install(method)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelMethod, "install", interrupt_at_the_head)
-        with pytest.raises(KeyboardInterrupt):
-            enable(model, dtype="int8", deterministic=True)
+    monkeypatch.setattr(ModelMethod, "install", interrupt_at_the_head)
+    with pytest.raises(KeyboardInterrupt):
+        enable(model, dtype="int8", deterministic=True)
     assert [{*vars(module)} for module in model.modules()] == stock_attributes
-    ids = make_ids(1, 5)
-    enable(model, dtype="int8", page_size=8, deterministic=False)
-    assert model.generate(ids, max_new_tokens=1, pad_token_id=0).shape == (1, 6)

@@ -47,12 +47,6 @@ def save_card(folder: Path, target: Path, old_card: str | None, scales: KVScales
         ),
         # SGLang reads only scales per tensor.
         ("head", "compressed-tensors", ["3 layers, per head", "vllm serve"], "sglang"),
-        (
-            "head",
-            "autofp8",
-            ["per tensor", "the largest scale of each layer is written"],
-            "per head",
-        ),
     ],
 )
 def test_a_card_describes_the_scales(model_folder, tmp_path, kind, format, expected, absent):
@@ -96,13 +90,3 @@ def test_a_damaged_card_is_preserved(model_folder, tmp_path, old_card):
     card = save_card(model_folder, tmp_path / "copy", old_card, random_scales("tensor"))
     assert old_card.rstrip() in card
     assert "## FP8 KV cache" in card
-
-
-@pytest.mark.parametrize("text", ["license: mit", "license: mit\nbase_model: org/mine"])
-def test_a_card_with_only_metadata_keeps_it(model_folder, tmp_path, text):
-    old_card = f"---\n{text}\n---"
-    card = save_card(
-        model_folder, tmp_path / "copy", old_card, random_scales("tensor"), base_model="org/other"
-    )  # fmt: skip
-    assert card.count("license: mit") == card.count("base_model:") == 1
-    assert ModelCard(card).data.base_model == ("org/mine" if "mine" in text else "org/other")

@@ -42,7 +42,6 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
         ({"plan": None}, "a file of scales as save_pretrained writes it"),
         ({"plan": {"1": ["fp8_e4m3", "int8"]}}, "a plan in all layers"),
         ({"plan": {"0": ["int9", "int8"]}}, "as save_pretrained writes it, got ConfigError"),
-        ({"plan": {"0": ["int8"]}}, "a file of scales as save_pretrained writes it"),
         ({"version": 3}, "Update hf_fp8kv"),
         ({"weights_digest": "ax"}, "a file of scales as save_pretrained writes it"),
         ({"dtype": "int8"}, "Update hf_fp8kv"),
@@ -64,13 +63,11 @@ def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) 
         ((None, ONE, None, "", PLAIN_PLAN), "K scale"),
         ((ONE, None, None, "", PLAIN_PLAN), "V scale"),
         ((ONE, ONE, None, "", CENTERED_PLAN), "a center of K if"),
-        ((ONE, ONE, torch.ones(2, 4), "", PLAIN_PLAN), "a center of K if"),
         ((ONE, ONE, None, "", LayerPlan.parse("int8", "int8 centered")), "a center of K if"),
         ((ONE, ONE, None, "", "int8"), "expected a LayerPlan"),
         ((ONE, ONE, torch.full((2, 4), float("nan"))), "center of K .*expected finite"),
         ((ONE, ONE, torch.ones(4)), "center of K .*expected the shape"),
         ((torch.ones(4, 1), torch.ones(2, 1)), "the same number of heads"),
-        ((torch.ones(4, 1), ONE, torch.zeros(2, 8)), "the same number of heads"),
     ],
     ids=str,
 )
@@ -86,7 +83,6 @@ def test_mismatched_scales_and_plans_are_rejected(arguments: tuple, message: str
         [LayerScales(ONE, ONE), LayerScales(ONE, ONE, plan=PLAIN_PLAN)],
         [LayerScales(ONE, ONE, plan=PLAIN_PLAN), LayerScales(None, None, plan=PLAIN_PLAN)],
     ],
-    ids=["plan", "scales"],
 )
 def test_all_layers_or_none_have_a_plan_and_static_scales(layers: list[LayerScales]) -> None:
     with pytest.raises(ScaleError, match="in all layers or in none, got none in layers"):
@@ -111,11 +107,6 @@ def test_scales_of_unrotated_values_are_saved_for_servers(tmp_path: Path, caplog
     assert (loaded.layers[0].k, loaded.layers[0].v, loaded.plan) == (2, 3, None)
 
 
-def test_a_plan_changes_the_digest() -> None:
-    plans = (None, PLAIN_PLAN, LayerPlan.parse("int8 rotated", "int8"))
-    assert len({KVScales({0: LayerScales(ONE, ONE, plan=plan)}).digest for plan in plans}) == 3
-
-
 PROTECTION = {"kl": 0.25, "unprotected_kl": 1, "extra_bytes": 0.0, "sides": ["K of layer 0"]}
 
 
@@ -128,7 +119,6 @@ PROTECTION = {"kl": 0.25, "unprotected_kl": 1, "extra_bytes": 0.0, "sides": ["K 
         ({**PROTECTION, "kl": True}, r"x\.kl: expected a finite number, got True"),
         ({**PROTECTION, "kl": 10**400}, r"x\.kl: expected a finite number"),
     ],
-    ids=["list", "unknown", "number", "boolean", "huge"],
 )
 def test_a_malformed_protection_is_rejected(value, message):
     with pytest.raises(ScaleError, match=message):

@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.modeling.model_support import CACHE
-from tests.helpers.declared import NUM_LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
+from tests.helpers.declared import (
+    NUM_LAYERS,
+    TOO_SMALL,
+    declare,
+    declare_output_scales,
+    load,
+    save_plain,
+    save_w8a8,
+)
 from tests.scales.test_export import random_scales, read_content
 from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_sources import scale_error
@@ -40,7 +48,7 @@ def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder, weights):
     """LLM Compressor writes scales into the files of the weights."""
     old_folder = tmp_path / "old"
-    save_with_scales(old_folder, plain_folder, 2)
+    save_with_scales(old_folder, plain_folder)
     for target in ("compressed-tensors", "hf_fp8kv"):
         new_folder = tmp_path / target
         options = {"checkpoint": old_folder, "weights": weights, "overwrite": True}
@@ -66,27 +74,23 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
     )
 
 
-def save_with_scales(folder: Path, plain_folder: Path, num_files: int) -> None:
-    """Save a checkpoint with scales among its weights, in `num_files` files."""
+def save_with_scales(folder: Path, plain_folder: Path) -> None:
+    """Save a checkpoint with scales among its weights, in two files."""
     declare(plain_folder, folder)
     zero_point = {"model.layers.0.self_attn.k_zero_point": torch.zeros(1, dtype=torch.int8)}
     tensors = sorted((load_all_tensors(folder) | zero_point).items())
     for path in (*folder.glob("*.safetensors"), folder / INDEX_FILE):
         path.unlink()
-    if num_files == 1:
-        save_file(dict(tensors), folder / "model.safetensors")
-        return
     weight_map = {}
-    for file_index in range(num_files):
-        file, file_tensors = f"model-{file_index}.safetensors", dict(tensors[file_index::num_files])
+    for file_index in range(2):
+        file, file_tensors = f"model-{file_index}.safetensors", dict(tensors[file_index::2])
         save_file(file_tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(file_tensors, file)
     index = {"metadata": {"total_size": 1, "mine": 2}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("num_files", [1, 2])
-def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypatch, num_files):
+def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypatch):
     """The call is interrupted before each replaced or deleted file, and then repeated."""
     expected = load_file(plain_folder / "model.safetensors")
     replace, unlink = Path.replace, Path.unlink
@@ -101,18 +105,14 @@ def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypat
 
     for num_steps in itertools.count():
         folder, steps_left = tmp_path / str(num_steps), [num_steps]
-        save_with_scales(folder, plain_folder, num_files)
+        save_with_scales(folder, plain_folder)
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Path, "replace", stop_at_step)
             patch.setattr(Path, "unlink", stop_at_step)
             TOO_SMALL.save_pretrained(folder, format="compressed-tensors", overwrite=True)
-        index = folder / INDEX_FILE
-        if not (folder / "model.safetensors").exists():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            actual = {name: load_file(folder / weight_map[name])[name] for name in expected}
-            assert all((folder / file).exists() for file in weight_map.values())
-        else:
-            actual = load_file(folder / "model.safetensors")
+        weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        actual = {name: load_file(folder / weight_map[name])[name] for name in expected}
+        assert all((folder / file).exists() for file in weight_map.values())
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
         NEW_SCALES.save_pretrained(folder, format="compressed-tensors", overwrite=True)
         assert_same_scales(KVScales.from_pretrained(folder), NEW_SCALES)
@@ -122,33 +122,16 @@ def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypat
 
 
 def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
-    old_folder = tmp_path / "old"
-    old_folder.mkdir()
-    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    tensors = load_file(plain_folder / "model.safetensors")
-    for layer, side in itertools.product(range(NUM_LAYERS), "kv"):
-        name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
-        tensors[name] = torch.tensor([0.25])
-    save_file(tensors, old_folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain_folder / "config.json").read_text())
-    groups = {
-        "group_0": {"targets": ["Linear"], "weights": weights},
-        "group_1": {"targets": ["re:.*k_proj"], "output_activations": outputs},
-        "group_2": {"targets": ["re:.*v_proj"], "weights": weights, "output_activations": outputs},
-    }
-    old_block = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (old_folder / "config.json").write_text(json.dumps(config | {"quantization_config": old_block}))
-    assert KVScales.from_pretrained(old_folder).layers[0].k == 0.25
+    old_folder = declare_output_scales(plain_folder, tmp_path / "old")
+    assert KVScales.from_pretrained(old_folder).layers[0].k == torch.tensor(0.002)
     for target in ("compressed-tensors", "hf_fp8kv"):
         new_folder = tmp_path / target
         NEW_SCALES.save_pretrained(new_folder, format=target, checkpoint=old_folder, overwrite=True)
         assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
         assert not [name for name in load_all_tensors(new_folder) if "output_scale" in name]
-        block = json.loads((new_folder / "config.json").read_text())["quantization_config"]
-        group = {"targets": ["re:.*v_proj"], "weights": weights}
-        assert block["config_groups"] == {"group_0": groups["group_0"], "group_2": group}
-        assert ("kv_cache_scheme" in block) == (target == "compressed-tensors")
+        config_text = (new_folder / "config.json").read_text()
+        assert "output_activations" not in config_text
+        assert ("kv_cache_scheme" in config_text) == (target == "compressed-tensors")
 
 
 def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain_folder):

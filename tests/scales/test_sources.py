@@ -43,7 +43,6 @@ def list_values(scales: KVScales, side: str) -> list[float]:
 
 
 def list_sides(scales: KVScales) -> list[list[float]]:
-    """Return the scales of K and the scales of V, by layer."""
     return [list_values(scales, side) for side in "kv"]
 
 
@@ -65,7 +64,6 @@ def scale_error(message: str, path: Path | str = "") -> Iterator[pytest.Exceptio
 
 
 def copy_golden(name: str, tmp_path: Path) -> Path:
-    """Return a copy of a golden folder."""
     return Path(shutil.copytree(DATA / name, tmp_path / name))
 
 
@@ -89,8 +87,6 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
 
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-
-# -- golden files ----------------------------------------------------------------------------------
 
 F16, BF16 = torch.float16, torch.bfloat16
 HALVED_KV = tuple(scale / 2 for scale in LARGER_KV)
@@ -148,42 +144,29 @@ def test_a_single_golden_file_is_read():
     )
 
 
-# -- tensor names ----------------------------------------------------------------------------------
-
-
 # `test_sources_formats` contains no dialect with these names.
 LANGUAGE_MODEL_NAMES = [
-    "model.layers.0.self_attn.attn.k_scale",
     "model.layers.0.self_attn.mla_attn.mla_attn.k_scale",
     "language_model.model.layers.0.self_attn.k_scale",
-    "model.text_model.layers.0.self_attn.k_scale",
     "model.decoder.layers.0.self_attn.k_scale",
     "transformer.h.0.attn.k_scale",
     "layers.0.self_attn.k_scale",
 ]
 OTHER_NAMES = [
-    "model.vision_tower.vision_model.encoder.layers.0.self_attn.k_scale",
     "vision_model.transformer.layers.0.self_attn.k_scale",
     "model.visual.blocks.0.attn.k_scale",
-    "visual.layers.0.self_attn.k_scale",
-    "model.audio_tower.layers.0.self_attn.k_scale",
     "audio_tower.layers.0.self_attn.k_scale",
     "model.encoder.layers.0.self_attn.k_scale",
-    "encoder.layers.0.self_attn.k_scale",
     "model.decoder.layers.0.encoder_attn.k_scale",
     "mtp.layers.0.self_attn.k_scale",
     "model.layers.0.self_attn.q_scale",
     "model.layers.0.self_attn.k_proj.weight_scale",
-    "model.layers.0.self_attn.k_proj.input_scale",
     "model.layers.0.self_attn.k_proj.v_scale",
     # Scales of the attention take precedence over scales of projections.
     "model.layers.0.self_attn.k_proj.k_scale",
-    "model.layers.0.self_attn.v_proj.v_scale",
     # The config has three layers, so layer 3 belongs to a draft head.
     "model.layers.3.self_attn.k_scale",
-    "model.layers.3.self_attn.v_scale",
     "model.layers.x.self_attn.k_scale",
-    "model.layers.0.mlp.k_scale",
 ]
 
 
@@ -207,17 +190,12 @@ def test_names_of_other_modules_are_ignored(tmp_path):
     assert list_sides(scales) == [round_values(K), round_values(V)]
 
 
-# -- rules of a checkpoint -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "k", "v", "warning"),
     [
         ({"kv_scale": (9.0,) * 3}, K, V, "kv_scale differs from the larger"),
-        ({"kv_scale": LARGER_KV}, K, V, None),
         ({"kv_scale": LARGER_KV, "k_scale": None}, LARGER_KV, LARGER_KV, None),
         ({"v_scale": None}, K, K, "only K has a scale, which is used for K and V (layers 0, 1, 2)"),
-        ({"k_scale": None}, V, V, "only V has a scale, which is used for K and V (layers 0, 1, 2)"),
         ({"k_zero_point": (0.0,) * 3, "attn.k_scale": K}, K, V, None),  # both are redundant
         (dict.fromkeys(("k_scale", "v_scale"), ONES), ONES, ONES, "every KV scale is exactly 1.0"),
         ({"k_quantizer.scale": ONES}, K, V, "ignored tensors that look like scales: model.layers."),
@@ -234,18 +212,6 @@ def test_a_pair_takes_precedence_over_a_shared_scale(tmp_path, caplog, changes, 
     assert list_sides(KVScales.from_pretrained(folder)) == [round_values(k), round_values(v)]
     assert len(caplog.records) == (warning is not None)
     assert warning is None or f"{folder}: {warning}" in caplog.text
-
-
-def test_consolidated_files_are_ignored_next_to_ordinary_files(tmp_path):
-    folder = copy_golden("autofp8", tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    changed_tensors = {name: tensor * 8 for name, tensor in tensors.items()}
-    save_file(changed_tensors, folder / "consolidated.safetensors")
-    assert list_values(KVScales.from_pretrained(folder), "k") == round_values(K)
-    (folder / "model.safetensors").unlink()
-    assert list_values(KVScales.from_pretrained(folder), "k") == [
-        value * 8 for value in round_values(K)
-    ]
 
 
 UNCACHED_LAYERS = {
@@ -265,9 +231,6 @@ def test_layers_without_a_separate_cache_need_no_scales(tmp_path, layer, config)
     assert list(KVScales.from_pretrained(folder).layers) == sorted({0, 1, 2} - {layer})
 
 
-# -- choice of the file ----------------------------------------------------------------------------
-
-
 def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, caplog):
     folder = copy_golden("autofp8", tmp_path)
     shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
@@ -283,11 +246,7 @@ def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, cap
     assert (scales.format, list_values(scales, "k")) == ("hf_fp8kv", [0.5])
 
 
-# -- kv_cache_scales.json --------------------------------------------------------------------------
-
-
 def write_scales(path: Path, ranks: object) -> Path:
-    """Write a kv_cache_scales.json with the scales of each rank."""
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
     path.write_text(json.dumps({"model_type": "llama", "kv_cache": cache}))
     return path
@@ -309,7 +268,6 @@ def test_variants_of_a_json_are_accepted(tmp_path):
 
 
 def test_ranks_of_a_json_are_selected_or_merged(tmp_path, caplog):
-    """Each rank reads separate scales. One process reads the largest, and warns if ranks differ."""
     path = write_scales(tmp_path / "s.json", TWO_RANKS)
     for rank, expected in ((0, [0.5, 0.25]), (1, [0.125, 1.0])):
         assert list_values(KVScales.from_file(path, tp_rank=rank, tp_size=2), "k") == expected
@@ -365,24 +323,19 @@ def corrupt_json(old_text: str, new_text: str) -> Corrupt:
 
 
 def delete(name: str) -> Corrupt:
-    """Return a function that deletes a file."""
     return lambda folder: (folder / name).unlink()
 
 
 def corrupt_config(**entries: object) -> Corrupt:
-    """Return a function that sets entries of config.json."""
     return lambda folder: edit_json(folder / "config.json", **entries)
 
 
 def corrupt_tensors(tensors: dict[str, torch.Tensor], layer: int = 1) -> Corrupt:
-    """Return a function that sets tensors of a layer's attention."""
     changes = {ATTENTION.format(layer) + suffix: tensor for suffix, tensor in tensors.items()}
     return lambda folder: edit_tensors(folder, changes)
 
 
 def edit_index(change: Callable[[dict[str, object]], object]) -> Corrupt:
-    """Return a function that changes the weight map of the index."""
-
     def corrupt(folder: Path) -> None:
         weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
         edit_json(folder / INDEX_FILE, weight_map=change(weight_map))
@@ -402,7 +355,6 @@ FIRST_ENTRY = '"0": 0.0152239128947258'
 PAIR = {"layers.0.k_scale": torch.tensor(0.5), "layers.0.v_scale": torch.tensor(0.25)}
 BAD_JSON = {
     "zero": (corrupt_json(FIRST_ENTRY, '"0": 0'), "rank 0, layer 0: expected a finite number"),
-    "bool": (corrupt_json(FIRST_ENTRY, '"0": true'), "got True"),
     "endless-integer": (corrupt_json(FIRST_ENTRY, '"0": 1' + "0" * 5000), "expected a JSON file"),
     "missing-layer": (corrupt_json(FIRST_ENTRY + ",", ""), "without layers 0"),
     "layer-not-a-number": (corrupt_json(FIRST_ENTRY, '"zero": 0.5'), "every layer .*'zero'"),
@@ -418,13 +370,8 @@ BAD_JSON = {
         r"object of ranks, got \[1\]",
     ),
     "dtype-e5m2": (corrupt_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
-    "cache-missing": (corrupt_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
     "model-type": (corrupt_json('"llama"', "1"), "model_type: expected a string"),
     "an-array": (lambda folder: (folder / JSON_FILE).write_text("[1]"), "JSON object, got list"),
-    "very-deep": (
-        lambda folder: (folder / JSON_FILE).write_text('{"a":' * 10**5),
-        "expected a JSON file",
-    ),
 }
 BAD_CHECKPOINTS = {
     "zero": (
@@ -445,10 +392,6 @@ BAD_CHECKPOINTS = {
         corrupt_tensors({"k_zero_point": torch.ones(1).to(torch.float8_e4m3fn)}),
         "k_zero_point: expected a zero point of 0",
     ),
-    "bias-of-a-layer": (
-        corrupt_tensors({"k_proj.k_bias": torch.ones(2)}),
-        r"k_bias: expected floats of the shape \[1, heads, 1, D\] .*, got torch.float32 \[2\]",
-    ),
     "bias-of-more-heads-than-its-scale": (
         corrupt_tensors({"v_scale": torch.ones(2, 1, 1), "v_proj.v_bias": torch.ones(1, 4, 1, 4)}),
         r"v_bias: expected floats of the shape \[1, heads, 1, D\] with heads in \[1, 2\]",
@@ -457,7 +400,6 @@ BAD_CHECKPOINTS = {
         corrupt_tensors({"k_proj.k_bias": torch.ones(())}, layer=9),
         "expected a scale for the layer of model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
-    "unknown-word": (corrupt_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (delete("config.json"), "expected a config.json"),
     "no-scales": (
         lambda folder: save_file({"model.norm": torch.ones(2)}, folder / "model.safetensors"),
@@ -476,10 +418,6 @@ BAD_CHECKPOINTS = {
         "in only one file, got it in a.safetensors and b.safetensors",
     ),
     "native-single-side": (write_native({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*None"),
-    "native-other-path": (
-        write_native(PAIR | {"vision_tower.0.k_scale": torch.ones(())}),
-        "such as layers.0.k_scale, got 'vision_tower.0.k_scale'",
-    ),
     "native-second-spelling": (
         write_native(PAIR | {"layers.00.k_scale": torch.ones(())}),
         "expected 0 as the number of a layer, got '00'",
@@ -543,9 +481,6 @@ def test_unsupported_files_are_rejected(tmp_path, name, message):
     (tmp_path / "scales.pt").touch()
     with scale_error(message, tmp_path / name):
         KVScales.from_file(tmp_path / name)
-
-
-# -- the Hub without a network: the client reads a cache, or downloads are recorded ----------------
 
 
 def test_a_cached_repository_is_read_without_a_network(tmp_path):
@@ -624,11 +559,3 @@ def test_a_missing_repository_is_a_scale_error(serve):
     serve("autofp8", RepositoryNotFoundError("401 Client Error", response=RESPONSE))
     with pytest.raises(ScaleError, match=r"org/model: expected a repository.*401 Client Error"):
         KVScales.from_pretrained("org/model")
-
-
-@pytest.mark.parametrize("name", ["a/b/c", "./model"])
-def test_an_invalid_repository_id_causes_no_request(serve, name):
-    _, download = serve("autofp8")
-    with pytest.raises(ScaleError, match="expected a folder, a file or a repository id"):
-        KVScales.from_pretrained(name)
-    assert not download.called

@@ -49,7 +49,6 @@ def make_tensors(name: str, shape: tuple[int, ...] = (), prefix: str = "model.la
 
 
 def quantize_outputs(*targets: str, **changes: object) -> dict[str, object]:
-    """Return config groups of compressed-tensors that quantize outputs of these targets."""
     group = {"targets": list(targets), "weights": None, "output_activations": SCHEME | changes}
     return {"config_groups": GROUPS | {"group_1": group}}
 
@@ -84,7 +83,6 @@ def write_folder(
 
 
 def make_llama(**entries: object) -> dict[str, object]:
-    """Return the config of a Llama whose quantization config has these entries."""
     return LLAMA | {"quantization_config": entries}
 
 
@@ -106,16 +104,6 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         "compressed-tensors",
         make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
         make_tensors(ATTENTION, (1,)),
-    ),
-    "compression-config": (
-        "compressed-tensors",
-        LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
-        make_tensors(ATTENTION, (1,)),
-    ),
-    "compression-config-with-output-scales": (
-        "compressed-tensors",
-        LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
-        make_tensors(OUTPUT, (1,)),
     ),
     "output-activations": (
         "compressed-tensors",
@@ -144,46 +132,11 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
             **TOWERS,
         },
     ),
-    "hy3": (
-        "autofp8",
-        make_llama(**AUTOFP8),
-        {
-            **make_tensors("self_attn.{side}_cache.scale", (1,)),
-            **{f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
-        },
-    ),
-    "hifp8": (
-        "autofp8",
-        make_llama(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
-        make_tensors(ATTENTION),
-    ),
-    "modelopt": (
-        "modelopt",
-        make_llama(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
-        make_tensors(PROJECTION),
-    ),
-    "modelopt-word": (
-        "modelopt",
-        make_llama(**MODELOPT, kv_cache_scheme="FP8"),
-        make_tensors(PROJECTION),
-    ),
-    "modelopt-of-angelslim": (
-        "modelopt",
-        make_llama(**MODELOPT, kv_cache_scheme="static"),
-        make_tensors(PROJECTION),
-    ),
     "modelopt-two-configs": ("modelopt", make_llama(**MODELOPT), make_tensors(PROJECTION), ALGO),
-    "modelopt-megatron": ("modelopt", LLAMA, make_tensors(ATTENTION), ALGO),
     "modelopt-stacked-qkv": (
         "modelopt",
         LLAMA,
         make_tensors("self_attn.qkv_proj.{side}_scale"),
-        ALGO,
-    ),
-    "modelopt-stacked-twice": (
-        "modelopt",
-        LLAMA,
-        make_tensors("self_attn.qkqkv_proj.{side}_scale"),
         ALGO,
     ),
     "modelopt-nemotron": (
@@ -201,11 +154,9 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
         for prefix, attention, module in (
             ("model.layers", "self_attn", "qkv_proj"),
             ("gpt_neox.layers", "attention", "query_key_value"),
-            ("transformer.blocks", "attn", "Wqkv"),
             ("transformer.h", "attn", "c_attn"),
         )
     },
-    "quark": ("quark", make_llama(**make_quark()), make_tensors(OUTPUT)),
     "quark-entries-by-layer": (
         "quark",
         make_llama(
@@ -216,11 +167,6 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
             "model.layers.0.self_attn.q_proj.output_scale": torch.ones(()),
             "model.layers.0.self_attn.prob_output_scale": torch.ones(()),
         },
-    ),
-    "tgi": (
-        "tgi",
-        LLAMA | {"kv_cache_torch_dtype": "float8_e4m3fn"},
-        make_tensors("self_attn.kv_scale"),
     ),
     "trtllm-pair": (
         "trtllm",
@@ -255,17 +201,6 @@ def test_a_folder_in_each_dialect_is_read(tmp_path, caplog, name):
         assert "kv_" in (describe_kv_scales(config) or "")
 
 
-def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
-    tensors = {
-        name: torch.stack([scale, scale / 2]) for name, scale in make_tensors(ATTENTION).items()
-    }
-    scales = KVScales.from_pretrained(write_folder(tmp_path, PER_HEAD, tensors))
-    assert [s.k.tolist() for s in scales.layers.values()] == [[[k], [k / 2]] for k in K]
-    assert [s.v.tolist() for s in scales.layers.values()] == [[[v], [v / 2]] for v in V]
-
-
-# -- ranks of TensorRT-LLM -------------------------------------------------------------------------
-
 FACTOR = "attention.kv_cache_scaling_factor"
 
 
@@ -279,7 +214,6 @@ def make_ranks(*factors: float) -> dict[str, Tensors]:
 
 
 def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
-    """Each rank reads a separate file. One process reads the largest scales of all ranks."""
     folder = write_folder(tmp_path / "two", TENSORRT, make_ranks(1.0, 4.0))
     for rank, factor in enumerate((1, 4)):
         scales = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=2)
@@ -291,18 +225,9 @@ def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
     assert "the scales of its 3 ranks differ" in caplog.text
 
 
-def test_an_ordinary_checkpoint_is_read_before_rank_files(tmp_path):
-    write_folder(tmp_path, TENSORRT, make_ranks(8.0, 8.0))
-    folder = write_folder(tmp_path, make_llama(**AUTOFP8), make_tensors(ATTENTION))
-    assert KVScales.from_pretrained(folder).format == "autofp8"
-
-
-# -- invalid folders -------------------------------------------------------------------------------
-
 LAYER_1 = "model.layers.1.self_attn."
 
 
-PER_HEAD = make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
 PAIR = make_tensors(ATTENTION, (1,))
 WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
 PER_TENSOR = make_llama(**COMPRESSED, kv_cache_scheme=SCHEME)
@@ -311,28 +236,12 @@ RANK = make_tensors(FACTOR, (1,), "transformer.layers")
 
 # Each rule of the readers once. An entry has a config, tensors, the message, and a second config.
 INVALID_FOLDERS = {
-    "heads-of-a-different-model": (
-        PER_HEAD,
-        make_tensors(ATTENTION, (3, 1, 1)),
-        r"heads in config.json .*got \[3, 1, 1\]",
-    ),
-    "quark-mxfp4": (
-        make_llama(**make_quark(dtype="fp4", qscheme="per_group", group_size=32)),
-        WEIGHT,
-        "MXFP4",
-    ),
     "a-dynamic-word-of-vllm": (
         make_llama(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"),
         WEIGHT,
         "needs no scales",
     ),
     "scheme-a-list": (make_llama(**COMPRESSED, kv_cache_scheme=[SCHEME]), PAIR, "got .*num_b"),
-    "int8-deep-inside": (
-        {"thinker_config": {"text_config": make_llama(**MODELOPT, kv_cache_quant_algo="INT8")}},
-        PAIR,
-        "thinker_config.text_config.*'INT8'",
-    ),
-    "int8-next-to-fp8": (PER_TENSOR | {"text_config": {"kv_cache_dtype": "int8"}}, PAIR, "'int8'"),
     "zero-point-of-the-projection": (
         make_llama(**make_quark()),
         make_tensors(OUTPUT) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
@@ -345,31 +254,10 @@ INVALID_FOLDERS = {
         "INT8",
     ),
     "output-scales-undeclared": (LLAMA, make_tensors(OUTPUT), "which no format has"),
-    "output-scales-of-all-layers": (
-        make_llama(**COMPRESSED | quantize_outputs("Linear")),
-        make_tensors(OUTPUT),
-        "which no format has",
-    ),
-    "output-activations-int8": (
-        make_llama(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj", type="int")),
-        make_tensors(OUTPUT, (1,)),
-        r"group_1.output_activations \(kv_cache\): 8-bit int",
-    ),
-    "quark-int8": (make_llama(**make_quark(dtype="int8")), make_tensors(OUTPUT), "dtype 'int8'"),
     "quark-asymmetric": (
         make_llama(**make_quark(symmetric=False)),
         make_tensors(OUTPUT),
         "asymmetric",
-    ),
-    "quark-dynamic": (
-        make_llama(**make_quark(is_dynamic=True)),
-        make_tensors(OUTPUT),
-        "which needs no scales",
-    ),
-    "quark-without-its-layers": (
-        make_llama(**make_quark("*q_proj")),
-        make_tensors(OUTPUT),
-        r"\*k_proj with dtype None",
     ),
     "quark-one-layer-of-int8": (
         make_llama(
@@ -387,31 +275,10 @@ INVALID_FOLDERS = {
         make_tensors(OUTPUT),
         "dtype 'int8'",
     ),
-    "quark-without-a-cache": (
-        make_llama(**make_quark() | {"export": {"kv_cache_group": []}}),
-        make_tensors(OUTPUT),
-        "which no format has",
-    ),
-    "modelopt-int8": (
-        LLAMA,
-        make_tensors(PROJECTION),
-        "hf_quant_config.json.*'INT8'",
-        {"quantization": {"kv_cache_quant_algo": "INT8"}},
-    ),
     "modelopt-two-configs-that-differ": (
         make_llama(**MODELOPT, kv_cache_scheme="NVFP4"),
         make_tensors(PROJECTION),
         "'NVFP4'",
-        ALGO,
-    ),
-    "modelopt-k-under-v": (
-        LLAMA,
-        {
-            name.replace("k_proj.k_", "v_proj.k_"): scale
-            for name, scale in make_tensors(PROJECTION).items()
-            if "k_proj" in name
-        },
-        "which no format has",
         ALGO,
     ),
     "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, make_tensors(ATTENTION), "e5m2"),
@@ -423,16 +290,6 @@ INVALID_FOLDERS = {
     "layers-with-a-huge-index": (
         PER_TENSOR,
         {f"model.layers.{'9' * 4000}.self_attn.k_scale": torch.ones(1)},
-        "which no format has",
-    ),
-    "trtllm-int8": (
-        TENSORRT | {"quantization": {"kv_cache_quant_algo": "INT8"}},
-        {"rank0": RANK},
-        "'INT8'",
-    ),
-    "trtllm-without-an-algo": (
-        TENSORRT | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
-        {"rank0": RANK},
         "which no format has",
     ),
     "trtllm-rank-missing": (
@@ -449,11 +306,6 @@ INVALID_FOLDERS = {
         TENSORRT | {"mapping": {"pp_size": 2}},
         make_ranks(1.0, 1.0),
         "pp_size = 2",
-    ),
-    "trtllm-rank-with-less": (
-        TENSORRT | {"num_hidden_layers": 2},
-        {"rank0": dict([*RANK.items()][:2]), "rank1": dict([*RANK.items()][1:])},
-        "without layers 0",
     ),
     "trtllm-rank-without-scales": (
         TENSORRT,
@@ -475,25 +327,10 @@ INVALID_FOLDERS = {
         {"rank0": {name.replace("scaling", "rcp_scaling"): scale for name, scale in RANK.items()}},
         "got none|which no format has",
     ),
-    "nvfp4": (
-        make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"num_bits": 4, "group_size": 16}),
-        WEIGHT,
-        r"4-bit float \(NVFP4\)",
-    ),
     "asymmetric": (
         make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"symmetric": False}),
         PAIR,
         "asymmetric",
-    ),
-    "per-channel": (
-        make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "channel"}),
-        PAIR,
-        "strategy channel",
-    ),
-    "dynamic": (
-        make_llama(**COMPRESSED, kv_cache_scheme=SCHEME | {"dynamic": "local"}),
-        PAIR,
-        "dynamic, which needs no scales",
     ),
     "layers-not-an-integer": (
         PER_TENSOR | {"num_hidden_layers": True},
@@ -510,8 +347,6 @@ def test_an_invalid_folder_is_rejected(tmp_path, name):
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
 
-
-# -- random damage: reading raises a ScaleError or returns valid scales ----------------------------
 
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "fp8", "static", "x"]),

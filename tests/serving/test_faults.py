@@ -7,13 +7,11 @@ start again, no page is lost, and no partial file is left.
 import gc
 import linecache
 import logging
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -169,13 +167,14 @@ class Engines:
 
 
 # The model, whether there is a store and whether it has pages, and the calls that fail.
-CASES = [
-    ("gqa", "", MEMORY_FUNCTIONS),
-    ("mistral", "", MEMORY_FUNCTIONS),
-    *(("gqa", kind, names) for kind in ("empty store", "filled store")
-      for names in (MEMORY_FUNCTIONS, FILE_FUNCTIONS)),
-]  # fmt: skip
-IDS = ["no store", "a window", "writes", "written files", "reads", "read files"]
+CASES = {
+    "no store": ("gqa", "", MEMORY_FUNCTIONS),
+    "writes": ("gqa", "empty store", MEMORY_FUNCTIONS),
+    "a window": ("mistral", "", MEMORY_FUNCTIONS),
+    "written files": ("gqa", "empty store", FILE_FUNCTIONS),
+    "reads": ("gqa", "filled store", MEMORY_FUNCTIONS),
+    "read files": ("gqa", "filled store", FILE_FUNCTIONS),
+}
 
 
 def check_faults(
@@ -206,32 +205,19 @@ def check_faults(
     return len(lines)
 
 
-def test_a_thread_that_does_not_start_restores_the_attention() -> None:
-    engines = Engines("gqa", None)
-    manager = engines.make_manager()
-    fail = mock.Mock(side_effect=RuntimeError("can't start new thread"))
-    with (
-        mock.patch.object(threading.Thread, "start", fail),
-        pytest.raises(RuntimeError, match="new thread"),
-    ):
-        manager.start()
-    assert engines.model.config._attn_implementation == "sdpa"
-    engines.check_engine(manager, "a thread that does not start")
-    serving.disable(engines.model)
-
-
 def test_a_block_of_a_store_is_not_lost_if_its_copy_fails(tmp_path: Path) -> None:
-    assert check_faults(CASES[4], tmp_path, ".copy_(page.rows[0])") == 1
+    assert check_faults(CASES["reads"], tmp_path, ".copy_(page.rows[0])") == 1
 
 
-@pytest.mark.parametrize("case", CASES[:3:2], ids=IDS[:3:2])
-def test_some_failed_allocations_end_the_engine_or_nothing(case: Any, tmp_path: Path) -> None:
-    assert check_faults(case, tmp_path, stride=12)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_every_third_failed_allocation_or_file_ends_the_engine_or_nothing(
-    case: Any, tmp_path: Path
+# The full tier fails more calls.
+@pytest.mark.parametrize(
+    ("name", "stride"),
+    [
+        ("no store", 12), ("writes", 12),
+        *(pytest.param(name, 3, marks=pytest.mark.full) for name in CASES),
+    ],
+)  # fmt: skip
+def test_failed_allocations_and_files_end_the_engine_or_nothing(
+    name: str, stride: int, tmp_path: Path
 ) -> None:
-    assert check_faults(case, tmp_path, stride=3) > 3
+    assert check_faults(CASES[name], tmp_path, stride=stride)

@@ -1,6 +1,5 @@
 """Tests of `hf-fp8kv serve` over HTTP: answers, errors and shutdown."""
 
-import asyncio
 import contextlib
 import gc
 import importlib
@@ -15,6 +14,7 @@ import threading
 import time
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,14 +27,10 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
 )  # fmt: skip
-from transformers.generation.continuous_batching.continuous_api import (
-    ContinuousBatchingManager,
-    ContinuousBatchProcessor,
-)
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
-import hf_fp8kv.serving
 from hf_fp8kv import choose_plan
-from hf_fp8kv.errors import ConfigError, EngineError
+from hf_fp8kv.errors import EngineError
 from tests.helpers import command_line
 from tests.helpers.serve_process import (
     CONTEXT_LENGTH,
@@ -60,7 +56,8 @@ def import_required(name: str) -> types.ModuleType:
 
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
 listen = import_required("hf_fp8kv.server.server_config").listen
-schemas = import_required("hf_fp8kv.server.schemas")
+
+
 engine = import_required("hf_fp8kv.server.engine")
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
@@ -68,8 +65,8 @@ template_shows_tools = import_required("hf_fp8kv.server.model").template_shows_t
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-USER_MESSAGE = {"type": "message", "role": "user", "content": "x"}
-ARGUMENT_NAMES = [chr(code) for code in range(0x4E00, 0x4E41)]  # 65 names of template arguments
+
+
 STORY = "tell me a long story of pages and tokens"
 
 
@@ -104,7 +101,6 @@ def read_json(server, path: str) -> dict:
 
 
 def ask_for_error(server, path: str, fields: object = None, **options: object) -> tuple[int, dict]:
-    """Return the status and the error of a request that fails."""
     status, text, _ = server.ask(path, fields, **options)
     return status, json.loads(text)["error"]
 
@@ -115,22 +111,16 @@ def get_text(server, question: str, **options: object) -> str:
     return text_in(answer)
 
 
-def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path, monkeypatch):
-    plan, digests = choose_plan(LlamaForCausalLM.from_pretrained(folder)), []
+def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path):
+    plan = choose_plan(LlamaForCausalLM.from_pretrained(folder))
     plan.save_pretrained(tmp_path)
-    resolve = hf_fp8kv.serving.resolve_plan
-
-    def resolve_and_record(*args, **keywords):
-        resolved = resolve(*args, **keywords)
-        digests.append(resolved["plan"].digest)
-        return resolved
-
-    monkeypatch.setattr(hf_fp8kv.serving, "resolve_plan", resolve_and_record)
     expected = generate_paged(folder, "which plan", 12, plan=plan)
     for options in (("--kv-cache-dtype", "adaptive"), ("--plan", str(tmp_path))):
         with HostedServer(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
-    assert digests == [plan.digest] * 2
+            pages = read_json(server, f"/v1/models/{Path(folder).name}")["kv_cache"]
+            counts = Counter(map(str, plan.plan.values()))
+            assert pages["formats"] == [f"{count} x {text}" for text, count in counts.items()]
 
 
 def test_sampling_depends_only_on_the_fields_of_its_request(server):
@@ -144,32 +134,6 @@ def test_sampling_depends_only_on_the_fields_of_its_request(server):
     for limits in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
         assert sample_texts(temperature=2.0, **limits) == greedy_texts
     assert sample_texts(temperature=1e-40) == greedy_texts
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_that_the_last_token_completes_is_the_finish_reason(server, stream):
-    full_text = get_text(server, STORY, max_tokens=20)
-    stop = full_text[-6:]
-    assert full_text.index(stop) == 14
-    for max_tokens, expected in ((20, "stop"), (19, "length")):
-        request = make_chat(STORY, max_tokens=max_tokens, stop=stop, stream=stream)
-        answer = server.answer(CHAT, **request)
-        choice = (answer[-1] if stream else answer)["choices"][0]
-        assert choice["finish_reason"] == expected
-
-
-def test_an_echoed_prompt_has_the_logprobs_of_the_engine(server):
-    fields = {"prompt": STORY, "max_tokens": 60, "logprobs": 2}
-    (choice,) = server.answer(COMPLETIONS, **fields)["choices"]
-    echo_fields = fields | {"prompt": STORY + choice["text"], "max_tokens": 0, "echo": True}
-    with ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(server.answer, COMPLETIONS, **fields) for _ in range(3)]
-        echo = pool.submit(server.answer, COMPLETIONS, **echo_fields).result()
-        assert [answer.result()["choices"][0]["text"] for answer in answers] == [choice["text"]] * 3
-    for name in ("token_logprobs", "top_logprobs"):
-        echoed_values = echo["choices"][0]["logprobs"][name][len(STORY) :]
-        for echoed, expected in zip(echoed_values, choice["logprobs"][name], strict=True):
-            assert echoed == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_truncated_response_is_incomplete(server, folder):
@@ -218,105 +182,58 @@ def test_usage_counts_cached_tokens(server):
     assert metrics["prefix_tokens_total"] > metrics["prefix_hits_total"] * PAGE_SIZE > 0
     # K and V, two layers, two heads of 16 codes, and a scale of two bytes for each head.
     assert metrics["bytes_total"] == NUM_PAGES * PAGE_SIZE * 2 * 2 * 2 * (16 + 2)
-    assert 0 < metrics["pages_used"] <= metrics["pages_total"] == NUM_PAGES
     assert metrics["bytes_used"] == metrics["pages_used"] * metrics["bytes_total"] / NUM_PAGES
-    assert metrics["tokens_held"] <= metrics["pages_used"] * PAGE_SIZE
 
 
 HUGE_MULTIPLE = {"type": "integer", "multipleOf": 10**400}
 # The path, the field in the error, the status, and the changed fields or all bytes of the body.
 # There is one case for each rule.
 INVALID_REQUESTS = [
-    (CHAT, None, 400, b""),
-    (CHAT, None, 400, b'{"messages":[{"role":"user","content":"\xff"}]}'),
     (CHAT, None, 400, b'{"messages":[{"role":"user","content":"\\ud800"}]}'),
     (CHAT, None, 400, b"[" * 30000 + b"]" * 30000),
     (CHAT, None, 400, b"[]"),
     (CHAT, None, 400, b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}'),
-    (CHAT, "messages", 400, b"{}"),
     (CHAT, "messages", 400, make_chat([{}] * 16_384)),
-    (CHAT, "messages", 400, {"messages": []}),
-    (CHAT, "messages[0]", 400, {"messages": [1]}),
-    (CHAT, "messages[0].role", 400, {"messages": [{"content": "x"}]}),
     (CHAT, "messages[0].content", 400, {"messages": [{"role": "user"}]}),
-    (CHAT, "messages[0].content", 400, {"messages": [{"role": "assistant", "tool_calls": []}]}),
     (CHAT, "messages[0].content", 400, make_chat([{"type": "image_url"}])),
-    (CHAT, "messages[0].tool_calls", 400, make_chat("x", "assistant", messages=[
-        {"role": "assistant", "tool_calls": [5]}])),
     (CHAT, None, 400, make_chat("x", "wizard")),  # rejected by the template
     (CHAT, "model", 404, {"model": "no/such"}),
     (CHAT, "bogus", 400, {"bogus": 1}),
-    (CHAT, "prompt", 400, {"prompt": "x"}),
-    (COMPLETIONS, "messages", 400, {"messages": []}),
-    (CHAT, "echo", 400, {"echo": True}),
     (CHAT, "add_generation_prompt", 400, {"add_generation_prompt": False}),
-    (CHAT, "reasoning_effort", 400, {"reasoning_effort": "high"}),
-    (CHAT, "moderation", 400, {"moderation": {"model": "x"}}),
-    (CHAT, "stream", 400, {"stream": "yes"}),
-    (CHAT, "stream_options", 400, {"stream_options": {"include_usage": "yes"}}),
     (COMPLETIONS, "stream_options", 400, {"stream_options": {"x": True}}),
-    (CHAT, "store", 400, {"store": "yes"}),
     (CHAT, "max_tokens", 400, {"max_tokens": 0}),
-    (CHAT, "max_tokens", 400, {"max_tokens": 1.5}),
     (CHAT, "max_tokens", 400, {"max_tokens": True}),
-    (CHAT, "max_tokens", 400, {"max_tokens": 10**30}),
     (CHAT, "max_tokens", 400, {"max_tokens": CONTEXT_LENGTH - 3}),
     (CHAT, "max_tokens", 400, make_chat("x" * CONTEXT_LENGTH)),
     (CHAT, "temperature", 400, {"temperature": -1}),
-    (CHAT, "top_p", 400, {"top_p": 0}),
-    (CHAT, "top_k", 400, {"top_k": 0.3}),
     (CHAT, "seed", 400, {"seed": 2**70}),
     (CHAT, "n", 400, {"n": 129}),
-    (CHAT, "frequency_penalty", 400, {"frequency_penalty": 3}),
-    (CHAT, "repetition_penalty", 400, {"repetition_penalty": 0}),
     (CHAT, "stop", 400, {"stop": [""]}),
     (CHAT, "stop", 400, {"stop": list("abcdefghijklmnopq")}),
-    (CHAT, "stop", 400, {"stop": "x" * 1025}),
     (CHAT, "stop_token_ids", 400, {"stop_token_ids": [100_000]}),
     (CHAT, "logit_bias", 400, {"logit_bias": {str(token): 1 for token in range(1025)}}),
     (CHAT, "logit_bias", 400, {"logit_bias": {"a": 1}}),
     (CHAT, "logit_bias", 400, {"logit_bias": {"100000": 1}}),
     (CHAT, "structured_outputs.json", 400, {"structured_outputs": {"json": HUGE_MULTIPLE}}),
     (CHAT, "top_logprobs", 400, {"top_logprobs": 3}),
-    (CHAT, "logprobs", 400, {"logprobs": 3}),
-    (CHAT, "user", 400, {"user": "x" * 513}),
     (CHAT, "cache_salt", 400, {"cache_salt": ""}),
-    (RESPONSES, "cache_salt", 400, {"cache_salt": 1}),
-    (CHAT, "metadata", 400, {"metadata": {"x": [0] * 9000}}),
     (RESPONSES, "metadata", 400, {"metadata": {str(n): "x" for n in range(17)}}),
-    (CHAT, "metadata", 400, {"metadata": {"x" * 65: ""}}),
     (CHAT, "generation_config", 400, {"generation_config": "{"}),
-    (CHAT, "generation_config", 400, {
-        "generation_config": json.dumps({"transformers_version": "x" * 20_000})}),
-    (CHAT, "generation_config.eos_token_id", 400, {
-        "generation_config": json.dumps({"eos_token_id": [1] * 129})}),
     (CHAT, "generation_config.num_beams", 400, {"generation_config": '{"num_beams": 4}'}),
-    (CHAT, "generation_config.stop_strings", 400, {
-        "generation_config": '{"stop_strings": ["a"]}'}),
     (CHAT, "chat_template_kwargs.chat_template", 400, {
         "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
-    (CHAT, "chat_template_kwargs", 400, {"chat_template_kwargs": dict.fromkeys(ARGUMENT_NAMES, 1)}),
-    # The chat template does not show tools to the model.
-    (CHAT, "tools", 400, {"tools": [TOOL]}),
-    (CHAT, "parallel_tool_calls", 400, {"tools": [TOOL], "parallel_tool_calls": False}),
-    (CHAT, "tools[0]", 400, {"tools": [5]}),
+    (CHAT, "tools", 400, {"tools": [TOOL]}),  # not shown by the chat template
     (RESPONSES, "tools[0]", 400, {"tools": [{"type": "web_search"}]}),
     (CHAT, "tool_choice", 400, {"tool_choice": "required"}),
     (COMPLETIONS, "suffix", 400, {"suffix": "the end"}),
-    (COMPLETIONS, "logprobs", 400, {"logprobs": True}),
     (COMPLETIONS, "max_tokens", 400, {"max_tokens": 0}),
     (COMPLETIONS, "best_of", 400, {"best_of": 3, "n": 2}),
     (COMPLETIONS, "prompt", 400, {"prompt": None}),
-    (COMPLETIONS, "prompt", 400, {"prompt": ["x", ""]}),
     (COMPLETIONS, "prompt", 400, {"prompt": [[1, 2], [-1]]}),
     (COMPLETIONS, "prompt", 400, {"prompt": [1, 100_000]}),
     (COMPLETIONS, "prompt", 400, {"prompt": ["x"] * 40, "n": 30}),
     (RESPONSES, "text.verbosity", 400, {"text": {"verbosity": "low"}}),
-    (RESPONSES, "input[0].type", 400, {"input": [{"type": "junk"}]}),
     (RESPONSES, "input[0].type", 400, {"input": [{"type": []}]}),
-    (RESPONSES, "input[0].call_id", 400, {"input": [{"type": "function_call", "name": "x"}]}),
-    (RESPONSES, "input[1].content", 400, {"input": [USER_MESSAGE, {"role": "x"}]}),
-    (RESPONSES, "input[0].content", 400, {"input": [{"type": "reasoning", "content": [1]}]}),
 ]  # fmt: skip
 
 
@@ -435,41 +352,14 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
         assert connect(request).recv(1000).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("has_started", [False, True])
-def test_a_request_with_a_bad_chunk_has_one_response(has_started, caplog):
-    async def run() -> bytes:
-        async def app(scope, receive, send):
-            start = {"type": "http.response.start", "status": 200, "headers": []}
-            messages = [start, {"type": "http.response.body", "body": b"answer"}]
-            if has_started:
-                await send(messages.pop(0))
-            assert (await receive())["type"] == "http.disconnect"
-            for message in messages:
-                await send(message)
-            has_ended.set()
-
-        has_ended = asyncio.Event()
-        config = uvicorn.Config(app, http=make_connection_class(None, 9, 9), lifespan="off")
-        config.load()
-        connection = config.http_protocol_class(config, uvicorn.server.ServerState(), {})
-        transport = MagicMock()  # its `close` never calls `connection_lost`
-        transport.get_write_buffer_size.return_value = 0
-        connection.connection_made(transport)
-        connection.data_received(
-            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+def test_a_request_with_a_bad_chunk_has_one_response(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(
+            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\nnot a length\r\n"
         )
-        await asyncio.sleep(0)
-        connection.data_received(b"not a length\r\n")
-        await asyncio.wait_for(has_ended.wait(), 20)
-        connection.connection_lost(None)
-        assert transport.close.called
-        return b"".join(call.args[0] for call in transport.write.call_args_list)
-
-    output = asyncio.run(run())
-    statuses = re.findall(rb"HTTP/1.1 (\d+)", output)
-    assert statuses == ([b"200"] if has_started else [b"400"])
-    assert b"answer" not in output
-    assert not [record for record in caplog.records if record.exc_info]
+        output = client.makefile("rb").read()
+    assert re.findall(rb"HTTP/1.1 (\d+)", output) == [b"400"]
 
 
 def test_too_long_texts_are_rejected_before_tokenization(server):
@@ -526,30 +416,11 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
     assert "never retrieved" not in caplog.text
 
 
-def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, monkeypatch):
-    may_continue = threading.Event()
-    parse_body = schemas.parse_body
-
-    def wait_and_parse(content: bytes) -> dict:
-        assert len(content) < 100_000 or may_continue.wait(60)
-        return parse_body(content)
-
-    monkeypatch.setattr(schemas, "parse_body", wait_and_parse)
-    with HostedServer(folder) as server:
-        try:
-            with server.abandon_request(COMPLETIONS, prompt="x" * 100_000):
-                server.wait_until(requests_waiting=1)
-            server.wait_until(**{'requests_total{status="499"}': 1, "requests_waiting": 0})
-        finally:
-            may_continue.set()
-
-
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("LocalHost:80", 200), ("a.localhost:1", 200), ("127.8.9.1:80", 200), ("[::1]:8000", 200),
-        ("evil.example:80", 421), ("localhost.evil.example", 421), ("notlocalhost", 421),
-        ("127.0.0.1.evil.example", 421), ("10.0.0.1", 421), ("", 421),
+        ("LocalHost:80", 200), ("a.localhost:1", 200), ("[::1]:8000", 200),
+        ("localhost.evil.example", 421), ("notlocalhost", 421), ("10.0.0.1", 421), ("", 421),
     ],
 )  # fmt: skip
 def test_a_rebound_host_name_is_rejected(server, host, status):
@@ -619,14 +490,11 @@ def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
         assert future.result() == 200
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/load_model", "/version", "/docs"])
-def test_unsupported_paths_return_404(server, path):
-    status, text, _ = server.ask(path, {})
-    assert status == 404
-    assert f"{path}: expected one of /v1/chat/completions" in text
-
-
-def test_content_types_except_json_are_rejected(server):
+def test_unsupported_paths_and_content_types_are_rejected(server):
+    for path in ("/load_model", "/docs"):
+        status, text, _ = server.ask(path, {})
+        assert status == 404
+        assert f"{path}: expected one of /v1/chat/completions" in text
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert get_status(server, CHAT, body=b"a=b", headers=form) == 415
 
@@ -642,12 +510,11 @@ def test_requests_with_the_same_id_get_their_own_answers(server):
     assert answers == [("same", get_text(server, letter)) for letter in "abcd"]
 
 
-@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_pages_of_a_disconnected_client_are_freed(server, slow_steps, stream):
+def test_the_pages_of_a_disconnected_client_are_freed(server, slow_steps):
     canceled_metric = 'requests_total{status="499"}'
     token_metric = f'inter_token_latency_seconds_count{{model_name="{Path(server.model).name}"}}'
     old_metrics = server.wait_until(requests_active=0)
-    with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=stream)):
+    with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=True)):
         server.wait_until(requests_active=1)
     expected = {canceled_metric: old_metrics.get(canceled_metric, 0) + 1, "requests_active": 0}
     metrics = server.wait_until(**expected)
@@ -698,17 +565,12 @@ def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_st
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--no-such"], 2, "No such option: --no-such"),
-        (["--kv-cache-dtype", "int3"], 2, "int3"),
-        (["--cb-num-blocks", "many"], 2, "integer"),
         (["--chat-template-kwargs", "5"], 2, "expected a JSON object"),
         (["--host", "0.0.0.0", "--device", "cpu"], 1, "HF_FP8KV_API_KEY"),
-        (["--log-level", "loud"], 2, "--log-level"),
         (["--default-seed", str(2**70)], 2, "--default-seed"),
         (["--max-body", "0"], 1, "--max-body: expected at least 1"),
         (["--device", "toaster"], 1, "cannot load a language model"),
         (["--device", "cpu", "--dtype", "int8"], 2, "expected one of auto"),
-        (["--cb-num-blocks", "0"], 2, "--cb-num-blocks"),
         (["--cb-max-memory-percent", "7"], 2, "--cb-max-memory-percent"),
         (["--cb-num-blocks", "1", "--cb-block-size", "-4"], 2, "--cb-block-size"),
     ],
@@ -718,21 +580,9 @@ def test_a_wrong_command_line_is_explained(
 ):
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("the server started"))
     monkeypatch.delenv("HF_FP8KV_API_KEY", raising=False)
-    old_threads = set(threading.enumerate())
     exit_code, _, err = run_command("serve", folder, "--port", "0", *options)
     assert exit_code == code, err
     assert message in " ".join(err.split())
-    # The threads of libraries' pools end with the process.
-    new_threads = [
-        thread
-        for thread in threading.enumerate()
-        if thread not in old_threads and not thread.daemon
-    ]
-    assert not [
-        thread
-        for thread in new_threads
-        if not thread.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))
-    ]
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(run_command, folder):
@@ -743,7 +593,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(run_command, folde
     listen("127.0.0.1", int(port)).close()
 
 
-def test_unusable_files_are_explained(run_command, folder, tmp_path):
+def test_unusable_files_and_processes_are_explained(run_command, folder, tmp_path, monkeypatch):
     template = tmp_path / "template"
     template.write_text("{{ messages[0].content.nothing.more }}")
     for model, options, message in (
@@ -753,6 +603,9 @@ def test_unusable_files_are_explained(run_command, folder, tmp_path):
     ):
         code, _, err = run_command("serve", str(model), "--port", "0", "--device", "cpu", *options)
         assert (code, message in " ".join(err.split())) == (1, True), err
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as in a process of torchrun
+    code, _, err = run_command("serve", str(tmp_path), "--port", "0")
+    assert (code, "expected a single process" in " ".join(err.split())) == (1, True), err
 
 
 def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
@@ -770,12 +623,6 @@ def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
         assert {chunk["model"] for chunk in (answer, *chunks)} == {"mine"}
         assert get_status(server, CHAT, make_chat(model=folder)) == 404
         assert get_status(server, CHAT, make_chat(STORY, max_tokens=1)) == 400
-
-
-def test_processes_of_torchrun_are_rejected(run_command, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = run_command("serve", str(tmp_path), "--port", "0")
-    assert (code, "expected a single process" in " ".join(err.split())) == (1, True), err
 
 
 def test_a_failed_engine_ends_the_server(folder, monkeypatch):
@@ -845,38 +692,6 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
         assert last_event["usage"]["completion_tokens"] == 270
 
 
-@pytest.mark.full
-def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
-    """The template takes hours for the role "snail". Its client gets 503, or has left."""
-    loops = "".join(f"{{% for {name} in range(90000) %}}" for name in "ijk")
-    template = tmp_path / "template"
-    template.write_text(
-        "{% if messages[0].role == 'snail' %}" + loops + "{% endfor %}" * 3 + "{% endif %}:"
-    )
-    store, text = tmp_path / "store", "x" * 100_000
-    options = ("--chat-template", str(template), "--cb-num-blocks", "80", "--grace", "1")
-    options += ("--prefix-store", str(store))
-    with (
-        Server(save_chat_model(tmp_path, context=1000), *options) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        assert get_status(server, COMPLETIONS, {"prompt": STORY, "max_tokens": 9}) == 200
-        with contextlib.ExitStack() as clients:
-            for _ in range(3):  # one request runs, and two requests wait
-                clients.enter_context(server.abandon_request(CHAT, **make_chat(text, "snail")))
-            server.wait_until(requests_waiting=3)
-        server.wait_until(**{'requests_total{status="499"}': 3})
-        future = pool.submit(server.ask, CHAT, make_chat(text, "snail"))
-        server.wait_until(requests_waiting=1)
-        assert server.stop() == 0
-        status, answer, _ = future.result()
-        assert (status, json.loads(answer)["error"]["code"]) == (503, "stopping")
-        assert "stopping: ending 1 requests" in server.log
-        assert "Finished server process" in server.log
-        assert "Traceback" not in server.log
-    assert len(list(store.glob("*.safetensors"))) == len(STORY) // PAGE_SIZE
-
-
 def test_the_web_page_loads_nothing_from_other_hosts(server):
     status, text, headers = server.ask("/")
     assert (status, headers["content-type"]) == (200, "text/html;charset=utf-8")
@@ -909,18 +724,3 @@ def test_the_default_memory_on_a_cpu_is_limited(folder, monkeypatch, options, mi
         engine.Engine(model, ContinuousBatchingConfig(**options), None)
     (call,) = record.call_args_list
     assert call.kwargs["continuous_batching_config"].max_memory_percent == share
-
-
-def test_progress_is_logged_while_pages_are_filled(folder, monkeypatch, caplog):
-    model = hf_fp8kv.serving.enable(LlamaForCausalLM.from_pretrained(folder))
-    monkeypatch.setattr(engine, "PROGRESS_SECONDS", 0.01)
-    caplog.set_level("INFO")
-
-    def warm_up(manager: typing.Any) -> None:
-        time.sleep(1)
-        raise ValueError("no memory")
-
-    monkeypatch.setattr(ContinuousBatchingManager, "warmup", warm_up)
-    with pytest.raises(ConfigError, match="no memory"):
-        engine.Engine(model, ContinuousBatchingConfig(num_blocks=4), None)
-    assert re.search(r"filled [\d.]+ (B|[KM]iB)", caplog.text)

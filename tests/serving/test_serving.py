@@ -2,20 +2,16 @@
 
 import copy
 import functools
-import gc
 import pickle
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, CompileConfig
+from transformers import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
@@ -23,7 +19,6 @@ from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleEr
 from hf_fp8kv.attention.masks import fp8_paged_mask
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.exact_states import exact_states
-from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import StoredLayer
 from hf_fp8kv.serving.engines import common, order_streams
 from hf_fp8kv.serving.fp8_manager import FP8Manager
@@ -57,7 +52,6 @@ FULL = pytest.mark.full
 # Windows are not multiples of the page size, and shorter than most prompts.
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mha": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 20},
     # Full and sliding layers, and a softcap. Sharp attention makes the tokens depend on K.
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 1},
@@ -68,7 +62,7 @@ INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 
 
 def make_model(name: str) -> Any:
-    return build_variant("llama" if name == "mha" else name, **MODEL_OPTIONS[name])[0]
+    return build_variant(name, **MODEL_OPTIONS[name])[0]
 
 
 @pytest.fixture
@@ -81,19 +75,6 @@ def llama() -> Iterator[Any]:
 @pytest.fixture
 def served_llama(llama: Any) -> Any:
     return serving.enable(llama)
-
-
-def check_tokens(model: Any, *, is_exact: bool | None, **options: Any) -> None:
-    """Compare generate_batch(), with whole prompts and chunks of 16 tokens, with generate()."""
-    # Triton's interpreter takes a minute for three prompts.
-    prompt_ids = prompts()[:3] if options.get("backend") == "triton" else prompts()
-    expected = enable(model, prompt_ids, **options)
-    for max_tokens in (256, 16):
-        tokens = generate_batch(model, prompt_ids, max_batch_tokens=max_tokens)
-        assert tokens == expected, max_tokens
-    serving.disable(model)
-    if is_exact is not None:  # False asserts that unquantized pages give different tokens
-        assert are_exact(model, prompt_ids, expected) == is_exact
 
 
 def make_head_options(model: Any) -> dict[str, Any]:
@@ -116,8 +97,6 @@ CASES: list[tuple[str, Callable[[Any], dict[str, Any]], bool | None]] = [
     ("llama", lambda model: {**make_head_options(model), "backend": "torch"}, False),
 ]
 SLOW_CASES = [
-    ("mha", make_head_options, False),
-    ("mistral", make_head_options, False),
     ("gpt_oss", lambda model: {"plan": protected_plan_for(model, "V")}, None),
     ("llama", lambda model: {**make_head_options(model), "backend": "triton"}, None),
 ]
@@ -132,7 +111,16 @@ class TestSameTokens:
         self, name: str, make_options: Any, is_exact: bool | None
     ) -> None:
         model = make_model(name)
-        check_tokens(model, is_exact=is_exact, **make_options(model))
+        options = make_options(model)
+        # Triton's interpreter takes a minute for three prompts.
+        prompt_ids = prompts()[:3] if options.get("backend") == "triton" else prompts()
+        expected = enable(model, prompt_ids, **options)
+        for max_tokens in (256, 16):  # whole prompts, and chunks
+            tokens = generate_batch(model, prompt_ids, max_batch_tokens=max_tokens)
+            assert tokens == expected, max_tokens
+        serving.disable(model)
+        if is_exact is not None:  # False asserts that unquantized pages give different tokens
+            assert are_exact(model, prompt_ids, expected) == is_exact
 
     def test_unquantized_bfloat16_tokens_are_greedy_within_rounding(self) -> None:
         model = make_model("llama").to(torch.bfloat16)
@@ -160,10 +148,8 @@ class TestSameTokens:
         monkeypatch.setattr(common, "make_decode_work", make_work)
         with run_manager(manager):
             assert request_answers(manager, prompts()) == expected
-        batch_sizes = [len(call.args[1]) for call in make_work.call_args_list]
-        assert len(batch_sizes) > NEW_TOKENS / 2  # one call per step, not per layer
-        assert len(batch_sizes) < 2 * NEW_TOKENS
-        assert max(batch_sizes) > 1
+        # One call per step, not per layer.
+        assert NEW_TOKENS / 2 < make_work.call_count < 2 * NEW_TOKENS
 
     def test_generate_with_a_paged_cache_gives_the_same_tokens(self, llama: Any) -> None:
         prompt = prompts()[5]
@@ -280,24 +266,6 @@ class TestManagers:
                 manager.add_request([5, 6], max_new_tokens=2)
                 assert message in manager.get_result(timeout=60).error
 
-    def test_a_second_model_in_a_different_thread_stays_stock(self, served_llama: Any) -> None:
-        barrier = threading.Barrier(2)
-
-        def make_managers(model: Any) -> list[tuple[str, str]]:
-            class_names = []
-            for _ in range(3):
-                barrier.wait(60)
-                manager = model.init_continuous_batching(greedy(), batching())
-                manager.warmup()  # allocates the pages
-                cache = manager.batch_processor.cache
-                class_names.append((type(manager).__name__, type(cache).__name__))
-            return class_names
-
-        with ThreadPoolExecutor(2) as pool:
-            class_names, stock_names = pool.map(make_managers, (served_llama, make_model("llama")))
-        assert class_names == [("FP8Manager", "Cache")] * 3
-        assert stock_names == [("ContinuousBatchingManager", "PagedAttentionCache")] * 3
-
     def test_a_running_manager_does_not_change_generate(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
         ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
@@ -315,20 +283,6 @@ class TestManagers:
             manager.add_requests(prompts(), max_new_tokens=NEW_TOKENS)
             for _ in range(3):
                 assert torch.equal(run_generate(), expected)
-
-    def test_least_recently_used_prefixes_are_evicted(self, served_llama: Any) -> None:
-        """The engine evicts pages from the end of this prefix, and no page without need."""
-        prompt_ids = [[n + 3] * (6 * PAGE_SIZE + 1) for n in range(5)]
-        with open_manager(served_llama, num_pages=32) as manager:
-
-            def count_cached_tokens(index: int) -> int:
-                return count_shared_tokens(manager, prompt_ids[index], 2)
-
-            # Each prompt has 6 of the 32 pages. Prompt 1 is the oldest when prompt 4 needs pages.
-            assert [*map(count_cached_tokens, (0, 1, 2, 3, 0, 4))] == [0, 0, 0, 0, 6 * PAGE_SIZE, 0]
-            assert [*map(count_cached_tokens, (4, 0, 3, 2))][:3] == [6 * PAGE_SIZE] * 3
-            assert 0 < count_cached_tokens(1) < 6 * PAGE_SIZE  # only its beginning is kept
-            assert serving.read_usage(manager).tokens_held >= 24 * PAGE_SIZE
 
     @pytest.mark.parametrize("at_once", [False, True], ids=["search", "deduplication"])
     def test_prompts_with_equal_hashes_share_no_pages(
@@ -397,18 +351,6 @@ class TestManagers:
         serving.disable(served_llama)
         assert not hasattr(served_llama, "_cached_continuous_batching_manager")
 
-    def test_usage_counts_the_pages_of_a_manager(self, llama: Any) -> None:
-        serving.enable(llama, dtype="fp8_e3m4")
-        assert serving.read_usage(llama) is None
-        with open_manager(llama) as manager:
-            manager.warmup()
-            usage = serving.read_usage(llama)
-            assert (usage.pages_total, usage.pages_used, usage.tokens_held) == (64, 0, 0)
-            # K and V in two layers, each with two heads of 16 values and a scale of two bytes.
-            assert usage.bytes_total == 64 * PAGE_SIZE * 2 * 2 * (16 + 2) * 2
-            assert usage.plans == {"K fp8_e3m4, V fp8_e3m4": 2}
-        assert serving.read_usage(llama) is None
-
 
 class TestStockEngine:
     def test_disable_restores_a_persistent_manager(self, llama: Any) -> None:
@@ -422,17 +364,13 @@ class TestStockEngine:
         assert llama._cached_continuous_batching_manager is original
         llama.destroy_cached_continuous_batching_manager()
 
-    def test_models_can_be_copied_and_freed(self, served_llama: Any) -> None:
+    def test_models_can_be_copied(self, served_llama: Any) -> None:
         for copied in (copy.deepcopy(served_llama), pickle.loads(pickle.dumps(served_llama))):
             assert is_enabled(copied)
             serving.disable(copied)
             assert not copied._forward_pre_hooks
             assert not is_enabled(copied)
         assert is_enabled(served_llama)
-        reference = weakref.ref(copied)
-        del copied
-        gc.collect()
-        assert reference() is None
 
 
 class TestErrors:
@@ -466,14 +404,12 @@ class TestErrors:
             ("roberta", "changes its logits|get_seq_length"),
             ("deepseek_v3", "pages were made"),  # keys have a different size than planned
             ("bamba", "linear_attention"),
-            ("dots3_note_text", "expected layers"),  # layers of several sizes, and an indexer
+            ("gemma4_text", "expected layers of one size"),
             ("seq2seq/t5", "encoder"),
             ("bloom", "attention"),  # no lookup of an attention function
         ],
     )
     def test_unsupported_models_are_rejected(self, name: str, message: str) -> None:
-        if name.rpartition("/")[2] not in CONFIG_MAPPING:
-            pytest.skip("this version of transformers has no such model")
         model, _ = build_variant(name)
         attention = model.config._attn_implementation
         with pytest.raises(ConfigError, match=message):
@@ -517,6 +453,18 @@ class TestErrors:
         serving.disable(llama)  # also restores the attention after a manager that never ran
         assert llama.config._attn_implementation == "sdpa"
         assert not manager.is_running()
+
+    @pytest.mark.usefixtures("fresh_compiler")
+    def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        manager = llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
+        assert manager.continuous_batching_config.varlen_compile_config is not None
+        serving.enable(llama)
+        # decode_compile_config is accepted, because the engine uses it only for its own attention.
+        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, backend="eager"))
+        with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
+            llama.init_continuous_batching(greedy(), config)
 
     def test_the_attention_is_rejected_without_enable(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
@@ -565,19 +513,10 @@ class TestRequestLimit:
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(num_pages=6))
         manager.warmup()
-        cache = manager.batch_processor.cache
-        max_tokens = cache.compute_max_request_tokens()
+        max_tokens = manager.batch_processor.cache.compute_max_request_tokens()
         if name == "mistral":  # windows in all layers
             assert max_tokens == 2**31 - 1
             return
-        num_sectors = [
-            sum(
-                allocator.needs_new_sectors("", 0, n)
-                for allocator in cache.cache_allocators.values()
-            )
-            for n in (max_tokens, max_tokens + 1)
-        ]
-        assert num_sectors[0] <= cache.num_sectors < num_sectors[1]
         # The last token is never stored.
         prompt_ids = [[3] * (max_tokens - NEW_TOKENS + n) for n in (1, 2)]
         outputs = model.generate_batch(
@@ -664,17 +603,6 @@ class TestRunningEngines:
         assert work.table.tolist() == [[4], [-1]]
         assert work.slot_ends.tolist() == [1, 1]
 
-    def test_schedules_match_their_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        create = mock.Mock(side_effect=lambda lengths, *_, **__: lengths[:, None])
-        monkeypatch.setattr(step_module.ops, "create_schedule", create)
-        step = EngineStep([None], 8)
-        step.add(7, 1, [[0]])
-        step.add(0, 5, [[1]])
-        batches = step.get_work(0, torch.device("cpu")).batches
-        schedules = [int(batch.get_schedule("torch", 2, 4)[0, 0]) for batch in batches]
-        assert sorted(schedules) == [5, 8]
-        assert sorted(call.kwargs["num_query_rows"] for call in create.call_args_list) == [2, 10]
-
     def test_requests_are_admitted_after_all_running_requests_are_canceled(self) -> None:
         """An engine that evicts a request admits no request until a running request finishes."""
         model, _ = build_variant("gqa", max_position_embeddings=512)
@@ -701,37 +629,6 @@ class TestRunningEngines:
                 manager.cancel_request(request_id)  # otherwise the manager waits for it at exit
             lengths.pop(running_id, None)
             assert lengths == {waiting_id: 6 * PAGE_SIZE, added_id: 2}
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-class TestCompiled:
-    """Steps are traced and run without code generation, so generated code is not covered."""
-
-    OPTIONS: ClassVar = {"backend": "eager", "mode": None, "dynamic": True}
-
-    @FULL  # torch needs 12 s to trace the layers of one model
-    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-    def test_compiled_steps_give_the_same_tokens(self, name: str) -> None:
-        """Attention is not compiled, so a new number of requests needs no new compilation."""
-        model = make_model(name)
-        expected = enable(model, prompts(), scales=head_scales(model))
-        config = CompileConfig(fullgraph=False, **self.OPTIONS)
-        tokens = generate_batch(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
-        assert tokens == expected
-        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        # The parts without attention are 11 graphs. Compiling attention for each step makes 55.
-        assert 0 < num_graphs < 25
-
-    def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:
-        llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
-        assert manager.continuous_batching_config.varlen_compile_config is not None
-        serving.enable(llama)
-        # decode_compile_config is accepted, because the engine uses it only for its own attention.
-        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **self.OPTIONS))
-        with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
-            llama.init_continuous_batching(greedy(), config)
 
 
 class DelayedStream:

@@ -1,9 +1,7 @@
 """Tests of the layout of an engine's cache: layer groups, bytes, ranks and offloading."""
 
-import math
 import sys
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +12,6 @@ from transformers.generation.continuous_batching import continuous_api
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving.engines import flat_tensor
-from hf_fp8kv.serving.engines.common import count_extra_values
-from hf_fp8kv.serving.layout import EngineLayout, plan_block_sizes
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serving_tools import (
     PAGE_SIZE,
@@ -35,12 +31,6 @@ pytestmark = pytest.mark.text
 
 INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
 LAYER_TYPES = ["sliding_attention", "full_attention", "full_attention"]
-
-
-def make_cache(model: Any, **config: Any) -> Any:
-    manager = model.init_continuous_batching(greedy(), batching(**config))
-    manager.warmup()
-    return manager.batch_processor.cache
 
 
 class TestEngineChoice:
@@ -95,56 +85,15 @@ class TestMemory:
         ):  # fmt: skip
             model = build_variant("llama")[0].to(torch.bfloat16)
             serving.enable(model, **options)
-            cache = make_cache(model, num_pages=5)
+            manager = model.init_continuous_batching(greedy(), batching(num_pages=5))
+            manager.warmup()
+            cache = manager.batch_processor.cache
             total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
             assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE_SIZE * token_bytes)
             assert total_bytes == 5 * page_bytes
             # The engine allocates two more sectors, for the padding of its attention.
             memory = cache.layers[0].pages.block.untyped_storage()
             assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
-
-    @pytest.mark.parametrize(
-        ("num_sliding", "num_full", "plan"),
-        [(21, 21, PROTECTED_PLANS["K"]), (29, 5, INT8_PLAN), (40, 8, PROTECTED_PLANS["K and V"])],
-    )
-    def test_kinds_of_layers_share_small_sectors(
-        self, num_sliding: int, num_full: int, plan: LayerPlan
-    ) -> None:
-        """The least common multiple of the kinds' exact sizes is up to 2,000 blocks."""
-        int8_layout, layout = (
-            EngineLayout(8, 256, 256, layer_plan, torch.bfloat16, is_dynamic=True)
-            for layer_plan in (INT8_PLAN, plan)
-        )
-        kinds = {
-            "sliding": [layout] + [int8_layout] * (num_sliding - 1),
-            "full": [int8_layout] * num_full,
-        }
-        sizes = plan_block_sizes(kinds)
-        needed = {
-            kind: sum(layer.bytes_per_page for layer in layers) for kind, layers in kinds.items()
-        }
-        assert all(sizes[kind] >= needed[kind] and sizes[kind] % 16 == 0 for kind in kinds)
-        assert sum(sizes.values()) <= 1.025 * sum(needed.values())
-        assert math.lcm(*sizes.values(), 128) <= 8 * max(sizes.values())
-
-    def test_sectors_and_tokens_add_planned_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Neither masks nor dense copies are planned. Tokens of a step have activations."""
-        make_handler = mock.Mock(wraps=flat_tensor._MemoryHandler)
-        monkeypatch.setattr(flat_tensor, "_MemoryHandler", make_handler)
-        model = build_variant("llama")[0].to(torch.bfloat16)
-        cache = make_cache(serving.enable(model))
-        handler = flat_tensor._MemoryHandler(**make_handler.call_args.kwargs)
-        assert handler.activation_dtype == torch.bfloat16
-        num_sectors, num_tokens = cache.num_sectors, cache.max_batch_tokens
-        compute_bytes = handler.compute_memory_footprint
-        planned_bytes = compute_bytes(num_tokens, num_sectors)
-        sector_bytes = compute_bytes(num_tokens, num_sectors + 1) - planned_bytes
-        assert sector_bytes == handler.bytes_per_sector + handler.tokens_per_sector * 8
-        token_bytes = compute_bytes(num_tokens + 1, num_sectors) - planned_bytes
-        # A token has hidden states, 4 query heads, 2 heads each of K and V, and extra values.
-        num_extra = count_extra_values(model.config)
-        assert token_bytes >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + num_extra)
-        assert num_extra > 3 * 4 * 16
 
 
 class TestOffloading:
@@ -155,7 +104,6 @@ class TestOffloading:
             ("gemma2", 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
             ("gemma2", 16, {"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}),
         ],
-        ids=["8 bit", "unquantized K", "pages of different sizes"],
     )
     def test_offloaded_requests_resume(
         self, name: str, num_pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

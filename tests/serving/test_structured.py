@@ -70,14 +70,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-    with HostedServer(folder) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def server_with_end_token(folder, tmp_path_factory):
-    """Return a server of the same model with a token that ends answers."""
+def server(folder, tmp_path_factory):
+    """Return a server of the model with a token that ends answers."""
     model_folder = tmp_path_factory.mktemp("ending")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = END_TOKEN
@@ -98,14 +92,6 @@ def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
 
 def constrain(**constraint: object) -> dict[str, object]:
     return {"structured_outputs": constraint}
-
-
-def test_an_answer_matches_its_json_schema(server):
-    sampling = {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "seed": 5}
-    for stream in (False, True):
-        text, reason = complete(server, **constrain(json=PERSON), stream=stream, **sampling)
-        assert is_person(text)
-        assert reason == "stop"
 
 
 def test_each_endpoint_accepts_its_field(server):
@@ -129,8 +115,8 @@ def test_each_endpoint_accepts_its_field(server):
     assert not text_in(server.answer(CHAT, **CHAT_FIELDS | text_fields)).startswith("{")
 
 
-@pytest.mark.parametrize("regex", [r"^(yes|no), [A-Z]{4}!$", r"(a/b|\"#|\\\\) [^b-y]x{7}"])
-def test_an_answer_matches_its_regular_expression(server, regex):
+def test_an_answer_matches_its_regular_expression(server):
+    regex = r"^(a/b|\"#|\\\\) [^b-y]x{7}$"
     for temperature in (0, 1.8):
         text, reason = complete(server, **constrain(regex=regex), temperature=temperature, seed=3)
         assert re.fullmatch(regex, text)
@@ -151,29 +137,27 @@ def test_an_answer_is_one_of_the_choices(server):
 
 def test_a_truncated_answer_has_the_finish_reason_length(server):
     expected, _ = complete(server, **constrain(json=PERSON))
-    for max_tokens, reason in ((len(expected) - 1, "length"), (len(expected), "stop")):
+    num_tokens = len(expected) + 1  # with the end token
+    for max_tokens, reason in ((num_tokens - 2, "length"), (num_tokens, "stop")):
         answer = complete(server, **constrain(json=PERSON), max_tokens=max_tokens)
         assert answer == (expected[:max_tokens], reason)
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_structured_answer_ends_with_the_end_token(server, server_with_end_token, stream):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_structured_answer_ends_with_the_end_token(server, stream):
     """The end token must not occur before the grammar allows it. No token may follow it."""
     for seed in range(2):
         sampling = {"temperature": 2.0, "seed": seed, "stream": stream}
-        text, reason = complete(server_with_end_token, **constrain(json=PERSON), **sampling)
+        text, reason = complete(server, **constrain(json=PERSON), **sampling)
         assert is_person(text)
         assert reason == "stop"
-        # The next text may end after any token. A model without an end token continues.
-        fields = constrain(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
-        text, reason = complete(server_with_end_token, **fields, stream=stream)
+        # The next text may end after any token.
+        text, reason = complete(server, **constrain(regex=r"[a-f]+"), **sampling, max_tokens=200)
         assert re.fullmatch(r"[a-f]+", text)
         assert reason == ("stop" if len(text) < 200 else "length")
-        if not seed:
-            assert complete(server, **fields)[1] == "length"
     fields = {"prompt": "x", "max_tokens": 9} | constrain(choice=["ready"])
-    for endpoint, num_tokens in ((server_with_end_token, 1 + len("ready")), (server, len("ready"))):
-        assert endpoint.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"] == num_tokens
+    num_tokens = server.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"]
+    assert num_tokens == len("ready") + 1
 
 
 def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
@@ -228,13 +212,12 @@ def broken_server(server, monkeypatch):
     return server
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
+def test_a_failing_grammar_only_fails_its_request(broken_server):
     requests = [{"max_tokens": 60}, {"max_tokens": 60, **constrain(regex="[a-y]+")}]
     expected_texts = [complete(broken_server, **fields) for fields in requests]
 
     def submit(regex: str) -> Future:
-        fields = {"prompt": "x", "max_tokens": 60, "stream": stream, **constrain(regex=regex)}
+        fields = {"prompt": "x", "max_tokens": 60, **constrain(regex=regex)}
         return pool.submit(broken_server.ask, COMPLETIONS, fields)
 
     with ThreadPoolExecutor(8) as pool:
@@ -248,7 +231,7 @@ def test_a_failing_grammar_only_fails_its_request(broken_server, stream):
     ):
         for future in futures:
             status, text, _ = future.result()
-            assert status == (200 if stream else expected)
+            assert status == expected
             assert f"structured_outputs.regex: {message}" in text
     assert [complete(broken_server, **fields) for fields in requests] == expected_texts
     assert broken_server.wait_until(requests_active=0)["requests_waiting"] == 0
@@ -262,34 +245,21 @@ MANY_PATTERNS: dict[str, dict] = {f"a{n}": {} for n in range(101)}
 LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
 SCHEMA_FIELD = "response_format.json_schema.schema"
 INVALID_GRAMMARS = {
-    "an unknown type": ({"response_format": {"type": "xml"}}, "response_format.type"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    "no type": (wrap_schema({"type": "objekt"}), SCHEMA_FIELD),
     "not strict": (wrap_schema(LENIENT), SCHEMA_FIELD),
-    "not strict, as text": (constrain(json=json.dumps(LENIENT)), "structured_outputs.json"),
     "not satisfiable": (wrap_schema({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA_FIELD),
-    "another file": (wrap_schema({"$ref": "http://localhost/x.json"}), SCHEMA_FIELD),
     "a huge text": (wrap_schema({"enum": ["x" * 70_000]}), SCHEMA_FIELD),
-    "long numbers": (wrap_schema({"type": "integer", "minimum": -(10**30)}), SCHEMA_FIELD),
     "not finite": (wrap_schema({"type": "integer", "multipleOf": 1e999}), SCHEMA_FIELD),
     "many states": (wrap_schema({"type": "integer", "multipleOf": 1_000_003}), SCHEMA_FIELD),
-    "many states, in two schemas": (
-        wrap_schema({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}),
-        SCHEMA_FIELD,
-    ),
     "many patterns": (wrap_schema({"patternProperties": MANY_PATTERNS}), SCHEMA_FIELD),
     "long patterns": (wrap_schema({"items": {"pattern": "a?" * 5_000}}), SCHEMA_FIELD),
     "a long expression": (constrain(regex="a?" * 5_000), "structured_outputs.regex"),
     "an unknown name": (wrap_schema({}, grammar="x"), "response_format.json_schema.grammar"),
-    "no constraint": (constrain(), "structured_outputs"),
     "two constraints": (constrain(regex="a", choice=["a"]), "structured_outputs"),
     "two fields": (wrap_schema({}) | constrain(regex="a"), "structured_outputs.regex"),
     "an invalid expression": (constrain(regex="(a"), "structured_outputs.regex"),
     "an empty text": (constrain(regex="()"), "structured_outputs.regex"),
-    "no token": (constrain(regex="[ä-ü]"), "structured_outputs.regex"),
     "a special token": (constrain(regex=r"\?+"), "structured_outputs.regex"),
-    "no choices": (constrain(choice=[]), "structured_outputs.choice"),
-    "an empty choice": (constrain(choice=[""]), "structured_outputs.choice"),
     "invalid JSON": (constrain(json="{"), "structured_outputs.json"),
     "an unknown grammar": (constrain(grammar="x"), "structured_outputs.grammar"),
 }

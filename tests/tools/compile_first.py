@@ -30,16 +30,16 @@ CASES = {
 
 
 def make_cache(case: str, config: Any) -> Any:
-    return {
-        "no cache": lambda: None,
-        "DynamicCache": lambda: DynamicCache(config=config),
-        "StaticCache": lambda: StaticCache(config, max_cache_len=MAX_CACHE_LEN),
-        "preallocated": lambda: FP8PagedCache(config, page_size=16, max_cache_len=MAX_CACHE_LEN),
-        "preallocated, stored": lambda: FP8PagedCache(
-            config, page_size=16, max_cache_len=MAX_CACHE_LEN, prefill="stored",
-            dtype="fp8_e3m4", scales=0.05,
-        ),
-    }[case]()  # fmt: skip
+    if case == "no cache":
+        return None
+    if case == "DynamicCache":
+        return DynamicCache(config=config)
+    if case == "StaticCache":
+        return StaticCache(config, max_cache_len=MAX_CACHE_LEN)
+    options: dict[str, Any] = {}
+    if "stored" in case:
+        options = {"prefill": "stored", "dtype": "fp8_e3m4", "scales": 0.05}
+    return FP8PagedCache(config, page_size=16, max_cache_len=MAX_CACHE_LEN, **options)
 
 
 def clear_caches(model: PreTrainedModel) -> None:
@@ -108,7 +108,7 @@ def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Ten
         assert_close(actual, continue_cache(model, eager_cache, inputs))
 
 
-def main() -> None:
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for variant, cases in CASES.items():
@@ -117,7 +117,3 @@ def main() -> None:
         for case in cases:
             compile_first(case, model, inputs)
             print(variant, case, flush=True)
-
-
-if __name__ == "__main__":
-    main()

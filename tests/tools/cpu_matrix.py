@@ -33,17 +33,6 @@ def list_settings() -> list[dict[str, str]]:
     return [dict(zip(CHOICES, row, strict=True)) for row in rows]
 
 
-def make_environment(setting: dict[str, str]) -> dict[str, str]:
-    """Return this process's environment, in which the setting replaces the variables of `CHOICES`.
-
-    Each setting has a separate cache of compiled code. torch would reuse code of other settings.
-    """
-    other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
-    variables = {name: value for name, value in setting.items() if value != UNSET}
-    inductor_cache = ROOT / "build" / "cpu_matrix" / "-".join(setting.values())
-    return {**other_variables, **variables, "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache)}
-
-
 def main() -> int:
     """Run the settings in order. Return the number of settings under which a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -53,12 +42,16 @@ def main() -> int:
     options = parser.parse_args()
     arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
     num_failed = 0
     for number, setting in enumerate(list_settings(), 1):
         if options.only is None or number in options.only:
             print(f"== {number}: {setting}", flush=True)
-            process = subprocess.run(command, cwd=ROOT, env=make_environment(setting), check=False)
-            num_failed += process.returncode != 0
+            variables = {name: value for name, value in setting.items() if value != UNSET}
+            # torch would reuse code that was compiled under other settings.
+            cache = str(ROOT / "build" / "cpu_matrix" / "-".join(setting.values()))
+            environment = {**other_variables, **variables, "TORCHINDUCTOR_CACHE_DIR": cache}
+            num_failed += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
     return num_failed
 
 

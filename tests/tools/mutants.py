@@ -4,9 +4,8 @@
 
 Each mutant replaces one piece of text in a copy of the repository. The test files that it names
 run first, up to the first failure. If they pass, the whole fast tier runs, and then the full tier.
-The command fails if a replacement does not apply, if the named tests fail without a mutation, if a
-mutant cannot be imported, if a mutant survives the full tier, or if more than `MAX_SURVIVORS`
-mutants survive the fast tier.
+The command fails if the named tests fail without a mutation, if a mutant cannot be imported, if a
+mutant survives the full tier, or if more than `MAX_SURVIVORS` mutants survive the fast tier.
 """
 
 import argparse
@@ -26,10 +25,9 @@ ROOT = Path(__file__).parents[2]
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "__pycache__")
 # Maximum number of mutants that survive the fast tier.
 MAX_SURVIVORS = 3
-# Exit codes of pytest if all tests pass, if some tests fail, and if the run stops early.
-PASSED, FAILED, INTERRUPTED = 0, 1, 2
 PYTEST_SECONDS = 1800.0  # time limit of a run of pytest
-PARALLEL_OPTIONS = ["-n", "2", "--dist", "worksteal"]
+FAST_TIER = ("-n", "2", "--dist", "worksteal")
+FULL_TIER = (*FAST_TIER, "-m", "", "--hypothesis-profile=full")
 
 
 class Mutant(NamedTuple):
@@ -464,21 +462,43 @@ MUTANTS = (
 )  # fmt: skip
 
 
-def read_mutated(tree: Path, mutant: Mutant) -> str:
-    source = (tree / "hf_fp8kv" / mutant.file).read_text()
-    if (count := source.count(mutant.old)) != 1:
-        raise SystemExit(f"{mutant.name}: `old` occurs {count} times in {mutant.file}, not once")
-    return source.replace(mutant.old, mutant.new)
+def have_tests_failed(tree: Path, *arguments: str) -> bool:
+    """Run pytest, and return whether a test failed.
+
+    Raises:
+        SystemExit: pytest ended for a different reason.
+        TimeoutExpired: The run took `PYTEST_SECONDS`.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=tree, env=environment, capture_output=True, text=True, timeout=PYTEST_SECONDS,
+    )  # fmt: skip
+    last_lines = "\n".join(process.stdout.splitlines()[-5:])
+    # Processes of pytest-xdist that stop after a failed test count as interrupted.
+    if process.returncode > 1 and not re.search(r"^\d+ failed", last_lines, re.MULTILINE):
+        raise SystemExit(f"exit code {process.returncode} of pytest:\n{last_lines}")
+    return process.returncode != 0
 
 
-def apply_mutant(tree: Path, mutant: Mutant) -> None:
-    (tree / "hf_fp8kv" / mutant.file).write_text(read_mutated(tree, mutant))
-    compile_kernels(tree, mutant)
-
-
-def restore_file(tree: Path, mutant: Mutant) -> None:
-    shutil.copy2(ROOT / "hf_fp8kv" / mutant.file, tree / "hf_fp8kv" / mutant.file)
-    compile_kernels(tree, mutant)
+def find_failing_tier(tree: Path, mutant: Mutant) -> str:
+    """Return the first tests that fail: "named tests", "fast tier", "full tier", or "SURVIVED"."""
+    path = tree / "hf_fp8kv" / mutant.file
+    source = path.read_text()
+    path.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        compile_kernels(tree, mutant)
+        if have_tests_failed(tree, *mutant.tests.split()):
+            return "named tests"
+        if have_tests_failed(tree, *FAST_TIER):
+            return "fast tier"
+        return "full tier" if have_tests_failed(tree, *FULL_TIER) else "SURVIVED"
+    except subprocess.TimeoutExpired:
+        return "SURVIVED: timeout"
+    finally:
+        path.write_text(source)
+        compile_kernels(tree, mutant)
 
 
 def compile_kernels(tree: Path, mutant: Mutant) -> None:
@@ -486,96 +506,37 @@ def compile_kernels(tree: Path, mutant: Mutant) -> None:
         subprocess.run([sys.executable, tree / "hf_fp8kv/ops/cpu/build.py"], check=True)
 
 
-def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
-    """Return pytest's exit code, or None after a timeout, and the last lines of its output."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true"}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    try:
-        process = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, check=False,
-            timeout=PYTEST_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None, "timeout"
-    last_lines = "\n".join(process.stdout.splitlines()[-5:])
-    # Processes of pytest-xdist that stop after a failed test count as interrupted.
-    is_failed = process.returncode == INTERRUPTED and re.search(r"^\d+ failed", last_lines, re.M)
-    return FAILED if is_failed else process.returncode, last_lines
-
-
-def find_failing_tier(tree: Path, mutant: Mutant) -> str:
-    """Return the first tests that fail: "named tests", "fast tier", "full tier", or "" for none.
-
-    "timeout" means that a run took `PYTEST_SECONDS`, which does not count as a failure.
-    """
-    arguments_by_tier = {
-        "named tests": mutant.tests.split(),
-        "fast tier": PARALLEL_OPTIONS,
-        "full tier": [*PARALLEL_OPTIONS, "-m", "", "--hypothesis-profile=full"],
-    }
-    apply_mutant(tree, mutant)
-    try:
-        for tier, arguments in arguments_by_tier.items():
-            exit_code, last_lines = run_tests(tree, *arguments)
-            if exit_code is None:
-                return "timeout"
-            if exit_code == FAILED:
-                return tier
-            if exit_code != PASSED:
-                raise SystemExit(f"{mutant.name}: exit code {exit_code} of pytest:\n{last_lines}")
-        return ""
-    finally:
-        restore_file(tree, mutant)
-
-
-def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
-    test_files = sorted({file for mutant in mutants for file in mutant.tests.split()})
-    exit_code, last_lines = run_tests(tree, *PARALLEL_OPTIONS, *test_files)
-    if exit_code != PASSED:
-        raise SystemExit(f"tests fail without a mutation, exit code {exit_code}:\n{last_lines}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[], help="names of mutants, or parts of names")
+    parser.add_argument("--only", nargs="+", default=[""], help="names of mutants, or parts")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     options = parser.parse_args()
-    names = [mutant.name for mutant in MUTANTS]
-    assert len(set(names)) == len(names), "two mutants have the same name"
-    name_parts = options.only or [""]
-    selected = [mutant for mutant in MUTANTS if any(part in mutant.name for part in name_parts)]
+    mutants = [mutant for mutant in MUTANTS if any(part in mutant.name for part in options.only)]
     start = time.monotonic()
-    failing_tiers: dict[str, str] = {}
+    trees = SimpleQueue[Path]()
+
+    def test_mutant(mutant: Mutant) -> str:
+        tree = trees.get()
+        try:
+            tier = find_failing_tier(tree, mutant)
+        finally:
+            trees.put(tree)
+        print(f"{time.monotonic() - start:.0f} s: {mutant.name}: {tier}", flush=True)
+        return tier
+
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trees = SimpleQueue[Path]()
         for index in range(options.jobs):
-            trees.put(shutil.copytree(ROOT, Path(folder) / str(index), ignore=NOT_COPIED))
-        first_tree = trees.get()
-        for mutant in selected:
-            read_mutated(first_tree, mutant)
-        trees.put(first_tree)
-        check_unmutated(first_tree, selected)
-        print(f"{time.monotonic() - start:.0f} s: the tests pass without a mutation", flush=True)
-
-        def test_mutant(mutant: Mutant) -> None:
-            tree = trees.get()
-            try:
-                failing_tiers[mutant.name] = tier = find_failing_tier(tree, mutant)
-            finally:
-                trees.put(tree)
-            elapsed = time.monotonic() - start
-            print(f"{elapsed:.0f} s: {mutant.name}: {tier or 'SURVIVED'}", flush=True)
-
+            trees.put(shutil.copytree(ROOT, Path(folder, str(index)), ignore=NOT_COPIED))
+        test_files = {file for mutant in mutants for file in mutant.tests.split()}
+        if have_tests_failed(Path(folder, "0"), *FAST_TIER, *sorted(test_files)):
+            raise SystemExit("tests fail without a mutation")
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(test_mutant, selected))
-    num_detected = sum(tier in ("named tests", "fast tier") for tier in failing_tiers.values())
-    survivors = [name for name, tier in failing_tiers.items() if tier in ("", "timeout")]
-    minutes = (time.monotonic() - start) / 60
-    print(f"{num_detected} of {len(selected)} mutants detected by the fast tier, "
-          f"{len(survivors)} by no tier, {minutes:.1f} minutes")  # fmt: skip
-    if survivors or len(selected) - num_detected > MAX_SURVIVORS:
-        raise SystemExit(1)
+            tiers = list(pool.map(test_mutant, mutants))
+    num_late = sum(tier not in ("named tests", "fast tier") for tier in tiers)
+    num_survivors = sum(tier.startswith("SURVIVED") for tier in tiers)
+    print(f"{len(mutants) - num_late} of {len(mutants)} mutants detected by the fast tier, "
+          f"{num_survivors} by no tier, {time.monotonic() - start:.0f} s")  # fmt: skip
+    raise SystemExit(bool(num_survivors) or num_late > MAX_SURVIVORS)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import warnings
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -21,47 +21,7 @@ from tests.helpers.serving_tools import generate_batch, greedy, prompts
 from tests.helpers.tiny_models import build_variant, list_types
 
 NEW_TOKENS = 6
-
-
-class Comparison(NamedTuple):
-    """Outcomes of a model type: "equal", "differs", "fails" or "refused"."""
-
-    stock: str  # with transformers' cache
-    paged: str  # with pages
-    error: str = ""  # with pages
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    rows: dict[str, Comparison] = {}
-    for name in list_types():
-        if "/" not in name and (row := compare_caches(name)) is not None:
-            rows[name] = row
-            line = f"{name:24} transformers: {row.stock:8} pages: {row.paged:8} {row.error}"
-            print(line, flush=True)
-    print()
-    outcome_counts = Counter((row.stock, row.paged) for row in rows.values())
-    for (stock, paged), count in outcome_counts.most_common():
-        print(f"{count:4}  transformers: {stock:8} pages: {paged}")
-
-
-def compare_caches(name: str) -> Comparison | None:
-    """Return the outcomes of a type, or None if the type does not run with `generate()`."""
-    prompt_ids = prompts(90)[:5]
-    try:
-        model, _ = build_variant(name)
-        expected = [generate_alone(model, ids) for ids in prompt_ids]
-    except Exception:
-        return None
-    stock_outcome, _ = run_batched(model, prompt_ids, expected)
-    try:
-        serving.enable(model, dtype="auto")
-    except FP8KVError as error:
-        return Comparison(stock_outcome, "refused", str(error)[:160])
-    return Comparison(stock_outcome, *run_batched(model, prompt_ids, expected))
+PROMPTS = prompts(90)[:5]
 
 
 def generate_alone(model: Any, ids: list[int]) -> list[int]:
@@ -69,22 +29,41 @@ def generate_alone(model: Any, ids: list[int]) -> list[int]:
         torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
-    tokens: list[int] = output[0, len(ids) :].tolist()
-    return tokens
+    return output[0, len(ids) :].tolist()
 
 
-def run_batched(
-    model: Any, prompt_ids: list[list[int]], expected: list[list[int]]
-) -> tuple[str, str]:
-    """Return the outcome of `generate_batch`, and the error or ""."""
+def run_batched(model: Any, expected: list[list[int]]) -> str:
+    """Return the outcome of `generate_batch`: "equal", "differs" or the error."""
+    config = greedy(max_new_tokens=NEW_TOKENS)
     try:
         with contextlib.redirect_stdout(None):
-            outputs = generate_batch(
-                model, prompt_ids, generation=greedy(max_new_tokens=NEW_TOKENS), max_batch_tokens=48
-            )
+            outputs = generate_batch(model, PROMPTS, generation=config, max_batch_tokens=48)
     except Exception as error:
-        return "fails", f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
-    return ("equal" if outputs == expected else "differs"), ""
+        return f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
+    return "equal" if outputs == expected else "differs"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    counts = Counter[tuple[bool, bool]]()
+    for name in list_types():
+        try:
+            model, _ = build_variant(name)
+            expected = [generate_alone(model, ids) for ids in PROMPTS]
+        except Exception:
+            continue  # the type does not run with `generate()`
+        stock = run_batched(model, expected)
+        try:
+            serving.enable(model, dtype="auto")
+            paged = run_batched(model, expected)
+        except FP8KVError as error:
+            paged = f"refused: {error}"[:160]
+        print(f"{name:24} transformers: {stock}, pages: {paged}", flush=True)
+        counts[stock == "equal", paged == "equal"] += 1
+    print("equal with transformers' cache and with pages:", dict(counts))
 
 
 if __name__ == "__main__":

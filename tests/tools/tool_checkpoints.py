@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 CONFIG_FIELDS = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
     "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
 }  # fmt: skip
 CONFIG_FILES = ("config.json", "hf_quant_config.json")
@@ -32,17 +33,16 @@ SCALE_NAME = re.compile(
     r".*\b(?:self_attn|attention)\.(?!.*(?:weights?_|input_|dense))"
     r".*(?:scale|scaling_factor|zero_point|[kv]_proj\.[kv]_bias)"
 )
-Saver = Callable[[Path], object]  # a function that saves a checkpoint to a folder
+# Saves a checkpoint to a folder, with some options.
+Saver = Callable[..., object]
+# A tool's `Saver`, and for each layout the options that the saver gets.
+Layouts = tuple[Saver, dict[str, dict[str, Any]]]
 
 
 def make_model(model_type: str) -> PreTrainedModel:
     """Return a tiny model of a model type, with the same random weights in every run."""
     torch.manual_seed(0)
-    fields = {
-        name: value
-        for name, value in CONFIG_FIELDS.items()
-        if (model_type, name) != ("phi3", "head_dim")
-    }
+    fields = CONFIG_FIELDS if model_type == "phi3" else {**CONFIG_FIELDS, "head_dim": 32}
     config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.config.architectures = [type(model).__name__]
@@ -79,34 +79,30 @@ def copy_scales(checkpoint: Path, target: Path) -> None:
                 save_file(scales, target / path.name)
 
 
-def make_auto_round_layouts() -> dict[str, Saver]:
-    """Return the functions that save each layout with AutoRound, by the layout's name."""
+def make_auto_round_layouts() -> Layouts:
     from auto_round import AutoRound
 
-    def make_saver(scheme: str, export_format: str, **options: str) -> Saver:
-        def save(folder: Path) -> None:
-            original = save_model("llama", folder / "original")
-            samples = [{"input_ids": row[None]} for row in make_tokens()]
-            quantizer = AutoRound(
-                str(original), scheme=scheme, iters=0, nsamples=8, seqlen=64, dataset=samples,
-                device_map="cpu", **options,
-            )  # fmt: skip
-            quantizer.quantize_and_save(str(folder / "saved"), format=export_format)
-            for path in folder.glob("saved/*/*"):
-                path.rename(folder / path.name)
+    def save(folder: Path, export_format: str, scheme: str = "FP8_STATIC", **options: str) -> None:
+        original = save_model("llama", folder / "original")
+        samples = [{"input_ids": row[None]} for row in make_tokens()]
+        quantizer = AutoRound(
+            str(original), scheme=scheme, iters=0, nsamples=8, seqlen=64, dataset=samples,
+            device_map="cpu", **options,
+        )  # fmt: skip
+        quantizer.quantize_and_save(str(folder / "saved"), format=export_format)
+        for path in folder.glob("saved/*/*"):
+            path.rename(folder / path.name)
 
-        return save
-
-    return {
-        "llama-fp8-ar": make_saver("FP8_STATIC", "auto_round", static_kv_dtype="fp8"),
-        "llama-fp8-llmc": make_saver("FP8_STATIC", "llm_compressor", static_kv_dtype="fp8"),
-        "llama-attn-llmc": make_saver("FP8_STATIC", "llm_compressor", static_attention_dtype="fp8"),
-        "llama-w4-ar": make_saver("W4A16", "auto_round", static_kv_dtype="fp8"),
+    auto_round = {"export_format": "auto_round", "static_kv_dtype": "fp8"}
+    return save, {
+        "llama-fp8-ar": auto_round,
+        "llama-fp8-llmc": {"export_format": "llm_compressor", "static_kv_dtype": "fp8"},
+        "llama-attn-llmc": {"export_format": "llm_compressor", "static_attention_dtype": "fp8"},
+        "llama-w4-ar": {**auto_round, "scheme": "W4A16"},
     }
 
 
-def make_llm_compressor_layouts() -> dict[str, Saver]:
-    """Return the functions that save each layout with LLM Compressor, by the layout's name."""
+def make_llm_compressor_layouts() -> Layouts:
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -115,78 +111,72 @@ def make_llm_compressor_layouts() -> dict[str, Saver]:
     fp8_scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     fp8_scheme["symmetric"] = True
 
-    def make_saver(
-        model_type: str, cache: dict[str, object], weights: str = "", rotation: str = ""
-    ) -> Saver:
-        def save(folder: Path) -> None:
-            original = save_model(model_type, folder / "original")
+    def save(
+        folder: Path, model_type: str = "llama", weights: str = "", rotation: str = "",
+        **cache: object,
+    ) -> None:  # fmt: skip
+        original = save_model(model_type, folder / "original")
+        options: dict[str, object] = {"kv_cache_scheme": fp8_scheme | cache}
+        if weights:
+            options |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
+        recipe = [QuantizationModifier(**options)]
+        if rotation:
             # R3 of SpinQuant rotates K and the queries after RoPE.
-            spin = SpinQuantModifier(rotations=["R3"], transform_type=rotation or "hadamard")
-            options: dict[str, object] = {"kv_cache_scheme": fp8_scheme | cache}
-            if weights:
-                options |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
-            samples = Dataset.from_dict({"input_ids": make_tokens().tolist()})
-            oneshot(
-                model=str(original), output_dir=str(folder), dataset=samples,
-                recipe=[*([spin] if rotation else []), QuantizationModifier(**options)],
-                num_calibration_samples=len(samples), max_seq_length=64,
-            )  # fmt: skip
+            recipe.insert(0, SpinQuantModifier(rotations=["R3"], transform_type=rotation))
+        samples = Dataset.from_dict({"input_ids": make_tokens().tolist()})
+        oneshot(
+            model=str(original), output_dir=str(folder), dataset=samples, recipe=recipe,
+            num_calibration_samples=len(samples), max_seq_length=64,
+        )  # fmt: skip
 
-        return save
-
-    return {
-        "llama-kv": make_saver("llama", {}),
-        "llama-fp8-kv": make_saver("llama", {}, "FP8"),
-        "llama-w4a16-kv": make_saver("llama", {}, "W4A16"),
-        "llama-kv-heads": make_saver("llama", {"strategy": "attn_head"}),
-        "qwen3-kv": make_saver("qwen3", {}),
-        "phi3-kv": make_saver("phi3", {}),
-        "llama-kv-dynamic": make_saver("llama", {"dynamic": True}),
-        "llama-kv-int8": make_saver("llama", {"type": "int"}),
-        "llama-kv-r3": make_saver("llama", {}, rotation="hadamard"),
-        "llama-kv-r3-random": make_saver("llama", {}, rotation="random-hadamard"),
-        "llama-kv-int4": make_saver("llama", {"type": "int", "num_bits": 4}),
+    return save, {
+        "llama-kv": {},
+        "llama-fp8-kv": {"weights": "FP8"},
+        "llama-w4a16-kv": {"weights": "W4A16"},
+        "llama-kv-heads": {"strategy": "attn_head"},
+        "qwen3-kv": {"model_type": "qwen3"},
+        "phi3-kv": {"model_type": "phi3"},
+        "llama-kv-dynamic": {"dynamic": True},
+        "llama-kv-int8": {"type": "int"},
+        "llama-kv-r3": {"rotation": "hadamard"},
+        "llama-kv-r3-random": {"rotation": "random-hadamard"},
+        "llama-kv-int4": {"type": "int", "num_bits": 4},
     }
 
 
-def make_quark_layouts() -> dict[str, Saver]:
-    """Return the functions that save each layout with Quark, by the layout's name."""
+def make_quark_layouts() -> Layouts:
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
-    def make_saver(
-        model_type: str = "llama", scheme: str = "fp8", mode: str = "quark",
+    def save(
+        folder: Path, model_type: str = "llama", scheme: str = "fp8", mode: str = "quark",
         post_rope: bool = False, **options: object,
-    ) -> Saver:  # fmt: skip
-        def save(folder: Path) -> None:
-            template = LLMTemplate.get(model_type)
-            config = template.get_config(scheme=scheme, **{"kv_cache_scheme": "fp8"} | options)
-            config.kv_cache_post_rope = post_rope
-            quantizer = ModelQuantizer(config)
-            samples = [row[None] for row in make_tokens()]
-            model = quantizer.quantize_model(make_model(model_type), samples)
-            export_safetensors(quantizer.freeze(model), folder, custom_mode=mode)
+    ) -> None:  # fmt: skip
+        template = LLMTemplate.get(model_type)
+        config = template.get_config(scheme=scheme, **{"kv_cache_scheme": "fp8"} | options)
+        config.kv_cache_post_rope = post_rope
+        quantizer = ModelQuantizer(config)
+        samples = [row[None] for row in make_tokens()]
+        model = quantizer.quantize_model(make_model(model_type), samples)
+        export_safetensors(quantizer.freeze(model), folder, custom_mode=mode)
 
-        return save
-
-    return {
-        "llama-fp8-kv": make_saver(mode="fp8"),
-        "llama-fp8-kv-quark": make_saver(),
-        "llama-fp8-kv-postrope": make_saver(post_rope=True),
-        "llama-fp8-kv-postrope-fp8mode": make_saver(mode="fp8", post_rope=True),
-        "llama-fp8-attn": make_saver(attention_scheme="fp8"),
-        "llama-minscale": make_saver(min_kv_scale=1.0),
-        "llama-int4-kv": make_saver(scheme="int4_wo_32"),
-        "llama-mxfp4-kv": make_saver(scheme="mxfp4"),
-        "llama-fp8w": make_saver(kv_cache_scheme=None),
-        "llama-fp8w-fp8mode": make_saver(mode="fp8", kv_cache_scheme=None),
-        "phi3-fp8-kv": make_saver("phi3"),
-        "qwen2-fp8-kv": make_saver("qwen2", mode="fp8"),
-        "qwen3-fp8-kv": make_saver("qwen3"),
+    return save, {
+        "llama-fp8-kv": {"mode": "fp8"},
+        "llama-fp8-kv-quark": {},
+        "llama-fp8-kv-postrope": {"post_rope": True},
+        "llama-fp8-kv-postrope-fp8mode": {"mode": "fp8", "post_rope": True},
+        "llama-fp8-attn": {"attention_scheme": "fp8"},
+        "llama-minscale": {"min_kv_scale": 1.0},
+        "llama-int4-kv": {"scheme": "int4_wo_32"},
+        "llama-mxfp4-kv": {"scheme": "mxfp4"},
+        "llama-fp8w": {"kv_cache_scheme": None},
+        "llama-fp8w-fp8mode": {"mode": "fp8", "kv_cache_scheme": None},
+        "phi3-fp8-kv": {"model_type": "phi3"},
+        "qwen2-fp8-kv": {"model_type": "qwen2", "mode": "fp8"},
+        "qwen3-fp8-kv": {"model_type": "qwen3"},
     }
 
 
-def make_modelopt_layouts() -> dict[str, Saver]:
-    """Return the functions that save each layout with ModelOpt, by the layout's name."""
+def make_modelopt_layouts() -> Layouts:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
 
@@ -194,43 +184,41 @@ def make_modelopt_layouts() -> dict[str, Saver]:
         for row in make_tokens():
             model(row[None])
 
-    def make_saver(
-        model_type: str, weights: str | None, cache: str | None, num_ranks: int = 0
-    ) -> Saver:
-        def save(folder: Path) -> None:
-            config = {} if weights is None else getattr(mtq, f"{weights}_CFG")
-            if cache is not None:
-                cache_config = getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
-                config = mtq.update_quant_cfg_with_kv_cache_quant(config, cache_config)
-            model = mtq.quantize(make_model(model_type), config, run_calibration)
-            if num_ranks:
-                export_tensorrt_llm_checkpoint(
-                    model, model_type, torch.bfloat16, folder, inference_tensor_parallel=num_ranks
-                )
-            else:
-                export_hf_checkpoint(model, export_dir=folder)
+    def save(
+        folder: Path, model_type: str = "llama", weights: str = "FP8_DEFAULT",
+        cache: str = "FP8", num_ranks: int = 0,
+    ) -> None:  # fmt: skip
+        config = getattr(mtq, f"{weights}_CFG") if weights else {}
+        if cache:
+            cache_config = getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
+            config = mtq.update_quant_cfg_with_kv_cache_quant(config, cache_config)
+        model = mtq.quantize(make_model(model_type), config, run_calibration)
+        if num_ranks:
+            export_tensorrt_llm_checkpoint(
+                model, model_type, torch.bfloat16, folder, inference_tensor_parallel=num_ranks
+            )
+        else:
+            export_hf_checkpoint(model, export_dir=folder)
 
-        return save
-
-    return {
-        "llama-kv": make_saver("llama", None, "FP8"),
-        "llama-fp8-kv": make_saver("llama", "FP8_DEFAULT", "FP8"),
-        "llama-fp8w": make_saver("llama", "FP8_DEFAULT", None),
-        "llama-fp8-affine": make_saver("llama", "FP8_DEFAULT", "FP8_AFFINE"),
-        "llama-fp8-nvfp4kv": make_saver("llama", "FP8_DEFAULT", "NVFP4"),
-        "llama-fp8-nvfp4affine": make_saver("llama", "FP8_DEFAULT", "NVFP4_AFFINE"),
-        "llama-trtllm": make_saver("llama", "FP8_DEFAULT", "FP8", num_ranks=1),
-        "llama-trtllm-tp2": make_saver("llama", "FP8_DEFAULT", "FP8", num_ranks=2),
-        "phi3-fp8-kv": make_saver("phi3", "FP8_DEFAULT", "FP8"),
-        "qwen2-fp8-kv": make_saver("qwen2", "FP8_DEFAULT", "FP8"),
-        "qwen2-nvfp4-kv": make_saver("qwen2", "NVFP4_DEFAULT", "FP8"),
-        "qwen3-int8-kv": make_saver("qwen3", "INT8_SMOOTHQUANT", "FP8"),
+    return save, {
+        "llama-kv": {"weights": ""},
+        "llama-fp8-kv": {},
+        "llama-fp8w": {"cache": ""},
+        "llama-fp8-affine": {"cache": "FP8_AFFINE"},
+        "llama-fp8-nvfp4kv": {"cache": "NVFP4"},
+        "llama-fp8-nvfp4affine": {"cache": "NVFP4_AFFINE"},
+        "llama-trtllm": {"num_ranks": 1},
+        "llama-trtllm-tp2": {"num_ranks": 2},
+        "phi3-fp8-kv": {"model_type": "phi3"},
+        "qwen2-fp8-kv": {"model_type": "qwen2"},
+        "qwen2-nvfp4-kv": {"model_type": "qwen2", "weights": "NVFP4_DEFAULT"},
+        "qwen3-int8-kv": {"model_type": "qwen3", "weights": "INT8_SMOOTHQUANT"},
     }
 
 
 # For each tool, the package whose version is in the folder's name, and a function that returns the
 # tool's layouts.
-TOOLS: dict[str, tuple[str, Callable[[], dict[str, Saver]]]] = {
+TOOLS: dict[str, tuple[str, Callable[[], Layouts]]] = {
     "auto-round": ("auto-round", make_auto_round_layouts),
     "llm-compressor": ("llmcompressor", make_llm_compressor_layouts),
     "modelopt": ("nvidia-modelopt", make_modelopt_layouts),
@@ -242,16 +230,16 @@ def main(tool: str, target: Path) -> int:
     """Write all layouts of a tool. Return the number of failed layouts."""
     package, make_layouts = TOOLS[tool]
     folder = target / f"{tool}-{importlib.metadata.version(package)}"
+    save, layouts = make_layouts()
     num_failed = 0
-    for name, save in make_layouts().items():
+    for name, options in layouts.items():
         with tempfile.TemporaryDirectory() as checkpoint:
             try:
-                save(Path(checkpoint))
+                save(Path(checkpoint), **options)
+                copy_scales(Path(checkpoint), folder / name)
             except Exception:
                 logging.exception("%s: %s was not written", tool, name)
                 num_failed += 1
-                continue
-            copy_scales(Path(checkpoint), folder / name)
     return num_failed
 
 

@@ -1,10 +1,7 @@
 """Tests of the demo model: its package is not imported, and a conversion is complete or absent."""
 
 import math
-import os
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -44,7 +41,6 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
 
 
 def list_visible_names(folder: Path) -> list[str]:
-    """Return the names of the files in a folder, except the lock."""
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
@@ -55,7 +51,6 @@ def list_visible_names(folder: Path) -> list[str]:
         ("PACKAGE", "json", "json without that file"),
         ("find_spec", lambda name: None, "pip install gguf"),
     ],
-    ids=["no package", "no file", "no reader"],
 )
 def test_an_error_names_the_missing_package(monkeypatch, model_folder, attribute, value, message):
     monkeypatch.setattr(demo_model, attribute, value)
@@ -79,29 +74,6 @@ def test_an_interrupted_conversion_leaves_no_files(model_folder, conversions, mo
     assert demo_model.demo_model_path() == model_folder
 
 
-def test_concurrent_conversions_wait_for_each_other(model_folder, conversions, monkeypatch, capsys):
-    fake_convert = demo_model.convert
-    has_started, may_continue = threading.Event(), threading.Event()
-
-    def convert_when_allowed(source: Path, partial_folder: Path) -> None:
-        has_started.set()
-        assert may_continue.wait(60)
-        fake_convert(source, partial_folder)
-
-    monkeypatch.setattr(demo_model, "convert", convert_when_allowed)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(demo_model.demo_model_path) for _ in range(2)]
-        is_waiting = has_started.wait(60)
-        exists_early = model_folder.exists()
-        may_continue.set()
-    assert is_waiting
-    assert not exists_early
-    assert {future.result() for future in futures} == {model_folder}
-    assert len(conversions) == 1
-    assert list_visible_names(model_folder.parent) == [demo_model.NAME]
-    assert capsys.readouterr().err.count("Converting smollm2-135m-instruct once, to ") == 1
-
-
 def test_an_incomplete_folder_is_converted_again(model_folder, conversions):
     assert demo_model.demo_model_path() == demo_model.demo_model_path() == model_folder
     assert len(conversions) == 1
@@ -110,15 +82,6 @@ def test_an_incomplete_folder_is_converted_again(model_folder, conversions):
     assert len(conversions) == 2
     assert (model_folder / "model.safetensors").exists()
     assert list_visible_names(model_folder.parent) == [demo_model.NAME]
-
-
-def test_the_folder_of_a_killed_conversion_is_replaced(model_folder, conversions):
-    partial_folder = model_folder.with_name(f".{demo_model.NAME}.part")
-    partial_folder.mkdir(parents=True)
-    (partial_folder / "model.safetensors.part").touch()
-    demo_model.demo_model_path()
-    assert sorted(os.listdir(model_folder)) == sorted(demo_model._FILE_NAMES)
-    assert not partial_folder.exists()
 
 
 def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_path):

@@ -34,7 +34,6 @@ _WEIGHT_FACTORS = {"llama4_text": 3, "gemma3n_text": 2, "bert": 3}
 
 @torch.no_grad()
 def save_random_model(name, folder):
-    """Save a tiny random model of transformers to a folder, and return the model."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     config = AutoConfig.for_model(name, **_MODEL_OPTIONS[name])

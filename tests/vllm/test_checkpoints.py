@@ -1,7 +1,5 @@
 """Tests that vLLM's loader reads the scales in checkpoints that this package writes."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -44,10 +42,9 @@ class TestLoader:
         assert all(k == v == 1 for k, v in get_loaded_scales(serve(str(checkpoint_copy), "fp8")))
 
     @pytest.mark.parametrize(
-        ("granularity", "location"),
-        [("tensor", "shards"), ("head", "an existing folder"), ("head", "a new folder")],
+        ("granularity", "location"), [("tensor", "shards"), ("head", "a folder")]
     )
-    def test_vllm_reads_scales_in_shards_and_in_extended_checkpoints(
+    def test_vllm_reads_scales_in_shards_and_per_head(
         self, load_model, serve, tmp_path, granularity, location
     ):
         model, folder = load_model("llama")
@@ -58,9 +55,6 @@ class TestLoader:
             options["checkpoint"] = tmp_path / "shards"
             model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
             assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
-        elif location == "an existing folder":
-            shutil.copytree(folder, checkpoint_copy)
-            options = {"overwrite": True}
         scales.save_pretrained(checkpoint_copy, format="compressed-tensors", **options)
         llm = serve(str(checkpoint_copy), "fp8")
         for index, loaded_scales in enumerate(get_loaded_scales(llm)):

@@ -12,7 +12,7 @@ import hf_fp8kv.vllm
 from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.serving.config import make_layer_storage
-from hf_fp8kv.vllm.dtypes import DTYPES, find_dtype
+from hf_fp8kv.vllm.dtypes import find_dtype
 from hf_fp8kv.vllm.storage import read_storage
 from tests.helpers.planned import planned_scales
 
@@ -158,13 +158,12 @@ class TestWithVLLM:
 
         register()
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-        for dtype in ("hf_fp8kv", "auto"):
-            with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(cache_dtype=dtype))):
-                if dtype == "auto":
-                    assert select.CPU_ATTN.__module__.startswith("vllm.")
-                    continue
-                with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT: expected a GPU"):
-                    _ = select.CPU_ATTN
+        config = VllmConfig(cache_config=CacheConfig(cache_dtype="hf_fp8kv"))
+        with (
+            set_current_vllm_config(config),
+            pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT: expected a GPU"),
+        ):
+            _ = select.CPU_ATTN
 
     def test_backends_without_cuda_graphs_are_refused_on_a_gpu(self):
         from hf_fp8kv.vllm.layers import PagedImpl
@@ -173,34 +172,6 @@ class TestWithVLLM:
         impl.model_storage = read_storage_from_options("hf_fp8kv", {"backend": "cpu"})
         with pytest.raises(ConfigError, match="expected triton on a GPU, got 'cpu'"):
             impl.bind(0, torch.float32, torch.device("cuda"))
-
-    def test_registering_again_changes_nothing(self):
-        from vllm.config import CacheConfig, cache
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-        hf_fp8kv.vllm.register()
-        dtype_names = cache.CacheDType.__args__
-        backend_path = AttentionBackendEnum.CPU_ATTN.get_path()
-        hf_fp8kv.vllm.register()
-        assert cache.CacheDType.__args__ == dtype_names
-        assert AttentionBackendEnum.CPU_ATTN.get_path() == backend_path
-        assert set(DTYPES) <= set(dtype_names)
-        assert len(set(dtype_names)) == len(dtype_names)
-        assert CacheConfig(cache_dtype="hf_fp8kv_e3m4").cache_dtype == "hf_fp8kv_e3m4"
-
-    def test_other_dtypes_keep_the_attention_of_vllm(self, load_model, prompts, serve):
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-        _, folder = load_model("llama")
-        llm = serve(folder, "auto")
-        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        assert {type(layer.impl) for layer in layers.values()} == {CPUAttentionBackendImpl}
-
-    def test_scales_of_a_different_model_are_refused(self, load_model, serve, tmp_path):
-        _, folder = load_model("llama")
-        make_scales("head", num_heads=4).save_pretrained(tmp_path)
-        with pytest.raises(ScaleError, match="expected 2 heads, got 4"):
-            serve(folder, "hf_fp8kv_static", tmp_path)
 
     def test_a_block_size_must_be_a_power_of_two(self, load_model, serve):
         _, folder = load_model("llama")

@@ -3,10 +3,6 @@
 The tests run the backend on a CPU, so they need no GPU.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -85,7 +81,6 @@ def multiply_single_rows(model):
 
 
 def read_logprobs(llm, prompts):
-    """Return the most likely logprobs of each prompt's next tokens."""
     sampling = vllm.SamplingParams(
         temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=20
     )
@@ -124,22 +119,6 @@ def test_layers_may_have_slots_of_different_sizes(
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
 
 
-def test_the_cost_of_blocks_of_one_size_is_logged(caplog):
-    from hf_fp8kv.vllm.gpu import PagedGPUBackend
-    from hf_fp8kv.vllm.specs import customize_backend
-
-    # Heads of 128 values: 8 bits with scales, K in 16 bits, and both in 16 bits without scales.
-    expected_slots = {260: (260, 2), 388: (520, 1), 512: (520, 1)}
-    sizes = frozenset(expected_slots)
-    assert {size: customize_backend(PagedGPUBackend, size, sizes).slot for size in sizes} == (
-        expected_slots
-    )
-    assert "takes 520 bytes per token and head instead of 388" in caplog.text
-    caplog.clear()
-    assert customize_backend(PagedGPUBackend, 388, frozenset({388})).slot == (388, 1)
-    assert not caplog.text
-
-
 def test_the_gpu_backend_accepts_only_supported_models():
     from vllm.platforms.interface import DeviceCapability
 
@@ -161,41 +140,3 @@ def test_the_gpu_backend_accepts_only_supported_models():
         {"use_adaptive_verification": True},
     ):  # fmt: skip
         assert len(list_problems(**supported_config | unsupported_entry)) == 1, unsupported_entry
-
-
-# The script checks the registrations in the installed vLLM after two calls of `register`.
-REGISTRATION_SCRIPT = """
-import vllm
-import hf_fp8kv.vllm
-hf_fp8kv.vllm.register(); hf_fp8kv.vllm.register()
-from vllm.config import cache
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
-from hf_fp8kv.vllm.gpu import PagedGPUBackend
-from hf_fp8kv.vllm.specs import customize_backend
-name = "hf_fp8kv_e3m4"
-assert cache.KV_CACHE_DTYPES.count(name) == 1
-# vLLM must not treat the bytes as a quantized format of vLLM, such as OCTAVE.
-mode = get_kv_quant_mode(name)
-assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
-spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
-backend = customize_backend(PagedGPUBackend, 260, frozenset({260}))
-assert backend.customize_spec(spec).page_size_bytes == 64 * 2 * 260
-assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
-assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
-print("version", vllm.__version__)
-"""
-
-
-def test_the_plugin_registers_in_vllm_0_33(tmp_path):
-    """The environment variable VLLM_0_33 names a folder with the Python files of vLLM's wheel."""
-    folder = os.environ.get("VLLM_0_33")
-    if folder is None:
-        pytest.skip("set VLLM_0_33 to a folder with vllm 0.33's Python files")
-    environment = os.environ | {"PYTHONPATH": folder}
-    command = [sys.executable, "-c", REGISTRATION_SCRIPT]
-    process = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert "version 0.33" in process.stdout, process.stderr[-2000:]

@@ -185,43 +185,6 @@ def test_a_step_matches_the_reference(backend, gap, kind, attention):
     assert (memory[is_unused] == 0xFF).all()
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
-@pytest.mark.usefixtures("interpreted")
-def test_a_deterministic_request_does_not_depend_on_the_steps(backend):
-    """The request has one step, or it shares several steps with a second request."""
-    generator = torch.Generator().manual_seed(9)
-    num_tokens, second_counts = 40, (18, 1, 1, 20)
-    tokens = [
-        torch.randn((num_tokens + sum(second_counts), n, HEAD_DIM), generator=generator)
-        for n in (NUM_QUERY_HEADS, NUM_HEADS, NUM_HEADS)
-    ]
-    table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
-    outputs_of_request = []
-    for counts, other_counts in (([num_tokens], [0]), ([20, 1, 10, 9], second_counts)):
-        layer = Layer("dynamic", backend)
-        layer.spec = layer.spec._replace(deterministic=True)
-        outputs_of_steps, ends = [], [0, 0]
-        for step in zip(counts, other_counts, strict=True):
-            spans = [range(end, end + n) for end, n in zip(ends, step, strict=True)]
-            ends = [span.stop for span in spans]
-            rows = torch.tensor([*spans[0], *(num_tokens + n for n in spans[1])])
-            slots = torch.tensor(
-                [
-                    table[i, n // BLOCK_SIZE] * BLOCK_SIZE + n % BLOCK_SIZE
-                    for i, span in enumerate(spans)
-                    for n in span
-                ]
-            )
-            starts = np.cumsum([0, *step]).astype(np.int32)
-            lengths = torch.tensor(ends, dtype=torch.int32)
-            work = plan_step(starts, lengths, table, slots, BLOCK_SIZE, max(ends))
-            if all(n == 1 for n in step):
-                work = make_masked_decode_work(lengths, table, slots, BLOCK_SIZE)
-            outputs_of_steps.append(layer.attend(*(x[rows] for x in tokens), work)[: step[0]])
-        outputs_of_request.append(torch.cat(outputs_of_steps))
-    assert torch.equal(*outputs_of_request)
-
-
 @pytest.mark.parametrize("kind", DTYPE_NAMES)
 @pytest.mark.usefixtures("interpreted")
 def test_a_replayed_step_uses_the_current_requests(kind):

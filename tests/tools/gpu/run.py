@@ -35,6 +35,14 @@ DRY_SECONDS = 1800  # limit of each part in a dry run
 # Exit code of a part that exceeds its limit (the code that the command `timeout` uses), and exit
 # code of pytest if it selects no test.
 TIMEOUT_CODE, NO_TESTS_CODE = 124, 5
+PYTEST_OPTIONS = [
+    "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.tools.gpu.unfinished",
+    # A GPU machine may have other versions of packages than the tests were written for.
+    *("-W", "ignore::UserWarning", "-W", "ignore::DeprecationWarning"),
+    *("-W", "ignore::FutureWarning"),
+    # If a kernel hangs, the log shows the stack of its test.
+    *("-o", "faulthandler_timeout=60", "--durations=5"),
+]  # fmt: skip
 INTERPRETED_BENCHMARK_SCRIPT = """
 from tests.helpers.interpreter import repair
 repair()
@@ -44,32 +52,47 @@ raise SystemExit(main())
 
 
 def main() -> int:
-    options = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="output folder")
+    parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
+    parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
+    parser.add_argument("tests", nargs="*", help="tests to run instead of the kernel tests")
+    options = parser.parse_args()
     gpu = get_gpu_name()
     if gpu is None and not options.dry:
         print("No GPU: torch finds none, so nothing was run.", flush=True)
         print(json.dumps({"gpu": None}), flush=True)
         return 0
     # Parts run in the repository's folder, so paths must not be relative to the current folder.
-    out: Path = options.out.resolve()
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    logs = [f"{name}.log" for name in LIMITS]
-    for name in (*logs, "gpu.json", "gpu.json.new"):
+    for name in (*(f"{part}.log" for part in LIMITS), "gpu.json", "gpu.json.new"):
         (out / name).unlink(missing_ok=True)
     limits = dict.fromkeys(LIMITS, DRY_SECONDS) if options.dry else LIMITS
     if options.dry and gpu is None:
         # Kernels run in Triton's interpreter, with the repairs of the tests.
         os.environ["TRITON_INTERPRET"] = "1"
-    exit_codes = [run_smoke("smoke", [], out, limits["smoke"])]
-    for check in ("memcheck", "racecheck"):
-        if shutil.which(SANITIZER):
-            tool = [SANITIZER, "--tool", check, "--error-exitcode", "1"]
-            exit_codes.append(run_smoke(check, tool, out, limits[check]))
+
+    def run_smoke(name: str, *tool: str) -> int:
+        command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", *(["tiny"] if tool else [])]
+        return run_part(name, command, out, limits[name], tool)
+
+    def run_tests(name: str, *arguments: str) -> int:
+        command = ["-m", "pytest", *PYTEST_OPTIONS, *arguments]
+        if importlib.util.find_spec("xdist"):
+            # Compiling on the CPU takes most of the time.
+            command += ["-n", str(min(os.cpu_count() or 1, 14))]
+        exit_code = run_part(name, command, out, limits[name])
+        return 0 if exit_code == NO_TESTS_CODE else exit_code
+
+    exit_codes = [run_smoke("smoke")]
+    if shutil.which(SANITIZER):
+        for check in ("memcheck", "racecheck"):
+            exit_codes.append(run_smoke(check, SANITIZER, "--tool", check, "--error-exitcode", "1"))
     kernel_tests = sorted(str(path) for path in ROOT.glob("tests/ops/test_kernels_*.py"))
-    exit_codes.append(run_tests("kernels", options.tests or kernel_tests, out, limits["kernels"]))
+    exit_codes.append(run_tests("kernels", *(options.tests or kernel_tests)))
     benchmark_code = run_benchmark(options, out, limits)
-    other_tests = ["-m", "gpu", *(f"--ignore={path}" for path in kernel_tests)]
-    exit_codes.append(run_tests("gpu", other_tests, out, limits["gpu"]))
+    exit_codes.append(run_tests("gpu", "-m", "gpu", *(f"--ignore={path}" for path in kernel_tests)))
     report = {"gpu": gpu, "tests_exit_code": max(exit_codes), "benchmark_exit_code": benchmark_code}
     print(json.dumps(read_summary(out / "gpu.json") | report), flush=True)
     return max(exit_codes) or benchmark_code
@@ -80,15 +103,6 @@ def get_gpu_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="output folder")
-    parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
-    parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
-    parser.add_argument("tests", nargs="*", help="tests to run instead of the kernel tests")
-    return parser.parse_args()
 
 
 def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] = ()) -> int:
@@ -131,32 +145,14 @@ def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] 
     return abs(exit_code)  # negative after a signal
 
 
-def run_smoke(name: str, tool: list[str], out: Path, limit: float) -> int:
+def run_part(
+    name: str, command: list[str], out: Path, limit: float, tool: Sequence[str] = ()
+) -> int:
     print(f"== {name}", flush=True)
     log = out / f"{name}.log"
-    command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", *(["tiny"] if tool else [])]
     exit_code = run_python(command, log, limit, tool)
-    print(read_tail(log, 14 if exit_code else 4), flush=True)
+    print(read_tail(log, 40 if exit_code else 4), flush=True)
     return exit_code
-
-
-def run_tests(name: str, arguments: list[str], out: Path, limit: float) -> int:
-    """Return pytest's exit code, or 0 if no test was selected."""
-    print(f"== tests: {name}", flush=True)
-    options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
-    options += ["-p", "tests.tools.gpu.unfinished"]
-    if importlib.util.find_spec("xdist"):
-        # Compiling on the CPU takes most of the time.
-        options += ["-n", str(min(os.cpu_count() or 1, 14))]
-    # A GPU machine may have other versions of packages than the tests were written for.
-    for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
-        options += ["-W", f"ignore::{warning}"]
-    # If a kernel hangs, the log shows the stack of its test.
-    options += ["-o", "faulthandler_timeout=60", "--durations=5"]
-    log = out / f"{name}.log"
-    exit_code = run_python(["-m", "pytest", *options, *arguments], log, limit)
-    print(read_tail(log, 40 if exit_code == TIMEOUT_CODE else 14), flush=True)
-    return 0 if exit_code == NO_TESTS_CODE else exit_code
 
 
 def make_benchmark_command() -> list[str]:
@@ -166,22 +162,17 @@ def make_benchmark_command() -> list[str]:
 
 
 def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]) -> int:
-    print("== benchmark", flush=True)
     command = make_benchmark_command()
     results = out / "gpu.json"
-    log = out / "benchmark.log"
-    time_limit = options.seconds or limits["benchmark"] - GRACE_SECONDS
-    arguments = ["--seconds", str(time_limit), "--json", str(results)]
-    arguments += ["--dry"] * options.dry
-    exit_code = run_python([*command, *arguments], log, time_limit + GRACE_SECONDS)
-    if exit_code:
-        print(read_tail(log), flush=True)
+    seconds = options.seconds or limits["benchmark"] - GRACE_SECONDS
+    arguments = ["--seconds", str(seconds), "--json", str(results), *["--dry"] * options.dry]
+    exit_code = run_part("benchmark", [*command, *arguments], out, seconds + GRACE_SECONDS)
     if results.exists():
         # The file exists even if the benchmark was stopped.
         table_log = out / "table.log"
-        if run_python([*command, "--from", str(results)], table_log, limits["table"]):
-            exit_code = exit_code or 1
+        table_code = run_python([*command, "--from", str(results)], table_log, limits["table"])
         print(table_log.read_text(), flush=True)
+        return exit_code or bool(table_code)
     return exit_code
 
 

@@ -10,46 +10,28 @@ from collections import Counter
 
 import pytest
 
-
-class UnfinishedTests:
-    """Collects test ids, results and failures, and prints them after an interrupt."""
-
-    def __init__(self) -> None:
-        self.collected_ids: set[str] = set()
-        self.finished_ids: set[str] = set()
-        self.failure_texts: list[str] = []
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.collected_ids.update(item.nodeid for item in session.items)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self.collected_ids.update(ids)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "teardown":
-            self.finished_ids.add(report.nodeid)
-        if report.failed:
-            self.failure_texts.append(f"failed: {report.nodeid}\n{report.longreprtext[-1500:]}")
-
-    def pytest_internalerror(self) -> None:
-        # pytest reports an interrupt as an internal error while pytest-xdist holds a lock.
-        self.pytest_keyboard_interrupt()
-
-    def pytest_keyboard_interrupt(self) -> None:
-        unfinished_ids = self.collected_ids - self.finished_ids
-        file_counts = Counter(test_id.partition("::")[0] for test_id in unfinished_ids)
-        lines = [f"not finished: {count} of {file}" for file, count in sorted(file_counts.items())]
-        sys.stdout.write("\n".join(["", *self.failure_texts, *lines, ""]))
-        sys.stdout.flush()
+collected_ids: set[str] = set()
+finished_ids: set[str] = set()
+failure_texts: list[str] = []
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
-class LostGpuExit:
-    """Ends a process that has lost its GPU, because every later test in it would fail."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    collected_ids.update(item.nodeid for item in session.items)
 
-    @pytest.hookimpl(trylast=True)  # after the report is sent
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and has_lost_gpu():
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
+    collected_ids.update(ids)
+
+
+@pytest.hookimpl(trylast=True)  # after a worker has sent the report to the main process
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        finished_ids.add(report.nodeid)
+    if report.failed:
+        failure_texts.append(f"failed: {report.nodeid}\n{report.longreprtext[-1500:]}")
+        if IS_WORKER and has_lost_gpu():
             os._exit(pytest.ExitCode.INTERNAL_ERROR)
 
 
@@ -65,7 +47,14 @@ def has_lost_gpu() -> bool:
     return False
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # The main process receives the reports of its workers.
-    is_worker = hasattr(config, "workerinput")
-    config.pluginmanager.register(LostGpuExit() if is_worker else UnfinishedTests())
+def pytest_keyboard_interrupt() -> None:
+    if not IS_WORKER:
+        counts = Counter(test_id.partition("::")[0] for test_id in collected_ids - finished_ids)
+        lines = [f"not finished: {count} of {file}" for file, count in sorted(counts.items())]
+        sys.stdout.write("\n".join(["", *failure_texts, *lines, ""]))
+        sys.stdout.flush()
+
+
+def pytest_internalerror() -> None:
+    # pytest reports an interrupt as an internal error while pytest-xdist holds a lock.
+    pytest_keyboard_interrupt()

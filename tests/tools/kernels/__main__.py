@@ -39,15 +39,13 @@ def read_rows(path: str) -> dict[tuple[str, ...], Any]:
     return {(row["target"], row["variant"], row["kernel"]): row for row in rows}
 
 
-def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> dict[str, object]:
+def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> list[str]:
     """Return the cells of a row. A cell shows both values if the value in `old_rows` differs."""
-    cells = {name: row[name] for name in ("variant", "kernel", "target")}
-    old_row = old_rows.get((row["target"], row["variant"], row["kernel"]), {})
-    for name in COLUMNS:
-        value = row.get(name, "")
-        old_value = old_row.get(name, value)
-        cells[name.replace("_", " ")] = value if old_value == value else f"{old_value} -> {value}"
-    return cells | {"verdict": "; ".join(row["violations"]) or "ok"}
+    names = [row["variant"], row["kernel"], row["target"]]
+    old_row = old_rows.get((row["target"], row["variant"], row["kernel"]), row)
+    pairs = [(str(old_row.get(name, "")), str(row.get(name, ""))) for name in COLUMNS]
+    cells = [new if old == new else f"{old} -> {new}" for old, new in pairs]
+    return [*names, *cells, "; ".join(row["violations"]) or "ok"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"triton": version("triton"), "targets": targets}))
     else:
         rows.sort(key=lambda row: ([*all_names, ""].index(row["variant"]), row["kernel"]))
-        table_rows = [make_cells(row, options.before) for row in rows]
-        text_rows = [list(map(str, cells.values())) for cells in table_rows]
-        table = build_table(dict.fromkeys(table_rows[0], "left"), text_rows)
+        names = ["variant", "kernel", "target", *COLUMNS, "verdict"]
+        headers = {name.replace("_", " "): "left" for name in names}
+        table = build_table(headers, [make_cells(row, options.before) for row in rows])
         Console(width=None if sys.stdout.isatty() else 250).print(table)
     return int(any(row["violations"] for row in rows))
 

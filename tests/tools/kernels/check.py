@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,44 +33,35 @@ Row: TypeAlias = dict[str, Any]
 
 
 def check_targets(targets: Sequence[str], names: Collection[str] = ()) -> dict[str, list[Row]]:
-    """Return the rows of each target, for the variants with these names or all variants."""
-    variants = list_variants(names)
-    return run_in_processes(targets, lambda target: compile_variants(target, variants))
+    """Return the rows of each target, for the variants with these names or all variants.
 
-
-def run_in_processes(
-    names: Sequence[str], yield_rows: Callable[[str], Iterable[Row]]
-) -> dict[str, list[Row]]:
-    """Return the rows of `yield_rows` for each name. Two processes run at a time, one per name.
-
-    Triton 3.6 converts FP8 for all targets of a process like for its first target. The processes
-    are forks, because an import of torch and transformers takes seconds. A process that dies adds
-    a row with a violation.
+    Two processes run at a time, each for one target, because Triton 3.6 converts FP8 for all
+    targets of a process like for its first target. The processes are forks, because an import of
+    torch and transformers takes seconds. A process that dies adds a row with a violation.
     """
+    variants = list_variants(names)
     fork = multiprocessing.get_context("fork")
     rows: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for start in range(0, len(names), 2):
-            processes = {
-                name: fork.Process(target=_write_rows, args=(Path(folder, name), yield_rows, name))
-                for name in names[start : start + 2]
-            }
-            for process in processes.values():
+        for pair in (targets[i : i + 2] for i in range(0, len(targets), 2)):
+            paths = {target: Path(folder, target) for target in pair}
+            processes = [fork.Process(target=_write_rows, args=(*item, variants))
+                         for item in paths.items()]  # fmt: skip
+            for process in processes:
                 process.start()
-            for name, process in processes.items():
+            for process, (target, path) in zip(processes, paths.items(), strict=True):
                 process.join()
-                lines = Path(folder, name).read_text().splitlines()
-                rows[name] = [json.loads(line) for line in lines]
-                print(f"{name}: {len(lines)} kernels", file=sys.stderr)
+                rows[target] = [json.loads(line) for line in path.read_text().splitlines()]
+                print(f"{target}: {len(rows[target])} kernels", file=sys.stderr)
                 if process.exitcode:
                     reason = f"the process ended with exit code {process.exitcode}"
-                    rows[name].append(_make_failed_row(name, "", "", reason))
+                    rows[target].append(_make_failed_row(target, "", "", reason))
     return rows
 
 
-def _write_rows(path: Path, yield_rows: Callable[[str], Iterable[Row]], name: str) -> None:
+def _write_rows(target: str, path: Path, variants: Iterable[Variant]) -> None:
     with path.open("w", buffering=1) as file:
-        for row in yield_rows(name):
+        for row in compile_variants(target, variants):
             file.write(json.dumps(row) + "\n")
 
 

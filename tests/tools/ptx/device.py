@@ -4,7 +4,6 @@ Triton compiles as for a GPU of the target that `get_target` returns, up to PTX,
 through this driver with the tensors that the host passes.
 """
 
-import collections
 import functools
 import struct
 from collections.abc import Callable, Iterator
@@ -23,10 +22,6 @@ from .machine import execute
 from .memory import GlobalMemory
 from .parse import Program, parse
 
-# Numbers of executed launches, programs and instructions, and of compiled versions of each kernel.
-COUNTS: collections.Counter[str] = collections.Counter()
-OPCODES: set[str] = set()
-
 
 class Kernel(NamedTuple):
     """A compiled kernel: its PTX, and the bytes of shared memory of a program."""
@@ -42,8 +37,6 @@ edit_ptx: Callable[[str], str] | None = None
 @functools.lru_cache(512)
 def _parse_and_compile(ptx: str) -> tuple[Program, list[Any]]:
     program = parse(ptx)
-    OPCODES.update(".".join(instruction.opcode) for instruction in program.instructions)
-    COUNTS[program.name] += 1
     return program, compile_program(program)
 
 
@@ -94,10 +87,8 @@ class _Launcher:
         arguments = [_to_bits(type_name, value) for type_name, value in leaves]
         ptx = edit_ptx(kernel.ptx) if edit_ptx is not None else kernel.ptx
         program, code = _parse_and_compile(ptx)
-        COUNTS["launches"] += 1
-        COUNTS["programs"] += x * y * z
         # The last two parameters are addresses of scratch memory, which no kernel uses.
-        COUNTS["instructions"] += execute(
+        execute(
             program, code, [*arguments, 0, 0], (x, y, z), GlobalMemory(tensors), kernel.shared_size
         )
 

@@ -74,11 +74,10 @@ class Machine:
         self.registers: dict[str, Array] = {}
         yz, x = np.divmod(program_ids, grid[0])
         z, y = np.divmod(yz, grid[1])
-        axes = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z"), (x, y, z), strict=True))
-        sizes = dict(zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True))
-        for name, axis in axes.items():
-            self.registers[name] = axis[:, None].astype(np.uint32)
-        for name, size in {**sizes, "%tid.y": 0, "%tid.z": 0, "%ntid.x": num_threads}.items():
+        for name, index, size in zip("xyz", (x, y, z), grid, strict=True):
+            self.registers[f"%ctaid.{name}"] = index[:, None].astype(np.uint32)
+            self.registers[f"%nctaid.{name}"] = np.full((1, 1), size, np.uint32)
+        for name, size in (("%tid.y", 0), ("%tid.z", 0), ("%ntid.x", num_threads)):
             self.registers[name] = np.full((1, 1), size, np.uint32)
         self.registers["%tid.x"] = np.arange(num_threads, dtype=np.uint32)[None]
         self.registers["%laneid"] = self.registers["%tid.x"] % 32
@@ -91,7 +90,6 @@ class Machine:
         self.num_product_groups = 0
         self.live_threads = np.ones(self.shape, bool)
         self.pc_masks: dict[int, Array] = {}  # masks of threads by their next instruction
-        self.num_executed = 0
 
     def run(self) -> None:
         """Execute all threads to their end."""
@@ -124,7 +122,6 @@ class Machine:
                         pc += 1
                         continue
                     step_mask = None if step_mask.all() else step_mask
-            self.num_executed += 1
             if step is not None:
                 step(self, step_mask)
                 pc += 1
@@ -245,8 +242,8 @@ def _find_grain(program: Program) -> int:
 def execute(
     program: Program, code: Sequence[CompiledInstruction], arguments: Sequence[int],
     grid: Sequence[int], memory: GlobalMemory, shared_size: int,
-) -> int:  # fmt: skip
-    """Run a launch, and return the number of executed instructions.
+) -> None:  # fmt: skip
+    """Run a launch.
 
     Args:
         program: The kernel.
@@ -259,12 +256,9 @@ def execute(
     assert len(arguments) == program.num_parameters, "expected an argument for each parameter"
     parameters = np.array(arguments, np.uint64)
     program_ids = np.arange(grid[0] * grid[1] * grid[2])
-    num_executed = 0
     num_programs = max(1, MAX_THREADS // program.num_threads)
     for start in range(0, len(program_ids), num_programs):
         batch = program_ids[start : start + num_programs]
         machine = Machine(program, code, parameters, grid, batch, memory, shared_size)
         machine.run()
-        num_executed += machine.num_executed
     memory.check_order()
-    return num_executed

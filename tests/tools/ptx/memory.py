@@ -46,14 +46,7 @@ class GlobalMemory:
                 )
                 begin = tensor.data_ptr()
                 spans.append((begin, begin + num_elements * tensor.element_size()))
-        merged_spans: list[tuple[int, int]] = []
-        for begin, end in sorted(spans):
-            if merged_spans and begin <= merged_spans[-1][1]:
-                merged_spans[-1] = merged_spans[-1][0], max(end, merged_spans[-1][1])
-            else:
-                merged_spans.append((begin, end))
-        self._span_begins = np.array([0, *(begin for begin, _ in merged_spans)])
-        self._span_ends = np.array([0, *(end for _, end in merged_spans)])
+        self._begins, self._ends = np.array(spans).reshape(-1, 2).T[:, :, None]
         self._views = {n: np.asarray(_ProcessMemory(n)) for n in (1, 2, 4, 8)}
         self._loads: dict[int, list[Ints]] = {}  # program << 48 | address, by bytes of a load
         self._stores: list[Ints] = []
@@ -104,8 +97,8 @@ class GlobalMemory:
         return ((addresses - _FIRST_ADDRESS) // size)[:, None] + np.arange(count)
 
     def _check_access(self, addresses: Ints, size: int) -> None:
-        spans = np.searchsorted(self._span_begins, addresses, side="right") - 1
-        is_outside = addresses + size > self._span_ends[spans]
+        is_inside = (self._begins <= addresses) & (addresses + size <= self._ends)
+        is_outside = ~is_inside.any(0)
         if is_outside.any():
             threads_text = f"{is_outside.sum()} of {len(addresses)} threads"
             raise Fault(f"{threads_text} access memory outside all tensors")

@@ -163,29 +163,6 @@ def _flush_subnormals(x: Array) -> Array:
 
 
 def _permute_bytes(a: Array, b: Array, selector: Array) -> Array:
-    if selector.size > 1:
-        return _permute_bytes_per_thread(a, b, selector)
-    nibbles = [int(selector.flat[0]) >> 4 * i & 15 for i in range(4)]
-    masks: dict[tuple[int, int, bool], int] = {}  # by source, distance, replicate_sign
-    for i, nibble in enumerate(nibbles):
-        key = nibble >> 2 & 1, (nibble & 3) - i, nibble > 7
-        masks[key] = masks.get(key, 0) | 0xFF << 8 * i
-    result: Array | None = None
-    for (source, distance, replicate_sign), mask in masks.items():
-        x = (a, b)[source]
-        if x.size == 1 and not x.any() and result is not None:
-            continue
-        if replicate_sign:
-            x = ((x >> _U32.type(7)) & _U32.type(0x01010101)) * _U32.type(0xFF)
-        amount = _U32.type(8 * abs(distance))
-        x = x >> amount if distance > 0 else x << amount if distance else x
-        x = x & _U32.type(mask) if mask != 0xFFFFFFFF else x
-        result = x if result is None else result | x
-    assert result is not None
-    return result
-
-
-def _permute_bytes_per_thread(a: Array, b: Array, selector: Array) -> Array:
     a, b, selector = np.broadcast_arrays(a, b, selector)
     pairs = np.stack(
         [np.ascontiguousarray(words)[..., None].view(np.uint8) for words in (a, b)], -2
@@ -199,8 +176,6 @@ def _permute_bytes_per_thread(a: Array, b: Array, selector: Array) -> Array:
 
 def _combine_bits(a: Array, b: Array, c: Array, table: Array) -> Array:
     truth_table = int(table.flat[0])
-    if truth_table == 0xEA:
-        return (a & b) | c
     result = np.zeros_like(a)
     for row in range(8):
         if truth_table >> row & 1:

@@ -5,7 +5,6 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -39,26 +38,3 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     arch = int(session.config.getoption("--target").removeprefix("sm_"))
     with assuming(Target("cuda", arch, 4)):
         return (yield)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
-        from . import device
-
-        session.config.workeroutput["ptx"] = dict(device.COUNTS), sorted(device.OPCODES)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    from . import device
-
-    counts, opcodes = getattr(node, "workeroutput", {}).get("ptx", ({}, ()))
-    device.COUNTS.update(counts)
-    device.OPCODES.update(opcodes)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    from . import device
-
-    counts_text = ", ".join(f"{name}: {count}" for name, count in sorted(device.COUNTS.items()))
-    terminalreporter.write_line(f"PTX: {len(device.OPCODES)} opcodes, {counts_text}")
