@@ -377,6 +377,14 @@ def test_a_refused_call_changes_no_layer_of_transformers(call: str) -> None:
     assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
 
 
+def test_a_refused_step_raises_its_error_if_layers_share_keys() -> None:
+    config = make_config("gemma3n_text", num_kv_shared_layers=1)
+    cache = FP8PagedCache(config, page_size=8, max_pages=8)
+    with pytest.raises(OutOfPagesError, match="max_pages"):
+        cache.update(make_keys(40), make_keys(40), 0)
+    cache.update(make_keys(9), make_keys(9), 0)
+
+
 def test_convolution_layers_are_cropped_with_paged_layers() -> None:
     """Convolution layers have no length, and can be cropped if they record the past."""
     fields = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}

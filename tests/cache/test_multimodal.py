@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import MllamaConfig, MllamaForConditionalGeneration
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache
+from tests.helpers.tiny_models import build_model as build_text_model
 from tests.helpers.tiny_multimodal import (
     KINDS,
     NAMES,
@@ -270,3 +272,64 @@ def test_a_prompt_with_later_attention_is_computed_while_a_copy_exists() -> None
     chat.ask([INTRODUCTION, IMAGE, QUESTION], [INTRODUCTION, OTHER_IMAGE])
     _copy = chat.cache.fork()
     chat.ask([INTRODUCTION, IMAGE, SECOND_QUESTION], [INTRODUCTION, OTHER_IMAGE])
+
+
+# Types change the embeddings of GPT-2, and the attention within an image of Gemma 3. Prompts of
+# PaliGemma attend to later tokens without types, too.
+@pytest.mark.parametrize(
+    ("name", "turns_with_types"),
+    [("gpt2", [0]), ("gpt2", [1]), ("gemma3", [0]), ("gemma3", [1]), ("paligemma", [])],
+)
+def test_token_types_are_compared(name: str, turns_with_types: list[int]) -> None:
+    is_text = name == "gpt2"
+    model = build_text_model(name)[0] if is_text else build_model(name)
+    hf_fp8kv.enable(model, dtype="model", page_size=PAGE_SIZE)
+    cache = FP8PagedCache(model.config, dtype="model", page_size=PAGE_SIZE)
+    for turn, text in enumerate((QUESTION, SECOND_QUESTION)):
+        if is_text:
+            ids = torch.tensor([[*INTRODUCTION, *text]]) % 90
+            inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
+        else:
+            inputs = make_inputs(name, [[INTRODUCTION, IMAGE, text]])
+        if turn not in turns_with_types:
+            del inputs["token_type_ids"]
+        actual, expected = generate(model, inputs, cache), generate(model, inputs)
+        assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)
+
+
+def test_text_before_an_image_with_cross_attention_is_computed() -> None:
+    """In Mllama, text without an image skips the layers with cross-attention."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
+    vision_config = {
+        **sizes, "num_global_layers": 1, "attention_heads": 2, "image_size": 16, "patch_size": 8,
+        "max_num_tiles": 2, "intermediate_layers_indices": [0], "vision_output_dim": 128,
+        "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+    }  # fmt: skip
+    text_config = {
+        **sizes, "vocab_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "cross_attention_layers": [1], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    image_token = 199
+    config = MllamaConfig(
+        vision_config=vision_config, text_config=text_config, image_token_index=image_token
+    )
+    torch.manual_seed(0)
+    model = MllamaForConditionalGeneration(config).eval()
+    for parameter in model.parameters():  # the gates of cross-attention are 0 at first
+        parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+    hf_fp8kv.enable(model, dtype="model", page_size=PAGE_SIZE)
+    ids = torch.tensor([[*INTRODUCTION, image_token, *QUESTION]])
+    text_ids = ids[:, : len(INTRODUCTION)]
+    sees_image = (ids == image_token).cumsum(1)[:, :, None, None]
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(1, 1, 2, 3, 16, 16),
+        "aspect_ratio_ids": torch.tensor([[1]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 0]]]),
+        "cross_attention_mask": torch.cat([sees_image, torch.zeros_like(sees_image)], -1),
+    }
+    text_inputs = {"input_ids": text_ids, "attention_mask": torch.ones_like(text_ids)}
+    expected = generate(model, inputs)
+    actual = generate(model, inputs, generate(model, text_inputs).cache)
+    assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)

@@ -236,7 +236,8 @@ def test_tokens_of_direct_calls_are_computed_again() -> None:
 def test_tokens_with_different_positions_or_embeddings_are_not_reused() -> None:
     chat = Chat("gqa")
     ids = chat.make_ids(21)
-    chat.check_answer(ids, position_ids=torch.arange(3, 24)[None])
+    positions = torch.arange(3, 24)[None]
+    chat.check_answer(ids, position_ids=positions)
     assert chat.check_answer(ids)[1] == 21
     # Embeddings follow known tokens, and a later prompt does not contain them.
     embeds = chat.model.get_input_embeddings()(chat.make_ids(60))
@@ -246,6 +247,9 @@ def test_tokens_with_different_positions_or_embeddings_are_not_reused() -> None:
     chat.model.generate(inputs_embeds=embeds[:, :21], past_key_values=chat.cache, **GREEDY)
     with pytest.raises(ConfigError, match="the 29 tokens of the cache"):
         chat.check_answer(ids)
+    chat.cache.reset()
+    chat.check_answer(ids, position_ids=positions)
+    chat.check_answer(ids, num_beams=2, num_return_sequences=2)
 
 
 def test_reuse_prefix_can_be_disabled() -> None:
