@@ -154,35 +154,6 @@ def test_tokens_match_the_reference(name, cache_options, cache_kind):
         assert counters["stats"]["unique_graphs"] == 1, "a reset cache was compiled again"
 
 
-def extend_mask(inputs: dict[str, torch.Tensor], length: int) -> torch.Tensor:
-    """Return the attention mask of the inputs, with ones up to `length` tokens."""
-    return torch.nn.functional.pad(
-        inputs["attention_mask"], (0, length - inputs["input_ids"].shape[1]), value=1
-    )
-
-
-@pytest.mark.parametrize(
-    "extra_options", [{"max_new_tokens": 5}, {"num_beams": 3}][: 1 + ON_GPU], ids=str
-)
-def test_compiled_steps_continue_after_beams_and_crops(extra_options):
-    """The same compiled step is used for reordered beams and after a crop."""
-    model, inputs = make_model("gqa")
-
-    def generate_twice(cache: FP8PagedCache, **options: Any) -> list[torch.Tensor]:
-        tokens = generate(model, inputs, cache, **options, **extra_options)
-        if "num_beams" in extra_options:
-            return [tokens]
-        cache.crop(-3)
-        mask = extend_mask(inputs, tokens.shape[1])
-        longer_inputs = {"input_ids": tokens, "attention_mask": mask}
-        return [tokens, generate(model, longer_inputs, cache, **options, **extra_options)]
-
-    compiled_cache = make_cache(model, inputs, preallocated=True)
-    actual = generate_twice(compiled_cache, **make_compile_options())
-    expected = generate_twice(make_cache(model, inputs, backend="reference"))
-    assert all(map(torch.equal, actual, expected))
-
-
 # -- layers in host memory -----------------------------------------------------------------------
 
 

@@ -202,19 +202,14 @@ _attend:
 
 
 def test_assembly_is_parsed():
-    """NVIDIA's main loop is the shortest loop with products. A wait may leave copies in flight."""
+    """NVIDIA's main loop is the shortest loop with products."""
     assembly = read_nvidia(SASS, "Function _attend:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
     assert assembly == Assembly(
         registers=168, spills=1, doubles=1, loop_size=3, wide_bytes=16, byte_loads=0, conversions=0,
         hmma=1, cycles=1.75,
     )  # fmt: skip
-    text = SASS[SASS.index(".L_x_0:") :]
-    register_loads = text.replace("LDGSTS.E.BYPASS", "LDG.E")
-    texts = text, text.replace("SB0, 0x2", "SB0, 0x0"), register_loads
-    assert [read_nvidia(text, "REG:168").rounds_ahead for text in texts] == [2.0, 1.0, 0.0]
     assert read_amd(GCN) == Assembly(
-        registers=215, spills=3, doubles=1, loop_size=6, wide_bytes=16, byte_loads=1, conversions=1,
-        rounds_ahead=1.0,
+        registers=215, spills=3, doubles=1, loop_size=6, wide_bytes=16, byte_loads=1, conversions=1
     )  # fmt: skip
 
 
