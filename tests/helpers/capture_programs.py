@@ -3,7 +3,7 @@
     python -m tests.helpers.capture_programs FIRST_SEED NUM_PROGRAMS
 
 A program is a list of calls of one model: greedy or sampling, with padding, several answers, beams,
-streamers, criteria that stop or change the cache, constrained decoding, returned caches that are
+criteria that stop or change the cache, constrained decoding, returned caches that are
 continued, exceptions, and changes of the model between calls.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from hf_fp8kv import FP8PagedCache, disable, enable
 from hf_fp8kv.attention import capture
@@ -26,19 +25,6 @@ from tests.helpers.tiny_models import VOCAB, build_variant
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "latent", "hybrid")
 COMMON = {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
 LONG_CALL = 31  # minimum number of steps of calls whose replays are counted
-
-
-class _Recorder(BaseStreamer):
-    """A streamer that records tokens."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens.append(value.tolist())
-
-    def end(self) -> None:
-        self.tokens.append("end")
 
 
 class _Call:
@@ -133,12 +119,10 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             arguments["prefix_allowed_tokens_fn"] = call.constrain
         if call.chunk_size and not is_hybrid:
             arguments["prefill_chunk_size"] = call.chunk_size
-        is_single = len(ids) == 1 and call.num_beams == 1 and call.answers == 1
-        streamer = _Recorder() if is_single else None
         try:
             output = model.generate(
                 ids, attention_mask=mask, max_new_tokens=call.new_tokens, do_sample=call.do_sample,
-                logits_processor=[call.process], stopping_criteria=[call.stop], streamer=streamer,
+                logits_processor=[call.process], stopping_criteria=[call.stop],
                 **COMMON, **call.options, **arguments,
             )  # fmt: skip
         except InterruptedError:
@@ -147,7 +131,7 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
         else:
             tokens, cache = output.sequences, output[CACHE]
             previous = tokens, cache
-            results += [tokens.tolist(), streamer and streamer.tokens, describe(cache)]
+            results += [tokens.tolist(), describe(cache)]
             results.append([scores.tolist() for scores in output.get("scores") or ()])
     return results
 
