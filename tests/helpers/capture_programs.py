@@ -3,7 +3,7 @@
     python -m tests.helpers.capture_programs FIRST_SEED NUM_PROGRAMS
 
 A program is a list of calls of one model: greedy or sampling, with padding, several answers, beams,
-criteria that stop or change the cache, constrained decoding, returned caches that are
+criteria that stop or change the cache, returned caches that are
 continued, exceptions, and changes of the model between calls.
 """
 
@@ -28,7 +28,7 @@ LONG_CALL = 31  # minimum number of steps of calls whose replays are counted
 
 
 class _Call:
-    """A random call. Its methods are a logits processor, a criterion and a constraint.
+    """A random call. Its methods are a logits processor and a criterion.
 
     Attributes:
         change: Name of a change before the call, or None.
@@ -44,7 +44,7 @@ class _Call:
         self.answers = rng.choice((1, 2, 3)) if self.do_sample and self.num_beams == 1 else 1
         self.stop_step = rng.choice((None, None, rng.randint(1, 40)))
         self.failing_step = rng.choice((None, None, None, None, rng.randint(1, 40)))
-        self.is_constrained, self.continues = rng.random() < 0.2, rng.random() < 0.5
+        self.continues = rng.random() < 0.5
         self.chunk_size = rng.choice((None, None, None, 5))
         options = ({}, {}, {}, {"disable_compile": True}, {"output_scores": True})
         self.options = rng.choice(options)
@@ -64,9 +64,6 @@ class _Call:
             getattr(self.cache, self.disturbance)()
         is_done = self.stop_step is not None and self.num_steps >= self.stop_step
         return torch.full((len(ids),), is_done)
-
-    def constrain(self, _: int, ids: torch.Tensor) -> list[int]:
-        return [(int(ids[-1]) * 7 + i) % (VOCAB - 1) + 1 for i in range(5)]
 
 
 def run_program(seed: int, **keywords: Any) -> list[Any]:
@@ -115,8 +112,6 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             mask[0, :num_padding] = ids[0, :num_padding] = 0
         if call.num_beams > 1:
             arguments = {"num_beams": call.num_beams}
-        if call.is_constrained:
-            arguments["prefix_allowed_tokens_fn"] = call.constrain
         if call.chunk_size and not is_hybrid:
             arguments["prefill_chunk_size"] = call.chunk_size
         try:

@@ -79,10 +79,9 @@ def write_kernel(folder: Path) -> None:
 
 
 def read_commit() -> str:
-    if not (ROOT / ".git").exists():
-        return "(no commit)"
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    command = ["git", "--git-dir", str(ROOT / ".git"), "rev-parse", "--short", "HEAD"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    return process.stdout.strip() or "(no commit)"
 
 
 if __name__ == "__main__":
