@@ -4,7 +4,6 @@ Without a GPU, tiny models run in Triton's interpreter, and a graph repeats call
 """
 
 import gc
-import threading
 from typing import Any
 
 import pytest
@@ -97,25 +96,3 @@ def test_the_memory_of_a_graph_is_freed_with_its_call() -> None:
 
     sizes = [measure() for _ in range(4)]
     assert sizes[-1] <= sizes[1]
-
-
-@needs_gpu  # Triton's interpreter runs in one thread
-def test_threads_have_their_own_graphs() -> None:
-    model, inputs = make_model("gqa")
-    prompts = [{name: tensor.roll(i, 0) for name, tensor in inputs.items()} for i in range(2)]
-    expected = [generate(model, prompt, False)[0] for prompt in prompts]
-    enable(model, capture=True, backend="triton")
-    results: dict[int, Any] = {}
-
-    def run(i: int) -> None:
-        results[i] = model.generate(**prompts[i], **OPTIONS)
-
-    with recorded_graphs() as steps:
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for i in range(2):
-        assert torch.equal(results[i].sequences, expected[i].sequences)
-    assert len(steps) == 2

@@ -26,7 +26,7 @@ from benchmarks.gpu.random_data import (
 from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, PAGE_FORMATS, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
-from hf_fp8kv import FP8PagedCache, calibrate, ops
+from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import get_pages
@@ -152,35 +152,6 @@ def test_tokens_match_the_reference(name, cache_options, cache_kind):
         cache.reset()
         assert torch.equal(generate(model, inputs, cache, **options), expected)
         assert counters["stats"]["unique_graphs"] == 1, "a reset cache was compiled again"
-
-
-def extend_mask(inputs: dict[str, torch.Tensor], length: int) -> torch.Tensor:
-    """Return the attention mask of the inputs, with ones up to `length` tokens."""
-    return torch.nn.functional.pad(
-        inputs["attention_mask"], (0, length - inputs["input_ids"].shape[1]), value=1
-    )
-
-
-@pytest.mark.parametrize(
-    "extra_options", [{"max_new_tokens": 5}, {"num_beams": 3}][: 1 + ON_GPU], ids=str
-)
-def test_compiled_steps_continue_after_beams_and_crops(extra_options):
-    """The same compiled step is used for reordered beams and after a crop."""
-    model, inputs = make_model("gqa")
-
-    def generate_twice(cache: FP8PagedCache, **options: Any) -> list[torch.Tensor]:
-        tokens = generate(model, inputs, cache, **options, **extra_options)
-        if "num_beams" in extra_options:
-            return [tokens]
-        cache.crop(-3)
-        mask = extend_mask(inputs, tokens.shape[1])
-        longer_inputs = {"input_ids": tokens, "attention_mask": mask}
-        return [tokens, generate(model, longer_inputs, cache, **options, **extra_options)]
-
-    compiled_cache = make_cache(model, inputs, preallocated=True)
-    actual = generate_twice(compiled_cache, **make_compile_options())
-    expected = generate_twice(make_cache(model, inputs, backend="reference"))
-    assert all(map(torch.equal, actual, expected))
 
 
 # -- layers in host memory -----------------------------------------------------------------------
@@ -458,23 +429,3 @@ def test_attention_memory_is_bounded(num_new_tokens, length, max_bytes):
     initial_bytes = torch.cuda.memory_allocated()
     output = attend_once()
     assert torch.cuda.max_memory_allocated() - initial_bytes < output.nbytes + max_bytes
-
-
-# -- calibration -----------------------------------------------------------------------------------
-
-
-def test_calibration_on_a_gpu_matches_the_cpu():
-    """The model rounds differently on a GPU, so maxima differ by 2%."""
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(3, 99, (40,), generator=generator) for _ in range(12)]
-    device_scales, cpu_scales = (
-        calibrate(
-            build_variant("llama")[0].to(device), texts, granularity="tensor", max_length=32,
-            batch_size=2, center=False, progress=False,
-        )
-        for device in (DEVICE, "cpu")
-    )  # fmt: skip
-    for index, layer in device_scales.layers.items():
-        for side in ("k", "v"):
-            scale, cpu_scale = getattr(layer, side), getattr(cpu_scales.layers[index], side)
-            assert scale.item() == pytest.approx(cpu_scale.item(), rel=0.02)

@@ -12,21 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import CompileConfig
 
 from hf_fp8kv import ops, serving
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_llama, needs_gpu
 from tests.helpers import serving_tools
-from tests.helpers.serving_tools import (
-    batching,
-    generate_batch,
-    generate_each,
-    greedy,
-    head_scales,
-    record_offloads,
-    request_answers,
-    run_manager,
-)
+from tests.helpers.serving_tools import generate_batch, generate_each, head_scales, record_offloads
 from tests.helpers.tiny_models import build_variant
 
 if ops.explain_backends()["triton"] is not None:
@@ -44,13 +34,6 @@ TRITON = {"backend": "triton"}
 def _limit_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(serving_tools, "NEW_TOKENS", 3)
-
-
-@pytest.fixture(autouse=True)
-def _reset_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make_tiny(name: str, **config: Any) -> Any:
@@ -101,14 +84,6 @@ def enable_pages(model: Any, **cache_options: Any) -> Iterator[None]:
         yield
     finally:
         serving.disable(model)
-
-
-@pytest.fixture
-def served_model() -> Iterator[tuple[Any, list[list[int]]]]:
-    """Yield the model with FP8 pages and static scales, and its answers to `make_prompts()`."""
-    model, cache_options, expected = make_reference()
-    with enable_pages(model, **cache_options):
-        yield model, expected
 
 
 # -- the same tokens -------------------------------------------------------------------------------
@@ -181,20 +156,6 @@ def test_decoding_steps_use_graphs(cache_kind: str, async_options: dict[str, boo
         assert replay_calls.call_count > serving_tools.NEW_TOKENS / 2
 
 
-def test_unused_rows_do_not_change_tokens(served_model: Any) -> None:
-    """Steps use a block table with padding, as in graphs."""
-    model, expected = served_model
-    # The shared pages of a common prefix would be written twice.
-    config = batching(num_pages=NUM_PAGES, allow_block_sharing=False)
-    manager = model.init_continuous_batching(greedy(), config)
-    manager.continuous_batching_config.max_blocks_per_request = 4 * LENGTH_FACTOR
-    manager.warmup()
-    manager.batch_processor.model_runner.pad_inputs = True
-    with run_manager(manager):
-        # 3 and 5 requests are padded to rows for 4 and 8.
-        assert request_answers(manager, make_prompts()) == expected
-
-
 @pytest.mark.parametrize("cache_kind", ["static", "e5m2"][: 1 + ON_GPU])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_offloaded_requests_resume(
@@ -220,17 +181,6 @@ def test_offloaded_requests_resume(
         )  # fmt: skip
     assert actual == expected
     assert any(offloads)
-
-
-@pytest.mark.parametrize("option_name", ["config", pytest.param("level", marks=needs_gpu)])
-def test_a_compiled_model_gives_the_same_tokens(served_model: Any, option_name: str) -> None:
-    model, expected = served_model
-    backend = {"mode": "default"} if ON_GPU else {"backend": "eager", "mode": None}
-    options = {"varlen_compile_config": CompileConfig(fullgraph=False, dynamic=True, **backend)}
-    if option_name == "level":
-        options = {"default_compile_level": 1}
-    prompt_slice = slice(None) if ON_GPU else slice(2)
-    assert run_prompts(model, make_prompts()[prompt_slice], **options) == expected[prompt_slice]
 
 
 @needs_gpu

@@ -68,19 +68,3 @@ def test_two_gpus_give_the_tokens_of_one_gpu(models, max_cache_len, scales):
         outputs.append(model.generate(**make_prompts(), past_key_values=cache, **GREEDY).tolist())
     one_gpu_tokens, two_gpu_tokens = outputs
     assert two_gpu_tokens == one_gpu_tokens
-
-
-def test_forks_and_loaded_caches_continue_on_two_gpus(models, tmp_path):
-    """A fork, and a cache loaded on the CPU, continue like the original cache."""
-    _, model = models
-    cache = FP8PagedCache(model.config, scales=make_scales(), prefill="stored")
-    inputs = make_prompts()
-    with torch.no_grad():
-        model(**{name: tensor[:, :290] for name, tensor in inputs.items()}, past_key_values=cache)
-    copies = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]
-    expected, forked_tokens, loaded_tokens = (
-        model.generate(**inputs, past_key_values=copy, **GREEDY).tolist()
-        for copy in (cache, *copies)
-    )
-    assert forked_tokens == expected
-    assert loaded_tokens == expected

@@ -3,7 +3,7 @@
     python -m tests.helpers.capture_programs FIRST_SEED NUM_PROGRAMS
 
 A program is a list of calls of one model: greedy or sampling, with padding, several answers, beams,
-streamers, criteria that stop or change the cache, constrained decoding, returned caches that are
+criteria that stop or change the cache, returned caches that are
 continued, exceptions, and changes of the model between calls.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from hf_fp8kv import FP8PagedCache, disable, enable
 from hf_fp8kv.attention import capture
@@ -28,21 +27,8 @@ COMMON = {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": Tr
 LONG_CALL = 31  # minimum number of steps of calls whose replays are counted
 
 
-class _Recorder(BaseStreamer):
-    """A streamer that records tokens."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens.append(value.tolist())
-
-    def end(self) -> None:
-        self.tokens.append("end")
-
-
 class _Call:
-    """A random call. Its methods are a logits processor, a criterion and a constraint.
+    """A random call. Its methods are a logits processor and a criterion.
 
     Attributes:
         change: Name of a change before the call, or None.
@@ -58,7 +44,7 @@ class _Call:
         self.answers = rng.choice((1, 2, 3)) if self.do_sample and self.num_beams == 1 else 1
         self.stop_step = rng.choice((None, None, rng.randint(1, 40)))
         self.failing_step = rng.choice((None, None, None, None, rng.randint(1, 40)))
-        self.is_constrained, self.continues = rng.random() < 0.2, rng.random() < 0.5
+        self.continues = rng.random() < 0.5
         self.chunk_size = rng.choice((None, None, None, 5))
         options = ({}, {}, {}, {"disable_compile": True}, {"output_scores": True})
         self.options = rng.choice(options)
@@ -78,9 +64,6 @@ class _Call:
             getattr(self.cache, self.disturbance)()
         is_done = self.stop_step is not None and self.num_steps >= self.stop_step
         return torch.full((len(ids),), is_done)
-
-    def constrain(self, _: int, ids: torch.Tensor) -> list[int]:
-        return [(int(ids[-1]) * 7 + i) % (VOCAB - 1) + 1 for i in range(5)]
 
 
 def run_program(seed: int, **keywords: Any) -> list[Any]:
@@ -129,16 +112,12 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             mask[0, :num_padding] = ids[0, :num_padding] = 0
         if call.num_beams > 1:
             arguments = {"num_beams": call.num_beams}
-        if call.is_constrained:
-            arguments["prefix_allowed_tokens_fn"] = call.constrain
         if call.chunk_size and not is_hybrid:
             arguments["prefill_chunk_size"] = call.chunk_size
-        is_single = len(ids) == 1 and call.num_beams == 1 and call.answers == 1
-        streamer = _Recorder() if is_single else None
         try:
             output = model.generate(
                 ids, attention_mask=mask, max_new_tokens=call.new_tokens, do_sample=call.do_sample,
-                logits_processor=[call.process], stopping_criteria=[call.stop], streamer=streamer,
+                logits_processor=[call.process], stopping_criteria=[call.stop],
                 **COMMON, **call.options, **arguments,
             )  # fmt: skip
         except InterruptedError:
@@ -147,7 +126,7 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
         else:
             tokens, cache = output.sequences, output[CACHE]
             previous = tokens, cache
-            results += [tokens.tolist(), streamer and streamer.tokens, describe(cache)]
+            results += [tokens.tolist(), describe(cache)]
             results.append([scores.tolist() for scores in output.get("scores") or ()])
     return results
 

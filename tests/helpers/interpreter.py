@@ -96,13 +96,6 @@ def _to_bfloat16(handle: Any) -> Any:
     return Handle(_convert(data, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
 
-def _has_bfloat16(values: tuple[Any, ...]) -> bool:
-    for value in values:  # noqa: SIM110 (any() takes longer than the loop)
-        if isinstance(value, Handle) and value.dtype.scalar.name == "bf16":
-            return True
-    return False
-
-
 def _repair_casts() -> None:
     stock_cast = Builder.cast_impl
 
@@ -122,7 +115,7 @@ def _repair_arithmetic() -> None:
     def wrap_operation(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def run_in_float32(self: Any, *operands: Any) -> Any:
-            if _has_bfloat16(operands):
+            if any(isinstance(x, Handle) and x.dtype.scalar.name == "bf16" for x in operands):
                 converted = (
                     _to_float32(operand) if isinstance(operand, Handle) else operand
                     for operand in operands

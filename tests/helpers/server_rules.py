@@ -105,25 +105,6 @@ def read_as_sglang(folder: Path) -> ScalePairs:
     return read_scalars(group_scales(tensors), config["num_hidden_layers"])
 
 
-def read_scaling_factors(
-    path: Path, *, num_layers: int, model_type: str, rank: int = 0, num_ranks: int = 1
-) -> dict[int, float]:
-    """Return the factor of each layer that SGLang and old vLLM read from kv_cache_scales.json."""
-    content = json.loads(path.read_text())
-    if "model_type" not in content or content["model_type"] != model_type:
-        raise LoadError("the scaling factors are for another model type")
-    cache_field = content["kv_cache"]
-    if cache_field["dtype"] != "float8_e4m3fn":
-        raise LoadError("the scaling factors are for another dtype")
-    rank_factors = {int(key): value for key, value in cache_field["scaling_factor"].items()}
-    if len(rank_factors) != num_ranks or rank not in rank_factors:
-        raise LoadError(f"the file is for {len(rank_factors)} ranks")
-    factors = {int(key): float(value) for key, value in rank_factors[rank].items()}
-    if sorted(factors) != list(range(num_layers)):
-        raise LoadError("the map of this rank is malformed")
-    return factors
-
-
 def read_as_tgi(folder: Path) -> ScalePairs:
     """Return the scales that TGI 3 uses: a scalar for K and a scalar for V of each layer.
 

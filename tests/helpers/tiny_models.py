@@ -304,18 +304,16 @@ VARIANTS: dict[str, tuple[str, Fields]] = {
 }
 
 
-def build_variant(name: str, seed: int = 0, *, key_bias: float = 0.0, **fields: Any) -> ModelInputs:
+def build_variant(name: str, seed: int = 0, **fields: Any) -> ModelInputs:
     """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of the bias of K."""
     name, variant_fields = VARIANTS.get(name, (name, {}))
     fields = variant_fields | fields
-    key_bias = key_bias or fields.pop("key_bias", 0.0)
+    key_bias = fields.pop("key_bias", 0.0)
     model, inputs = build_model(name, seed, **fields)
-    if key_bias:
-        generator = torch.Generator().manual_seed(seed + 3)
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                if parameter_name.endswith("k_proj.bias"):
-                    parameter.copy_(key_bias * torch.randn(parameter.shape, generator=generator))
+    generator = torch.Generator().manual_seed(seed + 3)
+    for parameter_name, parameter in model.named_parameters() if key_bias else ():
+        if parameter_name.endswith("k_proj.bias"):
+            parameter.data = key_bias * torch.randn(parameter.shape, generator=generator)
     return model, inputs
 
 

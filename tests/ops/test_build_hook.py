@@ -58,9 +58,7 @@ def test_a_missing_compiler_leaves_a_wheel_for_every_platform(hook, monkeypatch)
     compile_hook.app = SimpleNamespace(display_warning=warnings.append)
     compile_hook.initialize("standard", build_data)
     assert build_data == {}
-    assert warnings == [
-        "CPU kernels were not compiled: no compiler. The slower backend 'torch' is used on CPUs"
-    ]
+    assert "CPU kernels were not compiled: no compiler" in warnings[0]
 
 
 def test_the_links_of_the_package_are_absolute(hook):

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import FP8PagedCache, ops, serving
+from hf_fp8kv import FP8PagedCache, ops
 from tests.helpers.assertions import assert_same
 from tests.helpers.planned import centered_scales
-from tests.helpers.serving_tools import generate_batch, greedy
 from tests.helpers.tiny_models import build_variant
 
 if ops.explain_backends()["triton"] is not None:
     pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
-from hf_fp8kv.ops.triton import decode
 from hf_fp8kv.ops.triton.target import assuming, get_target, recording
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -105,17 +103,3 @@ def test_layers_use_the_schedule_of_their_query_rows(options, num_tokens):
             model(ids[:, :num_tokens], past_key_values=cache)
     assert list_kernels(recorded).count("_schedule") == 1
     assert list_kernels(recorded).count("_attend") == model.config.num_hidden_layers
-
-
-def test_requests_use_the_schedule_of_their_query_rows(monkeypatch):
-    def fail(*_: Any) -> None:
-        raise AssertionError("a layer made a separate schedule")
-
-    sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
-    model = build_variant("llama", **sizes)[0].to(DEVICE, torch.bfloat16)
-    serving.enable(model, backend="triton")
-    monkeypatch.setattr(decode, "fill_schedule", fail)
-    # The prompts are too long for this kernel.
-    prompts = [list(range(3, 3 + num_tokens)) for num_tokens in (6, 9)]
-    responses = generate_batch(model, prompts, generation=greedy(max_new_tokens=3))
-    assert [len(response) for response in responses] == [3, 3]

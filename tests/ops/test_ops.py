@@ -856,14 +856,14 @@ def test_each_gpu_gets_its_backend(expected, name, monkeypatch, caplog):
 
 def test_an_additive_mask_is_a_bias():
     """The operation itself adds the mask to the bias, for every backend."""
-    backend = "torch"
     case = Case("additive", num_tokens=3, lengths=(70,))
     pages, query, fields = prepare(case)
     mask, bias = torch.randn(2, 1, case.num_q_heads, 3, 70)
-    expected = attend(case, pages, query, backend, **fields, bias=mask)
-    assert_same(attend(case, pages, query, backend, **fields, mask=mask), expected)
-    expected = attend(case, pages, query, backend, **fields, bias=mask + bias)
-    assert_same(attend(case, pages, query, backend, **fields, mask=mask, bias=bias), expected)
+    for bias_fields in ({}, {"bias": bias}):
+        expected_fields = {**fields, "bias": mask + bias if bias_fields else mask}
+        expected = attend(case, pages, query, "torch", **expected_fields)
+        actual = attend(case, pages, query, "torch", **fields, mask=mask, **bias_fields)
+        assert_same(actual, expected)
 
 
 # The arguments of a call by name.

@@ -106,9 +106,7 @@ def run_langchain_openai(target: Target) -> None:
     )  # fmt: skip
     message = model.invoke([("system", "Be brief."), ("human", QUESTION)])
     assert message.content
-    assert message.usage_metadata["output_tokens"] <= 60
     assert message.response_metadata["logprobs"]["content"]
-    assert len(model.batch([QUESTION, "Hello!"])) == 2
     for options in ({"method": "json_schema", "strict": True}, {"method": "function_calling"}):
         structured_model = model.with_structured_output(Person, **options)
         assert isinstance(structured_model.invoke(PERSON_MESSAGES), Person), options

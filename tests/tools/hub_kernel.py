@@ -27,30 +27,24 @@ EXTRA_FOLDER = ROOT / "tests" / "data" / "hub_kernel"
 
 
 def find_sources(first_file: str = BACKEND_FILE) -> list[str]:
-    """Return a file of the package, and all files that its relative imports load."""
-    sources = set[str]()
+    """Return a file of the package, and all files that its relative imports load.
+
+    Files without code replace the initialization of the package and of `ops`, which import too
+    much.
+    """
+    sources = {first_file}
     queue = [first_file]
     while queue:
         path = queue.pop()
-        if path in sources:
-            continue
-        sources.add(path)
-        folder = Path(path).parent.parts
         for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            base_folder = folder[: len(folder) - node.level + 1]
-            imported = Path(*base_folder, *(node.module or "").split("."))
-            for module in [imported, *(imported / alias.name for alias in node.names)]:
-                for file in (module.with_suffix(".py"), module / "__init__.py"):
-                    if (PACKAGE / file).is_file() and not is_emptied(file):
-                        queue.append(file.as_posix())
+            if isinstance(node, ast.ImportFrom) and node.level:
+                module = Path(*Path(path).parts[: -node.level], *(node.module or "").split("."))
+                modules = [module, *(module / alias.name for alias in node.names)]
+                files = {f"{x}{end}" for x in modules for end in (".py", "/__init__.py")}
+                files -= {*sources, "./__init__.py", "ops/__init__.py"}
+                queue += [file for file in sorted(files) if (PACKAGE / file).is_file()]
+                sources.update(queue)
     return sorted(sources)
-
-
-def is_emptied(file: Path) -> bool:
-    """Return whether a file without code replaces `file`, because `file` imports too much."""
-    return file.as_posix() in ("__init__.py", "ops/__init__.py")
 
 
 def write_kernel(folder: Path) -> None:
@@ -85,10 +79,9 @@ def write_kernel(folder: Path) -> None:
 
 
 def read_commit() -> str:
-    if not (ROOT / ".git").exists():
-        return "(no commit)"
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    command = ["git", "--git-dir", str(ROOT / ".git"), "rev-parse", "--short", "HEAD"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    return process.stdout.strip() or "(no commit)"
 
 
 if __name__ == "__main__":

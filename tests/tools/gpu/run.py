@@ -9,7 +9,6 @@ nothing runs, and the exit code is 0. In a dry run, the limit of each part is ha
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -58,7 +57,9 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="run tiny shapes, on any machine")
     parser.add_argument("tests", nargs="*", help="tests to run instead of the kernel tests")
     options = parser.parse_args()
-    gpu = get_gpu_name()
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if gpu is None and not options.dry:
         print("No GPU: torch finds none, so nothing was run.", flush=True)
         print(json.dumps({"gpu": None}), flush=True)
@@ -96,13 +97,6 @@ def main() -> int:
     report = {"gpu": gpu, "tests_exit_code": max(exit_codes), "benchmark_exit_code": benchmark_code}
     print(json.dumps(read_summary(out / "gpu.json") | report), flush=True)
     return max(exit_codes) or benchmark_code
-
-
-@functools.cache
-def get_gpu_name() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] = ()) -> int:

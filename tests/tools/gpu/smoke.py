@@ -22,6 +22,7 @@ from hf_fp8kv.cache.paged_tensor import get_pages
 
 ON_GPU = torch.cuda.is_available()
 HEADS = Heads(8, 2, 64) if ON_GPU else TINY.heads
+TINY_CASES = {"ragged": Case((300, 65), HEADS), "extend": Case((200,), HEADS, num_new_tokens=70)}
 LATENT_HEADS = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
@@ -57,18 +58,17 @@ def main() -> int:
     print(torch.cuda.get_device_name() if ON_GPU else "no GPU", versions, flush=True)
     stage = Stage("cuda" if ON_GPU else "cpu")
     errors = {}
+    formats = {"six": (E3M4,), "tiny": (E3M4, E4M3, BF16)}.get(size, ())
     with torch.no_grad():
-        if size is not None:
-            for fmt in (E3M4, E4M3, BF16)[: 1 if size == "six" else 3]:
-                errors[f"cache {fmt.name}"] = run_cache_steps(stage, fmt)
-                errors[f"ragged {fmt.name}"] = attend_to_pages(stage, Case((300, 65), HEADS), fmt)
-            extend_case = Case((200,), HEADS, num_new_tokens=70)
-            for fmt in (E3M4, BF16)[: 1 if size == "six" else 2]:
-                errors[f"extend {fmt.name}"] = attend_to_pages(stage, extend_case, fmt)
+        for fmt in formats:
+            errors[f"cache {fmt.name}"] = run_cache_steps(stage, fmt)
+            for name, case in TINY_CASES.items():
+                errors[f"{name} {fmt.name}"] = attend_to_pages(stage, case, fmt)
+        if formats:
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT_HEADS), E3M4)
         else:
-            length = 32768 if ON_GPU else 130
-            errors["decode"] = attend_to_pages(stage, Case((length,), HEADS), E3M4)
+            case = Case((32768 if ON_GPU else 130,), HEADS)
+            errors["decode"] = attend_to_pages(stage, case, E3M4)
         stage.synchronize()
     print({name: f"{error:.1e}" for name, error in errors.items()})
     return int(not max(errors.values()) < TOLERANCE)

@@ -29,7 +29,7 @@ SUMMARY_VARIANTS = [
 ]
 # `check.make_row` explains the columns.
 COLUMNS = ("registers", "spills", "shared", "programs", "rows", "tile", "warps", "wide_bytes",
-           "conversions", "per_kib", "per_tile", "in_flight",
+           "conversions", "per_kib", "per_tile",
            "hgmma", "hmma", "ldsm", "cycles")  # fmt: skip
 
 

@@ -29,8 +29,6 @@ class Assembly:
         byte_loads: Number of loads of single bytes from shared memory in the loop.
         conversions: Number of instructions that convert 8-bit floating-point values, in the loop,
             or in the whole kernel if it has no loop.
-        rounds_ahead: Number of rounds of the loop whose 16-byte loads are in flight during a
-            product. A fraction is a share of the loads of one round.
         fused_products: Number of unrounded products with log2(e), fused with a sum. NVIDIA only.
         hgmma, hmma, ldsm: Number of products of a warp group, of products of a warp, and of loads
             of matrices from shared memory, in the loop. NVIDIA only.
@@ -46,7 +44,6 @@ class Assembly:
     byte_loads: int
     conversions: int
     loop_spills: int = 0
-    rounds_ahead: float = 0.0
     fused_products: int = 0
     hgmma: int = 0
     hmma: int = 0
@@ -97,7 +94,6 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         wide_bytes=16 * _count(_SASS_WIDE, loop),
         byte_loads=_count(r"LDS\.[US]8\b", loop),
         conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop or instructions),
-        rounds_ahead=_count_nvidia_rounds_ahead(loop),
         fused_products=_count(_SASS_FUSED, instructions),
         hgmma=_count(r"HGMMA\b", loop),
         hmma=_count(r"HMMA\b", loop),
@@ -135,26 +131,11 @@ def predict_cycles(loop: Sequence[str]) -> float:
     return cycles
 
 
-def _count_nvidia_rounds_ahead(loop: Sequence[str]) -> float:
-    """Return the number of rounds whose asynchronous copies to shared memory are in flight at once.
-
-    The strictest wait leaves some groups of copies in flight, and a round adds its groups. Loads to
-    registers do not count, because the same round waits for their values.
-    """
-    num_groups = _count(r"LDGDEPBAR\b", loop)
-    groups_left = [
-        int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))
-    ]
-    has_copies = num_groups and groups_left and _count(r"LDGSTS\.\S*\b128\b", loop)
-    return (min(groups_left) + num_groups) / num_groups if has_copies else 0.0
-
-
 # "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"
 _GCN = re.compile(r"^\s+(?P<line>[a-z]+_[a-z0-9_]+\b[^\n;]*)", re.MULTILINE)
 _GCN_LABEL = re.compile(r"^(\.LBB\d+_\d+):", re.MULTILINE)
 _GCN_JUMP = r"s_c?branch\S*\s+(\.LBB\d+_\d+)"
 _GCN_PRODUCT = r"v_s?mfma"
-_GCN_LOAD = r"(global|buffer|flat)_load_"
 _GCN_WIDE = r"(global|buffer|flat)_load_(lds_)?dwordx4"
 
 
@@ -170,25 +151,7 @@ def read_amd(text: str) -> Assembly:
         wide_bytes=16 * _count(_GCN_WIDE, loop),
         byte_loads=_count(r"ds_read_[ui]8", loop),
         conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop or instructions),
-        rounds_ahead=_count_amd_rounds_ahead(loop),
     )
-
-
-def _count_amd_rounds_ahead(loop: Sequence[str]) -> float:
-    """Return the largest share of AMD's wide loads that is in flight at a product of the loop.
-
-    Loads end in order, so a wait for vmcnt(n) leaves the last n loads in flight.
-    """
-    in_flight: list[bool] = []
-    max_in_flight = 0
-    for line in [*loop, *loop]:
-        if re.match(_GCN_LOAD, line):
-            in_flight.append(re.match(_GCN_WIDE, line) is not None)
-        elif wait := re.match(r"s_waitcnt.*vmcnt\((\d+)\)", line):
-            in_flight = in_flight[max(0, len(in_flight) - int(wait[1])) :]
-        elif re.match(_GCN_PRODUCT, line):
-            max_in_flight = max(max_in_flight, sum(in_flight))
-    return max_in_flight / max(1, _count(_GCN_WIDE, loop))
 
 
 def _read_field(pattern: str, text: str) -> int:

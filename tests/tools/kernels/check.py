@@ -115,7 +115,6 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
     * per_kib: Number of these instructions per KiB of keys and values.
     * programs: Number of programs that fit on one SM.
     * cycles: Predicted cycles of a round on an SM of sm_90 that runs a single program.
-    * in_flight: Bytes of keys and values that these programs load while they compute.
     """
     assembly = read_assembly(compiled.asm)
     num_warps = compiled.metadata.num_warps
@@ -140,6 +139,5 @@ def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, const
         "rows": call.config.rows if call else constants.get("ROWS", 0),
         "tile": tile, "per_kib": round(per_tile * 1024 / bytes_per_tile, 1) if tile else 0.0,
         "per_tile": per_tile, "cycles": round(assembly.cycles * num_warps),
-        "in_flight": round(assembly.rounds_ahead * bytes_per_tile) * num_programs,
         "violations": list(violations),
     }  # fmt: skip

@@ -88,12 +88,11 @@ class Machine:
         self.unfinished_results: dict[str, Array] = {}
         self.products: list[Product] = []
         self.num_product_groups = 0
-        self.live_threads = np.ones(self.shape, bool)
         self.pc_masks: dict[int, Array] = {}  # masks of threads by their next instruction
 
     def run(self) -> None:
         """Execute all threads to their end."""
-        self.pc_masks = {0: self.live_threads.copy()}
+        self.pc_masks = {0: np.ones(self.shape, bool)}
         try:
             with np.errstate(all="ignore"):
                 while self.pc_masks:
@@ -129,7 +128,8 @@ class Machine:
             branching_threads = threads if step_mask is None or step_mask is mask else step_mask
             other_threads = threads & ~branching_threads
             if target < 0:
-                self._end_threads(branching_threads, pc + 1, other_threads)
+                if other_threads.any():
+                    self._wait_at(pc + 1, other_threads)
                 return
             if not other_threads.any():
                 pc = target
@@ -141,31 +141,6 @@ class Machine:
 
     def _wait_at(self, pc: int, threads: Array) -> None:
         self.pc_masks[pc] = self.pc_masks[pc] | threads if pc in self.pc_masks else threads
-
-    def _end_threads(self, ended_threads: Array, pc: int, other_threads: Array) -> None:
-        """End threads, and remove programs without threads, which shortens the arrays."""
-        if other_threads.any():
-            self._wait_at(pc, other_threads)
-        self.live_threads &= ~ended_threads
-        is_live = self.live_threads.any(1)
-        if is_live.all() or not is_live.any():
-            return
-        assert not self.products, "a program ends before the products of another program"
-        num_programs = self.shape[0]
-        self.shape = int(is_live.sum()), self.shape[1]
-        keep_live = lambda value: value[is_live] if len(value) == num_programs else value  # noqa: E731
-        self.registers = {name: keep_live(value) for name, value in self.registers.items()}
-        self.pc_masks = {pc: mask[is_live] for pc, mask in self.pc_masks.items()}
-        self.live_threads = self.live_threads[is_live]
-        self.copy_groups = self.copy_groups[is_live]
-        self.program_ids = self.program_ids[is_live]
-        self.shared.keep_programs(is_live)
-        new_index = np.cumsum(is_live) - 1
-        for i, copy in enumerate(self.copies):
-            program, thread = np.divmod(copy.threads, self.shape[1])
-            if not is_live[program].all():
-                raise Fault("a program ends before its copies complete")
-            self.copies[i] = copy._replace(threads=new_index[program] * self.shape[1] + thread)
 
     # -- effects of instructions -------------------------------------------------------------------
 

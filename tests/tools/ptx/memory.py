@@ -256,13 +256,6 @@ class SharedMemory:
                 )
                 states[is_inside] = _SYNCED + first_thread // 32
 
-    def keep_programs(self, is_kept: Array) -> None:
-        """Keep only the programs for which `is_kept` is True."""
-        self.bytes, self.store_states, self.load_states, self.is_hidden = (
-            array[is_kept]
-            for array in (self.bytes, self.store_states, self.load_states, self.is_hidden)
-        )
-
     def _locate(self, threads: Ints, addresses: Ints, size: int) -> tuple[Ints, Array, Array]:
         """Return the grains `[n, size / grain]`, and two states.
 
