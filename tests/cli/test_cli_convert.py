@@ -1,11 +1,8 @@
 """Tests of `hf-fp8kv convert`: written files, output and errors."""
 
 from pathlib import Path
-from unittest import mock
 
-from huggingface_hub import HfApi
-
-from hf_fp8kv.scales import KVScales, kv_scales
+from hf_fp8kv.scales import KVScales
 from tests.scales.test_export import assert_holds, random_scales, reduce_scales
 
 
@@ -46,16 +43,3 @@ def test_scales_of_another_model_require_lenient(run, tmp_path):
     warnings = run.json(*arguments, "--lenient")["warnings"]
     assert any("'llama'" in message for message in warnings)
     assert KVScales.from_pretrained(target).model_type == "qwen2"
-
-
-def test_converted_scales_are_uploaded(run, saved_scales, monkeypatch):
-    api = mock.Mock(spec=HfApi)
-    api.list_repo_files.return_value = ["kv_cache_scales.json"]
-    api.create_commit.return_value.commit_url = "https://hf.co/org/name/commit"
-    monkeypatch.setattr(kv_scales, "HfApi", lambda token: api)
-    arguments = ["convert", saved_scales, "--push-to-hub", "org/name", "--to", "vllm-json"]
-    assert "--overwrite" in run.fails(*arguments)
-    assert not api.create_commit.called
-    assert run(*arguments, "--overwrite")[0] == "https://hf.co/org/name/commit\n"
-    output = run.json(*arguments, "--overwrite")
-    assert output["to"]["commit"] == "https://hf.co/org/name/commit"

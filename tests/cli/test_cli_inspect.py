@@ -75,12 +75,3 @@ def test_a_measurement_is_shown(run, tmp_path, model_folder, monkeypatch):
     output = run.json(*arguments, "pydoc")  # Python's documentation
     assert len(measure.call_args.args[2]) > 50
     assert output["report"] == report.to_dict()
-
-
-def test_a_plot_is_written(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    random_scales("head").save_pretrained(tmp_path)
-    path = tmp_path / "scales.png"
-    printed, _ = run("inspect", tmp_path, "--plot", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert "per head" in printed

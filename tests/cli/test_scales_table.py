@@ -1,11 +1,10 @@
-"""Tests of scales and their report as JSON, as tables and as a plot."""
+"""Tests of scales and their report as JSON and as tables."""
 
 import io
 import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -19,7 +18,6 @@ from hf_fp8kv.scales.measured_report import (
     ScalesReport,
     SideStatistics,
 )  # fmt: skip
-from hf_fp8kv_cli.scales_plot import make_figure
 from hf_fp8kv_cli.scales_table import list_remarks, render_scales
 
 ERRORS = [prefix + name for prefix in ("", DYNAMIC) for name in FORMATS]
@@ -128,19 +126,3 @@ def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
     )
     text = render(scales, None)
     assert text.find(f"! {remark}") > text.index("└") if remark else "! " not in text
-
-
-def test_a_plot_has_the_magnitudes_and_errors_of_each_layer_and_head():
-    pytest.importorskip("matplotlib")
-    report = make_report(5, 3)
-    axes = make_figure(make_scales(report), report).axes
-    panels = {panel.get_title(loc="left"): panel for panel in axes}
-    for name, amax, error in (("K", 10.0, 0.02), ("V", 1.0, 0.01)):
-        table = amax + np.arange(5)[:, None] + np.arange(3) / 8
-        (image,) = panels[f"largest magnitude of {name}, by layer and head"].get_images()
-        assert image.get_array().tolist() == table.T.tolist()
-        lines = panels[f"quantization error of {name}, by layer"].get_lines()
-        assert [line.get_label() for line in lines] == ERRORS
-        for index, line in enumerate(lines):
-            expected = 100 * (error + np.arange(5) / 1000) * (1 + index / 10)
-            np.testing.assert_allclose(line.get_ydata(), expected, rtol=1e-12)

@@ -1,21 +1,18 @@
-"""Tests of saving scales: alone, in a checkpoint, in a copy of a checkpoint, and on the Hub."""
+"""Tests of saving scales: alone, in a checkpoint, and in a copy of a checkpoint."""
 
 import itertools
 import json
 import logging
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales, kv_scales
-from hf_fp8kv.scales.checkpoint.checkpoint import LocalFolder
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from tests.helpers import server_rules
 from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_sources import corrupt_config, list_sides, scale_error
@@ -356,18 +353,13 @@ def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(folder):
     assert read_content(folder) == new_content
 
 
-def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path, hub, monkeypatch):
+def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path):
     folder = tmp_path / "scales"
     random_scales("tensor").save_pretrained(folder, format="tgi")
     content = read_content(folder)
     with scale_error("without scales among its tensors, .* read before kv_cache_scales.json"):
         KVScales.uniform(2).save_pretrained(folder, format="vllm-json", overwrite=True)
     assert read_content(folder) == content
-    api = hub(*content)
-    monkeypatch.setattr(kv_scales, "HubFolder", lambda *_: LocalFolder(folder))
-    with scale_error("without scales among its tensors"):
-        KVScales.uniform(2, k=8.0).push_to_hub("org/model", format="vllm-json")
-    assert not api.create_commit.called
 
 
 def test_a_folder_of_links_is_copied(tmp_path, folder):
@@ -498,81 +490,3 @@ def test_an_interrupted_copy_leaves_no_files(tmp_path, model_folder, monkeypatch
         add_scales(model_folder, tmp_path / "copy", "autofp8")
     assert not list(tmp_path.iterdir())
     assert read_content(model_folder) == old_content
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path_factory):
-    """Return a function that replaces the Hub's client with a mock that lists the given files."""
-
-    def install(*files: str, **errors: Exception) -> mock.Mock:
-        card = tmp_path_factory.mktemp("hub") / "README.md"
-        card.write_text("---\nlicense: mit\n---\n# Mine\n")
-        api = mock.Mock(spec=HfApi)
-        api.list_repo_files.return_value = [*files]
-        api.hf_hub_download.return_value = str(card)
-        for name, error in errors.items():
-            getattr(api, name).side_effect = error
-        monkeypatch.setattr(kv_scales, "HfApi", mock.Mock(return_value=api))
-        return api
-
-    return install
-
-
-def list_uploads(api: mock.Mock) -> tuple[dict[str, bytes], list[str]]:
-    """Return the added files of the last commit, and the paths of deleted files."""
-    operations = api.create_commit.call_args.args[1]
-    added = {
-        operation.path_in_repo: operation
-        for operation in operations
-        if isinstance(operation, CommitOperationAdd)
-    }
-    deleted = [
-        operation.path_in_repo for operation in operations if operation.path_in_repo not in added
-    ]
-    return {name: operation.path_or_fileobj for name, operation in added.items()}, deleted
-
-
-@pytest.mark.parametrize("format", ["hf_fp8kv", "modelopt"])
-def test_uploaded_files_match_saved_files(tmp_path, hub, format):
-    api = hub("README.md")
-    scales = random_scales("tensor")
-    options = {"private": True, "revision": "fp8", "token": "t", "commit_message": "Add"}
-    address = scales.push_to_hub("org/new", format=format, **options)
-    assert address == str(api.create_commit.return_value.commit_url)
-    kv_scales.HfApi.assert_called_once_with(token="t")
-    api.create_repo.assert_called_once_with("org/new", private=True, exist_ok=True)
-    api.create_branch.assert_called_once_with("org/new", branch="fp8", exist_ok=True)
-    assert api.create_commit.call_args.kwargs == {"commit_message": "Add", "revision": "fp8"}
-    scales.save_pretrained(tmp_path, format=format)
-    uploads, _ = list_uploads(api)
-    card = uploads.pop("README.md").decode()
-    assert uploads == read_content(tmp_path)
-    assert card.startswith("---\nlicense: mit\ntags:\n- fp8\n- kv-cache\n")
-    assert "# Mine" in card
-    assert 'scales="org/new"' in card
-
-
-def test_files_of_a_repository_are_replaced_only_with_overwrite(hub):
-    api = hub("kv_scales.safetensors", "model.safetensors", "config.json")
-    with scale_error("pass overwrite=True"):
-        random_scales("tensor").push_to_hub("org/model")
-    assert not api.create_commit.called
-    random_scales("tensor").push_to_hub("org/model", overwrite=True)
-    uploads, deleted = list_uploads(api)
-    assert set(uploads) == {"README.md", KV_PATH}
-    assert deleted == ["kv_scales.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("files", "errors", "message"),
-    [
-        (("config.json",), {}, "expected a repository without weights"),
-        (("kv_scales/kv_scales.safetensors",), {}, "read before all others"),
-        ((), {"list_repo_files": OSError("no route")}, r"org/model: .*no route"),
-    ],
-)
-def test_an_unsuitable_or_unreachable_repository_is_an_error(hub, files, errors, message):
-    api = hub(*files, **errors)
-    with scale_error(message):
-        random_scales("tensor").push_to_hub("org/model", format="autofp8", overwrite=True)
-    assert not api.create_commit.called
