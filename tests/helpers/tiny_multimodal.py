@@ -252,14 +252,33 @@ _CHAMELEON_TOKENS = {f"IMGIMG{name}Z": 10 + i for i, name in enumerate(_IMAGE_TO
 
 KINDS: dict[str, Kind] = {
     "llava": Kind(_configure("llava"), _PIXELS, 4, _stack),
+    "vipllava": Kind(
+        _configure("vipllava", vision_feature_layers=[-1, -2], vision_feature_layer=[-1, -2]),
+        _PIXELS, 4, _stack,
+    ),
     "llava_next": Kind(
         _configure("llava_next", image_grid_pinpoints=[[16, 16]], vision_feature_layer=-1),
+        (2, *_PIXELS), 4 + 4 + 2, _add_sizes,
+    ),
+    "llava_onevision": Kind(
+        _configure("llava_onevision", image_grid_pinpoints=[[16, 16]]),
         (2, *_PIXELS), 4 + 4 + 2, _add_sizes,
     ),
     "qwen2_vl": Kind(
         _configure(
             "qwen2_vl", {"rope_parameters": _MROPE},
             {"embed_dim": 32, "depth": 2, "num_heads": 2, "hidden_size": HIDDEN, "mlp_ratio": 2},
+            **_QWEN_TOKENS,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
+    ),
+    "qwen2_5_vl": Kind(
+        _configure(
+            "qwen2_5_vl", {"rope_parameters": _MROPE},
+            {
+                "depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN, "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
             **_QWEN_TOKENS,
         ),
         _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
@@ -308,6 +327,9 @@ KINDS: dict[str, Kind] = {
     "idefics3": Kind(
         _configure("idefics3", vision={"patch_size": 4}, scale_factor=2), _PIXELS, 4, _group_by_row
     ),
+    "smolvlm": Kind(
+        _configure("smolvlm", vision={"patch_size": 4}, scale_factor=2), _PIXELS, 4, _group_by_row
+    ),
     "aya_vision": Kind(
         _configure(
             "aya_vision", {"layer_types": ["sliding_attention", "full_attention"]},
@@ -318,6 +340,16 @@ KINDS: dict[str, Kind] = {
     "mistral3": Kind(
         _configure("mistral3", vision={"patch_size": 4, "head_dim": 16}, spatial_merge_size=2),
         _PIXELS, 4, _add_sizes,
+    ),
+    "got_ocr2": Kind(
+        _configure(
+            "got_ocr2",
+            vision={
+                "image_size": 32, "patch_size": 4, "output_channels": 16, "window_size": 2,
+                "global_attn_indexes": [1], "mlp_dim": 32,
+            },
+        ),
+        (3, 32, 32), 4, _stack,
     ),
     "fuyu": Kind(
         _configure("fuyu", {"num_key_value_heads": 2}, patch_size=8, image_size=16),
@@ -356,6 +388,13 @@ KINDS: dict[str, Kind] = {
             },
         ),
         _PIXELS, 16, _stack, small_change=64.0,
+    ),
+    "cohere2_vision": Kind(
+        _configure(
+            "cohere2_vision", {"layer_types": ["sliding_attention", "full_attention"]},
+            {"patch_size": 4}, downsample_factor=2, alignment_intermediate_size=32,
+        ),
+        _PIXELS, 4, _stack,
     ),
     "ovis2": Kind(
         _configure(
@@ -412,6 +451,15 @@ KINDS: dict[str, Kind] = {
             latent_query_num=4,
         ),
         _PIXELS, 4, _stack, token_types="image_embeds_position_mask", is_causal=False,
+    ),
+    "glm_ocr": Kind(
+        _configure(
+            "glm_ocr", {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+            {"depth": 2, "num_heads": 2, "out_hidden_size": HIDDEN},
+            image_start_token_id=START_TOKEN, image_end_token_id=END_TOKEN,
+            video_token_id=VIDEO_TOKEN, video_start_token_id=188, video_end_token_id=189,
+        ),
+        _QWEN_SHAPE, 2, _flatten_patches(_QWEN_GRID), token_types="mm_token_type_ids",
     ),
 }  # fmt: skip
 NAMES = tuple(KINDS)
