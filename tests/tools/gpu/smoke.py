@@ -67,8 +67,9 @@ def main() -> int:
         if formats:
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT_HEADS), E3M4)
         else:
-            case = Case((32768 if ON_GPU else 130,), HEADS)
-            errors["decode"] = attend_to_pages(stage, case, E3M4)
+            errors["decode"] = attend_to_pages(
+                stage, Case((32768 if ON_GPU else 130,), HEADS), E3M4
+            )
         stage.synchronize()
     print({name: f"{error:.1e}" for name, error in errors.items()})
     return int(not max(errors.values()) < TOLERANCE)

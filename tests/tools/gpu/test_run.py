@@ -63,7 +63,8 @@ def test_exit_code_and_summary_show_failures(monkeypatch, capsys, tmp_path, fail
     assert summary["rows"] == len(results["rows"])
 
 
-def test_the_log_names_failures_and_unfinished_tests(tmp_path):
+def test_the_log_names_failures_and_unfinished_tests(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     test_file = tmp_path / "test_ended.py"
     test_file.write_text(
         "def test_bad(): assert 1 == 2\n"
