@@ -183,6 +183,37 @@ def byte_server(request, tmp_path_factory):
         yield server, request.param
 
 
+@pytest.mark.parametrize(
+    ("fields", "stream"),
+    [
+        ({"prompt": "a b"}, False),
+        ({"prompt": "a b \U0001f30d Rome", "echo": True}, False),
+        ({"prompt": [0, 3, 2, 5, 8], "echo": True}, True),
+    ],
+)
+def test_offsets_index_the_text_and_no_alternative_is_lost(byte_server, fields, stream):
+    server, decoder = byte_server
+    num_partial_tokens = 0
+    for seed in range(2):
+        (choice,) = get_choices(
+            server, **fields, max_tokens=40, logprobs=6, temperature=1.9, seed=seed, stream=stream
+        )
+        text = choice["text"]
+        logprobs = join_logprobs(choice)
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+        for token, logprob, top, offset in zip(*logprobs.values(), strict=True):
+            if token.startswith("bytes:"):
+                num_partial_tokens += 1
+                assert ord(text[offset]) > 127
+            elif token.strip() != "<s>" and (decoder == "ByteLevel" or len(token) > 1):
+                # ByteFallback may write U+FFFD for valid bytes next to invalid bytes.
+                assert text[offset:].startswith(token)
+            if logprob is not None:
+                assert top[token] == logprob
+                assert len(top) in (6, 7)
+    assert num_partial_tokens
+
+
 def test_an_unknown_character_of_a_prompt_does_not_shift_offsets(server):
     prompt = "a \U0001f30d\u00e9b"
     (choice,) = get_choices(server, prompt=prompt, max_tokens=3, logprobs=0, echo=True)

@@ -24,6 +24,8 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from hf_fp8kv.server.answer_text import AnswerDecoder
+from hf_fp8kv.server.errors import APIError
+from hf_fp8kv.server.jobs import JobPool
 
 pytestmark = pytest.mark.text
 
@@ -167,6 +169,24 @@ def test_unknown_fields_are_ignored_and_logged_on_request(lenient_client, caplog
         ]
         assert "['bogus', 'xxx" in message
         assert len(message) < 300
+
+
+def test_a_waiting_job_of_a_closed_pool_gets_503():
+    async def run() -> None:
+        pool = JobPool("test", 1)
+        may_continue = threading.Event()
+        running_job, job = (
+            asyncio.create_task(pool.run(function)) for function in (may_continue.wait, int)
+        )
+        await asyncio.sleep(0.01)
+        pool.close()
+        may_continue.set()
+        await running_job
+        await job
+
+    with pytest.raises(APIError) as error_info:
+        asyncio.run(run())
+    assert (error_info.value.status, error_info.value.code) == (503, "stopping")
 
 
 def test_an_application_rejects_unsuitable_models_and_options(folder):

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import DEFAULT, MagicMock, Mock
 
 import pytest
 from transformers import (
@@ -56,8 +56,7 @@ def import_required(name: str) -> types.ModuleType:
 
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
 listen = import_required("hf_fp8kv.server.server_config").listen
-
-
+schemas = import_required("hf_fp8kv.server.schemas")
 engine = import_required("hf_fp8kv.server.engine")
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
 ServedModel = import_required("hf_fp8kv.server.model").ServedModel
@@ -65,8 +64,6 @@ template_shows_tools = import_required("hf_fp8kv.server.model").template_shows_t
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
 STORY = "tell me a long story of pages and tokens"
 
 
@@ -416,11 +413,23 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
     assert "never retrieved" not in caplog.text
 
 
+def test_a_request_ends_when_its_client_leaves_while_its_body_is_parsed(folder, monkeypatch):
+    may_continue = threading.Event()
+    wait = Mock(side_effect=lambda _: may_continue.wait(60) and DEFAULT, wraps=schemas.parse_body)
+    monkeypatch.setattr(schemas, "parse_body", wait)
+    with HostedServer(folder) as server:
+        with server.abandon_request(COMPLETIONS, prompt="x" * 100_000):
+            server.wait_until(requests_waiting=1)
+        server.wait_until(**{'requests_total{status="499"}': 1, "requests_waiting": 0})
+        may_continue.set()
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [
         ("LocalHost:80", 200), ("a.localhost:1", 200), ("[::1]:8000", 200),
         ("localhost.evil.example", 421), ("notlocalhost", 421), ("10.0.0.1", 421), ("", 421),
+        ("127.0.0.1.evil.example", 421),
     ],
 )  # fmt: skip
 def test_a_rebound_host_name_is_rejected(server, host, status):
@@ -510,11 +519,12 @@ def test_requests_with_the_same_id_get_their_own_answers(server):
     assert answers == [("same", get_text(server, letter)) for letter in "abcd"]
 
 
-def test_the_pages_of_a_disconnected_client_are_freed(server, slow_steps):
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_the_pages_of_a_disconnected_client_are_freed(server, slow_steps, stream):
     canceled_metric = 'requests_total{status="499"}'
     token_metric = f'inter_token_latency_seconds_count{{model_name="{Path(server.model).name}"}}'
     old_metrics = server.wait_until(requests_active=0)
-    with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=True)):
+    with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
     expected = {canceled_metric: old_metrics.get(canceled_metric, 0) + 1, "requests_active": 0}
     metrics = server.wait_until(**expected)
@@ -690,6 +700,39 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
     else:
         assert last_event["choices"][0]["finish_reason"] == "length"
         assert last_event["usage"]["completion_tokens"] == 270
+
+
+@pytest.mark.full
+def test_jobs_that_still_run_do_not_delay_the_exit(tmp_path):
+    """The template takes hours for the role "snail". Its client gets 503, or has left."""
+    loops = "".join(f"{{% for {name} in range(90000) %}}" for name in "ijk")
+    template = tmp_path / "template"
+    template.write_text(
+        "{% if messages[0].role == 'snail' %}" + loops + "{% endfor %}" * 3 + "{% endif %}:"
+    )
+    store = tmp_path / "store"
+    options = ("--chat-template", str(template), "--cb-num-blocks", "80", "--grace", "1")
+    model = save_chat_model(tmp_path, context=1000)
+    request = make_chat("x" * 100_000, "snail")
+    with (
+        Server(model, *options, "--prefix-store", str(store)) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert get_status(server, COMPLETIONS, {"prompt": STORY, "max_tokens": 9}) == 200
+        with contextlib.ExitStack() as clients:
+            for _ in range(3):  # one request runs, and two requests wait
+                clients.enter_context(server.abandon_request(CHAT, **request))
+            server.wait_until(requests_waiting=3)
+        server.wait_until(**{'requests_total{status="499"}': 3})
+        future = pool.submit(ask_for_error, server, CHAT, request)
+        server.wait_until(requests_waiting=1)
+        assert server.stop() == 0
+        status, error = future.result()
+        assert (status, error["code"]) == (503, "stopping")
+        assert "stopping: ending 1 requests" in server.log
+        assert "Finished server process" in server.log
+        assert "Traceback" not in server.log
+    assert len(list(store.glob("*.safetensors"))) == len(STORY) // PAGE_SIZE
 
 
 def test_the_web_page_loads_nothing_from_other_hosts(server):
