@@ -202,6 +202,22 @@ def test_bits_apply_to_generate_and_engines() -> None:
     assert generate_digest(enable(model), inputs) == choose_plan(model).digest
 
 
+def test_the_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build_model("llama", seed=7)  # without a plan in a file
+    digest = read_digest(FP8PagedCache(model))
+    assert digest
+    # The weights are not read again.
+    monkeypatch.setattr("hf_fp8kv.utils.digests._compute_checksums", None)
+    enable(model)
+    enable(model, page_size=16)
+    disable(model)
+    enable(model, training="stored")  # runs the model on three tokens
+    hook = model.register_forward_pre_hook(lambda *_: pytest.fail("the model was called"))
+    digests = {read_digest(FP8PagedCache(model, prefill="stored")), get_serving_digest(model)}
+    hook.remove()
+    assert {generate_digest(model, inputs), *digests} == {digest}
+
+
 def test_enable_keeps_the_plan_while_the_weights_change() -> None:
     model, inputs = build_model("llama")
     enable(model, training="stored")

@@ -1,12 +1,17 @@
 """Tests of the plan of a model without arguments about storage: `resolve_plan`, and its files."""
 
+import copy
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +28,13 @@ from hf_fp8kv.calibration.plan_choice import (
     unfreeze_plan,
 )
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
-from tests.helpers.tiny_models import build_variant
+from tests.helpers.tiny_models import (
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+    VISION_END_TOKEN,
+    VISION_START_TOKEN,
+    build_variant,
+)
 
 LONG_CONTEXT = {"max_position_embeddings": 8192}
 NUM_POSITIONS = 3  # 0, 1,024 and 4,096
@@ -150,6 +161,18 @@ def test_files_of_a_different_chooser_are_not_used(constant: str, monkeypatch: A
     assert resolve_and_count(make_model())[1] == NUM_PASSES
 
 
+@pytest.mark.full
+def test_a_second_process_runs_no_pass(own_plan: Any, hf_home: Path) -> None:
+    code = (
+        "from tests.calibration import test_default_plans as tests\n"
+        "print(*tests.resolve_and_count(tests.make_model()))"
+    )
+    environment = {**os.environ, "HF_HOME": str(hf_home), "OMP_NUM_THREADS": "1"}
+    for num_passes in (NUM_PASSES, 0):
+        output = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+        assert output.split()[-2:] == [own_plan.digest, str(num_passes)]
+
+
 def damage_file(path: Path, kind: str) -> None:
     original_bytes = path.read_bytes()
     path.unlink()
@@ -253,6 +276,33 @@ def test_a_failure_gives_the_plain_format_and_one_line(
     assert not list_plan_files(store.path)
 
 
+def test_a_failed_choice_is_not_tried_again_until_the_model_changes(own_plan: Any) -> None:
+    model = make_failing_model("own code")
+    assert [resolve_and_count(model)[1] for _ in range(2)] == [1, 0]
+    model.model.layers[1]._forward_hooks.clear()
+    assert resolve_and_count(model, dtype="adaptive") == (own_plan.digest, NUM_PASSES)
+    assert resolve_and_count(model) == (own_plan.digest, 0)
+
+
+def test_threads_choose_one_plan_and_restore_the_attention(own_plan: Any, caplog: Any) -> None:
+    model = make_model()
+    attention = get_attn_implementations(model)
+    with ThreadPoolExecutor(4) as pool:
+        caches = list(pool.map(lambda _: FP8PagedCache(model), range(8)))
+    assert {cache.options.scales.digest for cache in caches} == {own_plan.digest}
+    assert get_attn_implementations(model) == attention
+    assert not caplog.messages
+
+
+def test_an_interrupt_ends_the_choice() -> None:
+    model = make_model().train()
+    raise_in_layer(model, KeyboardInterrupt())
+    state = read_state(model)
+    with pytest.raises(KeyboardInterrupt):
+        resolve_plan(model, {})
+    assert read_state(model) == state
+
+
 def test_a_choice_leaves_no_trace(own_plan: Any) -> None:
     """The layers draw random numbers, and gradients are accumulated."""
     model = make_model().train()
@@ -268,6 +318,18 @@ def test_a_choice_leaves_no_trace(own_plan: Any) -> None:
     assert plan.digest == own_plan.digest
     centers = [layer.k_center for layer in plan.layers.values() if layer.k_center is not None]
     assert not any(center.is_inference() for center in centers)
+
+
+@pytest.mark.full
+def test_a_compiled_model_is_not_compiled_to_choose_a_plan(own_plan: Any) -> None:
+    compile_graph = mock.Mock(side_effect=lambda graph, _: graph.forward)
+    model = make_model()
+    model.compile(backend=compile_graph)
+    model.model.forward = torch.compile(model.model.forward, backend=compile_graph)
+    assert resolve_and_count(model)[0] == own_plan.digest
+    assert not compile_graph.called
+    model(torch.arange(3, 10)[None])
+    assert compile_graph.called
 
 
 SPLITS: dict[str, Callable[[Any], Any]] = {
@@ -315,6 +377,64 @@ def test_passes_are_limited_by_counts(
     assert choose_passes(int(num_parameters), 128, num_positions) == expected
 
 
+def test_large_models_get_fewer_passes_on_a_cpu(monkeypatch: Any, caplog: Any) -> None:
+    """An explicit choice is never reduced, and does not replace the reduced plan in its file."""
+    model = make_protected_model()
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    monkeypatch.setattr(plan_choice, "_MAX_EXTRA_BYTES", 1.0)
+    full_digest = choose_plan(model, max_extra_bytes=1.0).digest
+    digests = []
+    for max_passes in (20, 6, 3, 1):
+        monkeypatch.setattr(plan_choice, "_MAX_CPU_PRODUCTS", max_passes * 128 * num_parameters)
+        copied = copy.deepcopy(model)
+        digest, num_passes = resolve_and_count(copied)
+        assert num_passes <= max_passes
+        assert resolve_and_count(copied, dtype="adaptive")[0] == full_digest
+        assert resolve_and_count(copied) == (full_digest, 0)
+        assert resolve_and_count(copy.deepcopy(model))[0] == digest
+        digests.append(digest)
+    assert (digests[0], digests[-1], len({*digests})) == (full_digest, None, 4)
+    assert len(caplog.messages) == 2
+    assert all("a CPU would take too long" in message for message in caplog.messages)
+
+
+def read_window(model: Any) -> list[int]:
+    with recorded_inputs(model) as inputs:
+        choose_plan(model)
+    assert all(torch.equal(each_input, inputs[0]) for each_input in inputs)
+    return inputs[0].flatten().tolist()
+
+
+def test_random_tokens_are_not_special() -> None:
+    model = make_model()
+    window = read_window(model)
+    assert not {0, 1} & {*window}, "the ids of padding and of the first token"
+    names = (
+        "audio_token_id", "boi_token_index", "eoa_token_id", "special_token_ids", "pad_index",
+        "vision_start_token_id", "audio_token_index", "codec_bos_id",
+    )  # fmt: skip
+    ids = [*dict.fromkeys(window)]
+    for name, token in zip(names, ids, strict=False):
+        setattr(model.config, name, [[token]] if name.endswith("ids") else token)
+    model.generation_config.forced_bos_token_id = ids[-1]
+    model.generation_config.eos_token_id = ids[-3:-1]
+    special = {*ids[: len(names)], *ids[-3:]}
+    new_window = read_window(model)
+    assert not special & {*new_window}
+    assert all(x == y or x in special for x, y in zip(window, new_window, strict=True))
+
+
+@pytest.mark.parametrize("name", ["vision/llava", "vision/qwen2_vl", "vision/gemma3"])
+def test_random_tokens_have_no_images(name: str) -> None:
+    model, inputs = build_variant(name)
+    special = {IMAGE_TOKEN}
+    if name.endswith("qwen2_vl"):
+        special |= {VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN}
+    assert not special & {*read_window(model)}
+    cache = FP8PagedCache(model.config, **resolve_plan(model, {}))
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> PrefixStore:
     return PrefixStore(tmp_path / "store")
@@ -325,7 +445,11 @@ def test_a_prefix_store_keeps_the_first_plan_of_each_model(
 ) -> None:
     first_model = make_model()
     assert resolve_and_count(first_model, store) == (own_plan.digest, NUM_PASSES)
-    assert len(list_plan_files(store.path)) == 1
+    (path,) = list_plan_files(store.path)
+    original_bytes = path.read_bytes()
+    damage_file(path, "flipped")
+    assert resolve_and_count(first_model, store) == (own_plan.digest, 0)
+    assert path.read_bytes() == original_bytes
     # Models choose only fp8_e3m4, as another machine might.
     monkeypatch.setattr(plan_choice, "_MAX_COST_RATIO", 0.0)
     second_model = make_model()

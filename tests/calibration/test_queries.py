@@ -1,4 +1,4 @@
-"""Tests of the sampled queries of a model."""
+"""Tests of the sampled queries of a model, and of the cost of errors for their attention."""
 
 import pytest
 import torch
@@ -8,6 +8,24 @@ from hf_fp8kv.calibration.queries import Queries, observe_queries
 from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_the_cost_of_errors_matches_its_definition(side):
+    """A model with 2 KV heads has 3 queries in each of 6 query heads."""
+    k = torch.randn(7, 2, 4)
+    queries = Queries.from_states(torch.randn(6, 3, 4), k, torch.tensor([2, 4, 6]), 1.0, None)
+    error = torch.randn(k.shape) + 0.5
+    weights = queries.weights.double()
+    head_errors = error.double().transpose(0, 1)[:, None]
+    if side == "v":
+        expected = (weights[..., None] * head_errors).sum(-2).square().sum((1, 2))
+    else:
+        logit_errors = (queries.q.double()[..., None, :] * head_errors).sum(-1)
+        means = (weights * logit_errors).sum(-1, keepdim=True)
+        expected = (weights * (logit_errors - means) ** 2).sum((1, 2))
+    torch.testing.assert_close(queries.compute_cost(side, error), expected.float())
+    assert len({*expected.tolist()}) == 2  # queries weight errors differently
 
 
 def call_with_queries(model, batch, on_layer):
