@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_fp8kv.utils.environment import find_version
 from hf_fp8kv_cli.arguments import parse_size
 from tests.helpers import command_line
 
@@ -149,6 +150,13 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
     assert not output_folder.exists()
 
 
+def test_help_names_the_commands_and_version_prints_the_version(run):
+    help_text, _ = run("--help")
+    for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
+        assert name in help_text
+    assert run("--version")[0].strip() == find_version("hf-fp8kv")
+
+
 def test_the_default_prompt_fills_pages_and_a_short_answer_has_no_speed(run, model_folder):
     command = ("generate", "--model", model_folder, "--backend", "torch", "--max-new-tokens", "9")
     printed, _ = run(*command)
@@ -159,6 +167,14 @@ def test_the_default_prompt_fills_pages_and_a_short_answer_has_no_speed(run, mod
     assert (float(dense_size), float(paged_size)) == (64.0, 36.0)
     assert "tokens/s" not in printed
     assert float(re.search(r"KL of predictions[ │]+(\S+)", printed)[1]) > 0
+
+
+def test_demo_shows_memory_and_predictions_of_the_demo_model(run, model_folder, monkeypatch):
+    monkeypatch.setattr("hf_fp8kv.demo_model_path", lambda: model_folder)
+    output = run.json("demo")
+    assert output["runs"][0]["cached_tokens"] == 256 - 24 + 24 - 1
+    ratio = output["runs"][1]["bytes_per_token"] / output["runs"][0]["bytes_per_token"]
+    assert ratio < 0.8
 
 
 @pytest.mark.parametrize("command", ["check", "generate"])

@@ -23,6 +23,18 @@ def test_scales_are_converted_to_a_format_and_back(run, tmp_path):
     assert_holds(final, reduce_scales(scales, "compressed-tensors"), "hf_fp8kv")
 
 
+def test_scales_are_converted_into_a_checkpoint(run, tmp_path, model_folder):
+    source, target = (tmp_path / name for name in ("source", "target"))
+    scales = random_scales("tensor", num_layers=2)
+    scales.save_pretrained(source)
+    options = ("--checkpoint", model_folder, "--weights", "link")
+    out, _ = run("convert", source, target, "--to", "compressed-tensors", *options)
+    assert str(target / "model-kv-scales.safetensors") in out.splitlines()
+    weights = Path(model_folder) / "model.safetensors"
+    assert any(path.samefile(weights) for path in target.glob("*.safetensors"))
+    assert_holds(target, scales, "compressed-tensors")
+
+
 def test_model_type_and_tp_size_and_overwrite_reach_the_library(run, tmp_path):
     source, target = (tmp_path / name for name in ("source", "target"))
     KVScales(random_scales("tensor").layers).save_pretrained(source)

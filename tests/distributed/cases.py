@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
+from hf_fp8kv.calibration.plan_choice import resolve_plan
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.serving import fp8_manager
 from tests.helpers.serving_tools import generate_batch, open_manager, prompts
@@ -147,6 +148,11 @@ def get_hash_key(model: Any, ranks: RankOptions, folder: Path) -> Any:
         serving.disable(model)
 
 
+def describe_storage(model: Any, ranks: RankOptions, folder: Path) -> Any:
+    """Return the report of `check_model`, and whether the model has a chosen plan."""
+    return {**check_model(model).to_dict(), "is_planned": bool(resolve_plan(model, {})["plan"])}
+
+
 def catch_error(call: Callable[[], Any]) -> str:
     """Return the class and message of the error that a call raises, or "" without an error."""
     try:
@@ -209,6 +215,7 @@ CASES: dict[str, tuple[str, Case]] = {
     "ranks": ("8q-4kv", get_rank),
     "hash key": ("8q-4kv", get_hash_key),
     "ranks, gathered heads": ("gathered", get_rank),
+    "storage": ("8q-4kv", describe_storage),
     "scales of all heads, no ranks": ("8q-4kv", make_refused_case()),
     "ranks, heads not split": ("gathered", make_refused_case(tensor_parallel=TensorParallel(0, 2))),
     "uneven heads": ("one-head", catch_uneven_errors),

@@ -125,6 +125,16 @@ def test_an_engine_has_one_hash_key_in_all_processes(results):
     assert len(key) == 32
 
 
+def test_a_split_model_can_be_checked_and_has_no_chosen_plan(folder, results):
+    expected = run_alone(folder, "storage")
+    assert expected["path"] == "fused"
+    # Only a step of several processes has an obstacle.
+    changes = {"capture_obstacle": expected["capture_obstacle"], "is_planned": True}
+    for rank_results in results:
+        assert not rank_results["storage"]["is_planned"]
+        assert rank_results["storage"] | changes == expected
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [

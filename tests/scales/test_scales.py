@@ -58,6 +58,8 @@ def test_scales_are_copied_and_keep_two_dimensions(shape, granularity):
 
 BAD_TENSORS = {
     "nan": torch.tensor(NAN),
+    "infinite": torch.tensor(INF),
+    "negative": -ONE,
     "too-small-for-a-reciprocal": torch.tensor(1e-40),
     "too-large-in-float32": torch.tensor(1e300, dtype=torch.float64),
     "one-bad-head": torch.tensor([[1.0], [0.0]]),
@@ -191,6 +193,7 @@ def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
 
 BAD_ARGUMENTS = {
     "bool": (True, "finite number"),
+    "zero": (0, "finite number"),
     "a-tensor": (ONE, "expected None, a number, KVScales"),
     "missing-file": ("/nowhere/scales.json", "expected a file, found none"),
     "nul-in-the-path": ("scales\0", "expected a folder, a file or a repository id"),

@@ -201,6 +201,17 @@ def test_a_folder_in_each_dialect_is_read(tmp_path, caplog, name):
         assert "kv_" in (describe_kv_scales(config) or "")
 
 
+def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
+    scheme = SCHEME | {"strategy": "attn_head"}
+    tensors = {
+        name: torch.stack([scale, scale / 2]) for name, scale in make_tensors(ATTENTION).items()
+    }
+    folder = write_folder(tmp_path, make_llama(**COMPRESSED, kv_cache_scheme=scheme), tensors)
+    layers = KVScales.from_pretrained(folder).layers.values()
+    assert [layer.k.tolist() for layer in layers] == [[[k], [k / 2]] for k in K]
+    assert [layer.v.tolist() for layer in layers] == [[[v], [v / 2]] for v in V]
+
+
 FACTOR = "attention.kv_cache_scaling_factor"
 
 

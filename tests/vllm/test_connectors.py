@@ -1,6 +1,13 @@
 """Tests that vLLM never reads blocks of other weights, plans or scales, as in a restart."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +20,23 @@ from .conftest import generate, generate_expected, make_file_tier, make_scales
 vllm = pytest.importorskip("vllm")
 
 
-def test_a_restart_reads_only_files_of_the_same_scales(
-    load_model, prompts, serve, tmp_path, monkeypatch
-):
+@pytest.fixture
+def restart(prompts, serve, monkeypatch):
+    """Return a function that starts an engine, and returns tokens and numbers of cached tokens."""
+
+    def start_and_generate(*arguments, **options):
+        monkeypatch.setattr(
+            "vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", None
+        )
+        llm = serve(*arguments, **options)
+        answer = generate(llm, prompts)
+        llm.llm_engine.engine_core.shutdown()
+        return answer
+
+    return start_and_generate
+
+
+def test_a_restart_reads_only_files_of_the_same_scales(load_model, prompts, restart, tmp_path):
     """Only the contents of the file of scales change, not its path and name."""
     model, folder = load_model("llama")
     answers = []
@@ -25,16 +46,73 @@ def test_a_restart_reads_only_files_of_the_same_scales(
         expected = generate_expected(model, prompts, scales=scales)
         for is_restarted in (False, True):
             tier = make_file_tier(tmp_path / "tier")
-            llm = serve(folder, "hf_fp8kv_static", tmp_path / "scales", kv_transfer_config=tier)
-            tokens, num_cached = generate(llm, prompts)
+            tokens, num_cached = restart(
+                folder, "hf_fp8kv_static", tmp_path / "scales", kv_transfer_config=tier
+            )
             assert tokens == expected
             assert any(num_cached) == is_restarted
-            llm.llm_engine.engine_core.shutdown()
-            monkeypatch.setattr(
-                "vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", None
-            )
         answers.append(expected)
     assert answers[0] != answers[1]
+
+
+@pytest.fixture
+def lmcache_options(tmp_path):
+    """Start an LMCache server with storage in CPU memory, and return the connector's options."""
+    if find_spec("lmcache") is None:  # an import here would break vLLM, as in conftest.py
+        pytest.skip("LMCache is not installed")
+    ports = []
+    for _ in range(2):
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            ports.append(listener.getsockname()[1])
+    command = [
+        sys.executable, "-m", "lmcache.cli.main", "server", "--port", str(ports[0]),
+        "--http-port", str(ports[1]), "--l1-size-gb", "0.1", "--chunk-size", "64",
+        "--eviction-policy", "LRU", "--supported-transfer-mode", "auto",
+    ]  # fmt: skip
+    log_path = tmp_path / "server.log"
+    with open(log_path, "w") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | {"LMCACHE_TRACK_USAGE": "false"}
+        )
+    try:
+        while True:
+            assert server.poll() is None, log_path.read_text()
+            try:
+                urllib.request.urlopen(f"http://localhost:{ports[1]}/healthcheck").close()
+                break
+            except OSError:  # it does not listen yet
+                time.sleep(0.2)
+        yield {"serde": "none", "lmcache.mp.port": ports[0]}
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
+def test_lmcache_returns_only_blocks_of_the_same_bytes(
+    load_model, prompts, restart, lmcache_options, tmp_path, mode
+):
+    """LMCache's server outlives the engines, and the names of files do not change."""
+    model, folder = load_model("llama")
+    connector = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": lmcache_options | {"lmcache.mp.mp_transfer_mode": mode},
+    }
+    num_stored = [min(n // 64 * 64, n - 1) for n in map(len, prompts)]
+    for centered in (None, False, True):
+        if centered is None:
+            cache_options = {"dtype": "fp8_e3m4"}
+            arguments = ("hf_fp8kv_e3m4",)
+        else:
+            cache_options = {"scales": make_scales("head", centered=centered)}
+            cache_options["scales"].save_pretrained(tmp_path / "scales", overwrite=True)
+            arguments = ("hf_fp8kv_static", tmp_path / "scales")
+        expected = generate_expected(model, prompts, **cache_options)
+        for num_cached in ([0] * len(prompts), num_stored):
+            answer = restart(folder, *arguments, kv_transfer_config=connector)
+            assert answer == (expected, num_cached)
 
 
 def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):

@@ -3,6 +3,10 @@
 The tests run the backend on a CPU, so they need no GPU.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -140,3 +144,37 @@ def test_the_gpu_backend_accepts_only_supported_models():
         {"use_adaptive_verification": True},
     ):  # fmt: skip
         assert len(list_problems(**supported_config | unsupported_entry)) == 1, unsupported_entry
+
+
+# The script checks the registrations in the installed vLLM after two calls of `register`.
+REGISTRATION_SCRIPT = """
+import vllm
+import hf_fp8kv.vllm
+hf_fp8kv.vllm.register(); hf_fp8kv.vllm.register()
+from vllm.config import cache
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+from hf_fp8kv.vllm.gpu import PagedGPUBackend
+from hf_fp8kv.vllm.specs import customize_backend
+name = "hf_fp8kv_e3m4"
+assert cache.KV_CACHE_DTYPES.count(name) == 1
+# vLLM must not treat the bytes as a quantized format of vLLM, such as OCTAVE.
+mode = get_kv_quant_mode(name)
+assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
+spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
+backend = customize_backend(PagedGPUBackend, 260, frozenset({260}))
+assert backend.customize_spec(spec).page_size_bytes == 64 * 2 * 260
+assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
+assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
+print("version", vllm.__version__)
+"""
+
+
+@pytest.mark.skipif("VLLM_0_33" not in os.environ, reason="needs vLLM 0.33's Python files")
+def test_the_plugin_registers_in_vllm_0_33(tmp_path):
+    """The environment variable VLLM_0_33 names a folder with the Python files of vLLM's wheel."""
+    environment = os.environ | {"PYTHONPATH": os.environ["VLLM_0_33"]}
+    command = [sys.executable, "-c", REGISTRATION_SCRIPT]
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "version 0.33" in process.stdout, process.stderr[-2000:]
