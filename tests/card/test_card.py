@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,6 +73,27 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
             assert 0 < row["total_variation"] <= (row["kl"] / 2) ** 0.5  # Pinsker's inequality
         assert f"* {cache['title']}: {cache['verdict']['tier']}" in markdown
         assert f"{cache['title']}: {cache['verdict']['tier']}" in " ".join(output.split())
+
+
+def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp_path):
+    monkeypatch.setitem(measure.SIZES, "quick", replace(SIZE, positions=(96,), stored=()))
+    options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "fp8", "--out")
+    # The second sample of answers is interrupted.
+    effects = [mock.DEFAULT, KeyboardInterrupt, *[mock.DEFAULT] * 9]
+    sample = mock.Mock(wraps=measure.sample_answers, side_effect=effects)
+    score = mock.Mock(wraps=measure.score_text)
+    monkeypatch.setattr(measure, "sample_answers", sample)
+    monkeypatch.setattr(measure, "score_text", score)
+    folders = [tmp_path / "resumed", tmp_path / "whole"]
+    assert run_command(*options, str(folders[0]))[0] == 130
+    assert [path.name for path in folders[0].iterdir()] == ["quick.parts.json"]
+    num_texts = score.call_count
+    assert run_command(*options, str(folders[0]))[0] == 0
+    assert score.call_count == num_texts, "finished parts must not be repeated"
+    assert run_command(*options, str(folders[1]))[0] == 0
+    cards = [json.loads((folder / "card.json").read_text()) for folder in folders]
+    resumed, whole = (card["caches"]["fp8"] | {"steps": None} for card in cards)  # times differ
+    assert resumed == whole
 
 
 @pytest.mark.parametrize(
