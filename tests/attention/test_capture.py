@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, MaxLengthCriteria
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, check_model, enable
@@ -401,3 +402,94 @@ def test_random_programs_give_equal_results(seeds: range) -> None:
     assert not problems, "\n".join(problems)
     if len(seeds) > 2:
         assert counts["replays"] > 0.7 * counts["steps"]
+
+
+def test_a_call_captures_again_after_its_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each capture reserves pages for 17 tokens. Between two captures, the cache is growing."""
+    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", 17)
+    model, inputs = build_variant("sliding_and_full")
+    sizes: list[int] = []
+
+    def chat(run: Callable[..., Any]) -> list[Any]:
+        first_result = run(model, inputs, max_new_tokens=60)
+        cache = first_result[CACHE]
+        ids = torch.cat([first_result.sequences, first_result.sequences[:, -3:]], 1)
+        next_result = run(
+            model, {"input_ids": ids}, max_new_tokens=40, past_key_values=cache,
+            stopping_criteria=[lambda *_, **__: bool(sizes.append(cache._paged.batch))],
+        )  # fmt: skip
+        assert not cache.is_compileable
+        states = [
+            handle.dense() for layer in cache.paged_layers for handle in (layer.keys, layer.values)
+        ]
+        used_bytes = cache.memory_footprint().used_bytes
+        return [first_result, next_result, cache.host_length(), used_bytes, states]
+
+    *expected, states = chat(run_eagerly)
+    steps: list[CapturedStep] = []
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        output, step = run_captured(*args, **keywords)
+        steps.append(step)
+        return output
+
+    *actual, captured_states = chat(run)
+    for actual_result, expected_result in zip(actual[:2], expected[:2], strict=True):
+        assert_equal(actual_result, expected_result)
+    assert actual[2] == expected[2]
+    assert actual[3] <= expected[3]  # pages that have left a window are freed after the call
+    assert all(map(torch.equal, captured_states, states))
+    # Of 17 steps at a time, all but three are replays. The last 15 steps are not captured.
+    assert [step.num_replays for step in steps] == [14 * 3, 14 * 2]
+
+
+@pytest.mark.parametrize("growth", [64, pytest.param(1024, marks=pytest.mark.full)])
+def test_reserved_bytes_are_bounded(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is 1.15 times the pages of all tokens, including the reserved tokens."""
+    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", growth)
+    model, _ = build_variant("gqa", max_position_embeddings=4096)
+    cache = FP8PagedCache(model.config, **OPTIONS)
+    sizes: list[int] = []
+
+    def measure(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        sizes.append(sum(len(store.pool.blocks) for store in cache._paged.stores))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    prompt = {"input_ids": torch.arange(600).reshape(2, 300) % 90 + 1}
+    keywords = {"stopping_criteria": [measure], "past_key_values": cache, "max_new_tokens": 120}
+    _, step = run_captured(model, prompt, **keywords)
+    assert step.num_replays > 100
+    num_pages = 2 * 2 * (420 + growth) / 8  # of two layers and two sequences
+    assert max(sizes) <= 1.15 * num_pages
+
+
+def test_a_replay_calls_few_functions_of_torch() -> None:
+    """The test counts calls before the replay, except reads of shapes and devices."""
+    names: list[list[str]] = []
+    names_before_replays: list[list[str]] = []
+
+    class CallRecorder(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if getattr(func, "__name__", "") != "__get__":
+                names[-1].append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Graph(RecordedGraph):
+        def replay(self) -> None:
+            names_before_replays.append(names[-1].copy())
+            super().replay()
+
+    model, inputs = build_variant("sliding_and_full")
+    enable(model, capture=True, **OPTIONS)
+    call = CapturedStep.__call__
+
+    def count(step: CapturedStep, **keywords: Any) -> Any:
+        names.append([])
+        with CallRecorder():
+            return call(step, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch, recorded_graphs(Graph):
+        patch.setattr(CapturedStep, "__call__", count)
+        generate(model, inputs)
+    assert len(names_before_replays) == NEW_TOKENS - 4
+    assert max(map(len, names_before_replays)) <= 6, names_before_replays[-1]

@@ -21,7 +21,7 @@ from hf_fp8kv.ops import explain_backends
 from hf_fp8kv.ops.visibility import find_mask_bounds
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
-from tests.helpers.tiny_models import build_variant, make_prompt
+from tests.helpers.tiny_models import build_model, build_variant, make_prompt
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 CAPACITY = 64
@@ -300,3 +300,14 @@ def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, capacity: i
         with pytest.raises(ConfigError, match=pattern):
             fp8_paged_attention(module, key=key, value=value, **{**arguments, name: tensor})
     assert_same(fp8_paged_attention(module, key=key, value=value, **arguments)[0], expected)
+
+
+def test_a_window_may_be_only_in_the_mask() -> None:
+    """Doge passes no window to attention, and the layers of the cache have no window."""
+    model, model_inputs = build_model("doge", sliding_window=4, attn_implementation="sdpa")
+    inputs = {**model_inputs, "attention_mask": torch.ones_like(model_inputs["input_ids"])}
+    answers = []
+    for name in ("sdpa", "fp8_paged"):
+        model.set_attn_implementation(name)
+        answers.append(model.generate(**inputs, past_key_values=DynamicCache(), **GREEDY))
+    assert_same(*answers)

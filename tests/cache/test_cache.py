@@ -406,3 +406,18 @@ def test_a_copied_layer_has_separate_pages() -> None:
     cache.reset()
     add_tokens(cache, 9, seed=1)
     assert_same(layer_copy.keys.dense(), k)
+
+
+def test_copies_have_the_attributes_of_a_subclass() -> None:
+    class NamedCache(FP8PagedCache):
+        def __init__(self, name: str) -> None:
+            super().__init__(make_config())
+            self.name = name
+
+    cache = NamedCache("first")
+    add_tokens(cache, 5)
+    for copied_cache in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
+        assert type(copied_cache) is NamedCache
+        copied_cache.name += ", copied"
+        assert copied_cache.name == "first, copied"
+    assert cache.name == "first"

@@ -1,5 +1,10 @@
 """Tests of torch.compile and torch.export as the first call, and of the calls that they refuse."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
@@ -8,8 +13,9 @@ from transformers import DynamicCache
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.paging import memory_blocks
 from tests.helpers.tiny_models import build_variant
-from tests.tools.compile_first import assert_close, compile_first, compute_logits
+from tests.tools.compile_first import CASES, assert_close, compile_first, compute_logits
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore"),
@@ -70,3 +76,14 @@ def test_export_requires_a_preallocated_cache(max_cache_len: int | None) -> None
     expected = model(ids, past_key_values=DynamicCache()).logits
     assert_close([exported.module()(ids)], [expected])
     assert cache.layers[0].keys is None
+
+
+@pytest.mark.full
+def test_compiled_first_calls_match_in_a_separate_process() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.tools.compile_first"], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    lines = [f"{name} {case}" for name in CASES for case in CASES[name]]
+    assert process.stdout.splitlines() == lines

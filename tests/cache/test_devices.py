@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
@@ -193,3 +194,28 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
     expected = run_calls()
     with torch.device("meta"):
         assert all(map(torch.equal, run_calls(), expected))
+
+
+@pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
+@torch.no_grad()
+def test_a_model_may_be_on_two_devices(capacity):
+    """The hooks of accelerate move the tensors between layers, and do not change the cache."""
+    fields = {"num_hidden_layers": NUM_LAYERS, "attn_implementation": "fp8_paged"}
+    model, inputs = build_variant("gqa", **fields)
+    devices = (CPU, CPU, META, META)  # no tensor can be copied from "meta"
+    for layer, device in zip(model.model.layers, devices, strict=True):
+        hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
+        add_hook_to_module(layer, hook)
+    add_hook_to_module(model.model.norm, AlignDevicesHook(META, place_submodules=True))
+    add_hook_to_module(model.lm_head, AlignDevicesHook(META, place_submodules=True))
+    options = {"page_size": 8, "backend": "torch", **capacity}
+    cache = FP8PagedCache(model.config, scales=make_scales(), **options)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for stop in (9, 12, 13):
+        start = int(cache.get_seq_length())
+        output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        assert output.logits.shape[:2] == (2, stop - start)
+    assert output.past_key_values is cache
+    for layer, device in zip(cache.layers, devices, strict=True):
+        if device == CPU or not capacity:
+            assert list_devices(layer.keys) == {device}

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import (
@@ -32,7 +33,7 @@ from hf_fp8kv import (
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
-from tests.cache.public import share_variant
+from tests.cache.public import list_tensors, share_variant
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.margins import require_wide_margins
@@ -636,3 +637,44 @@ def test_guidance_uses_a_separate_cache() -> None:
     expected = stock_model.generate(**prompt, **options)
     actual = model.generate(**prompt, past_key_values=make_cache(model, dtype="auto"), **options)
     assert_same(actual, expected)
+
+
+def test_flex_attention_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention is not compiled, because its CPU code cannot be built on all machines."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers.integrations import flex_attention as flex_file
+
+    monkeypatch.setattr(flex_file, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    model, inputs = build_variant("sliding", attn_implementation="flex_attention")
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
+        expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
+        cache = make_cache(model, dtype="auto")
+        assert_same(generate(model, inputs, cache, max_new_tokens=6), expected)
+
+
+@pytest.mark.skipif(CHUNKS_NEED_EMPTY_CACHE, reason="transformers' chunks change the tokens")
+def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change() -> None:
+    model, stock_model, ids = build_long_rope("phi3")
+    for length, chunk_size in ((20, 7), (40, 7), (40, 30)):
+        options = {**GREEDY, "prefill_chunk_size": chunk_size, "return_dict_in_generate": True}
+        expected = stock_model.generate(ids[:, :length], **options)
+        output = model.generate(ids[:, :length], **options)
+        assert_same(output.sequences, expected.sequences, (length, chunk_size))
+        assert isinstance(output.past_key_values, FP8PagedCache)
+
+
+@pytest.mark.parametrize(("name", "skipped"), [("jamba", ()), ("gqa", (0,)), ("sparse", ())])
+def test_a_reset_keeps_addresses_for_the_same_batch(name: str, skipped: tuple[int, ...]) -> None:
+    model, _ = share_variant(name, "fp8_paged")
+    cache = make_cache(model, dtype="auto", max_cache_len=60, skip_layers=skipped)
+    addresses = []
+    for seed in (1, 2):
+        generate(model, {"input_ids": make_prompt(2, 13, seed)}, cache, **SHORT)
+        stock_tensors = tree_leaves([vars(layer) for layer in cache.stock_layers])
+        tensors = [*list_tensors(cache), *stock_tensors]
+        addresses.append(
+            [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        )
+        cache.reset()
+    assert addresses[0] == addresses[1]

@@ -333,3 +333,28 @@ def test_text_before_an_image_with_cross_attention_is_computed() -> None:
     expected = generate(model, inputs)
     actual = generate(model, inputs, generate(model, text_inputs).cache)
     assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)
+
+
+@types_by_tier(FAST_NAMES[::2])
+def test_text_is_reused_up_to_the_first_difference(name):
+    chat = Chat(name)
+    [[_, reply]] = chat.ask([QUESTION])
+    [history] = chat.ask([QUESTION, reply, SECOND_QUESTION])
+    chat.ask([*history, THIRD_QUESTION])
+    edited_reply = [*reply[:4], *make_text(6, 4)]
+    chat.ask([QUESTION, edited_reply, SECOND_QUESTION])
+    chat.ask([make_text(7, 45)])
+    chat.ask([make_text(8, 16)])
+    chat.ask([make_text(8, 16)])
+
+
+@types_by_tier(FAST_NAMES[1::2])
+def test_the_second_of_two_images_is_exchanged_or_added(name):
+    chat = Chat(name)
+    chat.ask([INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION])
+    chat.ask([INTRODUCTION, IMAGE, QUESTION, THIRD_IMAGE, SECOND_QUESTION])
+    chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION, IMAGE, SECOND_QUESTION])
+    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    [history] = chat.ask([*history, OTHER_IMAGE, SECOND_QUESTION])
+    [history] = chat.ask([*history, THIRD_QUESTION])
+    chat.ask([INTRODUCTION, IMAGE, *history[2:], QUESTION])

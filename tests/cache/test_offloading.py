@@ -19,7 +19,9 @@ import torch
 from hf_fp8kv import ConfigError, FP8PagedCache, enable
 from hf_fp8kv.paging.memory_blocks import Blocks
 from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedLayer
+from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
+from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import build_variant, make_causal_config
 
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
@@ -340,3 +342,36 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
     for step, num_tokens in enumerate((21, 1, 1)):
         add_tokens(caches, num_tokens, step)
     assert count_copied_bytes(caches[1])[0] == 0, "a single layer never evicts pages"
+
+
+@pytest.mark.usefixtures("delayed_stream")
+@pytest.mark.parametrize(
+    ("calls", "offloading"), [("greedy", OPTIONS[0]), ("beams", OPTIONS[1])], ids=str
+)
+def test_late_copies_do_not_change_the_tokens(calls: str, offloading: dict[str, Any]) -> None:
+    """The next layer is fetched, and pages are returned, while a layer computes."""
+    model, inputs = build_variant(
+        "sliding_and_full", num_hidden_layers=NUM_LAYERS, **MIXED, attn_implementation="fp8_paged"
+    )
+    keywords = {**GREEDY, **CALLS[calls]}
+    expected = model.generate(
+        **inputs, past_key_values=FP8PagedCache(model.config, page_size=PAGE_SIZE), **keywords
+    )
+    cache = FP8PagedCache(model.config, page_size=PAGE_SIZE, **offloading)
+    assert_same(model.generate(**inputs, past_key_values=cache, **keywords), expected)
+    assert min(count_copied_bytes(cache)) > 0
+
+
+def test_memory_is_freed_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delayed writes, recorded launches and tables keep no pages of a layer on the device."""
+    replace_triton(monkeypatch)
+    _, cache = make_caches("gemma3_text", backend="triton")
+    add_tokens([cache], 21)
+    storages: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        for index in range(NUM_LAYERS):
+            keys, values = cache.update(*torch.randn(2, 2, NUM_HEADS, 1, HEAD_DIM), index)
+            attend(torch.randn(2, 2 * NUM_HEADS, 1, HEAD_DIM), keys, values, 0.2)
+            assert not any(storage() for storage in storages[:-1])
+            storages.append(weakref.ref(keys.block.untyped_storage()))
+            del keys, values

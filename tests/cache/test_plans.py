@@ -1,5 +1,7 @@
 """Tests of scales with a storage plan for each layer, in caches and in files."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import compute_dynamic_scale, round_to_format, search_scale
 from hf_fp8kv.formats.rotation import rotate
+from hf_fp8kv.reproducible.training import StoredRounding
 from hf_fp8kv.scales import KVScales, LayerScales
+from tests.helpers.assertions import assert_same
 from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales
 from tests.helpers.tiny_models import make_causal_config
 
@@ -142,3 +146,51 @@ def test_scales_and_plans_for_different_layers_are_refused(options: dict[str, in
         FP8PagedCache(CONFIG, plan=planned_scales(2, is_dynamic=True), **options)
     # Scales without a plan may name more layers, because checkpoints contain draft layers.
     assert FP8PagedCache(CONFIG, scales=KVScales.uniform(5), **options).plan
+
+
+PROTECTED_PLANS = (
+    LayerPlan.parse("model", "int8 rotated"),
+    LayerPlan.parse("model", "model"),
+    LayerPlan.parse("fp8_e2m5 rotated centered", "model"),
+)
+
+
+def make_protected_plan() -> StoragePlan:
+    """Return a plan with K, K and V, and V of consecutive layers in the model's dtype."""
+    center = torch.linspace(-1, 1, NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM)
+    return StoragePlan({
+        index: LayerScales(None, None, center if plan.k.centered else None, plan=plan)
+        for index, plan in enumerate(PROTECTED_PLANS)
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_size", [1, 37, 256])
+def test_protected_layers_are_stored_unchanged(tmp_path: Path, chunk_size: int) -> None:
+    """Caches, copies, files and training store the same values, whatever the calls."""
+    plan = make_protected_plan()
+    plan.save_pretrained(tmp_path / "plan")
+    cache = FP8PagedCache(CONFIG, plan=tmp_path / "plan", prefill="stored")
+    k, v = make_states(61)
+    for index in range(NUM_LAYERS):
+        for k_chunk, v_chunk in zip(k.split(chunk_size, 2), v.split(chunk_size, 2), strict=True):
+            cache.update(k_chunk, v_chunk, index)
+    copies = [
+        cache,
+        pickle.loads(pickle.dumps(cache)),
+        copy.deepcopy(cache),
+        FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
+    ]
+    for index, layer_scales in plan.layers.items():
+        rounding = StoredRounding(cache.options, index, k, v)
+        trained = rounding.read(rounding.store(k, v), k, v)
+        for copied_cache in copies:
+            layer = copied_cache.layers[index]
+            for side, states, handle, rounded in zip(
+                "kv", (k, v), (layer.keys, layer.values), trained, strict=True
+            ):
+                assert_same(handle.dense(), rounded)
+                if getattr(layer_scales.plan, side).is_auto:
+                    assert_same(handle.dense(), states)
+                else:
+                    expected = round_by_plan(states, layer_scales, side)
+                    torch.testing.assert_close(handle.dense(), expected, rtol=0, atol=1e-5)

@@ -325,3 +325,35 @@ def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch)
     chunk.key, chunk.value = chunk.cache.update(*torch.zeros(2, BATCH, 2, 40, 32).bfloat16(), 0)
     chunk.attend()
     assert not attend.called
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), None])
+def test_prompts_prefer_cudnn_on_an_h100(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = mock.Mock(side_effect=fp8_paged.sdpa_kernel)
+    monkeypatch.setattr(fp8_paged, "sdpa_kernel", kernel)
+    monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: capability)
+    module, attend = AttentionLayer(2, 0).eval(), ALL_ATTENTION_FUNCTIONS["fp8_paged"]
+
+    def run(num_tokens: int, mask: Any = None, **keywords: Any) -> None:
+        query, key = torch.randn(1, 4, num_tokens, 32), torch.randn(1, 2, num_tokens, 32)
+        attend(module, query, key, key, mask, **keywords)
+
+    with torch.no_grad():
+        run(512)
+        requested = [[item.name for item in call.args[0]] for call in kernel.call_args_list]
+        expected = [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]]
+        assert requested == (expected if capability == (9, 0) else [])
+        kernel.reset_mock()
+        run(511)
+        run(512, torch.ones(1, 1, 512, 512, dtype=torch.bool))
+        run(512, is_causal=False)
+        torch.use_deterministic_algorithms(True)
+        run(512)
+        torch.use_deterministic_algorithms(False)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            run(512)
+    with torch.enable_grad():
+        run(512)
+    assert not kernel.called

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, measure, serving
@@ -229,3 +229,19 @@ def test_a_compiled_step_gives_the_logits_of_the_original_weights(models):
     for position in (63, 64):
         logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits
         torch.testing.assert_close(logits, expected[position - 62])
+
+
+def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatch):
+    _, declared = models
+
+    @torch.no_grad()
+    def run_all() -> list[torch.Tensor]:
+        config = declared.config
+        caches = DynamicCache(config=config), StaticCache(config=config, max_cache_len=80)
+        logits = [declared(IDS, use_cache=False).logits]
+        return logits + [step for cache in caches for step in run_model(declared, cache)]
+
+    run_model(declared, FP8PagedCache(declared.config))
+    expected = run_all()
+    restore_forward(monkeypatch)
+    assert_same(run_all(), expected)

@@ -10,8 +10,9 @@ from unittest import mock
 import accelerate
 import pytest
 import torch
+from transformers import DynamicCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
 from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import require_wide_margins
@@ -469,3 +470,37 @@ def test_a_cache_of_a_different_model_is_refused_without_enable(max_new_tokens: 
     assert_same(actual, expected)
     cache.reset()
     different_model.generate(extended, past_key_values=cache, **greedy)
+
+
+@torch.no_grad()
+def test_replaced_tokens_are_not_trusted() -> None:
+    chat = Chat("gqa")
+    answer, _ = chat.check_answer(chat.make_ids(21))
+    chat.cache.crop(-3)
+    chat.model(input_ids=chat.make_ids(3), past_key_values=chat.cache)
+    answer, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
+    assert num_computed == 34 - 26
+
+
+def test_a_reloaded_model_reuses_tokens(tmp_path: Path) -> None:
+    chat = Chat("gqa")
+    answer, _ = chat.check_answer(chat.make_ids(21))
+    chat.model.save_pretrained(tmp_path)
+    reloaded = enable(type(chat.model).from_pretrained(tmp_path), **STORED)
+    extended = torch.cat([answer, chat.make_ids(7)], 1)
+    reloaded.generate(extended, past_key_values=chat.cache, **GREEDY)
+    assert chat.cache.reused_tokens == answer.shape[1] - 1
+
+
+def test_copies_of_an_enabled_model_reuse_tokens() -> None:
+    model, inputs = build_variant("gqa")
+    enable(model, **STORED)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    disable(model)
+    model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **GREEDY)
+    del model
+    for copied_model in copies:
+        cache = FP8PagedCache(copied_model, **STORED)
+        for _ in range(2):
+            copied_model.generate(**inputs, past_key_values=cache, **GREEDY)
+        assert cache.reused_tokens == inputs["input_ids"][:, 1:].numel()
