@@ -4,12 +4,15 @@ Without a GPU, tiny models run in Triton's interpreter, and a graph repeats call
 """
 
 import gc
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from hf_fp8kv import enable, ops
+from hf_fp8kv import FP8PagedCache, disable, enable, ops
+from hf_fp8kv.attention import capture
+from hf_fp8kv.modeling.model_support import CACHE
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_medium_model, needs_gpu
 from tests.helpers.recorded_graph import recorded_graphs
 from tests.helpers.tiny_models import build_variant
@@ -96,3 +99,60 @@ def test_the_memory_of_a_graph_is_freed_with_its_call() -> None:
 
     sizes = [measure() for _ in range(4)]
     assert sizes[-1] <= sizes[1]
+
+
+@needs_gpu  # the interpreter takes minutes
+def test_a_chat_captures_again_when_its_pages_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", 9)
+    model, inputs = make_model("sliding_and_full")
+    results = []
+    for captured in (False, True):
+        first, _ = generate(model, inputs, captured)
+        ids = torch.cat([first.sequences, first.sequences[:, :3]], 1)
+        second, step = generate(model, {"input_ids": ids}, captured, past_key_values=first[CACHE])
+        results.append((first, second))
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert_equal(actual, expected)
+    assert step.num_replays > 0
+
+
+@needs_gpu  # Triton's interpreter runs in one thread
+def test_threads_have_their_own_graphs() -> None:
+    model, inputs = make_model("gqa")
+    prompts = [{name: tensor.roll(i, 0) for name, tensor in inputs.items()} for i in range(2)]
+    expected = [generate(model, prompt, False)[0] for prompt in prompts]
+    enable(model, capture=True, backend="triton")
+    results: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        results[i] = model.generate(**prompts[i], **OPTIONS)
+
+    with recorded_graphs() as steps:
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for i in range(2):
+        assert torch.equal(results[i].sequences, expected[i].sequences)
+    assert len(steps) == 2
+
+
+@needs_gpu  # the interpreter takes minutes
+def test_an_exception_leaves_a_growing_cache() -> None:
+    model, inputs = make_model("gqa")
+    cache = FP8PagedCache(model, backend="triton")
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == inputs["input_ids"].shape[1] + 12:
+            raise ValueError("stop")
+        return scores
+
+    with pytest.raises(ValueError, match="stop"):
+        generate(model, inputs, True, past_key_values=cache, logits_processor=[fail])
+    assert not cache.is_compileable
+    expected, _ = generate(model, inputs, False)
+    cache.reset()
+    disable(model)
+    actual, _ = generate(model, inputs, True, past_key_values=cache)
+    assert_equal(actual, expected)

@@ -429,3 +429,31 @@ def test_attention_memory_is_bounded(num_new_tokens, length, max_bytes):
     initial_bytes = torch.cuda.memory_allocated()
     output = attend_once()
     assert torch.cuda.max_memory_allocated() - initial_bytes < output.nbytes + max_bytes
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"scales": 0.02}], ids=["dynamic", "static"])
+def test_a_replayed_graph_uses_the_current_lengths(options):
+    """One captured step is replayed over several pages and schedules."""
+    num_stored, num_replays = 60, 1500
+    options = {**options, "max_cache_len": num_stored + num_replays + 10}
+    cache, eager_cache = (fill_cache(1, 2, num_stored, **options) for _ in range(2))
+    step, expected_step = make_layer_step(cache), make_layer_step(eager_cache)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    # A preallocated cache keeps its tensors, so that the graph continues from the prompt.
+    cache.crop(-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    for index in range(num_replays):
+        graph.replay()
+        expected = expected_step()
+        if index % 50 == 0 or index == num_replays - 1:
+            assert torch.equal(output, expected), f"replay {index}"
+    length = num_stored + num_replays
+    assert int(cache.get_seq_length()) == int(eager_cache.get_seq_length()) == length

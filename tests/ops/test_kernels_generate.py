@@ -4,6 +4,8 @@ The tests run on a GPU if there is one, otherwise in Triton's interpreter.
 """
 
 import dataclasses
+import inspect
+import os
 from typing import Any
 
 import pytest
@@ -103,3 +105,25 @@ def test_layers_use_the_schedule_of_their_query_rows(options, num_tokens):
             model(ids[:, :num_tokens], past_key_values=cache)
     assert list_kernels(recorded).count("_schedule") == 1
     assert list_kernels(recorded).count("_attend") == model.config.num_hidden_layers
+
+
+@torch.no_grad()
+def test_keys_take_few_hops_to_the_kernel(monkeypatch):
+    """In first and later calls, at most eight functions in six files receive the keys."""
+    cache = FP8PagedCache(make_model("gqa")[0].config, backend="triton")
+    stacks = []
+
+    def record_launch(kernel: Any, *_: Any, **_constants: Any) -> None:
+        stacks.append(
+            [frame for frame in inspect.stack() if f"{os.sep}hf_fp8kv{os.sep}" in frame.filename]
+        )
+        assert kernel.__name__ == "_write"
+
+    monkeypatch.setattr("hf_fp8kv.ops.triton.write.launch", record_launch)
+    for num_tokens in (40, 1, 2):
+        cache.update(*torch.randn(2, 1, 2, num_tokens, 16), 0)
+    for stack in stacks:
+        names = [frame.function for frame in stack][::-1]
+        assert len([*names, "launch", "_write"]) <= 8, names
+        assert len({*[frame.filename for frame in stack], "target.py"}) <= 6
+    assert len(stacks) == 3
