@@ -3,7 +3,7 @@
     python -m tests.helpers.capture_programs FIRST_SEED NUM_PROGRAMS
 
 A program is a list of calls of one model: greedy or sampling, with padding, several answers, beams,
-criteria that stop or change the cache, returned caches that are
+streamers, criteria that stop or change the cache, constrained decoding, returned caches that are
 continued, exceptions, and changes of the model between calls.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from hf_fp8kv import FP8PagedCache, disable, enable
 from hf_fp8kv.attention import capture
@@ -27,12 +28,29 @@ COMMON = {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": Tr
 LONG_CALL = 31  # minimum number of steps of calls whose replays are counted
 
 
+class _Failure(Exception):
+    """Raised by a processor."""
+
+
+class _Recorder(BaseStreamer):
+    """A streamer that records tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens.append(value.tolist())
+
+    def end(self) -> None:
+        self.tokens.append("end")
+
+
 class _Call:
-    """A random call. Its methods are a logits processor and a criterion.
+    """A random call. Its methods are a logits processor, a criterion and a constraint.
 
     Attributes:
         change: Name of a change before the call, or None.
-        disturbance: Name of a method of the cache that a criterion calls.
+        disturbance: Name of a call of the cache by a criterion, or None.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -44,26 +62,39 @@ class _Call:
         self.answers = rng.choice((1, 2, 3)) if self.do_sample and self.num_beams == 1 else 1
         self.stop_step = rng.choice((None, None, rng.randint(1, 40)))
         self.failing_step = rng.choice((None, None, None, None, rng.randint(1, 40)))
-        self.continues = rng.random() < 0.5
+        self.is_constrained, self.continues = rng.random() < 0.2, rng.random() < 0.5
         self.chunk_size = rng.choice((None, None, None, 5))
         options = ({}, {}, {}, {"disable_compile": True}, {"output_scores": True})
         self.options = rng.choice(options)
         self.change = rng.choice((None, None, "weights", "enable", "fork", "reset", "dtype"))
-        self.disturbance = rng.choice(("host_length",) * 3 + ("fork", "memory_footprint"))
+        self.disturbance = rng.choice((None, None, None, "fork", "memory"))
         self.num_steps = 0
         self.cache: Any = None
 
     def process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.num_steps += 1
         if self.num_steps == self.failing_step:
-            raise InterruptedError
+            raise _Failure
         return scores
 
     def stop(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         if self.cache is not None and self.num_steps % 7 == 3:
-            getattr(self.cache, self.disturbance)()
+            if self.disturbance == "fork":
+                self.cache.fork()
+            elif self.disturbance == "memory":
+                self.cache.memory_footprint()
         is_done = self.stop_step is not None and self.num_steps >= self.stop_step
         return torch.full((len(ids),), is_done)
+
+    def constrain(self, _: int, ids: torch.Tensor) -> list[int]:
+        return [(int(ids[-1]) * 7 + i) % (VOCAB - 1) + 1 for i in range(5)]
+
+
+def make_program(seed: int) -> tuple[str, list[_Call]]:
+    """Return the name of a model, and the calls of a program."""
+    rng = random.Random(seed)
+    calls = [_Call(rng) for _ in range(rng.randint(2, 5))]
+    return rng.choice(MODELS), calls
 
 
 def run_program(seed: int, **keywords: Any) -> list[Any]:
@@ -71,9 +102,7 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
 
     `keywords` are keywords of `enable`.
     """
-    rng = random.Random(seed)
-    calls = [_Call(rng) for _ in range(rng.randint(2, 5))]
-    name = rng.choice(MODELS)
+    name, calls = make_program(seed)
     is_hybrid, model = name == "hybrid", copy.deepcopy(build_variant(name)[0])
     # Every tenth program has the plan of its model. Choosing a plan runs the model.
     dtype = "adaptive" if seed % 10 == 1 else ("fp8_e3m4", "int8", "model")[seed % 3]
@@ -112,21 +141,25 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             mask[0, :num_padding] = ids[0, :num_padding] = 0
         if call.num_beams > 1:
             arguments = {"num_beams": call.num_beams}
+        if call.is_constrained:
+            arguments["prefix_allowed_tokens_fn"] = call.constrain
         if call.chunk_size and not is_hybrid:
             arguments["prefill_chunk_size"] = call.chunk_size
+        is_single = len(ids) == 1 and call.num_beams == 1 and call.answers == 1
+        streamer = _Recorder() if is_single else None
         try:
             output = model.generate(
                 ids, attention_mask=mask, max_new_tokens=call.new_tokens, do_sample=call.do_sample,
-                logits_processor=[call.process], stopping_criteria=[call.stop],
+                logits_processor=[call.process], stopping_criteria=[call.stop], streamer=streamer,
                 **COMMON, **call.options, **arguments,
             )  # fmt: skip
-        except InterruptedError:
+        except _Failure:
             results += ["failure", call.cache and describe(call.cache)]
             previous = None
         else:
             tokens, cache = output.sequences, output[CACHE]
             previous = tokens, cache
-            results += [tokens.tolist(), describe(cache)]
+            results += [tokens.tolist(), streamer and streamer.tokens, describe(cache)]
             results.append([scores.tolist() for scores in output.get("scores") or ()])
     return results
 
@@ -154,15 +187,21 @@ def check_program(seed: int, counts: Counter[str]) -> str:
         if step.num_steps >= LONG_CALL:
             counts["steps"] += step.num_steps
             counts["replays"] += step.num_replays
-    for index, (eager, captured) in enumerate(zip(expected, actual, strict=True)):
-        if eager != captured:
-            return f"seed {seed}, result {index}: expected {eager!s:.200}, got {captured!s:.200}"
+    for index, results in enumerate(zip(expected, actual, strict=True)):
+        if results[0] != results[1]:
+            eager, captured = (str(result)[:200] for result in results)
+            return f"seed {seed}, result {index}: expected {eager}, got {captured}"
     return ""
 
 
-if __name__ == "__main__":
+def main() -> None:
     first_seed, num_programs = map(int, sys.argv[1:])
     counts = Counter[str]()
-    for seed in range(first_seed, first_seed + num_programs):
-        sys.stdout.write(check_program(seed, counts) or ".")
-    sys.stdout.write(f" {num_programs} programs: {dict(counts)}\n")
+    seeds = range(first_seed, first_seed + num_programs)
+    differences = [text for seed in seeds if (text := check_program(seed, counts))]
+    lines = [*differences, f"{num_programs} programs, {len(differences)} differ: {dict(counts)}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

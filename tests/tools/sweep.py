@@ -345,6 +345,12 @@ def count_outcomes(rows: list[Row]) -> dict[str, int]:
         'equal under "fp8_paged"': sum(row.paged.status == "equal" for row in accepting_rows),
         "of these fused": sum("fused" in row.path for row in accepting_rows),
         'refuse "fp8_paged"': len(runnable_rows) - len(accepting_rows),
+        "run in E4M3 under their own attention": sum(
+            row.own_fp8.agreement is not None for row in runnable_rows
+        ),
+        'run in E4M3 under "fp8_paged"': sum(
+            row.paged_fp8.agreement is not None for row in accepting_rows
+        ),
         "captured": sum(row.captured.startswith("equal") for row in runnable_rows),
     }
 
