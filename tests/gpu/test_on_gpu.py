@@ -457,3 +457,27 @@ def test_a_replayed_graph_uses_the_current_lengths(options):
             assert torch.equal(output, expected), f"replay {index}"
     length = num_stored + num_replays
     assert int(cache.get_seq_length()) == int(eager_cache.get_seq_length()) == length
+
+
+@pytest.mark.parametrize("offloading", [True, 1] if ON_GPU else [1])
+@pytest.mark.parametrize("cache_options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS.keys())
+@pytest.mark.parametrize("name", ["medium", "sliding_and_full", "latent"])
+def test_offloaded_layers_give_the_same_tokens(name, cache_options, offloading):
+    if (name != "medium" and cache_options) or ((name != "medium" or cache_options) and not ON_GPU):
+        pytest.skip("formats do not depend on the model, and test_offloading.py tests the CPU")
+    model, inputs = make_deep_model(name)
+    all_options = [{}, {"num_beams": 2}, {"prefill_chunk_size": 7}]
+    for options in all_options if name == "medium" and not cache_options and ON_GPU else [{}]:
+        expected = generate(model, inputs, make_cache(model, inputs, **cache_options), **options)
+        cache = make_cache(model, inputs, **cache_options, offloading=offloading)
+        assert torch.equal(generate(model, inputs, cache, **options), expected), options
+        assert cache.memory_footprint().fetched_bytes > 0
+
+
+def make_deep_model(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a model with more than two layers, and a padded prompt of two rows."""
+    if name == "medium" and ON_GPU:
+        return make_medium_model(NUM_PADDING)
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    layers = types if name == "sliding_and_full" else {}
+    return make_model("gqa" if name == "medium" else name, num_hidden_layers=4, **layers)
