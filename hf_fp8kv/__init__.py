@@ -1,7 +1,7 @@
 """An FP8 paged KV cache for Hugging Face transformers.
 
 Importing the package registers the name "fp8_paged" in transformers' attention and mask registries,
-and changes nothing else.
+and changes nothing else in transformers.
 """
 
 import importlib as _importlib
@@ -58,6 +58,7 @@ __all__ = [
 __version__ = _find_version("hf-fp8kv")
 
 _register()
+# `cache` is below `calibration`, so it cannot import the function that chooses plans.
 _plans.resolve_plan = _resolve_plan
 
 

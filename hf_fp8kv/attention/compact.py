@@ -1,8 +1,9 @@
 """Compact masks: causal masks that only store the padding.
 
 transformers passes one mask tensor to all layers of a type, so the mask can carry results that are
-computed once per step. A `CompactMask` looks like the complete mask, and any other operation gets
-the complete mask. "fp8_paged" reads the attributes instead, and applies causality and the window.
+computed once per step. A `CompactMask` has the shape and dtype of the complete mask, and operations
+that read its values get the complete mask. "fp8_paged" reads the attributes instead, and applies
+causality and the window.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ class CompactMask(LazyTensor):
         token_mask: Whether each column holds a token, not padding, `[B, 1, 1, N]`, uint8.
         bounds: First visible position, and last hidden position plus one, `[B, 2]`, int32. Columns
             without a token yet count as visible.
-        lengths: Number of columns with tokens, `[B]`, int32.
+        lengths: Number of columns with tokens or padding, `[B]`, int32.
         start: Position of the first column.
         window: Number of tokens that a query attends to. 0 means all.
         is_checked: Whether `check_padding` found no padding before tokens, as deterministic models
@@ -95,7 +96,7 @@ def make_compact(
     Args:
         is_token: Whether each column is not padding, `[B, N]`, bool. Ignored from `length` on.
         start: Position of the first column.
-        length: Number of columns with tokens, or a tensor `[]` on the device.
+        length: Number of columns with tokens or padding, or a tensor `[]` on the device.
         window: Number of tokens that a query attends to. 0 means all.
         num_queries: Number of queries, T.
     """

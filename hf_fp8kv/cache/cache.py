@@ -77,7 +77,7 @@ class MemoryFootprint:
 
 
 class FP8PagedCache(DynamicCache):
-    """A cache for `generate()` that stores keys and values in pages of 8-bit codes.
+    """A cache for `generate()` that stores keys and values in pages, in 8 bits by default.
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, attn_implementation="fp8_paged")
@@ -402,7 +402,7 @@ class FP8PagedCache(DynamicCache):
         return max(self._paged.read_lengths(), default=0)
 
     def _count_tokens(self) -> int:
-        """Return `host_length()`, or the length of transformers' layers if no layer is paged."""
+        """Return `host_length()`, or the length of transformers' layers if it is 0."""
         return self.host_length() or int(self.get_seq_length())
 
     def crop(self, tokens_to_remove: int) -> None:

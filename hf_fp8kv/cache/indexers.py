@@ -19,12 +19,14 @@ INDEXER_TENSORS = ("indexer_keys", "indexer_position_ids")
 class IndexerLayer(StaticIndexedLayer):
     """A layer of transformers that stores the keys of an indexer, without K and V.
 
-    Unlike the base class, it can grow, move to a device, crop, and select sequences in place.
+    Unlike the base class, it can grow, move to a device, crop without K and V, and select sequences
+    in place.
 
     Attributes:
         max_cache_len: Number of tokens for which keys are preallocated, at constant addresses, or
             None if the keys grow.
-        is_unused: Whether no token has been stored since the start or a reset.
+        is_unused: Whether no token has been stored since the start or `trim(0)`, which
+            `FP8PagedIndexedLayer` records.
         indexer_position_ids: Positions, `[dims, B, N]`, or None if transformers stores none.
     """
 

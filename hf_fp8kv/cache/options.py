@@ -209,8 +209,8 @@ class CacheOptions:
         """Check that scales have all `paged_layers`, and that a plan only has layers of the model.
 
         Raises:
-            ScaleError: The scales belong to another model.
-            ConfigError: The plan belongs to another model.
+            ScaleError: The scales, or a `StoragePlan`, belong to another model.
+            ConfigError: Any other plan belongs to another model.
         """
         planned_layers = () if isinstance(self.plan, LayerPlan) else self.plan
         scaled_layers = self.scales.layers if isinstance(self.scales, KVScales) else paged_layers

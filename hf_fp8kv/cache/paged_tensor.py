@@ -23,7 +23,7 @@ from ..utils.warn_once import warn_once
 class LazyTensor(torch.Tensor):
     """A tensor whose values are computed when an operation uses it.
 
-    Until then it only has the attributes in `FIELDS`. They are tensors and constants, because
+    The attributes in `FIELDS` determine the values. They are tensors and constants, because
     `torch.compile` can only read such attributes of a subclass.
     """
 
@@ -80,7 +80,7 @@ class LazyTensor(torch.Tensor):
         return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
 
     # torch reads the memory of the dense tensor in these methods without calling an operation.
-    # numpy's arrays are read-only, because a write into them would be lost.
+    # `numpy` returns a read-only array, because a write into it would be lost.
     def numpy(self, *, force: bool = False) -> Any:
         array = self.dense().numpy(force=force)
         array.flags.writeable = False

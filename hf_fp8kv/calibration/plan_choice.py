@@ -116,15 +116,15 @@ def choose_plan(
 ) -> StoragePlan:
     """Choose the storage plan of a model: the format, rotation and center of each layer.
 
-    The model reads several hundred random tokens, or several thousand of `texts`. If its
-    predictions then lose much by a prompt that is stored before it is read, K and V of the layers
-    that cause this keep the model's dtype. The plan's `protection` has the losses and the layers.
-    The plan is for this model in any cache, engine or process. The same weights give the same plan
-    on one machine.
+    The model reads 128 random tokens, or at most eight windows of 128 tokens of `texts`, each at up
+    to four positions. If its predictions then lose much by a prompt that is stored before it is
+    read, K and V of the layers that cause this keep the model's dtype. The plan's `protection` has
+    the losses and the layers. The plan is for this model in any cache, engine or process. The same
+    weights give the same plan on one machine.
 
     Caches of a model without an argument about storage use this plan. On a CPU, they choose it with
-    fewer passes if parameters times tokens exceed 7e11, or use fp8_e3m4 instead. This function and
-    dtype="adaptive" have no such limit.
+    fewer passes if parameters times the tokens of all passes exceed 7e11, or use fp8_e3m4 instead.
+    This function and dtype="adaptive" have no such limit.
 
     Args:
         model: A language model in one process, on any device or devices.
@@ -132,7 +132,8 @@ def choose_plan(
             random token ids.
         bits: Maximum average bits of a value, from 6 to 8. Below 8, K and V of a layer are stored
             in int6, or in int8 and int4. With more than 6, layers with the largest errors get 8
-            bits. A layer with 2.5 times the squared error of E4M3 in a head always gets 8 bits.
+            bits. A layer with more than 2.5 times the squared error of E4M3 in a head always gets
+            8 bits.
         tokenizer, text_column, chat_template: As in `calibrate`, for `texts`.
         max_extra_bytes: Maximum share of bytes that layers in the model's dtype add to a cache of
             4,096 tokens of 16 bits. 0 keeps all layers in 8 bits. Below 8 bits, layers in 8 bits

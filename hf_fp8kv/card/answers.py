@@ -1,4 +1,4 @@
-"""Answer tasks with each cache, and count the correct answers that it loses and gains."""
+"""Answer tasks with each cache, and count answers that are correct only with or without it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

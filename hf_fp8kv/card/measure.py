@@ -153,8 +153,7 @@ def measure_card(
 
     Returns:
         The entries of `describe_run`, `settings`, `bf16_bytes_per_token` of an unquantized cache,
-        `tasks`, `refused` with the reasons, and `caches` with an entry for each cache. See
-        docs/accuracy.md for its fields.
+        `tasks`, `refused` with the reasons, and `caches` with an entry for each cache.
 
     Raises:
         ConfigError: The model is not a decoder of attention layers, or has too few positions.

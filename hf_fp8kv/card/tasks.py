@@ -3,7 +3,8 @@
 Chains and aggregation follow RULER (arXiv 2404.06654). Confusable keys differ in one digit, because
 a unique key is found with any cache. Nothing is generated. A question is the beginning of a
 sentence, which ends with the answer. An answer is correct if each of its tokens has a higher logit
-than the tokens of all wrong answers. Later answers of a question follow correct earlier answers.
+than the next tokens of the wrong answers that begin alike. Later answers of a question follow
+correct earlier answers.
 """
 
 import random
@@ -252,9 +253,9 @@ def write_aggregation(writer: Writer, num_sentences: int) -> Haystack:
 
 
 def write_tool_calls(writer: Writer, num_sentences: int) -> Haystack:
-    """Return descriptions of tools as JSON, and requests that call each tool with a number.
+    """Return descriptions of tools as JSON, and requests that call each tool but the example.
 
-    A request has the name and the number. The name of the argument is only in the description.
+    A request has the name and a number. The name of the argument is only in the description.
     The wrong answers are the names, arguments and numbers of all other tools.
     """
     num_tools = max(min(num_sentences, writer.haystack_length // _TOOL_TOKENS - 1, 30), 3)

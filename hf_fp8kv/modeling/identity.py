@@ -1,4 +1,4 @@
-"""Identify a model by a digest of everything that K and V depend on, except the tokens."""
+"""Identify a model by a digest of what K and V depend on, except the tokens."""
 
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ _NEUTRAL_SUFFIXES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def identify_model(model: Any) -> str:
-    """Return a digest of weights, config, class and libraries: 64 hexadecimal digits.
+    """Return a digest of the weights and of `describe_model`: 64 hexadecimal digits.
 
     Raises:
         ConfigError: Some weights are not in this process, or a hook or a replaced method may change
@@ -54,8 +54,8 @@ def identify_model(model: Any) -> str:
 def sample_model(model: Any) -> str:
     """Return a digest of the config, the adapters and 8 values of each weight.
 
-    Copies of a model have the same digest. Different weights or adapters change it. Frequencies of
-    RoPE are ignored if the model itself changes them.
+    Copies of a model have the same digest. A change of other values does not change it. Frequencies
+    of RoPE are ignored if the model itself changes them.
     """
     ignored_suffixes = ("inv_freq",) if find_varying_rope(model.config) else ()
     return compute_digest(_describe_adapters(model), sample_weights(model, ignored_suffixes))

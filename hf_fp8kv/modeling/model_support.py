@@ -113,7 +113,7 @@ def get_field(config: Any, name: str) -> Any:
 
 
 def find_max_positions(model: PreTrainedModel) -> int:
-    """Return the maximum number of positions in the config, or `sys.maxsize` if it has none."""
+    """Return the smallest limit of positions in the config, or `sys.maxsize` without a limit."""
     config = model.config.get_text_config(decoder=True)
     values = (get_field(config, name) for name in _POSITION_FIELDS)
     limits = (int(n) for n in values if isinstance(n, int | float) and n > 1)

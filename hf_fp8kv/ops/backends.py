@@ -19,7 +19,7 @@ SCHEDULE_BACKENDS = frozenset({"triton"})
 # Backends that check lengths on the device, and skip tokens without a page. All others read the
 # lengths on the host.
 DEVICE_CHECK_BACKENDS = frozenset({"triton"})
-# Backends whose results depend only on the tokens that a query attends to, in any call.
+# Backends that attend to all tokens of a deterministic call at once. Others attend per token.
 DETERMINISTIC_BACKENDS = frozenset({"cpu"})
 # Whether the kernels of "cpu" and the package "triton" exist. The dict caches these checks, because
 # Dynamo warns about `functools.cache`.

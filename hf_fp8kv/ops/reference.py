@@ -15,7 +15,7 @@ from .page_layout import pack_codes, unpack_codes
 from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import find_visible
 
-# Maximum number of tokens that `gather` decodes at a time.
+# Maximum number of tokens that `gather` decodes at a time, unless a page is larger.
 MAX_GATHER_TOKENS = 512
 # Maximum number of tokens that `write` encodes at a time. Encoding needs many times their memory.
 MAX_WRITE_TOKENS = 512
@@ -99,9 +99,9 @@ def gather(
     shape = (len(pages.table), pages.num_heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
     step = max(MAX_GATHER_TOKENS // pages.page_size, 1) * pages.page_size
-    for page_start in range(start // step * step, stop, step):
-        begin = max(page_start, start)
-        end = min(page_start + step, stop)
+    for chunk_start in range(start // step * step, stop, step):
+        begin = max(chunk_start, start)
+        end = min(chunk_start + step, stop)
         out[:, :, begin - start : end - start] = read_dense(pages, side, begin, end)
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)

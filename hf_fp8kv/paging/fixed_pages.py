@@ -23,7 +23,7 @@ class FixedPages(LayerGroup):
     Attributes:
         max_tokens: Maximum number of tokens in a sequence.
         num_columns: Number of logical pages per sequence.
-        allocated_pages: Number of allocated pages per sequence, 0 before `allocate`.
+        allocated_pages: Number of allocated pages per sequence, 0 until pages are allocated.
         device_lengths: Length of each member that was called, `[B]`, int32, at constant addresses.
         first_intact: First token of each member that the ring has certainly not overwritten.
     """
@@ -177,7 +177,7 @@ class FixedPages(LayerGroup):
         return dict(zip(self.device_lengths, counts, strict=True))
 
     def update_first_intact(self, member: int, length: int) -> int:
-        """Return the first token that the ring still holds when a member has `length` tokens."""
+        """Update `first_intact` of a member that has `length` tokens, and return it."""
         first_intact = self.first_intact.get(member, 0)
         size = self.page_size
         if ring_size := self.ring_size:

@@ -10,7 +10,7 @@ from ..formats import LayerPlan
 from ..ops import Pages
 from ..ops.blocks import IntArray, locate_pages, put_pages, take_pages
 
-# Maximum size of a block in bytes, unless a page is larger. A pool allocates this much at a time.
+# Maximum size of a block in bytes, unless a page is larger or a pool has a single block.
 BLOCK_BYTES = 16 << 20
 
 _NO_OFFSETS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -49,7 +49,7 @@ class Blocks:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether `allocate` was called, possibly with 0 pages."""
+        """Whether blocks exist, possibly with 0 pages."""
         # `bool` of a list would break the graph of a compiled step with torch 2.11.
         return len(self.tensors) > 0
 
@@ -90,7 +90,7 @@ class Blocks:
         ]
 
     def _split_pages(self, num_pages: int) -> list[slice]:
-        """Split `num_pages` pages into slices of at most `BLOCK_BYTES` each."""
+        """Split `num_pages` pages into slices of at most `BLOCK_BYTES`, or of one page."""
         step = max(1, BLOCK_BYTES // self.page_bytes)
         return [slice(start, min(start + step, num_pages)) for start in range(0, num_pages, step)]
 
@@ -135,11 +135,13 @@ class Blocks:
             )
             target_start = run[0] - block_starts[0][target_index]
             source_start = run[0] - block_starts[1][source_index]
-            count = len(run)
+            num_pages = len(run)
             target_block = self.tensors[target_index]
             source_block = source.tensors[source_index]
-            rows = source_block[source_start : source_start + count]
-            target_block[target_start : target_start + count].copy_(rows, non_blocking=not blocking)
+            rows = source_block[source_start : source_start + num_pages]
+            target_block[target_start : target_start + num_pages].copy_(
+                rows, non_blocking=not blocking
+            )
 
     def keep_pages(self, pages: IntArray) -> None:
         """Keep only `pages`, ascending, and renumber them from 0.

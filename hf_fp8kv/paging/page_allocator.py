@@ -1,4 +1,4 @@
-"""Allocation and reference counts of page numbers. No bytes are involved.
+"""Allocation and reference counts of page numbers, and the limit that a cache shares.
 
 All allocators of a cache share a `PageBudget`.
 """

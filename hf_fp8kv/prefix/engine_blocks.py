@@ -20,9 +20,9 @@ from .store import PrefixStore
 class BlockHasher:
     """Computes the hashes of an engine's full blocks, instead of transformers' 64-bit hash.
 
-    A hash ends with the tokens of the block, so blocks with equal hashes have equal tokens. Before
-    them is a keyed hash of the salt and all earlier tokens, 128 bits of BLAKE2b. Prompts
-    with equal hashes cannot be searched for without the key.
+    A hash begins with 128 bits of keyed BLAKE2b over the salt and all earlier tokens. It ends with
+    the tokens of the block, so blocks with equal hashes have equal tokens. Prompts with equal
+    hashes cannot be searched for without the key.
 
     Attributes:
         salt: Salt of the request whose blocks are hashed next. Requests with different salts share

@@ -36,7 +36,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     elif cache is not None and cache.is_open_ended:
         problem = "a cache with a config, got none. Pass the model's config"
     elif options.is_preallocated:
-        problem = "a growing cache, got max_cache_len. Leave max_cache_len or prefix_store out"
+        problem = "a growing cache, got max_cache_len"
     elif config.is_encoder_decoder:
         problem = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
     elif any(type(layer) is not FP8PagedLayer for layer in layers):
@@ -44,7 +44,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     elif rope_type := find_varying_rope(config):
         problem = f"constant frequencies of RoPE, got {rope_type!r}, which depends on the length"
     if problem:
-        raise ConfigError(f"prefix_store: expected {problem}")
+        raise ConfigError(f"prefix_store: expected {problem}. Leave prefix_store out")
     options.check_stored("prefix_store")
 
 
@@ -120,7 +120,7 @@ class StoredPrompts:
             store.touch(prompt_keys[:num_pages])
 
     def undo_restore(self, error: Exception) -> None:
-        """Undo `restore`, because the model cannot use these pages."""
+        """Empty the cache and refuse its restored pages, because the model cannot use them."""
         cache, num_pages = self._cache, self.num_restored
         cache.reset()
         cache.restored_tokens -= len(self._keys) * num_pages * cache.options.page_size
@@ -129,10 +129,11 @@ class StoredPrompts:
 
     @contextmanager
     def store_after_prefill(self) -> Iterator[None]:
-        """Keep pages that leave a window within the `with` block, and then store all pages.
+        """Keep pages that leave a window within the `with` block, and store pages after it.
 
-        A prompt that diverges later needs the window before that position. Nothing is stored unless
-        every layer holds exactly the prompt, because wrappers of a model may add tokens to it.
+        A prompt that diverges later needs the window before that position. Pages that a layer has
+        freed are not stored. Nothing is stored unless every layer holds exactly the prompt, because
+        wrappers of a model may add tokens to it.
         """
         store, cache = self._store, self._cache
         if all(store.has(key) for keys in self._keys for key in keys):

@@ -40,8 +40,8 @@ _RANK_FILE_PATTERN = re.compile(r"rank([0-9]{1,6})\.safetensors")
 def read_file(path: Path, read_options: ReadOptions) -> ScaleData:
     """Return the scales of one file in any format. Raise ScaleError if it has none."""
     if not os.path.isfile(path):
-        advice = "Use from_pretrained" if os.path.isdir(path) else "Check the path"
-        raise ScaleError(f"{path}: expected a file, found none. {advice}")
+        problem = "a folder. Use from_pretrained" if os.path.isdir(path) else "none. Check the path"
+        raise ScaleError(f"{path}: expected a file, got {problem}")
     if path.suffix not in (".json", ".safetensors"):
         raise ScaleError(
             f"{path}: expected .json or .safetensors, got {path.suffix!r}. Pass such a file, or "

@@ -65,7 +65,7 @@ def find_format(name: str, tp_size: int) -> ScaleFormat:
     if name not in SCALE_FORMATS:
         raise ScaleError(
             f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}. Choose a format"
-            + (", because nothing reads scales in it without weights" * (name == "trtllm"))
+            + (". trtllm stores scales only with weights" * (name == "trtllm"))
         )
     format = SCALE_FORMATS[name]
     is_count = isinstance(tp_size, int) and tp_size > 0
@@ -99,7 +99,9 @@ def read_base(
     *,
     overwrite: bool,
 ) -> Checkpoint | None:
-    """Return the checkpoint that gets the scales, without its old scales. None if not needed.
+    """Return the checkpoint that gets the scales, without its old scales.
+
+    None means that the format needs no checkpoint.
 
     Raises:
         ScaleError: The `new_files` with scales cannot be written to `target`, or the checkpoint is

@@ -73,7 +73,7 @@ class Metrics(Collector):
         num_waiting = self.count_waiting()
         rows: list[tuple[Any, str, str, float]] = [
             (gauge, "engine_up", "1 while the engine's thread runs", engine.is_alive()),
-            (gauge, "requests_active", "Answers that have had a step", engine.count_active()),
+            (gauge, "requests_active", "Answers after their first step", engine.count_active()),
             (gauge, "requests_waiting", "Answers that wait for a first step", num_waiting),
             (counter, "prompt_tokens", "Tokens of prompts", engine.num_prompt_tokens),
             (counter, "generated_tokens", "New tokens", engine.num_new_tokens),

@@ -39,7 +39,7 @@ class ResponseWriter:
             "parallel_tool_calls": bool(body.parallel_tool_calls),
         }
         self._items: list[dict[str, Any]] = []
-        self._open_type: str | None = None  # type of the last item, while text is added to it
+        self._open_type: str | None = None  # type of the last item while text may be added to it
         self._events: list[str] = []  # events that are not sent yet
 
     def collect(self, parts: ChoiceParts) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The bodies of requests to each path: their fields, and errors that name the expected values.
 
 Fields that the server would have to ignore (beams, images for a text model, ...) are rejected,
-because ignoring a field would silently change the meaning of the request.
+because ignoring a field would silently change the meaning of the request. Only unknown fields may
+be ignored, with a line in the log.
 """
 
 import itertools
@@ -129,7 +130,7 @@ def _equals_json(a: Any, b: Any) -> bool:
 
 def make_value_error(name: str, expected: str, value: Any) -> APIError:
     """Return the error for a field with an invalid value."""
-    # The encoder is a generator. Only the beginning of a value of megabytes is encoded.
+    # The encoder is a generator. Only the beginning of a large list or object is encoded.
     chunks = json.JSONEncoder(default=str).iterencode(value)
     text = "".join(itertools.islice(chunks, _MAX_ERROR_LENGTH))
     text = text if len(text) <= _MAX_ERROR_LENGTH else f"{text[: _MAX_ERROR_LENGTH - 3]}..."
@@ -414,7 +415,7 @@ class _StreamOptions(_StrictModel):
 
 
 class Body(_StrictModel):
-    """The fields that all paths have. Validation ignores fields that are null."""
+    """The fields that all paths have. `parse_body` removes fields that are null."""
 
     model: str | None = None
     stream: bool = False
@@ -635,7 +636,7 @@ def parse_body(content: bytes | bytearray) -> dict[str, Any]:
     except ValueError as error:
         raise APIError(400, f"invalid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise APIError(400, f"expected a JSON object, got a {type(body).__name__}")
+        raise APIError(400, f"expected a JSON object, got {type(body).__name__}")
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -150,7 +150,7 @@ def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
     multiples = [x["multipleOf"] for x in objects if isinstance(x.get("multipleOf"), int | float)]
     numerators = [Fraction(str(n)).numerator for n in multiples if 0 < n < math.inf]
     if sum(numerators) > _MAX_MULTIPLE or math.lcm(*numerators) > _MAX_MULTIPLE:
-        expected = f"values of multipleOf with a sum and a multiple of at most {_MAX_MULTIPLE}"
+        expected = f"multipleOf with a sum and a common multiple of at most {_MAX_MULTIPLE}"
         raise make_field_error(field, f"expected {expected}")
     pattern_schemas = [x["patternProperties"] for x in objects if "patternProperties" in x]
     key_patterns = [name for x in pattern_schemas if isinstance(x, dict) for name in x]
@@ -178,7 +178,7 @@ class Guide:
         self._text_bits = text_bits
         self._read_state()
         if self.is_complete:
-            raise make_field_error(field, "it matches only the empty text")
+            raise make_field_error(field, "expected a grammar of text, got only the empty text")
 
     def fork(self) -> "Guide":
         """Return a guide in the same state, for another answer."""

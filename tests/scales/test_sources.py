@@ -135,8 +135,8 @@ def test_a_golden_checkpoint_is_read(caplog, name):
 def test_a_single_golden_file_is_read():
     assert KVScales.from_file(DATA / "vllm" / "kv_cache_scales.json").format == "vllm-json"
     assert KVScales.from_file(DATA / "autofp8" / "model.safetensors").format == "autofp8"
-    index = DATA / "compressed-tensors-heads" / "model.safetensors.index.json"
-    assert list(KVScales.from_file(index).layers) == [0, 1, 2]
+    index_path = DATA / "compressed-tensors-heads" / INDEX_FILE
+    assert list(KVScales.from_file(index_path).layers) == [0, 1, 2]
     # The source of a layer names the file and the tensors.
     assert KVScales.from_pretrained(DATA / "tgi").layers[1].source == (
         f"{DATA / 'tgi'}/model.safetensors: model.layers.1.self_attn.k_scale, "
@@ -173,12 +173,9 @@ OTHER_NAMES = [
 @pytest.mark.parametrize("name", LANGUAGE_MODEL_NAMES)
 def test_names_of_the_language_model_are_used(tmp_path, name):
     v_name = name.replace(".k_", ".v_").replace("k_scale", "v_scale")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"num_hidden_layers": 1}')
-    save_file({name: torch.tensor(0.5), v_name: torch.tensor(0.25)}, folder / "model.safetensors")
-    scales = KVScales.from_pretrained(folder)
-    assert list_sides(scales) == [[0.5], [0.25]]
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
+    save_file({name: torch.tensor(0.5), v_name: torch.tensor(0.25)}, tmp_path / "model.safetensors")
+    assert list_sides(KVScales.from_pretrained(tmp_path)) == [[0.5], [0.25]]
 
 
 def test_names_of_other_modules_are_ignored(tmp_path):
@@ -472,8 +469,8 @@ def test_a_large_json_is_rejected_before_it_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("scales.json", "expected a file, found none. Check the path"),
-        ("", "expected a file, found none. Use from_pretrained"),
+        ("scales.json", "expected a file, got none. Check the path"),
+        ("", "expected a file, got a folder. Use from_pretrained"),
         ("scales.pt", "pickles are never loaded"),
     ],
 )

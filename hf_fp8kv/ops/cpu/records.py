@@ -1,6 +1,7 @@
 """Arguments of the C++ kernels: the structs of kernels.cpp.
 
-Each function `list_*_fields` returns the fields of one nested struct. `WRITE`, `GATHER` and
+Each function `list_*_fields` returns the fields of a nested struct, or the fields that a derived
+struct adds. `WRITE`, `GATHER` and
 `ATTEND` describe all fields of a call by format characters: "q" for integers and addresses, "d" for
 float64.
 """
@@ -58,7 +59,7 @@ def list_side_fields(pages: Pages, side: str, center: Tensor | None) -> tuple[in
     """Return the fields of the struct `StoredSide` of the side "k" or "v".
 
     `codes_offset` is the offset of the side's codes in a head of a page, in bytes. `scales_offset`
-    is the offset of its first dynamic scale, or 0. A dynamic scale follows every four bytes.
+    is the offset of its first dynamic scale, or 0. Dynamic scales are four bytes apart.
     `head_size` is the size of a head in a page, in bytes. `bits` is the size of a stored value.
     `rotation` is the number of channels that are rotated together, or 0.
     """

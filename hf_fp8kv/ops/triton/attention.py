@@ -186,7 +186,7 @@ def attend_rows(tensors, factors, rows, span, strides, CALL: tl.constexpr):
     else:
         acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    # With few rows, weights are summed over tokens once, after the last tile.
+    # With few rows, weights are summed over tokens once, after the last unmasked tile.
     if ROWS > MAX_LATE_SUM_ROWS:
         l_i = tl.zeros([ROWS], tl.float32)
     else:
@@ -266,7 +266,7 @@ def _load_rows(tensors, factors, rows, strides, CALL: tl.constexpr):
     """
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
-    # (Triton 3.5 only accepts numbers as arguments that are attributes of a record.)
+    # Triton 3.5 accepts attributes of a constexpr as arguments only if they are numbers.
     K_SIDE: tl.constexpr = CALL.k
     V_SIDE: tl.constexpr = CALL.v
     ptrs = tensors.query + _compute_row_offset(strides, rows)

@@ -27,7 +27,8 @@ from .tuning import (
     estimate_programs,
 )
 
-# Number of values that a `_combine` program loads at a time, and its maximum number of channels. Of
+# Maximum number of values that a `_combine` program loads at a time, and of its channels, unless a
+# rotation mixes more. Of
 # five pairs, this pair was the fastest on an H100 in three of four decode cases. A program has one
 # warp, because with several warps ptxas may issue the loads one by one.
 LOAD_SIZE = tl.constexpr(4096)
@@ -48,8 +49,8 @@ def describe_layout(
     None means that the call is not recorded.
     """
     scaling, causal, window, softcap, _, mask, bias, _, latent, deterministic = spec
-    # Dense masks and biases are not recorded. They are rare in decoding, and more of their strides
-    # change with each step.
+    # Complete masks and biases are not recorded. They are rare in decoding, and more of their
+    # strides change with each step.
     is_dense = bias is not None or (mask is not None and not _is_compact(mask))
     if is_dense or not supports_call(query, pages, spec):
         return None

@@ -16,7 +16,7 @@ depends on:
     * for each tensor: whether it is None, its dtype, and its alignment to 16 bytes, because Triton
       compiles kernels for these properties, and on AMD for sizes over 2 GiB
 
-The properties of the tensors of pages (`SharedTensors`) are computed once and cached in the pages.
+The recordings and addresses of the tensors of pages (`SharedTensors`) are cached in the pages.
 This is safe because these tensors never change their memory.
 
 A call is not recorded if a kernel receives a tensor that torch computed, or two tensors at the same
@@ -37,7 +37,7 @@ from triton import knobs
 from ..pages import Pages
 from .target import LaunchRecord, Target, get_target, recorder, recording
 
-# Triton launches kernels in the same way from the first version on, and before the second version.
+# Triton launches kernels in the same way from `_FIRST_VERSION` on, and before `_END_VERSION`.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 10)
 _version = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _CAN_REPLAY = _FIRST_VERSION <= _version < _END_VERSION and not knobs.runtime.interpret
@@ -48,7 +48,7 @@ _HAS_STAGES_HOOK = hasattr(knobs.runtime, "add_stages_inspection_hook")
 
 # Maximum number of recordings for one kind of pages.
 _MAX_RECORDINGS = 256
-_2_GIB = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 # Replay functions by key. Their arguments are addresses and integers. None means that the call
@@ -81,7 +81,7 @@ def describe_tensors(
     properties = (
         tuple([None if x is None else x.dtype for x in tensors]),
         tuple([address and address & 15 for address in addresses]),
-        sizes and tuple([x is None or x.untyped_storage().nbytes() <= _2_GIB for x in tensors]),
+        sizes and tuple([x is None or x.untyped_storage().nbytes() <= _MAX_INT32 for x in tensors]),
     )
     return properties, addresses
 
@@ -90,7 +90,7 @@ NO_SHARED_TENSORS = SharedTensors({}, [])
 
 
 def describe_pages(pages: Pages) -> SharedTensors:
-    """Return the properties of pages that recordings depend on, cached in the pages."""
+    """Return the recordings for such pages, and the addresses of their tensors, cached in them."""
     shared_tensors: SharedTensors | None = pages.launch_properties
     if shared_tensors is None:
         k, v = pages.k, pages.v
@@ -224,7 +224,8 @@ def _compile_replay(
         LookupError: An argument of a launch, or the result, cannot be derived from a later call.
     """
     allocations = recorded.allocations
-    # (`torch.empty` takes nearly twice as long.) Keep the target alive: its `id` is in the key.
+    # The target is kept alive, because its `id` is in the key. `torch.empty` would take nearly
+    # twice as long as `torch.empty_strided`.
     objects: dict[str, Any] = {
         "empty": torch.empty_strided,
         "driver": triton.runtime.driver,

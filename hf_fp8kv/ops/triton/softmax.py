@@ -18,8 +18,8 @@ HEADROOM = tl.constexpr(14.0)
 # A vector V of zeros has the smallest possible scale. A scale below this limit must not lower the
 # reference of the weights further, or their sum could overflow.
 MIN_LOG_SCALE = tl.constexpr(2.0**-40)
-# Up to this number of rows, weights are summed over tokens once, after the last tile, because a sum
-# over warps costs three barriers.
+# Up to this number of rows, weights are summed over tokens once, after the last unmasked tile,
+# because a sum over warps costs three barriers.
 MAX_LATE_SUM_ROWS = tl.constexpr(16)
 
 

@@ -121,11 +121,11 @@ class TensorFormat(ScaleFormat):
     ) -> dict[str, bytes]:
         """Return the configs that declare the scales. `modelopt` is a `hf_quant_config.json`."""
         if self.quant_method and modelopt is not None and "quantization_config" not in config:
-            # Only the second config describes the quantized weights. An entry in the first
-            # config would contradict it.
+            # Only hf_quant_config.json describes the quantized weights. An entry in config.json
+            # would contradict it.
             raise ScaleError(
                 f"format {self.name!r}: expected unquantized weights, got "
-                f"{HF_QUANT_CONFIG}. Choose modelopt, or a format that declares nothing, as tgi"
+                f"{HF_QUANT_CONFIG}. Choose modelopt, or a format without quant_method, as tgi"
             )
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
@@ -159,8 +159,8 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
     The largest scale is kept. A center that is left out enlarges the scales of K.
 
     Raises:
-        ScaleError: The scales are dynamic, or for rotated values, or other layers are not
-            quantized. No server reads such scales.
+        ScaleError: The scales are dynamic or for rotated values, or some layers are not quantized.
+            No server reads such scales.
     """
     if format.holds_centers:
         return scales, []
