@@ -64,8 +64,9 @@ def test_scores_match_the_log_probabilities(chunk_size: int) -> None:
         assert quality.kl == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
         assert quality.kl_max == pytest.approx(kl.max().item(), rel=1e-3, abs=1e-9)
         variation = (expected.exp() - log_probs.exp()).abs().sum(-1).mean().item() / 2
-        mean_variation = scores[name].total_variation.mean().item()
-        assert mean_variation == pytest.approx(variation, rel=1e-3, abs=1e-6)
+        assert scores[name].total_variation.mean().item() == pytest.approx(
+            variation, rel=1e-3, abs=1e-6
+        )
         top1 = (expected.argmax(-1) == log_probs.argmax(-1)).double().mean().item()
         assert quality.top1 == pytest.approx(top1)
         # The last token has no next token.

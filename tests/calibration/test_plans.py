@@ -44,15 +44,15 @@ def chosen_plan(llama: Any) -> StoragePlan:
     return choose_plan(llama)
 
 
-def compare_plans(model: Any, plan: StoragePlan, num_tokens: int = 300) -> tuple[float, float]:
+def compare_plans(model: Any, plan: StoragePlan, **options: Any) -> tuple[float, float]:
     """Return the KL of the default and of a plan, in nats, on tokens that were not used before."""
-    ids = torch.randint(3, VOCAB, (2, num_tokens), generator=torch.Generator().manual_seed(9))
+    ids = torch.randint(3, VOCAB, (2, 300), generator=torch.Generator().manual_seed(9))
     factories = {
-        name: lambda options=options: FP8PagedCache(model.config, **options)
-        for name, options in (("default", {}), ("plan", {"plan": plan}))
+        name: lambda each_plan=each_plan: FP8PagedCache(model.config, plan=each_plan, **options)
+        for name, each_plan in (("default", None), ("plan", plan))
     }
     with paged_attention(model):
-        scores = compare_caches(model, ids, factories, num_prefill=num_tokens // 2)
+        scores = compare_caches(model, ids, factories, num_prefill=150)
     return scores["default"].summarize().kl, scores["plan"].summarize().kl
 
 
@@ -70,9 +70,8 @@ def test_gaussian_values_get_narrow_rotated_formats(llama: Any, chosen_plan: Sto
 def test_a_plan_is_reproducible(llama: Any, chosen_plan: StoragePlan, tmp_path: Path) -> None:
     """A plan does not depend on the number of threads, and is the same in a file."""
     torch.set_num_threads(2)
-    threaded_plan = choose_plan(llama)
+    assert choose_plan(llama).plan == chosen_plan.plan
     torch.set_num_threads(1)
-    assert threaded_plan.plan == chosen_plan.plan
     assert choose_plan(llama).digest == chosen_plan.digest
     chosen_plan.save_pretrained(tmp_path)
     assert FP8PagedCache(llama.config, plan=tmp_path).plan == chosen_plan.plan
@@ -96,24 +95,15 @@ def protected_model() -> Any:
     return make_protected_model()
 
 
-def measure_stored_prompt(model: Any, plan: StoragePlan) -> float:
-    """Return the KL of predictions after a stored prompt of tokens that were not used before."""
-    ids = torch.randint(3, VOCAB, (2, 200), generator=torch.Generator().manual_seed(9))
-    factories = {"plan": lambda: FP8PagedCache(model.config, plan=plan, prefill="stored")}
-    with paged_attention(model):
-        return compare_caches(model, ids, factories, num_prefill=150)["plan"].summarize().kl
-
-
 def test_layers_in_which_stored_prompts_lose_most_are_protected(
     protected_model: Any, tmp_path: Path
 ) -> None:
-    model = protected_model
-    plan = choose_plan(model)  # K of a layer takes 11 % more bytes
+    plan = choose_plan(protected_model)  # K of a layer takes 11 % more bytes
     assert {layer.k.is_auto for layer in plan.plan.values()} == {False}
     assert plan.protection.sides == ()
     assert plan.protection.kl == plan.protection.unprotected_kl > 1e-3
-    protected_plan = choose_plan(model, max_extra_bytes=0.15)
-    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+    protected_plan = choose_plan(protected_model, max_extra_bytes=0.15)
+    assert all(w.grad is None and w.requires_grad for w in protected_model.parameters())
     protection = protected_plan.protection
     assert protection.sides == ("K of layer 0",)
     assert protection.unprotected_kl == plan.protection.kl
@@ -122,19 +112,16 @@ def test_layers_in_which_stored_prompts_lose_most_are_protected(
     layer_plans = dict(plan.plan)
     layer_plans[0] = layer_plans[0]._replace(k=SidePlan("model"))
     assert protected_plan.plan == layer_plans
-    losses = [measure_stored_prompt(model, each_plan) for each_plan in (plan, protected_plan)]
+    losses = [
+        compare_plans(protected_model, each_plan, prefill="stored")[1]
+        for each_plan in (plan, protected_plan)
+    ]
     assert losses[1] < losses[0] / 20
     assert "(K of layer 0 in 16 bits, +11.1% bytes)" in repr(protected_plan)
     protected_plan.save_pretrained(tmp_path)
     loaded = StoragePlan.load(tmp_path)
     assert (loaded.digest, loaded.protection) == (protected_plan.digest, protection)
-    assert choose_plan(model, make_texts(), max_extra_bytes=0.15).protection.sides
-
-
-@pytest.mark.parametrize("max_extra_bytes", [-0.01, 1.5, float("nan"), True])
-def test_invalid_budgets_are_rejected(llama: Any, max_extra_bytes: Any) -> None:
-    with pytest.raises(ConfigError, match="max_extra_bytes: expected a share from 0 to 1, got"):
-        choose_plan(llama, max_extra_bytes=max_extra_bytes)
+    assert choose_plan(protected_model, make_texts(), max_extra_bytes=0.15).protection.sides
 
 
 def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -> None:
@@ -145,8 +132,10 @@ def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -
         layer.k.centered for layer in chosen_plan.plan.values()
     ]
     assert re.search(r"error of attention \d\.\d% in layer \d; KL after a stored", repr(plan))
-    e4m3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
-    losses = [compare_plans(llama, each_plan)[1] for each_plan in (plan, e4m3, chosen_plan)]
+    losses = [
+        compare_plans(llama, each_plan)[1]
+        for each_plan in (plan, LayerPlan.parse("fp8_e4m3", "fp8_e4m3"), chosen_plan)
+    ]
     assert losses[0] < 1.2 * losses[1]
     assert losses[0] > 5 * losses[2]
 
@@ -237,8 +226,10 @@ def test_every_model_type_gets_a_plan(name: str, k_plans: Any, v_plans: Any) -> 
 
 @pytest.mark.parametrize("name", ["sliding", "latent"])
 def test_rotating_keys_are_tried_at_far_positions(name: str) -> None:
-    plan = choose_plan(build_variant(name, **LONG_CONTEXT)[0])
-    assert all(layer.k.rotated for layer in plan.plan.values())
+    assert all(
+        layer.k.rotated
+        for layer in choose_plan(build_variant(name, **LONG_CONTEXT)[0]).plan.values()
+    )
 
 
 @pytest.mark.parametrize("accepts_positions", [False, True])
@@ -264,15 +255,25 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
 def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
     tokenizer, texts = make_tokenizer(), ["a b c d " * 40, "d c b a " * 30]
     plan = choose_plan(llama, texts, tokenizer=tokenizer)
-    ids = [tokenizer(text).input_ids for text in texts]
-    assert plan.digest == choose_plan(llama, ids).digest
+    assert plan.digest == choose_plan(llama, [tokenizer(text).input_ids for text in texts]).digest
     assert plan.origin == "chosen on 280 tokens of text"
     assert choose_plan(llama, make_texts()).digest != plan.digest
 
 
 @pytest.mark.parametrize(
-    ("token_lists", "message"), [([], "texts: expected"), ([[5]], "of at least 2 tokens")]
+    ("keywords", "message"),
+    [
+        ({"texts": []}, "texts: expected"),
+        ({"texts": [[5]]}, "of at least 2 tokens"),
+        *(
+            ({"max_extra_bytes": value}, "max_extra_bytes: expected a share from 0 to 1, got")
+            for value in (-0.01, 1.5, float("nan"), True)
+        ),
+    ],
+    ids=str,
 )
-def test_choose_plan_rejects_invalid_texts(llama: Any, token_lists: Any, message: str) -> None:
+def test_choose_plan_rejects_invalid_texts_and_budgets(
+    llama: Any, keywords: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_plan(llama, token_lists)
+        choose_plan(llama, **keywords)

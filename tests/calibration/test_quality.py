@@ -119,8 +119,7 @@ def test_measure_detects_wrong_scales(llama, llama_scales, tmp_path, caplog):
     report = measure(llama, tmp_path, texts, **OPTIONS)
     assert report.scales_digest == scales.digest
     small_scales = KVScales({i: type(x)(x.k / 8, x.v) for i, x in scales.layers.items()})
-    small_report = measure(llama, small_scales, texts, **OPTIONS)
-    for index, layer in small_report.layers.items():
+    for index, layer in measure(llama, small_scales, texts, **OPTIONS).layers.items():
         assert layer.k.saturated > 0.05
         assert layer.v == report.layers[index].v
     large_scales = KVScales({i: type(x)(x.k, x.v * 2.0**14) for i, x in scales.layers.items()})
@@ -146,8 +145,7 @@ def test_scales_that_cannot_be_measured_are_rejected(llama, scales, options, err
 
 
 def test_planned_scales_can_be_measured(llama: Any, tmp_path: Path) -> None:
-    plan = EXPLICIT_PLAN | {2: EXPLICIT_PLAN[0]}
-    scales = calibrate(llama, make_texts(6), plan=plan, **OPTIONS)
+    scales = calibrate(llama, make_texts(6), plan=EXPLICIT_PLAN | {2: EXPLICIT_PLAN[0]}, **OPTIONS)
     scales.save_pretrained(tmp_path)
     report = measure(llama, tmp_path, make_texts(6, seed=3), **OPTIONS)
     assert report.dtype == "plan"

@@ -28,8 +28,14 @@ def test_the_cost_of_errors_matches_its_definition(side):
     assert len({*expected.tolist()}) == 2  # queries weight errors differently
 
 
-def call_with_queries(model, batch, on_layer):
-    observe_queries(model, batch, find_paged_layers(model), on_layer)
+def record_queries(model, *windows: torch.Tensor) -> list[Queries | None]:
+    """Return the queries of each layer, from a batch of these windows."""
+    calls: list[Queries | None] = []
+    observe_queries(
+        model, Batch(windows), find_paged_layers(model),
+        lambda i, k, v, queries: calls.append(queries),
+    )  # fmt: skip
+    return calls
 
 
 def make_random_windows(*lengths: int) -> list[torch.Tensor]:
@@ -51,9 +57,7 @@ def make_random_windows(*lengths: int) -> list[torch.Tensor]:
 def test_queries_match_the_attention_of_the_model(name, config, num_tokens, window):
     """Queries are from the last three quarters. Their weights are rows of the model's attention."""
     model, (ids,) = build_variant(name, **config)[0], make_random_windows(num_tokens)
-    calls: list[Queries] = []
-    batch = Batch((ids,))
-    call_with_queries(model, batch, lambda i, k, v, queries: calls.append(queries))
+    calls = record_queries(model, ids)
     eager = build_variant(name, attn_implementation="eager", **config)[0]
     eager.load_state_dict(model.state_dict())
     attention = eager(input_ids=ids[None], output_attentions=True).attentions
@@ -69,8 +73,5 @@ def test_queries_match_the_attention_of_the_model(name, config, num_tokens, wind
 
 
 def test_a_batch_of_several_texts_has_no_queries():
-    calls: list[Queries | None] = []
-    batch = Batch(tuple(make_random_windows(12, 9)))
-    model = build_variant("mistral")[0]
-    call_with_queries(model, batch, lambda i, k, v, queries: calls.append(queries))
+    calls = record_queries(build_variant("mistral")[0], *make_random_windows(12, 9))
     assert calls == [None, None]

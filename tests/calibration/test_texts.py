@@ -30,8 +30,7 @@ def make_tokenizer(
     template: str | None = TEMPLATE, *, bos: bool = False, by_letter: bool = False
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer of words or letters, for a model with a context of 4 tokens."""
-    model = models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
-    backend = Tokenizer(model)
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     if by_letter:
         backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -55,10 +54,6 @@ def read_texts(texts, tokenizer=TOKENIZER, **options) -> list[torch.Tensor]:
 
 def list_window_ids(windows: list[torch.Tensor]) -> list[list[int]]:
     return [window.tolist() for window in windows]
-
-
-def count_tokens(windows: list[torch.Tensor]) -> int:
-    return sum(map(len, windows))
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
@@ -91,8 +86,8 @@ def test_each_type_of_text_is_tokenized(text, expected):
 def test_columns_and_token_ids_are_read_unchanged():
     rows = [[A, B], [C, D]]
     assert list_window_ids(read_texts(torch.tensor(rows))) == rows
-    windows = read_texts([{"body": "a b"}, {"body": "c d"}], text_column="body")
-    assert list_window_ids(windows) == rows
+    texts = [{"body": "a b"}, {"body": "c d"}]
+    assert list_window_ids(read_texts(texts, text_column="body")) == rows
     # Token ids need no tokenizer, and are copied.
     ids = torch.tensor([A, 1 << 30], dtype=torch.int32)
     windows = read_texts([ids], None)
@@ -114,8 +109,8 @@ def test_special_tokens_occur_once_per_text():
 
 
 def test_blank_texts_are_skipped():
-    windows = read_texts(["", "a b", " \n", [], {"text": ""}, {"messages": []}])
-    assert list_window_ids(windows) == [[A, B]]
+    texts = ["", "a b", " \n", [], {"text": ""}, {"messages": []}]
+    assert list_window_ids(read_texts(texts)) == [[A, B]]
 
 
 LINES = [
@@ -133,12 +128,9 @@ LINE_IDS = [CHAT_IDS, CHAT_IDS, [A, B, C], [A, B], [A, B]]
     ("name", "newline", "bom"), [("x.jsonl", "\n", b""), ("x.JSONL", "\r\n", b"\xef\xbb\xbf")]
 )
 def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom):
-    path = tmp_path / name
-    file_bytes = bom + newline.join(LINES).encode()
-    path.write_bytes(file_bytes)
+    (path := tmp_path / name).write_bytes(bom + newline.join(LINES).encode())
     for texts in (path, str(path)):
-        windows = read_texts(texts)
-        assert list_window_ids(windows) == LINE_IDS
+        assert list_window_ids(read_texts(texts)) == LINE_IDS
 
 
 @pytest.mark.parametrize(
@@ -146,12 +138,9 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
     [("x.txt", "\n", b""), ("x.TXT", "\r\n", b"\xef\xbb\xbf"), ("x.txt", "\r", b"")],
 )
 def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
-    path = tmp_path / name
-    paragraphs = ["a a a", "b b\nb b", "c c c c c c c c c", "d"]
-    file_bytes = bom + "\n\n".join(paragraphs).replace("\n", newline).encode()
-    path.write_bytes(file_bytes)
-    windows = read_texts(path, make_tokenizer(bos=True), max_length=12)
-    assert list_window_ids(windows) == [
+    text = "a a a\n\nb b\nb b\n\nc c c c c c c c c\n\nd"
+    (path := tmp_path / name).write_bytes(bom + text.replace("\n", newline).encode())
+    assert list_window_ids(read_texts(path, make_tokenizer(bos=True), max_length=12)) == [
         [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
     ]  # fmt: skip
 
@@ -171,8 +160,8 @@ LONG_WORDS = " ".join(["b" * 15] * 12)
 )
 def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
-    windows = read_texts(path, max_length=11)  # max_length reserves a token for special tokens
-    assert sorted(list_window_ids(windows)) == sorted(
+    # max_length reserves a token for special tokens.
+    assert sorted(list_window_ids(read_texts(path, max_length=11))) == sorted(
         TOKENIZER(chunk)["input_ids"] for chunk in expected
     )
 
@@ -180,8 +169,7 @@ def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected)
 @given(text=st.text("abcd\n\n  é日\r", max_size=600), max_length=st.integers(2, 40))
 def test_all_letters_of_a_text_file_are_read(tmp_path_factory, text, max_length):
     text = f"ab cd\n{text}"
-    path = tmp_path_factory.mktemp("text") / "x.txt"
-    path.write_bytes(text.encode())
+    (path := tmp_path_factory.mktemp("text") / "x.txt").write_bytes(text.encode())
     windows = read_texts(path, make_tokenizer(by_letter=True), max_length=max_length)
     letter_counts = Counter(i for window in list_window_ids(windows) for i in window if i != UNK)
     expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
@@ -199,7 +187,7 @@ def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
     windows = read_texts(path, make_tokenizer(by_letter=True), max_tokens=1000, max_length=128)
     assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 2
     tracemalloc.stop()
-    assert 999 <= count_tokens(windows) <= 1000
+    assert 999 <= sum(map(len, windows)) <= 1000
 
 
 # Each rule once. A pair of a name and bytes is a file.
@@ -247,10 +235,9 @@ def test_invalid_texts_are_rejected(tmp_path, texts, options, fragments):
     assert len(message) < 500
 
 
-TEXT_IDS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
-LISTS_OF_TEXTS = st.lists(TEXT_IDS, min_size=1, max_size=12).filter(
-    lambda texts: any(len(text) > 1 for text in texts)
-)
+LISTS_OF_TEXTS = st.lists(
+    st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=12
+).filter(lambda texts: any(len(text) > 1 for text in texts))
 
 
 def split_windows(text: list[int], max_length: int) -> list[tuple[int, ...]]:
@@ -259,15 +246,11 @@ def split_windows(text: list[int], max_length: int) -> list[tuple[int, ...]]:
     return [window for window in windows if len(window) > 1]
 
 
-def to_tuples(windows) -> list[tuple[int, ...]]:
-    return [tuple(window.tolist()) for window in windows]
-
-
 @given(texts=LISTS_OF_TEXTS, max_length=st.integers(2, 12))
 def test_no_token_is_lost_or_added(texts, max_length):
-    windows = to_tuples(read_texts(texts, max_length=max_length))
+    windows = list_window_ids(read_texts(texts, max_length=max_length))
     expected = Counter(window for text in texts for window in split_windows(text, max_length))
-    assert Counter(windows) == expected
+    assert Counter(map(tuple, windows)) == expected
     assert [len(window) for window in windows] == sorted(map(len, windows), reverse=True)
 
 
@@ -278,17 +261,17 @@ def test_the_order_of_the_texts_does_not_matter(data, texts, max_length):
     for max_tokens in (1 << 20, max(total, 2)):
         options = {"max_length": max_length, "max_tokens": max_tokens}
         expected, actual = read_texts(texts, **options), read_texts(permuted_texts, **options)
-        assert to_tuples(expected) == to_tuples(actual)
+        assert list_window_ids(expected) == list_window_ids(actual)
 
 
 @given(LISTS_OF_TEXTS, st.integers(2, 12), st.integers(2, 100))
 def test_reading_stops_at_max_tokens(texts, max_length, max_tokens):
     windows = read_texts(texts, max_length=max_length, max_tokens=max_tokens)
     total = sum(len(window) for text in texts for window in split_windows(text, max_length))
-    assert count_tokens(windows) in (
+    assert sum(map(len, windows)) in (
         {max_tokens, max_tokens - 1} if total >= max_tokens else {total}
     )
     assert min(map(len, windows)) >= 2
     # The last window is shortened.
-    windows = read_texts(["a b c", "b c d a"], max_tokens=5)
-    assert list_window_ids(windows) == [[A, B, C], [B, C]]
+    shortened = list_window_ids(read_texts(["a b c", "b c d a"], max_tokens=5))
+    assert shortened == [[A, B, C], [B, C]]
