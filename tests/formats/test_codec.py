@@ -68,9 +68,11 @@ def compute_value(code: int, spec: Spec) -> Fraction:
 
 def list_levels(spec: Spec) -> Floats:
     """Return the values of the positive codes up to the code of the largest value."""
-    codes = range(0, 0x80, 1 << spec.unused_bits)
-    finite_codes = [c for c in codes if c not in spec.nan_codes | spec.inf_codes]
-    values = [float(compute_value(c, spec)) for c in finite_codes]
+    values = [
+        float(compute_value(code, spec))
+        for code in range(0, 0x80, 1 << spec.unused_bits)
+        if code not in spec.nan_codes | spec.inf_codes
+    ]
     assert values == sorted(values)
     assert values[-1] == spec.max_value
     return np.array(values)
@@ -95,8 +97,8 @@ def round_to_codes(values: Floats, spec: Spec, is_negative: npt.NDArray[np.bool_
 def assert_codes(actual: torch.Tensor, expected: torch.Tensor, spec: Spec) -> None:
     """Assert that codes are equal. A NaN may have either sign, and CUDA drops its sign."""
     nan_codes = torch.tensor(sorted(spec.nan_codes), dtype=torch.uint8)
-    comparable = torch.where(torch.isin(actual.cpu(), nan_codes), spec.nan_code, actual.cpu())
-    assert_same(comparable, expected)
+    is_nan = torch.isin(actual.cpu(), nan_codes)
+    assert_same(torch.where(is_nan, spec.nan_code, actual.cpu()), expected)
 
 
 @functools.cache
@@ -105,14 +107,14 @@ def make_float32_grid() -> torch.Tensor:
 
     The last exponent gives infinities and NaN with many payloads.
     """
-    high_bits = np.arange(32) << 18
     low_bits = np.array([0, 1, 2, 0x1FFFF, 0x20000, 0x20001, 0x3FFFE, 0x3FFFF])
     single_bits = 1 << np.arange(23)
     mantissas = np.unique(
-        np.concatenate([(high_bits[:, None] | low_bits).ravel(), single_bits, single_bits - 1])
-    )
-    exponents = np.arange(256) << 23
-    positive = (exponents[:, None] | mantissas).ravel()
+        np.concatenate([
+            (np.arange(32)[:, None] << 18 | low_bits).ravel(), single_bits, single_bits - 1
+        ])
+    )  # fmt: skip
+    positive = (np.arange(256)[:, None] << 23 | mantissas).ravel()
     bits = np.concatenate([positive, positive | 1 << 31]).astype(np.uint32)
     return torch.from_numpy(bits.view(np.float32))
 
@@ -185,16 +187,17 @@ def test_every_code_decodes_to_its_definition(fmt, device):
             # The sign of a zero must match as well.
             assert math.copysign(1, value) == (-1 if code & 0x80 else 1), f"{code:#04x}"
     if fmt.torch_dtype:
-        torch_values = ALL_CODES.view(fmt.torch_dtype).float()
-        torch.testing.assert_close(actual.cpu(), torch_values, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            actual.cpu(), ALL_CODES.view(fmt.torch_dtype).float(), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @each_kind
 @each_format
 def test_a_value_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     spec = SPECS[fmt.name]
-    inputs = make_inputs(kind, spec)
-    assert_codes(encode(inputs.to(device), fmt), compute_expected_codes(kind, spec), spec)
+    codes = encode(make_inputs(kind, spec).to(device), fmt)
+    assert_codes(codes, compute_expected_codes(kind, spec), spec)
 
 
 def test_codes_do_not_depend_on_shapes_and_strides():

@@ -20,8 +20,7 @@ def test_the_chosen_scale_is_proportional_to_the_magnitude(name):
     expected = search_scale(vectors, fmt).double()
     assert len((expected / compute_dynamic_scale(vectors, fmt).double()).unique()) > 8
     for power in (-95, -60, -1, 30, 80):
-        scales = search_scale(vectors * 2.0**power, fmt).double()
-        assert torch.equal(scales, expected * 2.0**power)
+        assert torch.equal(search_scale(vectors * 2.0**power, fmt).double(), expected * 2.0**power)
 
 
 def compute_squared_error(vectors: Tensor, scale: Tensor, name: str) -> Tensor:
@@ -40,8 +39,9 @@ def list_candidate_scales(vectors: Tensor, name: str) -> list[Tensor]:
         mantissa, exponent = torch.frexp(
             (first_scale * 2.0 ** (index / codec.SEARCH_STEPS)).float()
         )
-        rounded_up = torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent)
-        scales.append(rounded_up.to(torch.bfloat16))
+        scales.append(
+            torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent).to(torch.bfloat16)
+        )
     return scales
 
 
