@@ -24,7 +24,7 @@ from hf_fp8kv.card.caches import (
 )  # fmt: skip
 from hf_fp8kv.card.drift import describe_drift, sample_answers  # fmt: skip
 from hf_fp8kv.card.measure import Size, judge_cache
-from hf_fp8kv.card.predictions import States, compare_states, prefill
+from hf_fp8kv.card.predictions import compare_states, prefill
 from hf_fp8kv.card.rendering import make_columns
 from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
 from hf_fp8kv.errors import ConfigError
@@ -79,8 +79,10 @@ def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp
     monkeypatch.setitem(measure.SIZES, "quick", replace(SIZE, positions=(96,), stored=()))
     options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "fp8", "--out")
     # The second sample of answers is interrupted.
-    effects = [mock.DEFAULT, KeyboardInterrupt, *[mock.DEFAULT] * 9]
-    sample = mock.Mock(wraps=measure.sample_answers, side_effect=effects)
+    sample = mock.Mock(
+        wraps=measure.sample_answers,
+        side_effect=[mock.DEFAULT, KeyboardInterrupt, *[mock.DEFAULT] * 9],
+    )
     score = mock.Mock(wraps=measure.score_text)
     monkeypatch.setattr(measure, "sample_answers", sample)
     monkeypatch.setattr(measure, "score_text", score)
@@ -106,8 +108,9 @@ def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp
     ],
 )
 def test_invalid_options_are_rejected(run_command, model_folder, options, code, message, tmp_path):
-    arguments = (model_folder, *options, "--out", str(tmp_path / "card"))
-    exit_code, output, stderr = run_command("card", *arguments)
+    exit_code, output, stderr = run_command(
+        "card", model_folder, *options, "--out", str(tmp_path / "card")
+    )
     assert (exit_code, output) == (code, "")
     assert message in " ".join(stderr.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
@@ -138,10 +141,9 @@ def test_unsupported_models_are_rejected(name, model_folder, tmp_path):
 
 def test_changed_settings_discard_saved_parts(tmp_path):
     """A card never combines results for different caches or weights."""
-    parts = measure.Parts(tmp_path / "parts.json", {"caches": ["default"]})
-    assert parts.get("one", lambda: 1) == 1
-    assert measure.Parts(tmp_path / "parts.json", {"caches": ["default"]}).get("one", dict) == 1
-    assert measure.Parts(tmp_path / "parts.json", {"caches": ["fp8"]}).get("one", lambda: 2) == 2
+    for name, result, expected in (("default", 1, 1), ("default", {}, 1), ("fp8", 2, 2)):
+        parts = measure.Parts(tmp_path / "parts.json", {"caches": [name]})
+        assert parts.get("one", mock.Mock(return_value=result)) == expected
 
 
 class TokenLosingCache(FP8PagedCache):
@@ -170,26 +172,27 @@ def make_wrongly_centered_cache(model) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=StoragePlan(layers))
 
 
-def find_defects(contender: Contender, model: Any, states: list[States]) -> list[str]:
-    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": 1e-4}
+def judge(kl: float, stored: Any = None, tasks: Any = None) -> dict[str, Any]:
+    """Return the verdict on a cache without drift, with these errors of states and results."""
+    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": kl}
     drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    stored_errors = compare_states(contender, model, states)
-    cache = {"predictions": [row], "drift": drift, "stored": stored_errors, "tasks": {}}
-    return judge_cache(cache, None)["findings"]
+    cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": tasks or {}}
+    return judge_cache(cache, None)
 
 
 def test_planted_defects_of_stored_states_are_found():
     model, _ = build_variant("llama", num_hidden_layers=2)
     states = prefill(model, torch.randint(4, 90, (1, 80))).states
     for name in ("default", "fp8_e3m4", "fp8"):
-        assert not find_defects(CONTENDERS[name], model, states)
+        assert not judge(1e-4, compare_states(CONTENDERS[name], model, states))["findings"]
     defects = {
         "V is stored 2.": lambda model: ScaledValuesCache(model.config),
         "1 stored tokens are lost (at 40).": lambda model: TokenLosingCache(model.config),
         "The centers do not fit": make_wrongly_centered_cache,
     }
     for expected_finding, make_cache in defects.items():
-        findings = find_defects(Contender("defect", make_cache), model, states)
+        errors = compare_states(Contender("defect", make_cache), model, states)
+        findings = judge(1e-4, errors)["findings"]
         assert any(text.startswith(expected_finding) for text in findings), (
             expected_finding,
             findings,
@@ -200,11 +203,10 @@ def test_planted_defects_of_stored_states_are_found():
 def test_predictions_along_an_answer_match_decoding():
     model, _ = build_variant("llama", num_hidden_layers=2)
     prompt_ids = torch.randint(4, 90, (2, 24))
-    contender = CONTENDERS["fp8_e3m4"]
     with paged_attention(model):
         prompts = prefill(model, prompt_ids)
         answers, kl = sample_answers(
-            model, prompts, slice(None), UNQUANTIZED, {"default": contender}, 12
+            model, prompts, slice(None), UNQUANTIZED, {"default": CONTENDERS["fp8_e3m4"]}, 12
         )
         last_answer, _ = sample_answers(model, prompts, slice(1, 2), UNQUANTIZED, {}, 12)
         caches = DynamicCache(config=model.config), FP8PagedCache(model, dtype="fp8_e3m4")
@@ -255,8 +257,9 @@ def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
     with paged_attention(model):
         task_result = run_task(model, [haystack], contenders)
         # The model answers most of these questions wrongly, so the task is dropped.
-        hard_haystack = replace(haystack, questions=haystack.questions[7:])
-        hard_result = run_task(model, [hard_haystack], contenders)
+        hard_result = run_task(
+            model, [replace(haystack, questions=haystack.questions[7:])], contenders
+        )
     assert (task_result["asked"], task_result["right"]) == (10, 8)
     assert task_result["caches"] == {"whole": {"lost": 0, "won": 0}}
     assert (hard_result["dropped"], hard_result["caches"]) == (True, {})
@@ -278,18 +281,14 @@ def test_questions_fit_and_have_their_keys_in_the_text(task):
                 assert sum(f"for {other_key} is" in text for other_key in other_keys) == 3
 
 
-def test_lost_and_gained_answers_cancel():
-    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": 5e-3}
-    drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-
-    def judge_answers(lost: int, won: int) -> dict[str, Any]:
-        tasks = {"a": {"lost": lost, "won": won}, "hard": None}
-        cache = {"predictions": [row], "drift": drift, "stored": None, "tasks": tasks}
-        return judge_cache(cache, None)
-
-    assert judge_answers(3, 3)["findings"] == judge_answers(1, 0)["findings"] == []
-    assert judge_answers(6, 0)["findings"] == ["It loses 6 correct answers and gains 0."]
-    assert judge_answers(0, 0)["tier"] == "close"
+@pytest.mark.parametrize(
+    ("lost", "won", "findings"),
+    [(3, 3, []), (1, 0, []), (0, 0, []), (6, 0, ["It loses 6 correct answers and gains 0."])],
+)
+def test_lost_and_gained_answers_cancel(lost, won, findings):
+    verdict = judge(5e-3, tasks={"a": {"lost": lost, "won": won}, "hard": None})
+    assert verdict["findings"] == findings
+    assert lost or verdict["tier"] == "close"
 
 
 @pytest.mark.parametrize(
@@ -353,8 +352,9 @@ def test_the_docs_contain_the_values_of_the_cards():
                 values = dict(zip(measures, column, strict=True))
                 kl[cache, name] = values["KL at 2,048"].split(" ")[0]
                 cells = [values.get(title, "") for title in header.strip("| ").split(" | ")[2:]]
-                row = f"| {name} | {cache} | {' | '.join(cells)} |"
-                assert row in lines or "more-caches" in path
+                assert (
+                    f"| {name} | {cache} | {' | '.join(cells)} |" in lines or "more-caches" in path
+                )
     for title, cache in (
         ('the default with a model: a plan, `dtype="adaptive"`', "default"),
         ('the default with only a config: `dtype="fp8_e3m4"`', "fp8_e3m4"),
@@ -368,5 +368,7 @@ def test_the_docs_contain_the_values_of_the_cards():
         cells = " | ".join(kl.get((cache, name), "refused") for name in models)
         assert any(x.startswith(f"| {title} | ") and x.endswith(f" | {cells} |") for x in lines)
     ratios = [float(kl["fp8", name]) / float(kl["default", name]) for name in models]
-    claim = f"{min(ratios):.0f} to {max(ratios):.0f} times less than usual FP8"
-    assert claim in (root / "README.md").read_text()
+    assert (
+        f"{min(ratios):.0f} to {max(ratios):.0f} times less than usual FP8"
+        in (root / "README.md").read_text()
+    )

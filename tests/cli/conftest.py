@@ -1,13 +1,11 @@
-"""Fixtures of a tiny model, of saved scales, and of commands that run in this process."""
+"""Fixtures of a tiny model, and of commands that run in this process."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import command_line
-from tests.scales.test_export import random_scales
 
 
 class Command:
@@ -43,9 +41,3 @@ def model_folder(tmp_path_factory) -> str:
 def run(monkeypatch, capsys) -> Command:
     monkeypatch.setenv("COLUMNS", "200")
     return Command(command_line.make_runner(monkeypatch, capsys))
-
-
-@pytest.fixture
-def saved_scales(tmp_path) -> Path:
-    random_scales("tensor").save_pretrained(tmp_path / "scales")
-    return tmp_path / "scales"

@@ -10,6 +10,7 @@ import torch
 from hf_fp8kv.utils.environment import find_version
 from hf_fp8kv_cli.arguments import parse_size
 from tests.helpers import command_line
+from tests.scales.test_export import random_scales
 
 pytestmark = pytest.mark.text
 
@@ -32,12 +33,13 @@ def generate(run, model_folder):
 
 def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path):
     # In a 16-bit dtype, two attention implementations may choose different tokens.
-    folder = command_line.save_tiny_model(tmp_path, torch.float32)
-    output = generate("--kv-cache-dtype", "auto", model_folder=folder)
+    output = generate(
+        "--kv-cache-dtype", "auto",
+        model_folder=command_line.save_tiny_model(tmp_path, torch.float32),
+    )  # fmt: skip
     dense_run, paged_run = output["runs"]
     assert paged_run["token_ids"] == dense_run["token_ids"]
-    kl = output["agreement"].pop("kl")
-    assert abs(kl) < 1e-6
+    assert abs(output["agreement"].pop("kl")) < 1e-6
     assert output["agreement"] == {"equal": 12, "positions": 12, "first_difference": None}
     assert paged_run["bytes_per_token"] == dense_run["bytes_per_token"]
     assert dense_run["cached_tokens"] == paged_run["cached_tokens"] == 5 + 12 - 1
@@ -61,16 +63,15 @@ def test_bytes_per_token_match_the_formats(generate, options, ratio):
     dense_run, paged_run = generate(*options)["runs"]
     assert paged_run["bytes_per_token"] / dense_run["bytes_per_token"] == pytest.approx(ratio)
     assert paged_run["scales_title"] == ("1.0" if "--scales" in options else "dynamic")
-    memory = 8 * 1024**3
     for run in (dense_run, paged_run):
-        assert run["tokens_that_fit"] == memory // run["bytes_per_token"]
+        assert run["tokens_that_fit"] == 8 * 2**30 // run["bytes_per_token"]
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_bits_choose_the_formats(run, command):
-    error = run.fails(command, "--bits", "6", "--value-dtype", "int8")
     assert (
-        "--value-dtype: expected no value with --bits 6, which chooses a plan, got 'int8'" in error
+        "--value-dtype: expected no value with --bits 6, which chooses a plan, got 'int8'"
+        in run.fails(command, "--bits", "6", "--value-dtype", "int8")
     )
 
 
@@ -130,10 +131,11 @@ CONVERT = "convert SCALES "
     ],
 )
 def test_usage_errors_exit_with_2_and_other_errors_with_1(
-    run, saved_scales, model_folder, tmp_path, code, command, message
+    run, model_folder, tmp_path, code, command, message
 ):
     output_folder = tmp_path / "out"
-    words = {"SCALES": str(saved_scales), "OUT": str(output_folder), "MODEL": model_folder}
+    random_scales("tensor").save_pretrained(tmp_path / "scales")
+    words = {"SCALES": str(tmp_path / "scales"), "OUT": str(output_folder), "MODEL": model_folder}
     words |= {"EMPTY_FOLDER": str(tmp_path / "empty"), "EMPTY": "", "LATIN1": str(tmp_path / "a")}
     (tmp_path / "empty").mkdir()
     (tmp_path / "a").write_bytes(b"\xe9")
@@ -173,8 +175,7 @@ def test_demo_shows_memory_and_predictions_of_the_demo_model(run, model_folder, 
     monkeypatch.setattr("hf_fp8kv.demo_model_path", lambda: model_folder)
     output = run.json("demo")
     assert output["runs"][0]["cached_tokens"] == 256 - 24 + 24 - 1
-    ratio = output["runs"][1]["bytes_per_token"] / output["runs"][0]["bytes_per_token"]
-    assert ratio < 0.8
+    assert output["runs"][1]["bytes_per_token"] / output["runs"][0]["bytes_per_token"] < 0.8
 
 
 @pytest.mark.parametrize("command", ["check", "generate"])
@@ -184,8 +185,9 @@ def test_only_generate_needs_a_tokenizer(run, model_folder, tmp_path, command):
     if command == "check":
         assert "fused" in run(command, "--model", tmp_path)[0]
     else:
-        stderr = run.fails(command, "--model", tmp_path)
-        assert f"expected a tokenizer in {tmp_path}, got none" in stderr
+        assert f"expected a tokenizer in {tmp_path}, got none" in run.fails(
+            command, "--model", tmp_path
+        )
 
 
 def test_check_shows_versions_backends_and_the_bytes_of_a_token(run, model_folder):

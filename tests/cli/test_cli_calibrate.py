@@ -73,8 +73,7 @@ def test_calibration_matches_the_format(
     run_calibrate, calibration, scale_format, options, expected
 ):
     run_calibrate("--format", scale_format, *options)
-    keywords = calibration.call_args.kwargs
-    assert {name: value for name, value in keywords.items() if name != "tokenizer"} == expected
+    assert calibration.call_args.kwargs == expected | {"tokenizer": mock.ANY}
 
 
 def test_scales_are_saved_in_a_copy_of_the_checkpoint(
@@ -85,9 +84,8 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(
         old_folder, format="compressed-tensors", checkpoint=model_folder
     )
     options = ("--checkpoint", old_folder, "--format", "compressed-tensors")
-    stderr = run_calibrate.fails(*options)
+    assert "--overwrite" in run_calibrate.fails(*options)
     assert not calibration.called
-    assert "--overwrite" in stderr
     printed, _ = run_calibrate(*options, "--overwrite")
     folder, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint"
     scales, copied_scales = (KVScales.from_pretrained(path) for path in (folder, checkpoint))
@@ -102,8 +100,7 @@ def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(
 ):
     layers = random_scales("tensor").layers
     calibration.return_value = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
-    stderr = run_calibrate.fails("--format", "vllm-json")
-    assert f"The scales are in {tmp_path / 'out'}" in stderr
+    assert f"The scales are in {tmp_path / 'out'}" in run_calibrate.fails("--format", "vllm-json")
     assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
 
 

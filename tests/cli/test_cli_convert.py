@@ -27,11 +27,15 @@ def test_scales_are_converted_into_a_checkpoint(run, tmp_path, model_folder):
     source, target = (tmp_path / name for name in ("source", "target"))
     scales = random_scales("tensor", num_layers=2)
     scales.save_pretrained(source)
-    options = ("--checkpoint", model_folder, "--weights", "link")
-    out, _ = run("convert", source, target, "--to", "compressed-tensors", *options)
+    out, _ = run(
+        "convert", source, target, "--to", "compressed-tensors", "--checkpoint", model_folder,
+        "--weights", "link",
+    )  # fmt: skip
     assert str(target / "model-kv-scales.safetensors") in out.splitlines()
-    weights = Path(model_folder) / "model.safetensors"
-    assert any(path.samefile(weights) for path in target.glob("*.safetensors"))
+    assert any(
+        path.samefile(Path(model_folder) / "model.safetensors")
+        for path in target.glob("*.safetensors")
+    )
     assert_holds(target, scales, "compressed-tensors")
 
 
@@ -39,12 +43,13 @@ def test_model_type_and_tp_size_and_overwrite_reach_the_library(run, tmp_path):
     source, target = (tmp_path / name for name in ("source", "target"))
     KVScales(random_scales("tensor").layers).save_pretrained(source)
     arguments = ("convert", source, target, "--to", "vllm-json", "--tp-size", 2)
-    _, stderr = run(*arguments)
-    assert "model_type is unknown" in stderr
+    assert "model_type is unknown" in run(*arguments)[1]
     assert "--overwrite" in run.fails(*arguments)
     run(*arguments, "--overwrite", "--model-type", "qwen2")
-    path = target / "kv_cache_scales.json"
-    assert KVScales.from_file(path, tp_rank=1, tp_size=2).model_type == "qwen2"
+    assert (
+        KVScales.from_file(target / "kv_cache_scales.json", tp_rank=1, tp_size=2).model_type
+        == "qwen2"
+    )
 
 
 def test_scales_of_another_model_require_lenient(run, tmp_path):
@@ -52,6 +57,5 @@ def test_scales_of_another_model_require_lenient(run, tmp_path):
     random_scales("tensor").save_pretrained(source)
     arguments = ["convert", source, target, "--to", "tgi", "--model-type", "qwen2"]
     assert "--lenient" in run.fails(*arguments)
-    warnings = run.json(*arguments, "--lenient")["warnings"]
-    assert any("'llama'" in message for message in warnings)
+    assert any("'llama'" in message for message in run.json(*arguments, "--lenient")["warnings"])
     assert KVScales.from_pretrained(target).model_type == "qwen2"

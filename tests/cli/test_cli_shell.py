@@ -16,23 +16,6 @@ from hf_fp8kv.scales import SCALE_FORMATS, Granularity
 from hf_fp8kv.scales.save import Weights
 
 
-@pytest.fixture
-def complete(monkeypatch, capsys):
-    """Return a function that returns the completions of a line's last word, as in a shell."""
-
-    def complete_line(line: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])
-        monkeypatch.setenv("_HF_FP8KV_COMPLETE", "complete_bash")
-        monkeypatch.setenv("COMP_WORDS", line)
-        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        assert not exit_info.value.code
-        return capsys.readouterr().out.split("\n")[:-1]
-
-    return complete_line
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -43,8 +26,15 @@ def complete(monkeypatch, capsys):
         ("hf-fp8kv convert a b --to ", list(SCALE_FORMATS)),
     ],
 )
-def test_a_shell_completes_words(complete, line, expected):
-    assert complete(line) == expected
+def test_a_shell_completes_the_last_word(monkeypatch, capsys, line, expected):
+    monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])
+    monkeypatch.setenv("_HF_FP8KV_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert not exit_info.value.code
+    assert capsys.readouterr().out.split("\n")[:-1] == expected
 
 
 def test_python_m_runs_the_same_command(monkeypatch, capsys):
@@ -100,8 +90,7 @@ def test_the_names_of_the_command_line_are_those_of_the_package():
     arguments = cli.arguments
     assert tuple(formats.FORMATS) == arguments.FORMATS
     assert formats.ALIASES == arguments.ALIASES
-    constants = ("DEFAULT_DTYPE", "STATIC_DTYPE", "AUTO", "ADAPTIVE")
-    for name in constants:
+    for name in ("DEFAULT_DTYPE", "STATIC_DTYPE", "AUTO", "ADAPTIVE"):
         assert getattr(formats, name) == getattr(arguments, name)
     assert ops.BACKEND_CHOICES == arguments.BACKENDS
     assert tuple(SCALE_FORMATS) == arguments.SCALE_FORMATS

@@ -92,8 +92,7 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
         slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
     assert {tensor.get_dtype() for tensor in slices} == {"BF16"}
     assert sum(math.prod(tensor.get_shape()) for tensor in slices) == 134_515_008
-    template = (demo_model_path / "chat_template.jinja").read_text()
-    assert "<|im_start|>assistant" in template
+    assert "<|im_start|>assistant" in (demo_model_path / "chat_template.jinja").read_text()
 
 
 def test_the_error_for_a_full_disk_names_hf_home(tmp_path, monkeypatch):
