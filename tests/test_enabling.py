@@ -120,10 +120,9 @@ def test_a_compiled_model_is_enabled(is_called: bool) -> None:
     model, inputs = build_model("llama", num_hidden_layers=1)
     compiled: Any = torch.compile(model, backend="eager")
     assert enable(compiled, training="stored") is compiled
-    digest = generate_digest(compiled, inputs)
     # A growing cache would break the graph in each layer.
     cache = FP8PagedCache(compiled, prefill="stored", max_cache_len=64)
-    assert digest == read_digest(cache) == choose_plan(compiled).digest
+    assert generate_digest(compiled, inputs) == read_digest(cache) == choose_plan(compiled).digest
     if is_called:
         expected = model(**inputs).logits
         assert_same(compiled(**inputs).logits, expected)
@@ -132,10 +131,12 @@ def test_a_compiled_model_is_enabled(is_called: bool) -> None:
 
 def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
     model, _ = build_model("llama")
-    with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
-        FP8PagedCache(torch.nn.DataParallel(model))
-    for value in ("some/model", type(model), 3):
-        with pytest.raises(ConfigError, match=r"^config: expected a model, its config or None"):
+    unsupported = "config: expected a model, its config or None"
+    for value, message in (
+        (torch.nn.DataParallel(model), "model: .*Pass the model inside it"),
+        ("some/model", unsupported), (type(model), unsupported), (3, unsupported),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{message}"):
             FP8PagedCache(value)
 
 
@@ -257,11 +258,10 @@ def test_a_cache_of_a_model_equals_a_cache_with_its_plan(tmp_path: Path) -> None
     model.set_attn_implementation("fp8_paged")
     tokens = model.generate(**inputs, **GREEDY, past_key_values=cache)
     assert_same(model.generate(**inputs, **GREEDY, past_key_values=expected), tokens)
-    path = cache.save(tmp_path / "cache.safetensors")
     # tests/cache/test_machine.py compares the contents of copies.
     for copied_cache in (
         copy.copy(cache), copy.deepcopy(cache), cache.fork(), pickle.loads(pickle.dumps(cache)),
-        FP8PagedCache.load(path),
+        FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
     ):  # fmt: skip
         assert copied_cache.plan == cache.plan == expected.plan
         assert read_digest(copied_cache) == plan.digest
@@ -284,8 +284,7 @@ def test_cross_attention_stays_plain(name: str) -> None:
     enable(model)
     caches = generate_and_get_cache(model, inputs)
     assert isinstance(caches, EncoderDecoderCache)
-    footprint = caches.cross_attention_cache.memory_footprint()
-    assert {*footprint.layers_by_plan} == {PLAIN}
+    assert {*caches.cross_attention_cache.memory_footprint().layers_by_plan} == {PLAIN}
     cache = FP8PagedCache(model)
     assert cache.plan == caches.self_attention_cache.plan
     disable(model)
@@ -379,14 +378,14 @@ def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion() -> No
     model, inputs = build_model("llama")
     model.generate(**enable(model, "fp8") and inputs, **GREEDY)
     assert summary(model).footprint.layers_by_plan == {"K fp8_e4m3, V fp8_e4m3": 2}
-    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'page_size'\?"):
-        enable(model, page_sise=32)
-    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'deterministic'\?"):
-        enable(model, determinstic=True)
-    with pytest.raises(ConfigError, match=r"serving.enable: expected .* got max_pages. Set pages"):
-        serving.enable(model, max_pages=3)
-    with pytest.raises(ConfigError, match=r"Did you mean 'scales'\?"):
-        serving.enable(model, scale=1.0)
+    for function, keywords, message in (
+        (enable, {"page_sise": 32}, r"enable: expected .*Did you mean 'page_size'\?"),
+        (enable, {"determinstic": True}, r"enable: expected .*Did you mean 'deterministic'\?"),
+        (serving.enable, {"max_pages": 3}, r"serving.enable: expected .* got max_pages. Set pages"),
+        (serving.enable, {"scale": 1.0}, r"Did you mean 'scales'\?"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            function(model, **keywords)
 
 
 def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step() -> None:
@@ -398,6 +397,5 @@ def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step() -> None:
         model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
         optimizer.step()
         with torch.no_grad():
-            cache = FP8PagedCache(model, prefill="stored")
-            expected = model(**inputs, **{CACHE: cache}).logits
+            expected = model(**inputs, **{CACHE: FP8PagedCache(model, prefill="stored")}).logits
             torch.testing.assert_close(model(**inputs, use_cache=False).logits, expected)

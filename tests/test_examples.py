@@ -47,11 +47,9 @@ NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 3, 64, 64  # of SmolLM2-135M and its cache
 DENSE_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2
 PAGED_BYTES = NUM_KV_HEADS * 2 * (HEAD_DIM + 2)
 
-RunExample = Callable[..., str]
-
 
 @pytest.fixture
-def run_example(num_layers: int, monkeypatch, capsys) -> RunExample:  # noqa: F811
+def run_example(num_layers: int, monkeypatch, capsys) -> Callable[..., str]:  # noqa: F811
     """Return a function that runs an example with arguments, and returns its output."""
 
     def run_script(name: str, *arguments: str) -> str:
@@ -81,8 +79,11 @@ def test_examples_are_short_documented_and_tested():
         assert len(text.splitlines()) <= (80 if name in TESTED_ELSEWHERE else 70), name
         docstring = ast.get_docstring(ast.parse(text))
         assert f"\n    python examples/{name}\n" in docstring, f"{name} does not show how to run it"
-    page = (EXAMPLES / "README.md").read_text()
-    titles = re.findall(r"^## (\w+\.py)\n(?:(?!^## ).*\n)*?```text\n", page, re.MULTILINE)
+    titles = re.findall(
+        r"^## (\w+\.py)\n(?:(?!^## ).*\n)*?```text\n",
+        (EXAMPLES / "README.md").read_text(),
+        re.MULTILINE,
+    )
     assert titles == sorted(ARGUMENTS)  # with their output
 
 
@@ -133,8 +134,10 @@ def test_a_prompt_fits_only_in_8_bits():
     8-bit pages need 100 MiB, and a `DynamicCache` 150 MiB. Each thread adds a stack and a heap.
     """
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "out_of_memory.py")]
-    options = {"capture_output": True, "text": True, "check": True}
-    options["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = {
+        "capture_output": True, "text": True, "check": True,
+        "env": os.environ | {"OMP_NUM_THREADS": "1"},
+    }  # fmt: skip
     output = subprocess.run(command, **options).stdout
     assert output.splitlines()[2:] == [
         "transformers: out of memory", "transformers, in chunks: out of memory",
@@ -220,8 +223,7 @@ def test_the_notebook_measures_each_cache(num_layers, capsys):  # noqa: F811
 @pytest.mark.full  # in the fast tier, tests/serving tests several clients of one server
 def test_one_server_answers_sixteen_clients(monkeypatch, capsys, tmp_path):
     # The model is in float32, where answers do not depend on the batch.
-    model = save_chat_model(tmp_path)
-    arguments = [*ARGUMENTS["serve_client.py"], "--model", model]
+    arguments = [*ARGUMENTS["serve_client.py"], "--model", save_chat_model(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["serve_client.py", *arguments])
     runpy.run_path(str(EXAMPLES / "serve_client.py"), run_name="__main__")
     output = capsys.readouterr().out

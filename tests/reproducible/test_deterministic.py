@@ -39,8 +39,7 @@ def read_chunks(model: Any, ids: Tensor, sizes: list[int] | int, cache: Any = No
 def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
     sizes: list[int] = []
     while (num_left := num_tokens - sum(sizes)) > 0:
-        max_size = rng.choice([1, 3, PAGE_SIZE, 40, num_tokens])
-        sizes.append(min(num_left, rng.randint(1, max_size)))
+        sizes.append(min(num_left, rng.randint(1, rng.choice([1, 3, PAGE_SIZE, 40, num_tokens]))))
     return sizes
 
 
@@ -48,7 +47,7 @@ def draw_chunk_sizes(rng: random.Random, num_tokens: int) -> list[int]:
     ("name", "dtype"), [*((name, torch.float32) for name in MODELS), ("latent", torch.bfloat16)]
 )
 def test_batches_and_chunks_change_no_bit(name: str, dtype: torch.dtype) -> None:
-    model, _ = build_variant(name, attn_implementation="fp8_paged", dtype=dtype)
+    model = build_variant(name, attn_implementation="fp8_paged", dtype=dtype)[0]
     enable(model, deterministic=True, page_size=PAGE_SIZE)
     num_tokens, rng = NUM_TOKENS_BY_MODEL.get(name, 90), random.Random(name)
     ids = make_ids(5, num_tokens)
@@ -79,8 +78,10 @@ def test_a_prefix_store_separates_deterministic_pages(tmp_path: Path) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     ids, logits = make_ids(1, 40), {}
     for deterministic in (False, True, True):
-        keywords = {"deterministic": deterministic, "page_size": PAGE_SIZE}
-        enable(model, prefix_store=PrefixStore(tmp_path), **keywords)
+        enable(
+            model, prefix_store=PrefixStore(tmp_path), deterministic=deterministic,
+            page_size=PAGE_SIZE,
+        )  # fmt: skip
         result = model.generate(
             ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
         )
@@ -156,8 +157,9 @@ def test_deterministic_modules_give_the_stock_results_and_gradients(
         inputs = states.clone().requires_grad_()
         output = model.extra(inputs)
         (output.sin() * torch.arange(output.shape[-1])).sum().backward()
-        weights = [weight.grad for weight in model.extra.parameters()]
-        outputs_and_gradients.append([output, inputs.grad, *weights])
+        outputs_and_gradients.append(
+            [output, inputs.grad, *(weight.grad for weight in model.extra.parameters())]
+        )
     torch.testing.assert_close(*outputs_and_gradients)
 
 
@@ -224,9 +226,8 @@ def test_modules_added_later_are_refused(module: torch.nn.Module) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     enable(model, deterministic=True)
     model.lm_head = module
-    cache = FP8PagedCache(model, prefill="stored")
     with pytest.raises(ConfigError, match=f"got a new {type(module).__name__}"):
-        model(make_ids(1, 9), past_key_values=cache)
+        model(make_ids(1, 9), past_key_values=FP8PagedCache(model, prefill="stored"))
 
 
 def test_tokens_may_match_the_number_of_experts() -> None:
@@ -237,8 +238,9 @@ def test_tokens_may_match_the_number_of_experts() -> None:
             buffer.normal_()
     enable(model, deterministic=True, page_size=PAGE_SIZE)
     ids = make_ids(model.config.num_local_experts, 20)
-    logits = read_chunks(model, ids[:1], [20])[0]
-    assert torch.equal(read_chunks(model, ids, [1] * 20)[0][:1], logits)
+    assert torch.equal(
+        read_chunks(model, ids, [1] * 20)[0][:1], read_chunks(model, ids[:1], [20])[0]
+    )
 
 
 class Router(torch.nn.Module):
@@ -256,8 +258,7 @@ def test_routers_strided_rows_and_softmax_change_no_bit() -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
     model.router, model.linear = Router(), torch.nn.Linear(64, 6)
     model.softmax = torch.nn.Softmax(-1)
-    states = torch.randn(2 * BLOCK_ROWS, 129, generator=torch.Generator().manual_seed(0))
-    rows = states[:, 1:65]
+    rows = torch.randn(2 * BLOCK_ROWS, 129, generator=torch.Generator().manual_seed(0))[:, 1:65]
     enable(model, deterministic=True)
     for module in (model.router, model.linear):
         batched, single_rows = module(rows), [module(row[None]) for row in rows.clone()]

@@ -133,12 +133,15 @@ def test_the_rounding_matches_a_cache(format_name: str, kind: str, dtype: torch.
     scales = make_scales(has_center=True) if kind == "static" else None
     options = {"prefill": "stored", "dtype": format_name, "scales": scales, "page_size": PAGE_SIZE}
     cache = FP8PagedCache(**options, backend="reference")
-    generator = torch.Generator().manual_seed(2)
-    states = torch.randn(2, 2, 2, NUM_TOKENS, 16, generator=generator).to(dtype)
+    states = torch.randn(2, 2, 2, NUM_TOKENS, 16, generator=torch.Generator().manual_seed(2)).to(
+        dtype
+    )
     rounding = StoredRounding(FP8PagedCache(**options).options, 1, *states)
-    rounded_states = rounding.read(rounding.store(*states), *states)
     for states_of_side, handle, rounded in zip(
-        states, cache.update(*states, 1), rounded_states, strict=True
+        states,
+        cache.update(*states, 1),
+        rounding.read(rounding.store(*states), *states),
+        strict=True,
     ):
         assert rounded.dtype == dtype
         assert torch.equal(rounded, handle.dense().to(dtype))
@@ -164,10 +167,10 @@ def test_layers_may_share_keys_or_have_no_pages(name: str) -> None:
     """A layer that reads the keys of an earlier layer rounds with the scales of that layer."""
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
     indices = [layer.index for layer in FP8PagedCache(model.config).paged_layers]
-    layer_scales = {
-        i: (torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1))) for i in indices
-    }
-    scales = KVScales({i: LayerScales(k, v) for i, (k, v) in layer_scales.items()})
+    scales = KVScales({
+        i: LayerScales(torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1)))
+        for i in indices
+    })  # fmt: skip
     unrounded = model(**inputs, use_cache=False).logits
     enable(model, training="stored", scales=scales)
     actual = model(**inputs, use_cache=False).logits
@@ -259,5 +262,6 @@ def test_a_compiled_model_follows_each_enable() -> None:
     for training in ("stored", None, "stored", None):
         enable(model, dtype="int6", training=training)
         with torch.no_grad():
-            logits = compiled(ids, use_cache=False).logits
-            assert torch.equal(logits, model(ids, use_cache=False).logits)
+            assert torch.equal(
+                compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits
+            )

@@ -28,10 +28,10 @@ def compute_rounding_errors(
 ) -> Any:
     """Return the errors of K and V after a layer's pages have stored them."""
     cache = FP8PagedCache(config, prefill="stored", page_size=PAGE_SIZE, **options)
-    handles = cache.update(key.detach(), value.detach(), layer)
+    exact_states = key.detach(), value.detach()
     return [
-        handle.dense().to(key) - exact.detach()
-        for handle, exact in zip(handles, (key, value), strict=True)
+        handle.dense().to(key) - exact
+        for handle, exact in zip(cache.update(*exact_states, layer), exact_states, strict=True)
     ]
 
 
@@ -70,12 +70,10 @@ def test_gradients_of_a_model_match_constant_errors(
     name: str, options: dict[str, Any], add_errors: Callable[..., None]
 ) -> None:
     grads = []
-    enable_rounding = functools.partial(enable, training="stored")
-    for switch in (add_errors, enable_rounding):
+    for switch in (add_errors, functools.partial(enable, training="stored")):
         model, _ = build_variant(name, attn_implementation="eager")
         switch(model, **options)
-        model.train()
-        log_probs = score_texts(model)
+        log_probs = score_texts(model.train())
         log_probs[:, 7].mean().backward()
         grads.append([log_probs, *(weight.grad for weight in model.parameters())])
     for expected, actual in zip(*grads, strict=True):
@@ -89,17 +87,18 @@ def test_gradients_of_a_model_match_constant_errors(
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged")
-    enable(model, training="stored", dtype="fp8_e4m3")
-    model.train()
-    # The method has different names in transformers 6 and 5.
-    name = "activation_checkpointing_enable"
-    enable_checkpointing = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable(model, training="stored", dtype="fp8_e4m3").train()
+    # Older versions only have the second name, which transformers 6 removes.
+    enable_checkpointing = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     grads = []
     for switch in (dict, enable_checkpointing):
         switch({"use_reentrant": use_reentrant})
         model.zero_grad()
-        log_probs = score_texts(model, use_cache=None)  # as in trainers that keep use_cache=True
-        log_probs[:, 7].mean().backward()
+        # Some trainers keep use_cache=True.
+        score_texts(model, use_cache=None)[:, 7].mean().backward()
         grads.append([weight.grad for weight in model.parameters()])
     torch.testing.assert_close(*grads)
 
@@ -108,15 +107,13 @@ def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_step_has_the_same_gradients() -> None:
     model, _ = build_variant("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
-    enable(model, training="stored", scales=make_scales(has_center=True), backend="torch")
-    model.train()
+    enable(model, training="stored", scales=make_scales(has_center=True), backend="torch").train()
     grads = []
     for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         model.zero_grad()
         logits = function(make_texts()[0], use_cache=False).logits
         logits.log_softmax(-1)[..., 7].mean().backward()
         grads.append([logits, *(weight.grad for weight in model.parameters())])
-    unrounded = disable(model)(make_texts()[0], use_cache=False).logits
-    assert_near(grads[1][0], grads[0][0], unrounded)
+    assert_near(grads[1][0], grads[0][0], disable(model)(make_texts()[0], use_cache=False).logits)
     for eager, compiled in zip(*grads, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.05 * eager.abs().max().item())
