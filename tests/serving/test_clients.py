@@ -23,8 +23,7 @@ from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 from pydantic import TypeAdapter  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-REQUESTS_FILE = Path(__file__).with_name("client_requests.json")
-REQUESTS = json.loads(REQUESTS_FILE.read_text())
+REQUESTS = json.loads(Path(__file__).with_name("client_requests.json").read_text())
 VOCAB_SIZE = 95
 EVENT_ADAPTER = TypeAdapter(ResponseStreamEvent)
 
@@ -33,9 +32,8 @@ EVENT_ADAPTER = TypeAdapter(ResponseStreamEvent)
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clients")
     (folder / "template").write_text(TOOLS_TEMPLATE)
-    model = save_chat_model(folder, context=4096)
     options = ("--chat-template", str(folder / "template"), "--cb-num-blocks", "256")
-    with HostedServer(model, *options) as server:
+    with HostedServer(save_chat_model(folder, context=4096), *options) as server:
         yield server
 
 
@@ -51,8 +49,8 @@ def adapt_request(fields: dict) -> dict:
     if "regex" in structured_outputs:  # the tiny model has no token for line breaks
         fields["structured_outputs"] = {"regex": structured_outputs["regex"].replace(r"\n", " ")}
     if find_text_schema(fields) or forces_call(fields):
-        limits = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        fields |= {name: 150 for name in limits if name in fields}
+        limits = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+        fields |= dict.fromkeys(limits & fields.keys(), 150)
     return fields
 
 
@@ -88,8 +86,9 @@ def check_stream(path: str, fields: dict, text: str) -> None:
 
 
 def check_answer(path: str, fields: dict, text: str) -> None:
-    types = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}
-    response = parse(types[path], text)
+    response = parse(
+        {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}[path], text
+    )
     assert response.usage.total_tokens
     calls: list[Any] = []
     texts: list[str] = []

@@ -13,13 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 from tests.helpers.margins import require_wide_margins
-from tests.helpers.serve_process import (
-    Endpoint,
-    HostedServer,
-    generate_dense,
-    save_chat_model,
-    text_in,
-)
+from tests.helpers.serve_process import Endpoint, HostedServer, generate_dense, text_in
 
 pytestmark = pytest.mark.text
 
@@ -75,11 +69,6 @@ KIND_FIELDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("crowd"))
-
-
-@pytest.fixture(scope="module")
 def server(folder):
     options = ("--kv-cache-dtype", "auto", "--cb-num-blocks", str(NUM_PAGES))
     with HostedServer(folder, *options) as server:
@@ -100,12 +89,13 @@ def disconnect(server: Endpoint, index: int) -> None:
 
 def generate_answers(folder: str, num_requests: int) -> list[str]:
     model = LlamaForCausalLM.from_pretrained(folder)
-    answers = []
-    for index, prompt in enumerate(PROMPTS[:num_requests]):
-        processors = SeededSampling(index // 2), *require_wide_margins(1e-4)
-        answer = generate_dense(model, prompt, NEW_TOKENS, *processors)
-        answers.append(answer.replace("?", ""))  # "?" is the tokenizer's special token
-    return answers
+    answers = (
+        generate_dense(
+            model, prompt, NEW_TOKENS, SeededSampling(index // 2), *require_wide_margins(1e-4)
+        )
+        for index, prompt in enumerate(PROMPTS[:num_requests])
+    )
+    return [answer.replace("?", "") for answer in answers]  # "?" is the special token
 
 
 @pytest.mark.parametrize("num_requests", [20, pytest.param(NUM_REQUESTS, marks=pytest.mark.full)])

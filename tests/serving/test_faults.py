@@ -56,44 +56,36 @@ def _no_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def make_prompts() -> list[list[int]]:
-    """Return prompts that share pages, and that need more pages than the engine has."""
-    first_ids, second_ids = ([(seed * n) % 89 + 3 for n in range(1, 60)] for seed in (7, 31))
-    return [
-        first_ids,
-        first_ids[:40] + second_ids[:9],
-        second_ids,
-        first_ids[:18],
-        second_ids[:33] + first_ids[:5],
-    ]
-
-
 class Engines:
     """A model with its engines, a prefix store that they share, and the expected answers."""
 
     def __init__(self, name: str, folder: Path | None) -> None:
         self.model, _ = build_variant(name, max_position_embeddings=512, **MODEL_OPTIONS[name])
         self.folder = folder
-        self.prompts = make_prompts()
+        first_ids, second_ids = ([(seed * n) % 89 + 3 for n in range(1, 60)] for seed in (7, 31))
+        # These prompts share pages, and need more pages than the engine has.
+        self.prompts = [
+            first_ids,
+            first_ids[:40] + second_ids[:9],
+            second_ids,
+            first_ids[:18],
+            second_ids[:33] + first_ids[:5],
+        ]
         # This prompt and its answer need all pages.
         self.longest_prompt = [(5 * n) % 83 + 3 for n in range(NUM_PAGES * PAGE_SIZE - NUM_NEW)]
         self.model.set_attn_implementation("fp8_paged")
-        prompts = [*self.prompts, self.longest_prompt]
-        *self.answers, self.longest_answer = [
-            answer[:NUM_NEW] for answer in generate_each(self.model, prompts)
-        ]
+        answers = generate_each(self.model, [*self.prompts, self.longest_prompt])
+        *self.answers, self.longest_answer = (answer[:NUM_NEW] for answer in answers)
         self.model.set_attn_implementation("sdpa")
         self.enable()
 
     def enable(self) -> None:
-        store = None if self.folder is None else PrefixStore(self.folder)
-        self.store = store
-        serving.enable(self.model, prefix_store=store, probe=False)
+        self.store = None if self.folder is None else PrefixStore(self.folder)
+        serving.enable(self.model, prefix_store=self.store, probe=False)
 
     def make_manager(self) -> Any:
-        config = batching(num_pages=NUM_PAGES, max_batch_tokens=64)
         manager = self.model.init_continuous_batching(
-            generation_config=greedy(), continuous_batching_config=config
+            greedy(), batching(num_pages=NUM_PAGES, max_batch_tokens=64)
         )
         manager.warmup()
         return manager
@@ -134,13 +126,6 @@ class Engines:
             else:
                 assert list(output.generated_tokens) == answer, place
 
-    def check_engine(self, manager: Any, place: Any) -> None:
-        with run_manager(manager):
-            self.request(manager)
-            self.check_outputs(manager, place, has_failed=False)
-            answer = request_answer(manager, self.longest_prompt, NUM_NEW)
-            assert answer == self.longest_answer, place
-
     def check_fault(self, faults: Faults, place: Place, *, may_write: bool) -> None:
         """Let a call of a running engine fail at `place`, and check this and a new engine."""
         if may_write:
@@ -156,7 +141,11 @@ class Engines:
         assert self.model.config._attn_implementation == "sdpa", place
         manager, self.manager = self.manager, None
         memory = weakref.ref(manager.batch_processor.cache)
-        self.check_engine(manager, place)
+        with run_manager(manager):
+            self.request(manager)
+            self.check_outputs(manager, place, has_failed=False)
+            answer = request_answer(manager, self.longest_prompt, NUM_NEW)
+            assert answer == self.longest_answer, place
         if self.folder is not None:
             self.store.flush()
             assert not [*self.folder.glob(".*.part")], place

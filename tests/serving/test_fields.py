@@ -50,11 +50,6 @@ LOGPROB_TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("fields"))
-
-
-@pytest.fixture(scope="module")
 def model(folder):
     return LlamaForCausalLM.from_pretrained(folder).eval()
 
@@ -114,12 +109,15 @@ def test_logprobs_of_prompt_and_answer_match_the_model(server, model, stream, op
         expected = compute_logprobs(model, tokens)
         assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
         token_logprobs = expected[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        actual = torch.tensor(logprobs["token_logprobs"][1:])
-        torch.testing.assert_close(actual, token_logprobs, **LOGPROB_TOLERANCE)
-        top_values = expected[:-1].topk(3).values
+        torch.testing.assert_close(
+            torch.tensor(logprobs["token_logprobs"][1:]), token_logprobs, **LOGPROB_TOLERANCE
+        )
         for row, top in enumerate(logprobs["top_logprobs"][1:]):
-            actual = torch.tensor(sorted(top.values(), reverse=True)[:3])
-            torch.testing.assert_close(actual, top_values[row], **LOGPROB_TOLERANCE)
+            torch.testing.assert_close(
+                torch.tensor(sorted(top.values(), reverse=True)[:3]),
+                expected[row].topk(3).values,
+                **LOGPROB_TOLERANCE,
+            )
             assert logprobs["tokens"][row + 1] in top
             assert len(top) in (3, 4)
 
@@ -131,16 +129,20 @@ def test_logprobs_of_a_chat_match_the_model(server, model):
     assert "".join(token_logprob["token"] for token_logprob in tokens) == choice["text"]
     expected_logprobs = compute_logprobs(model, encode("why" + choice["text"]))
     for position, token_logprob in enumerate(tokens, 2):
-        largest = expected_logprobs[position].max().item()
-        torch.testing.assert_close(token_logprob["logprob"], largest, **LOGPROB_TOLERANCE)
+        torch.testing.assert_close(
+            token_logprob["logprob"], expected_logprobs[position].max().item(), **LOGPROB_TOLERANCE
+        )
         assert token_logprob["top_logprobs"][0] == {
             name: token_logprob[name] for name in ("token", "logprob", "bytes")
         }
         assert bytes(token_logprob["bytes"]).decode() == token_logprob["token"]
         assert len(token_logprob["top_logprobs"]) == 2
     (streamed,) = get_choices(server, CHAT, **fields, stream=True)
-    parts = [part["content"] for part in streamed["logprobs"] if part["content"]]
-    streamed_tokens = [[token_logprob["token"] for token_logprob in part] for part in parts]
+    streamed_tokens = [
+        [token_logprob["token"] for token_logprob in part["content"]]
+        for part in streamed["logprobs"]
+        if part["content"]
+    ]
     assert streamed_tokens == [[token_logprob["token"]] for token_logprob in tokens]
 
 
@@ -154,8 +156,10 @@ def make_tokenizer(decoder: str) -> Tokenizer:
         tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
     else:
-        words = ["\u2581", "\u2581a", "a", "b", "\u00e9", "\u2581Rome", "\u2581b"]
-        words += [f"<0x{byte:02X}>" for byte in range(256)]
+        words = [
+            "\u2581", "\u2581a", "a", "b", "\u00e9", "\u2581Rome", "\u2581b",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+        ]  # fmt: skip
         vocabulary = {word: index for index, word in enumerate(words)}
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
         tokenizer.normalizer = normalizers.Sequence(
@@ -226,8 +230,10 @@ def test_an_unknown_character_of_a_prompt_does_not_shift_offsets(server):
 def test_the_bytes_of_tokens_are_the_text(byte_server):
     server, _ = byte_server
     text = "Rome \U0001f30d\U0001f534 \u00e9 \U0001f9d1\u200d\U0001f680"
-    fields = {"messages": MESSAGES, "max_tokens": 60, "logprobs": True, "top_logprobs": 3}
-    fields["structured_outputs"] = {"choice": [text]}
+    fields = {
+        "messages": MESSAGES, "max_tokens": 60, "logprobs": True, "top_logprobs": 3,
+        "structured_outputs": {"choice": [text]},
+    }  # fmt: skip
     for stream in (False, True):
         (choice,) = get_choices(server, CHAT, **fields, stream=stream)
         token_logprobs = [*chain.from_iterable(part["content"] for part in choice["logprobs"])]
@@ -244,8 +250,8 @@ def test_the_bytes_of_tokens_are_the_text(byte_server):
 
 def test_a_prompt_without_an_answer_is_echoed_with_logprobs(server):
     fields = {"prompt": [encode("first"), encode("second one")], "max_tokens": 0, "echo": True}
-    usage = server.answer(COMPLETIONS, **fields, logprobs=1)["usage"]
-    assert usage["completion_tokens"] == 0
+    answer = server.answer(COMPLETIONS, **fields, logprobs=1)
+    assert answer["usage"]["completion_tokens"] == 0
     for stream in (False, True):
         choices = get_choices(server, **fields, logprobs=1, stream=stream)
         assert [choice["text"] for choice in choices] == ["first", "second one"]
@@ -270,12 +276,13 @@ def test_an_answer_and_its_logprobs_end_before_a_stop_string(server, path, strea
     """The usage counts the tokens of the stop string, which may end at the limit of new tokens."""
     fields = {CHAT: {"messages": MESSAGES, "logprobs": True},
               COMPLETIONS: {"prompt": "why", "logprobs": 1}}[path]  # fmt: skip
-    fields["max_tokens"] = 40
-    (choice,) = get_choices(server, path, **fields)
+    (choice,) = get_choices(server, path, **fields, max_tokens=40)
     stop = choice["text"][start : start + 4]
     kept_text = choice["text"][: choice["text"].index(stop)]
-    fields |= {"stop": [stop, "no such text"], "stream": stream}
-    fields["max_tokens"] = len(kept_text + stop) + extra
+    fields |= {
+        "stop": [stop, "no such text"], "stream": stream,
+        "max_tokens": len(kept_text + stop) + extra,
+    }  # fmt: skip
     (choice,) = get_choices(server, path, **fields)
     assert (choice["text"], choice["finish_reason"]) == (kept_text, "stop")
     if path == CHAT:
@@ -288,22 +295,23 @@ def test_an_answer_and_its_logprobs_end_before_a_stop_string(server, path, strea
         tokens = join_logprobs(choice)["tokens"]
     assert "".join(tokens) == kept_text
     if not stream:
-        usage = server.answer(path, **fields)["usage"]
-        assert usage["completion_tokens"] == len(kept_text + stop)
+        answer = server.answer(path, **fields)
+        assert answer["usage"]["completion_tokens"] == len(kept_text + stop)
 
 
 def test_logprobs_of_impossible_tokens_are_finite():
-    minus_infinity = float("-inf")
-    (token_logprob,) = sampling.make_logprobs(torch.tensor([[0.0, minus_infinity, 0.0]]), [1], 3)
+    (token_logprob,) = sampling.make_logprobs(torch.tensor([[0.0, -torch.inf, 0.0]]), [1], 3)
     assert token_logprob.logprob == -9999
     assert min(logprob for _, logprob in token_logprob.top_tokens) == -9999
 
 
 @pytest.mark.parametrize(("path", "stream"), [(CHAT, True), (COMPLETIONS, False)])
 def test_several_answers_match_answers_of_consecutive_seeds(server, path, stream):
-    fields = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": PROMPT}}[path]
-    fields = {**fields, "max_tokens": 10, "temperature": 1.2, "stream": stream}
-    best_of = {"best_of": 3} if path == COMPLETIONS else {}
+    fields, best_of = {
+        CHAT: ({"messages": MESSAGES}, {}),
+        COMPLETIONS: ({"prompt": PROMPT}, {"best_of": 3}),
+    }[path]
+    fields |= {"max_tokens": 10, "temperature": 1.2, "stream": stream}
     joint_choices = get_choices(server, path, **fields, n=3, seed=2**63 - 2, **best_of)
     single_choices = [
         *chain.from_iterable(
@@ -331,8 +339,8 @@ def test_lists_of_prompts_and_of_token_ids_get_the_answers_of_single_prompts(ser
     expected = [get_choices(server, prompt=prompt, max_tokens=8)[0]["text"] for prompt in prompts]
     for batch in (prompts, [*map(encode, prompts)], [prompts[0], encode(prompts[1]), prompts[2]]):
         for stream in (False, True):
-            answers = get_choices(server, prompt=batch, max_tokens=8, stream=stream)
-            assert [choice["text"] for choice in answers] == expected
+            choices = get_choices(server, prompt=batch, max_tokens=8, stream=stream)
+            assert [choice["text"] for choice in choices] == expected
     assert get_choices(server, prompt=encode("one"), max_tokens=8)[0]["text"] == expected[0]
     (choice,) = get_choices(server, prompt=encode("one"), max_tokens=8, echo=True)
     assert choice["text"] == "one" + expected[0]
@@ -360,15 +368,14 @@ def test_penalties_and_biases_match_generate(server, model):
     plain_text = generate_dense(model, PROMPT, 40)
     logit_bias = dict.fromkeys(encode(plain_text[:2]), -3.0) | {7: 2.5}
     processor = SequenceBiasLogitsProcessor({(token,): bias for token, bias in logit_bias.items()})
-    cases = [
+    for fields, processors in (
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
         (
             {"presence_penalty": 0.8, "frequency_penalty": 0.6},
             [OpenAIPenalties(len(PROMPT), 0.8, 0.6)],
         ),
         ({"logit_bias": {str(token): bias for token, bias in logit_bias.items()}}, [processor]),
-    ]
-    for fields, processors in cases:
+    ):
         expected = generate_dense(model, PROMPT, 40, *processors)
         assert expected != plain_text
         (completion,) = get_choices(server, prompt=PROMPT, max_tokens=40, **fields)
@@ -383,11 +390,10 @@ def test_stop_tokens_end_an_answer_after_min_tokens(server, model):
     stop = text[12]
     first_end, second_end = text.index(stop), text.index(stop, text.index(stop) + 1)
     fields = {"prompt": PROMPT, "max_tokens": 60}
-    stop_tokens = encode(stop)
-    (choice,) = get_choices(server, **fields, stop_token_ids=stop_tokens)
+    (choice,) = get_choices(server, **fields, stop_token_ids=encode(stop))
     assert (choice["text"], choice["finish_reason"]) == (text[:first_end], "stop")
     fields["min_tokens"] = first_end + 1
-    (choice,) = get_choices(server, **fields, stop_token_ids=stop_tokens)
+    (choice,) = get_choices(server, **fields, stop_token_ids=encode(stop))
     assert len(choice["text"]) >= first_end + 1
     assert stop not in choice["text"]
     (choice,) = get_choices(server, **fields, stop=stop)
@@ -427,13 +433,6 @@ CLOCK = {
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, CLOCK)]
 
 
-def is_valid_call(call: dict) -> bool:
-    arguments = json.loads(call["function"]["arguments"])
-    values = {"clock": [*range(10)], "weather": ["today", "tomorrow"]}[call["function"]["name"]]
-    names = {"clock": {"zone"}, "weather": {"day"}}[call["function"]["name"]]
-    return arguments.keys() == names and {*arguments.values()} <= {*values}
-
-
 def test_required_tools_are_called(server):
     def call_tool(seed: int = 0, **fields: object) -> str:
         (choice,) = get_choices(
@@ -442,14 +441,21 @@ def test_required_tools_are_called(server):
         )  # fmt: skip
         assert choice["finish_reason"] == "tool_calls"
         (call,) = choice["calls"]
-        assert is_valid_call(call)
+        arguments = json.loads(call["function"]["arguments"])
+        name, values = {
+            "clock": ("zone", range(10)), "weather": ("day", ["today", "tomorrow"]),
+        }[call["function"]["name"]]  # fmt: skip
+        assert arguments.keys() == {name}
+        assert arguments[name] in values
         return call["function"]["name"]
 
-    required = {"tool_choice": "required", "parallel_tool_calls": False}
-    assert {call_tool(seed, **required) for seed in range(6)} == {"weather", "clock"}
+    assert {
+        call_tool(seed, tool_choice="required", parallel_tool_calls=False) for seed in range(6)
+    } == {"weather", "clock"}
     # Instructor also sends a format. OpenAI's `response_format` applies to texts, not to calls.
-    json_schema = {"name": "x", "schema": {"type": "object"}}
-    response_format = {"type": "json_schema", "json_schema": json_schema}
+    response_format = {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}},
+    }  # fmt: skip
     tool_choice = {"type": "function", "function": {"name": "clock"}}
     assert call_tool(tool_choice=tool_choice, response_format=response_format) == "clock"
     fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 4, "stream": True}
@@ -467,11 +473,12 @@ def test_a_message_without_calls_keeps_its_content(server, calls):
 
 
 def test_a_response_calls_a_named_tool(server):
-    tools = [{"type": "function", **function} for function in (WEATHER, CLOCK)]
-    tool_choice = {"type": "function", "name": "weather"}
-    fields = {"input": "why", "tools": tools, "tool_choice": tool_choice, "max_output_tokens": 60}
-    output_items = server.answer(RESPONSES, **fields)["output"]
-    (call,) = [item for item in output_items if item["type"] == "function_call"]
+    response = server.answer(
+        RESPONSES, input="why", max_output_tokens=60,
+        tools=[{"type": "function", **function} for function in (WEATHER, CLOCK)],
+        tool_choice={"type": "function", "name": "weather"},
+    )  # fmt: skip
+    (call,) = [item for item in response["output"] if item["type"] == "function_call"]
     assert call["name"] == "weather"
     assert json.loads(call["arguments"])["day"] in ("today", "tomorrow")
 
@@ -479,18 +486,18 @@ def test_a_response_calls_a_named_tool(server):
 def test_a_truncated_list_of_calls_keeps_complete_calls_or_the_text(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
 
-    def read_parts(text: str) -> list[object]:
+    for text, expected in (
+        ('[{"name": "f", "param', ['[{"name": "f", "param']),
+        ('[{"name": "f", "parameters": {"x": "], "}}, {"name": "g", "parameters": {"y',
+         [("f", {"x": "], "})]),
+        ('[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"y": []}}]',
+         [("f", {}), ("g", {"y": []})]),
+        ("", []),
+    ):  # fmt: skip
         decoder = AnswerDecoder(tokenizer, forced_tool="")
         assert decoder.add_tokens(encode(text)) == []
         parts = decoder.finish()
-        return [part.text or (part.call[0], json.loads(part.call[1])) for part in parts]
-
-    assert read_parts('[{"name": "f", "param') == ['[{"name": "f", "param']
-    truncated_text = '[{"name": "f", "parameters": {"x": "], "}}, {"name": "g", "parameters": {"y'
-    assert read_parts(truncated_text) == [("f", {"x": "], "})]
-    complete_text = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"y": []}}]'
-    assert read_parts(complete_text) == [("f", {}), ("g", {"y": []})]
-    assert read_parts("") == []
+        assert [x.text or (x.call[0], json.loads(x.call[1])) for x in parts] == expected
 
 
 MISSING_TOOL_CHOICE = {"type": "function", "function": {"name": "missing"}}
@@ -516,18 +523,14 @@ def test_invalid_tools_are_rejected(server, field, fields):
     assert (status, json.loads(text)["error"]["param"]) == (400, field)
 
 
-def join_text(parts: list[AnswerPart]) -> str:
-    return "".join(part.text for part in parts)
-
-
-def join_reasoning(parts: list[AnswerPart]) -> str:
-    return "".join(part.reasoning for part in parts)
+def join_parts(parts: list[AnswerPart]) -> tuple[str, str]:
+    return "".join(part.text for part in parts), "".join(part.reasoning for part in parts)
 
 
 def make_byte_decoder(**options: object) -> AnswerDecoder:
     """Return a decoder for tokens of single bytes, as in models with SentencePiece."""
-    vocabulary = {"a": 0, "b": 1, "\u2581c": 2}
-    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    bytes_vocabulary = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary = {"a": 0, "b": 1, "\u2581c": 2, **bytes_vocabulary}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -541,7 +544,7 @@ def test_undecodable_bytes_do_not_end_an_answer():
     for _ in range(100):
         byte_tokens = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
         decoder = make_byte_decoder(stop_strings=["b"])
-        text = join_text(decoder.add_tokens([0, *byte_tokens, 2, 1, 0, 2]))
+        text, _ = join_parts(decoder.add_tokens([0, *byte_tokens, 2, 1, 0, 2]))
         assert decoder.is_stopped
         assert decoder.finish() == []
         assert (text[0], text[-2:]) == ("a", " c")
@@ -549,15 +552,17 @@ def test_undecodable_bytes_do_not_end_an_answer():
 
 def test_tokens_of_an_incomplete_character_are_not_lost():
     decoder = make_byte_decoder()
-    parts = [*decoder.add_tokens([0, 3 + 0xC3]), *decoder.finish()]
-    assert join_text(parts) == "a\ufffd"
+    assert join_parts(decoder.add_tokens([0, 3 + 0xC3]) + decoder.finish()) == ("a\ufffd", "")
 
 
 @pytest.fixture
 def parser(folder):
     """Return a parser of reasoning and calls in the format of Qwen 3."""
-    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
-    return build_response_parser(AutoTokenizer.from_pretrained(folder), model, [])
+    return build_response_parser(
+        AutoTokenizer.from_pretrained(folder),
+        SimpleNamespace(config=SimpleNamespace(model_type="qwen3")),
+        [],
+    )
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
@@ -573,7 +578,7 @@ def test_reasoning_and_calls_are_parsed_until_a_stop_string(folder, parser, chun
     for start in range(0, len(tokens), chunk_size):
         parts += decoder.add_tokens(tokens[start : start + chunk_size])
     parts += decoder.finish()
-    assert (join_text(parts), join_reasoning(parts)) == ("wellEN", "so")
+    assert join_parts(parts) == ("wellEN", "so")
     assert [part.call for part in parts if part.call] == [("f", '{"x": 1}')] * 2
     assert decoder.num_calls == 2
     assert [part.num_tokens for part in parts] == sorted(part.num_tokens for part in parts)
@@ -582,7 +587,6 @@ def test_reasoning_and_calls_are_parsed_until_a_stop_string(folder, parser, chun
 
 def test_an_incomplete_message_keeps_its_text(folder, parser, monkeypatch):
     monkeypatch.setattr(parser, "finalize", Mock(side_effect=ValueError("incomplete")))
-    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    decoder = AnswerDecoder(tokenizer, parser=parser)
+    decoder = AnswerDecoder(AutoTokenizer.from_pretrained(folder).backend_tokenizer, parser=parser)
     parts = [*decoder.add_tokens(encode("<think>so</think>half")), *decoder.finish()]
-    assert (join_text(parts), join_reasoning(parts)) == ("half", "so")
+    assert join_parts(parts) == ("half", "so")

@@ -9,14 +9,7 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausal
 
 from hf_fp8kv import make_application, serving
 from hf_fp8kv.errors import ConfigError
-from tests.helpers.serve_process import (
-    NUM_PAGES,
-    PAGE_SIZE,
-    generate_paged,
-    parse_events,
-    save_chat_model,
-    text_in,
-)
+from tests.helpers.serve_process import NUM_PAGES, PAGE_SIZE, generate_paged, parse_events, text_in
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from starlette.applications import Starlette
@@ -38,11 +31,6 @@ VALID_REQUESTS: dict[str, dict] = {
     RESPONSES: {"input": QUESTION, "max_output_tokens": 9},
 }
 BATCHING_OPTIONS = {"num_blocks": NUM_PAGES, "block_size": PAGE_SIZE, "max_batch_tokens": 64}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return save_chat_model(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +87,7 @@ def test_a_mounted_application_answers_like_generate(build_application, folder, 
 
 
 def test_a_mounted_application_does_not_start_without_its_lifespan(build_application):
-    application = build_application()
-    with mount_application(application) as client:
+    with mount_application(build_application()) as client:
         response = client.post(f"/llm{CHAT}", json=REQUEST)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "not_started")
         assert "lifespan=application.lifespan" in response.json()["error"]["message"]
@@ -109,8 +96,9 @@ def test_a_mounted_application_does_not_start_without_its_lifespan(build_applica
 @pytest.mark.parametrize("enable_cors", [False, True])
 def test_cors_allows_other_origins_only_if_enabled(build_application, enable_cors):
     origin_headers = {"origin": "https://page.example"}
-    preflight_headers = {"access-control-request-method": "POST"}
-    preflight_headers |= {"access-control-request-headers": "x", **origin_headers}
+    preflight_headers = origin_headers | {
+        "access-control-request-method": "POST", "access-control-request-headers": "x",
+    }  # fmt: skip
     with TestClient(build_application(enable_cors=enable_cors, api_key="sesame")) as client:
         unauthorized = client.get("/v1/models", headers=origin_headers)
         preflight = client.options(CHAT, headers=preflight_headers)
@@ -181,8 +169,7 @@ def test_a_waiting_job_of_a_closed_pool_gets_503():
         await asyncio.sleep(0.01)
         pool.close()
         may_continue.set()
-        await running_job
-        await job
+        await asyncio.gather(running_job, job)
 
     with pytest.raises(APIError) as error_info:
         asyncio.run(run())

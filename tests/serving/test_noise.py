@@ -64,10 +64,12 @@ def test_logprobs_contain_no_noise() -> None:
     warper, model_runner = NoiseLogitsWarper(processors), SimpleNamespace(_sample=None)
     warper.install(model_runner)
     assert (processors.logits_processor, processors.tensors_required) == ([warper], 1)
-    states = [SimpleNamespace(request_id=f"req_{n}", position_offset=4 + n % 2) for n in range(4)]
-    states += [SimpleNamespace(request_id="req_0", position_offset=5)]
+    states = [
+        SimpleNamespace(request_id=f"req_{index}", position_offset=position)
+        for index, position in ((0, 4), (1, 5), (2, 4), (3, 5), (0, 5))
+    ]
     keys = warper.prepare_tensor_args([SimpleNamespace(state=state) for state in states])
-    assert len(set(keys.tolist())) == 5
+    assert len(keys.unique()) == 5
     scores, output_ids = torch.randn(1, 50, 40), torch.zeros(2, 60, dtype=torch.int32)
     warper(scores[0], torch.arange(1, 61, dtype=torch.int32))
     model_runner._sample(scores, output_ids)

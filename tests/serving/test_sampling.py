@@ -22,10 +22,6 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 from hf_fp8kv.server import metrics, sampling  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
-LATENCIES = (
-    "queue_time_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_duration_seconds",
-)  # fmt: skip
 
 
 def make_noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
@@ -67,8 +63,7 @@ def test_noise_depends_only_on_key_and_token():
 def test_the_largest_noise_is_finite():
     """For this position and token, all bits of the uniform number are 1."""
     position, token = 296, 44251
-    key = torch.tensor([sampling.make_noise_key(7, position)]).to(torch.int32)
-    noise = sampling.make_gumbel_noise(key, 49152)[0]
+    noise = sampling.make_gumbel_noise(make_noise_keys(position + 1, seed=7)[-1:], 49152)[0]
     assert noise.isfinite().all()
     assert noise.argmax() == token
     assert noise.min() > -3
@@ -91,17 +86,16 @@ def test_rows_without_temperature_have_no_noise():
         sampling.Sequence([1], 9, temperature=0.7, seed=9), sampling.Sequence([1], 9),
     )  # fmt: skip
     assert torch.equal(output[[0, 2]], scores[[0, 2]])
-    key = torch.tensor([sampling.make_noise_key(9, 5)]).to(torch.int32)
-    noise = sampling.make_gumbel_noise(key, 40)[0]
-    assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + noise)
+    noise = sampling.make_gumbel_noise(make_noise_keys(6, seed=9)[5:], 40)
+    assert torch.equal(output[1], scores[1] / torch.tensor(0.7) + noise[0])
 
 
 def test_each_row_is_filtered_by_its_limits():
     """At temperature 0, no noise is added, and the row is still filtered."""
-    probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
-    scores = probabilities.log().repeat(7, 1) + torch.arange(7.0)[:, None]
+    logprobs = torch.tensor([0.5, 0.26, 0.14, 0.1]).log()
+    scores = logprobs.repeat(7, 1) + torch.arange(7.0)[:, None]
     limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})
-    sequences = [sampling.Sequence([1], 9, **limit) for limit in limits]
+    sequences = (sampling.Sequence([1], 9, **limit) for limit in limits)
     is_kept = run_sampler(scores, *sequences).isfinite()
     assert is_kept.sum(-1).tolist() == [2, 4, 3, 1, 2, 2, 4]
     assert all(row.tolist() == sorted(row.tolist(), reverse=True) for row in is_kept)
@@ -116,8 +110,7 @@ def server(tmp_path_factory):
 
 
 def complete(server: Endpoint, prompt: str, **fields: object) -> str:
-    request_body = {"prompt": prompt, "max_tokens": 12} | fields
-    return text_in(server.answer(COMPLETIONS, **request_body))
+    return text_in(server.answer(COMPLETIONS, **{"prompt": prompt, "max_tokens": 12} | fields))
 
 
 def test_requests_without_a_seed_do_not_reuse_other_seeds(server):
@@ -130,17 +123,19 @@ def test_requests_without_a_seed_do_not_reuse_other_seeds(server):
 
 def test_latency_metrics_match_their_names(monkeypatch):
     server_metrics = metrics.Metrics("m")
-    clock = Mock(side_effect=[100.0, 101.0, 104.0, 110.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", clock)
+    monkeypatch.setattr(
+        metrics.time, "perf_counter", Mock(side_effect=[100.0, 101.0, 104.0, 110.0])
+    )
     request = sampling.Sequence([1], 9, submitted_at=90.0)
     for _ in range(3):
         server_metrics.record_token(request, 93.0)
     server_metrics.record_end(request)
-    sums = [
-        server_metrics._registry.get_sample_value(f"hf_fp8kv_{name}_sum", {"model_name": "m"})
-        for name in LATENCIES
-    ]
-    assert sums == [3.0, 10.0, 4.0, 20.0]
+    for name, seconds in (
+        ("queue_time_seconds", 3.0), ("time_to_first_token_seconds", 10.0),
+        ("inter_token_latency_seconds", 4.0), ("request_duration_seconds", 20.0),
+    ):  # fmt: skip
+        sample = f"hf_fp8kv_{name}_sum"
+        assert server_metrics._registry.get_sample_value(sample, {"model_name": "m"}) == seconds
 
 
 @pytest.mark.parametrize("stream", [False, True])

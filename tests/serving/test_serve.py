@@ -68,11 +68,6 @@ STORY = "tell me a long story of pages and tokens"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return save_chat_model(tmp_path_factory.mktemp("chat"))
-
-
-@pytest.fixture(scope="module")
 def server(folder):
     with HostedServer(folder, "--max-body", "128kB") as server:
         yield server
@@ -88,13 +83,11 @@ def make_chat(content: object = "hello", role: str = "user", **fields: object) -
 
 
 def get_status(server, path: str, fields: object = None, **options: object) -> int:
-    status, _, _ = server.ask(path, fields, **options)
-    return status
+    return server.ask(path, fields, **options)[0]
 
 
 def read_json(server, path: str) -> dict:
-    _, text, _ = server.ask(path)
-    return json.loads(text)
+    return json.loads(server.ask(path)[1])
 
 
 def ask_for_error(server, path: str, fields: object = None, **options: object) -> tuple[int, dict]:
@@ -116,8 +109,9 @@ def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path):
         with HostedServer(folder, *options) as server:
             assert get_text(server, "which plan", max_tokens=12) == expected
             pages = read_json(server, f"/v1/models/{Path(folder).name}")["kv_cache"]
-            counts = Counter(map(str, plan.plan.values()))
-            assert pages["formats"] == [f"{count} x {text}" for text, count in counts.items()]
+            assert pages["formats"] == [
+                f"{count} x {text}" for text, count in Counter(map(str, plan.plan.values())).items()
+            ]
 
 
 def test_sampling_depends_only_on_the_fields_of_its_request(server):
@@ -128,9 +122,8 @@ def test_sampling_depends_only_on_the_fields_of_its_request(server):
     assert len(greedy_texts) == 1
     for limits in ({}, {"top_k": -1}, {"min_p": 0.01}):
         assert len(sample_texts(temperature=2.0, **limits)) > 1
-    for limits in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
-        assert sample_texts(temperature=2.0, **limits) == greedy_texts
-    assert sample_texts(temperature=1e-40) == greedy_texts
+    for fields in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-40}):
+        assert sample_texts(**{"temperature": 2.0} | fields) == greedy_texts
 
 
 def test_a_truncated_response_is_incomplete(server, folder):
@@ -140,9 +133,10 @@ def test_a_truncated_response_is_incomplete(server, folder):
         *_, last_event = client.responses.create(stream=True, **request)
     assert last_event.type == "response.incomplete"
     for truncated in (response, last_event.response):
-        assert (truncated.status, truncated.model) == ("incomplete", folder)
-        assert truncated.incomplete_details.reason == "max_output_tokens"
-        assert truncated.usage.output_tokens == 3
+        assert (truncated.model, truncated.usage.output_tokens) == (folder, 3)
+        assert (truncated.status, truncated.incomplete_details.reason) == (
+            "incomplete", "max_output_tokens",
+        )  # fmt: skip
     assert response.output_text == last_event.response.output_text
 
 
@@ -157,8 +151,9 @@ def test_usage_counts_cached_tokens(server):
     stream_usage = {"stream": True, "stream_options": {"include_usage": True}}
 
     def count_cached_tokens(path: str, request: dict) -> int:
-        _, content, _ = server.ask(path, request)
-        *_, usage_line = (line for line in content.splitlines() if '"usage"' in line)
+        *_, usage_line = (
+            line for line in server.ask(path, request)[1].splitlines() if '"usage"' in line
+        )
         event = json.loads(usage_line.removeprefix("data: "))
         usage = event.get("response", event)["usage"]
         details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
@@ -261,8 +256,9 @@ def test_an_error_names_the_rejected_field(server, path, field, status, change):
     ],
 )  # fmt: skip
 def test_fields_without_effect_are_accepted(server, fields):
-    answer = server.answer(CHAT, **make_chat(max_tokens=8, **fields))
-    expected = server.answer(CHAT, **make_chat(max_tokens=8))
+    answer, expected = (
+        server.answer(CHAT, **make_chat(max_tokens=8, **added)) for added in (fields, {})
+    )
     assert answer["choices"] == expected["choices"]
 
 
@@ -275,8 +271,9 @@ def test_fields_without_effect_are_accepted(server, fields):
     ],
 )
 def test_every_field_of_openai_is_validated(server, path, params_type, valid_fields):
-    param_types = typing.get_args(params_type) or (params_type,)
-    fields = set().union(*map(typing.get_type_hints, param_types))
+    fields = set().union(
+        *map(typing.get_type_hints, typing.get_args(params_type) or (params_type,))
+    )
     assert {"model", "user"} < fields
     accepted_fields = []
     for field in sorted(fields - {"instructions"}):
@@ -318,10 +315,11 @@ def test_idle_connections_are_closed_and_excess_connections_are_rejected():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    config = uvicorn.Config(
-        app, http=make_connection_class(3, 0.3, 60), lifespan="off", log_level="error"
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, http=make_connection_class(3, 0.3, 60), lifespan="off", log_level="error"
+        )
     )
-    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     with socket.create_server(("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -355,15 +353,13 @@ def test_a_request_with_a_bad_chunk_has_one_response(server):
             b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"transfer-encoding: chunked\r\n\r\nnot a length\r\n"
         )
-        output = client.makefile("rb").read()
-    assert re.findall(rb"HTTP/1.1 (\d+)", output) == [b"400"]
+        assert re.findall(rb"HTTP/1.1 (\d+)", client.makefile("rb").read()) == [b"400"]
 
 
 def test_too_long_texts_are_rejected_before_tokenization(server):
     limit = 128 * CONTEXT_LENGTH
-    cases = (("x" * limit, "characters"), ("x" * (limit - 9), f"{limit - 4} tokens"))
-    for content, message in cases:
-        status, error = ask_for_error(server, CHAT, make_chat(content))
+    for length, message in ((limit, "characters"), (limit - 9, f"{limit - 4} tokens")):
+        status, error = ask_for_error(server, CHAT, make_chat("x" * length))
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert message in error["message"]
 
@@ -386,19 +382,17 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
         status, error = ask_for_error(server, COMPLETIONS, make_long_prompt(name))
         return status, error["code"]
 
-    folder = save_chat_model(tmp_path, context=1000)
     monkeypatch.setattr(ServedModel, "make_prompts", wait_and_make_prompts)
     with (
-        HostedServer(folder, "--cb-num-blocks", "80") as server, ThreadPoolExecutor(4) as pool,
-        contextlib.ExitStack() as clients,
+        HostedServer(save_chat_model(tmp_path, context=1000), "--cb-num-blocks", "80") as server,
+        ThreadPoolExecutor(4) as pool, contextlib.ExitStack() as clients,
     ):  # fmt: skip
         with server.abandon_request(COMPLETIONS, **make_long_prompt("gone")):
             server.wait_until(requests_waiting=1)
         futures = [pool.submit(get_error, f"long {n}") for n in range(4)]
         server.wait_until(requests_waiting=4)
         for _ in range(12):  # one prompt runs, and 4 + 12 prompts wait
-            request = server.abandon_request(COMPLETIONS, **make_long_prompt("left"))
-            clients.enter_context(request)
+            clients.enter_context(server.abandon_request(COMPLETIONS, **make_long_prompt("left")))
         server.wait_until(requests_waiting=16)
         assert get_error("excess") == (429, "too_many_requests")
         assert get_status(server, COMPLETIONS, {"prompt": "short", "max_tokens": 1}) == 200
@@ -407,8 +401,7 @@ def test_long_prompts_wait_for_one_thread_and_short_prompts_pass(tmp_path, monke
         assert len(started) == 2  # one long prompt and the short prompt
         may_continue.set()
         assert {future.result() for future in futures} == {(400, "context_length_exceeded")}
-        expected = ["gone  ", "long 0", "long 1", "long 2", "long 3", "short"]
-        assert sorted(started) == expected
+        assert sorted(started) == ["gone  ", *(f"long {n}" for n in range(4)), "short"]
         gc.collect()  # asyncio logs errors that are not retrieved
     assert "never retrieved" not in caplog.text
 
@@ -440,12 +433,13 @@ def test_a_rebound_host_name_is_rejected(server, host, status):
 
 
 def test_no_answer_contains_the_path_of_the_model(server, folder):
-    requests = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/")]
-    requests += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, make_chat(model="no"))]
-    requests += [(CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1))]
-    requests += [(COMPLETIONS, {"prompt": "x", "max_tokens": 2})]
-    requests += [(RESPONSES, {"input": "x", "max_output_tokens": 2})]
-    for path, fields in requests:
+    for path, fields in (
+        ("/health", None), ("/metrics", None), ("/v1/models", None), ("/", None),
+        ("/openapi.json", None), ("/v1/models/no", None), (CHAT, make_chat(model="no")),
+        (CHAT, make_chat()), (CHAT, make_chat(max_tokens=-1)),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 2}),
+        (RESPONSES, {"input": "x", "max_output_tokens": 2}),
+    ):  # fmt: skip
         status, text, headers = server.ask(path, fields)
         assert status in (200, 400, 404)
         assert folder not in text + str(headers), path
@@ -454,8 +448,7 @@ def test_no_answer_contains_the_path_of_the_model(server, folder):
 @contextlib.contextmanager
 def send_incomplete_body(server) -> Iterator[socket.socket]:
     """Send a body except its last kilobyte."""
-    address = ("127.0.0.1", server.port)
-    with contextlib.closing(socket.create_connection(address, timeout=60)) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 128000\r\n"
             b"content-type: application/json\r\n\r\n" + b" " * 127_000
@@ -483,19 +476,17 @@ def test_held_bodies_are_limited_in_bytes_and_short_requests_pass(server):
 
 
 def test_stalled_clients_are_disconnected_and_waiting_clients_are_not(folder):
-    slow_request = make_chat("x", "sloth", max_tokens=1)
     with (
         HostedServer(folder, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
         socket.socket() as reader, send_incomplete_body(server) as sender,
     ):  # fmt: skip
-        future = pool.submit(get_status, server, CHAT, slow_request)
+        future = pool.submit(get_status, server, CHAT, make_chat("x", "sloth", max_tokens=1))
         assert sender.recv(4000).startswith(b"HTTP/1.1 408 ")
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         reader.settimeout(60)
         reader.connect(("127.0.0.1", server.port))
-        requests = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
-        with pytest.raises(ConnectionError):
-            reader.sendall(requests)  # the responses are never read
+        with pytest.raises(ConnectionError):  # the responses are never read
+            reader.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000)
         assert future.result() == 200
 
 
@@ -504,19 +495,18 @@ def test_unsupported_paths_and_content_types_are_rejected(server):
         status, text, _ = server.ask(path, {})
         assert status == 404
         assert f"{path}: expected one of /v1/chat/completions" in text
-    form = {"content-type": "application/x-www-form-urlencoded"}
-    assert get_status(server, CHAT, body=b"a=b", headers=form) == 415
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    assert get_status(server, CHAT, body=b"a=b", headers=headers) == 415
 
 
 def test_requests_with_the_same_id_get_their_own_answers(server):
     def ask(letter: str) -> tuple[str, str]:
-        headers = {"x-request-id": "same"}
-        _, text, headers = server.ask(CHAT, make_chat(letter), headers=headers)
+        _, text, headers = server.ask(CHAT, make_chat(letter), headers={"x-request-id": "same"})
         return headers["x-request-id"], text_in(json.loads(text))
 
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(ask, "abcd"))
-    assert answers == [("same", get_text(server, letter)) for letter in "abcd"]
+        answers = pool.map(ask, "abcd")
+    assert list(answers) == [("same", get_text(server, letter)) for letter in "abcd"]
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -526,15 +516,15 @@ def test_the_pages_of_a_disconnected_client_are_freed(server, slow_steps, stream
     old_metrics = server.wait_until(requests_active=0)
     with server.abandon_request(CHAT, **make_chat(STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
-    expected = {canceled_metric: old_metrics.get(canceled_metric, 0) + 1, "requests_active": 0}
-    metrics = server.wait_until(**expected)
+    metrics = server.wait_until(
+        **{canceled_metric: old_metrics.get(canceled_metric, 0) + 1, "requests_active": 0}
+    )
     assert metrics["requests_waiting"] == 0
     assert metrics[token_metric] - old_metrics.get(token_metric, 0) < 200, (
         "all tokens were computed"
     )
     # All pages are free for a second request.
-    prompt = "x" * (CONTEXT_LENGTH - 9)
-    answer = server.answer(COMPLETIONS, prompt=prompt, max_tokens=9)
+    answer = server.answer(COMPLETIONS, prompt="x" * (CONTEXT_LENGTH - 9), max_tokens=9)
     assert answer["usage"]["completion_tokens"] == 9
 
 
@@ -551,9 +541,10 @@ def slow_steps(monkeypatch):
 
 
 def test_an_access_token_is_required_and_excess_requests_get_429(folder, slow_steps):
-    environment = {"HF_FP8KV_API_KEY": "sesame"}
-    options = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
-    with HostedServer(folder, "--host", "0.0.0.0", *options, environment=environment) as server:
+    with HostedServer(
+        folder, "--host", "0.0.0.0", "--max-waiting", "2", "--cb-block-size", "32",
+        "--cb-num-blocks", "8", environment={"HF_FP8KV_API_KEY": "sesame"},
+    ) as server:  # fmt: skip
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
             for path, fields in ((CHAT, make_chat()), ("/metrics", None), ("/v1/models", None)):
                 status, error = ask_for_error(server, path, fields, headers=headers)
@@ -606,16 +597,15 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(run_command, folde
 def test_unusable_files_and_processes_are_explained(run_command, folder, tmp_path, monkeypatch):
     template = tmp_path / "template"
     template.write_text("{{ messages[0].content.nothing.more }}")
-    for model, options, message in (
-        (folder, ["--chat-template", str(template)], "--chat-template: expected a tem"),
-        (tmp_path, [], "no config.json in it"),
-        (tmp_path / "none", [], "no such folder"),
+    for model, options, num_processes, message in (
+        (folder, ["--chat-template", str(template)], 1, "--chat-template: expected a tem"),
+        (tmp_path, [], 1, "no config.json in it"),
+        (tmp_path / "none", [], 1, "no such folder"),
+        (tmp_path, [], 2, "expected a single process"),
     ):
+        monkeypatch.setenv("WORLD_SIZE", str(num_processes))  # as in a process of torchrun
         code, _, err = run_command("serve", str(model), "--port", "0", "--device", "cpu", *options)
         assert (code, message in " ".join(err.split())) == (1, True), err
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as in a process of torchrun
-    code, _, err = run_command("serve", str(tmp_path), "--port", "0")
-    assert (code, "expected a single process" in " ".join(err.split())) == (1, True), err
 
 
 def test_custom_names_lengths_and_templates_are_used(folder, tmp_path):
@@ -647,8 +637,7 @@ def test_a_failed_engine_ends_the_server(folder, monkeypatch):
     with HostedServer(folder, "--grace", "60") as server:
         monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_or_fail)
         with ThreadPoolExecutor(4) as pool:
-            request = make_chat(STORY, max_tokens=90)
-            answers = list(pool.map(lambda _: server.ask(CHAT, request), range(4)))
+            answers = pool.map(server.ask, [CHAT] * 4, [make_chat(STORY, max_tokens=90)] * 4)
         for status, text, _ in answers:
             assert status in (500, 503)  # before or after the end of the engine's thread
             assert "no memory for step 20" in text
@@ -664,12 +653,16 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
     # uvicorn prefers httptools if it is installed, but httptools does not limit headers.
     (tmp_path / "httptools.py").write_text("HttpRequestParser = None")
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    options = ("--grace", "100", "--metrics-interval", "0.1")
     with (
-        Server(folder, *options, environment=environment) as server, ThreadPoolExecutor(1) as pool,
-    ):  # fmt: skip
-        client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-        with contextlib.closing(client), pytest.raises(ConnectionError):
+        Server(
+            folder, "--grace", "100", "--metrics-interval", "0.1", environment=environment
+        ) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with (
+            socket.create_connection(("127.0.0.1", server.port), timeout=60) as client,
+            pytest.raises(ConnectionError),
+        ):
             client.sendall(b"GET /health HTTP/1.1\r\nx: y\r\n" + b"x: %1000d\r\n" % 1 * 16_000)
         future = pool.submit(server.ask, CHAT, make_chat(STORY, max_tokens=270, stream=True))
         server.wait_until(requests_active=1)
@@ -687,16 +680,15 @@ def test_a_signal_drains_requests_and_a_second_signal_ends_them(folder, sends_tw
         assert json.loads(text)["error"]["code"] == "stopping"
         if sends_twice:
             server.process.send_signal(signal.SIGTERM)
-        _, events, _ = future.result()
+        *_, last_event = parse_events(future.result()[1])
         assert server.process.wait(120) == 0
         server.wait_for_log("Finished server process")
         assert "Traceback" not in server.log
         assert "/metrics HTTP" in server.log
         assert "/health" not in server.log
-    *_, last_event = parse_events(events)
     if sends_twice:
-        assert last_event["error"]["code"] == "stopping"
-        assert last_event["error"]["type"] == "server_error"
+        error = last_event["error"]
+        assert (error["code"], error["type"]) == ("stopping", "server_error")
     else:
         assert last_event["choices"][0]["finish_reason"] == "length"
         assert last_event["usage"]["completion_tokens"] == 270
@@ -765,5 +757,5 @@ def test_the_default_memory_on_a_cpu_is_limited(folder, monkeypatch, options, mi
     monkeypatch.setattr(engine, "_MIN_CPU_TOKENS", min_tokens)
     with pytest.raises(KeyboardInterrupt):
         engine.Engine(model, ContinuousBatchingConfig(**options), None)
-    (call,) = record.call_args_list
-    assert call.kwargs["continuous_batching_config"].max_memory_percent == share
+    record.assert_called_once()
+    assert record.call_args.kwargs["continuous_batching_config"].max_memory_percent == share

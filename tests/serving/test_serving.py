@@ -116,8 +116,7 @@ class TestSameTokens:
         prompt_ids = prompts()[:3] if options.get("backend") == "triton" else prompts()
         expected = enable(model, prompt_ids, **options)
         for max_tokens in (256, 16):  # whole prompts, and chunks
-            tokens = generate_batch(model, prompt_ids, max_batch_tokens=max_tokens)
-            assert tokens == expected, max_tokens
+            assert generate_batch(model, prompt_ids, max_batch_tokens=max_tokens) == expected
         serving.disable(model)
         if is_exact is not None:  # False asserts that unquantized pages give different tokens
             assert are_exact(model, prompt_ids, expected) == is_exact
@@ -128,20 +127,23 @@ class TestSameTokens:
         reference.set_attn_implementation("sdpa")
         serving.enable(model, dtype="auto")
         answers = generate_batch(model, prompts())
-        for prompt, answer in zip(prompts(), answers, strict=True):
+        for index, (prompt, answer) in enumerate(zip(prompts(), answers, strict=True)):
             assert compute_greedy_deficit(reference, prompt, answer) < 0.1
-        # The answers of another prompt have a larger deficit.
-        for prompt, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
-            assert compute_greedy_deficit(reference, prompt, answer) > 0.3
+            # The answers of another prompt have a larger deficit.
+            assert compute_greedy_deficit(reference, prompt, answers[(index + 1) % 8]) > 0.3
 
-    @pytest.mark.parametrize("dtype", ["fp8_e4m3", None])
+    @pytest.mark.parametrize(
+        "make_options",
+        [
+            lambda model: {"scales": head_scales(model, center=True), "dtype": "fp8_e4m3"},
+            lambda model: {"plan": protected_plan_for(model)},
+        ],
+    )
     def test_decode_steps_with_block_tables_give_the_same_tokens(
-        self, llama: Any, dtype: str | None, monkeypatch: pytest.MonkeyPatch
+        self, llama: Any, make_options: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The steps are eager. As in CUDA graphs, the host reads no tensors of a step."""
-        scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
-        plan = protected_plan_for(llama) if dtype is None else None
-        expected = enable(llama, prompts(), scales=scales, dtype=dtype, plan=plan)
+        expected = enable(llama, prompts(), **make_options(llama))
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         make_work = mock.Mock(side_effect=make_decode_work)
@@ -189,13 +191,11 @@ class TestSharedPages:
             tokens = [request_answer(manager, ids) for ids in prompt_ids]
             usage = serving.read_usage(manager)
         assert tokens == expected
-        assert (usage.prefix_hits, usage.prefix_tokens) == (2, 96)
-        assert usage.requests_active == 0
+        assert (usage.prefix_hits, usage.prefix_tokens, usage.requests_active) == (2, 96, 0)
         # Whole pages of finished requests stay. Each request stores all tokens except the last,
         # and three requests share three pages.
         num_pages = sum((len(ids) + NEW_TOKENS - 1) // PAGE_SIZE for ids in prompt_ids)
-        num_pages -= 2 * (48 // PAGE_SIZE)
-        assert usage.tokens_held == num_pages * PAGE_SIZE
+        assert usage.tokens_held == (num_pages - 2 * (48 // PAGE_SIZE)) * PAGE_SIZE
 
     @pytest.mark.parametrize(
         ("name", "options"),
@@ -209,8 +209,7 @@ class TestSharedPages:
         model = make_model(name)
         prompt_ids = prompts()[:4]
         expected = enable(model, prompt_ids, **options or {"scales": head_scales(model)})
-        tokens = generate_forked(model, prompt_ids, 3)
-        assert tokens == [answer for answer in expected for _ in range(3)]
+        assert generate_forked(model, prompt_ids, 3) == [x for x in expected for _ in range(3)]
 
     @pytest.mark.parametrize("is_protected", [False, True], ids=["static scales", "layer 0 in K"])
     def test_few_pages_give_the_same_tokens(self, is_protected: bool) -> None:
@@ -273,9 +272,10 @@ class TestManagers:
         mask[1, :9] = 0
 
         def run_generate() -> Any:
-            cache = FP8PagedCache(llama.config, scales=0.02)
-            options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-            return llama.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+            return llama.generate(
+                ids, attention_mask=mask, past_key_values=FP8PagedCache(llama.config, scales=0.02),
+                max_new_tokens=8, do_sample=False, pad_token_id=0,
+            )  # fmt: skip
 
         expected = run_generate()
         serving.enable(llama)
@@ -307,10 +307,8 @@ class TestManagers:
         options = [{}, *({"cache_salt": salt} for salt in ("a", "b", "a\0", "\ud800"))]
         with open_manager(served_llama) as manager:
             for num_shared in (0, 48):
-                counts = [
-                    count_shared_tokens(manager, prompts()[5], **keywords) for keywords in options
-                ]
-                assert counts == [num_shared] * 5
+                for keywords in options:
+                    assert count_shared_tokens(manager, prompts()[5], **keywords) == num_shared
             for salt in ("", b"a", 1):
                 with pytest.raises(ConfigError, match="cache_salt: expected a string"):
                     manager.add_request(prompts()[5], cache_salt=salt)
@@ -335,8 +333,8 @@ class TestManagers:
             assert answers[0] == answers[1] == answers[2]
             manager.num_return_sequences = 1
             for salt, num_shared in ((None, 0), ("a", 80), ("b", 0)):
-                ids = prompt + answers[0]
-                assert count_shared_tokens(manager, ids, cache_salt=salt) == num_shared
+                num_tokens = count_shared_tokens(manager, prompt + answers[0], cache_salt=salt)
+                assert num_tokens == num_shared
 
     def test_a_persistent_manager_keeps_its_prefixes(self, served_llama: Any) -> None:
         answers = []
@@ -492,8 +490,7 @@ class TestAdapters:
         expected = generate_batch(serving.enable(llama), prompts()[:2])
         serving.disable(llama)
         assert serving.enable(wrapper) is wrapper
-        assert is_enabled(wrapper)
-        assert is_enabled(llama)
+        assert all(map(is_enabled, (wrapper, llama)))
         assert generate_batch(wrapper, prompts()[:2]) == expected
         assert serving.disable(wrapper) is wrapper
         assert not is_enabled(llama)
@@ -610,8 +607,9 @@ class TestRunningEngines:
         model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
         with open_manager(model, num_pages=9) as manager:
             for token in (2, 40):
-                prompt = list(range(token, token + 3 * PAGE_SIZE))
-                manager.add_request(prompt, max_new_tokens=6 * PAGE_SIZE)
+                manager.add_request(
+                    list(range(token, token + 3 * PAGE_SIZE)), max_new_tokens=6 * PAGE_SIZE
+                )
             deadline = time.monotonic() + 30
             while manager.batch_processor is None or not (
                 manager.batch_processor.scheduler.block_new_requests
@@ -664,8 +662,9 @@ class TestStreams:
                 current.operations.append(functools.partial(tensor.copy_, tensor.clone()))
                 tensor.zero_()
 
-        ios_class = input_outputs.ContinuousBatchingIOs
-        monkeypatch.setattr(ios_class, "prepare_batch_tensors", prepare_late)
+        monkeypatch.setattr(
+            input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", prepare_late
+        )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
         manager = llama.init_continuous_batching(greedy(), batching())
         manager.continuous_batching_config.max_blocks_per_request = max_blocks

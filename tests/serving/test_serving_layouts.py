@@ -74,56 +74,47 @@ def test_layers_in_any_order_give_the_same_tokens() -> None:
     assert generate_batch(model, prompt_ids, max_batch_tokens=16) == expected
 
 
-class TestMemory:
-    def test_planned_bytes_match_allocated_bytes(self) -> None:
-        # K and V of a token in layer 0 and in layer 1: two heads of 16 values, and scales.
-        for options, token_bytes in (
-            ({}, 2 * 2 * 36), ({"key_dtype": "auto"}, 2 * 2 * 52), ({"dtype": "auto"}, 2 * 2 * 64),
-            ({"scales": 0.1}, 2 * 2 * 32),
-            ({"plan": dict(enumerate((PROTECTED_PLANS["K"], INT8_PLAN)))}, 2 * (52 + 36)),
-            ({"plan": dict(enumerate((INT8_PLAN, PROTECTED_PLANS["K and V"])))}, 2 * (36 + 64)),
-        ):  # fmt: skip
-            model = build_variant("llama")[0].to(torch.bfloat16)
-            serving.enable(model, **options)
-            manager = model.init_continuous_batching(greedy(), batching(num_pages=5))
-            manager.warmup()
-            cache = manager.batch_processor.cache
-            total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
-            assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE_SIZE * token_bytes)
-            assert total_bytes == 5 * page_bytes
-            # The engine allocates two more sectors, for the padding of its attention.
-            memory = cache.layers[0].pages.block.untyped_storage()
-            assert memory.nbytes() == total_bytes + 2 * cache.bytes_per_sector
+def test_planned_bytes_match_allocated_bytes() -> None:
+    # K and V of a token in layer 0 and in layer 1: two heads of 16 values, and scales.
+    for options, token_bytes in (
+        ({}, 2 * 2 * 36), ({"key_dtype": "auto"}, 2 * 2 * 52), ({"dtype": "auto"}, 2 * 2 * 64),
+        ({"scales": 0.1}, 2 * 2 * 32),
+        ({"plan": dict(enumerate((PROTECTED_PLANS["K"], INT8_PLAN)))}, 2 * (52 + 36)),
+        ({"plan": dict(enumerate((INT8_PLAN, PROTECTED_PLANS["K and V"])))}, 2 * (36 + 64)),
+    ):  # fmt: skip
+        model = build_variant("llama")[0].to(torch.bfloat16)
+        serving.enable(model, **options)
+        manager = model.init_continuous_batching(greedy(), batching(num_pages=5))
+        manager.warmup()
+        cache = manager.batch_processor.cache
+        total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
+        assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE_SIZE * token_bytes)
+        assert total_bytes == 5 * page_bytes
+        # The engine allocates two more sectors, for the padding of its attention.
+        num_bytes = total_bytes + 2 * cache.bytes_per_sector
+        assert cache.layers[0].pages.block.untyped_storage().nbytes() == num_bytes
 
 
-class TestOffloading:
-    @pytest.mark.parametrize(
-        ("name", "num_pages", "options"),
-        [
-            ("llama", 16, {"dtype": "fp8_e5m2"}),
-            ("gemma2", 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
-            ("gemma2", 16, {"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}),
-        ],
-    )
-    def test_offloaded_requests_resume(
-        self, name: str, num_pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Codes and dynamic scales keep their bytes when they return to different blocks.
+@pytest.mark.parametrize(
+    ("name", "num_pages", "options"),
+    [
+        ("llama", 16, {"dtype": "fp8_e5m2"}),
+        ("gemma2", 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
+        ("gemma2", 16, {"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}),
+    ],
+)
+def test_offloaded_requests_resume(
+    name: str, num_pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and dynamic scales keep their bytes when they return to different blocks.
 
-        The pages of 8 tokens are too few for all requests at once.
-        """
-        offloads = record_offloads(monkeypatch)
-        sizes = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
-        model = build_variant(name, **sizes)[0]
-        prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
-        expected = enable(model, prompt_ids, **options)
-        tokens = generate_batch(
-            model,
-            prompt_ids,
-            page_size=8,
-            num_pages=num_pages,
-            max_batch_tokens=64,
-            cpu_offload_space=0.01,
-        )
-        assert tokens == expected
-        assert any(offloads)
+    The pages of 8 tokens are too few for all requests at once.
+    """
+    offloads = record_offloads(monkeypatch)
+    sizes = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
+    model = build_variant(name, **sizes)[0]
+    prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
+    expected = enable(model, prompt_ids, **options)
+    config = batching(page_size=8, num_pages=num_pages, max_batch_tokens=64, cpu_offload_space=0.01)
+    assert generate_batch(model, prompt_ids, config=config) == expected
+    assert any(offloads)

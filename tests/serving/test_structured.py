@@ -10,7 +10,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Endpoint, HostedServer, save_chat_model, text_in
+from tests.helpers.serve_process import Endpoint, HostedServer, text_in
 
 pytestmark = pytest.mark.text
 
@@ -43,7 +43,8 @@ PERSON = {
     "required": ["name", "age", "tags", "home"],
     "additionalProperties": False,
 }
-NAMED_SCHEMA = {"name": "person", "schema": PERSON, "strict": True}
+SCHEMA_OPTIONS = {"name": "person", "strict": True}
+RESPONSE_FORMAT = {"type": "json_schema", "schema": PERSON, **SCHEMA_OPTIONS}
 
 
 def is_person(text: str) -> bool:
@@ -62,11 +63,6 @@ def is_person(text: str) -> bool:
         and type(home["known"]) is bool
         and home["kind"] == "flat"
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("structured"))
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +91,9 @@ def constrain(**constraint: object) -> dict[str, object]:
 
 
 def test_each_endpoint_accepts_its_field(server):
-    json_schema = {"type": "json_schema", "json_schema": NAMED_SCHEMA}
-    text_format = {"type": "json_schema", **NAMED_SCHEMA}
     for path, fields in (
-        (CHAT, CHAT_FIELDS | {"response_format": json_schema}),
-        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": text_format}}),
+        (CHAT, CHAT_FIELDS | wrap_schema(PERSON, **SCHEMA_OPTIONS)),
+        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": RESPONSE_FORMAT}}),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 250} | constrain(json=json.dumps(PERSON))),
     ):
         assert is_person(text_in(server.answer(path, **fields)))
@@ -139,8 +133,8 @@ def test_a_truncated_answer_has_the_finish_reason_length(server):
     expected, _ = complete(server, **constrain(json=PERSON))
     num_tokens = len(expected) + 1  # with the end token
     for max_tokens, reason in ((num_tokens - 2, "length"), (num_tokens, "stop")):
-        answer = complete(server, **constrain(json=PERSON), max_tokens=max_tokens)
-        assert answer == (expected[:max_tokens], reason)
+        fields = constrain(json=PERSON) | {"max_tokens": max_tokens}
+        assert complete(server, **fields) == (expected[:max_tokens], reason)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -155,9 +149,8 @@ def test_a_structured_answer_ends_with_the_end_token(server, stream):
         text, reason = complete(server, **constrain(regex=r"[a-f]+"), **sampling, max_tokens=200)
         assert re.fullmatch(r"[a-f]+", text)
         assert reason == ("stop" if len(text) < 200 else "length")
-    fields = {"prompt": "x", "max_tokens": 9} | constrain(choice=["ready"])
-    num_tokens = server.answer(COMPLETIONS, **fields)["usage"]["completion_tokens"]
-    assert num_tokens == len("ready") + 1
+    answer = server.answer(COMPLETIONS, prompt="x", max_tokens=9, **constrain(choice=["ready"]))
+    assert answer["usage"]["completion_tokens"] == len("ready") + 1
 
 
 def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
@@ -199,9 +192,8 @@ class FailingMatcher:
         return self._matcher.consume_tokens(tokens)
 
 
-@pytest.fixture
-def broken_server(server, monkeypatch):
-    """Return the server with grammars that fail at the letter z or above 30 lexer states."""
+def test_a_failing_grammar_only_fails_its_request(server, monkeypatch):
+    """Grammars fail at the letter z or above 30 lexer states."""
     stock_init = grammars.Guide.__init__
     monkeypatch.setattr(
         grammars.Guide,
@@ -209,19 +201,15 @@ def broken_server(server, monkeypatch):
         lambda self, field, matcher, bits: stock_init(self, field, FailingMatcher(matcher), bits),
     )
     monkeypatch.setattr(grammars, "_MAX_LEXER_STATES", 30)
-    return server
-
-
-def test_a_failing_grammar_only_fails_its_request(broken_server):
     requests = [{"max_tokens": 60}, {"max_tokens": 60, **constrain(regex="[a-y]+")}]
-    expected_texts = [complete(broken_server, **fields) for fields in requests]
+    expected_texts = [complete(server, **fields) for fields in requests]
 
     def submit(regex: str) -> Future:
         fields = {"prompt": "x", "max_tokens": 60, **constrain(regex=regex)}
-        return pool.submit(broken_server.ask, COMPLETIONS, fields)
+        return pool.submit(server.ask, COMPLETIONS, fields)
 
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(complete, broken_server, **fields) for fields in requests * 2]
+        futures = [pool.submit(complete, server, **fields) for fields in requests * 2]
         panics = [submit("[a-y]{9}z[a-y]{9}") for _ in range(2)]
         overflows = [submit("[a-y]{50}") for _ in range(2)]
         assert [future.result() for future in futures] == expected_texts * 2
@@ -233,8 +221,8 @@ def test_a_failing_grammar_only_fails_its_request(broken_server):
             status, text, _ = future.result()
             assert status == expected
             assert f"structured_outputs.regex: {message}" in text
-    assert [complete(broken_server, **fields) for fields in requests] == expected_texts
-    assert broken_server.wait_until(requests_active=0)["requests_waiting"] == 0
+    assert [complete(server, **fields) for fields in requests] == expected_texts
+    assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
 def wrap_schema(schema: object, **fields: object) -> dict[str, object]:
@@ -268,37 +256,30 @@ INVALID_GRAMMARS = {
 # Each rule, and each limit of a grammar, has one case.
 @pytest.mark.parametrize(("payload", "field"), INVALID_GRAMMARS.values(), ids=INVALID_GRAMMARS)
 def test_an_invalid_grammar_is_rejected_with_its_field(server, payload, field):
-    fields = CHAT_FIELDS | payload
-    status, text, _ = server.ask(
-        CHAT, body=json.dumps(fields).replace("Infinity", "1e999").encode()
-    )
+    body = json.dumps(CHAT_FIELDS | payload).replace("Infinity", "1e999").encode()
+    status, text, _ = server.ask(CHAT, body=body)
     error = json.loads(text)["error"]
     assert (status, error["param"]) == (400, field), text
     assert error["message"].startswith(f"{field}: ")
     assert len(error["message"]) < 500
 
 
-def test_grammars_are_rejected_if_steps_are_planned_ahead(folder):
-    def find_reason(**changes: object) -> str | None:
-        settings = {"use_async_batching": False, "model_runner": SimpleNamespace(pad_inputs=False)}
-        return engine.explain_fixed_steps(SimpleNamespace(**settings | changes))
+def test_grammars_are_rejected_if_steps_are_planned_ahead():
+    runner = SimpleNamespace(pad_inputs=False)
+    processor = SimpleNamespace(use_async_batching=False, model_runner=runner)
+    assert engine.explain_fixed_steps(processor) is None
+    runner.pad_inputs = True
+    assert "CUDA graphs" in engine.explain_fixed_steps(processor)
+    processor.use_async_batching = True
+    assert "asynchronous" in engine.explain_fixed_steps(processor)
 
-    assert find_reason() is None
-    assert "asynchronous" in str(find_reason(use_async_batching=True))
-    assert "CUDA graphs" in str(find_reason(model_runner=SimpleNamespace(pad_inputs=True)))
 
-
-@pytest.fixture(scope="module")
-def make_guide(folder):
+def test_a_matching_text_is_complete_if_the_model_has_no_end_token(folder):
     compiler = grammars.Grammars(AutoTokenizer.from_pretrained(folder), 95, None)
 
     def make_guide(regex: str) -> grammars.Guide:
         return compiler._compile_grammar("regex", llguidance.LLMatcher.grammar_from_regex(regex))
 
-    return make_guide
-
-
-def test_a_matching_text_is_complete_if_the_model_has_no_end_token(make_guide):
     for end_tokens, is_complete in (((), True), ((5,), False), ((10**6,), True)):
         sequence = Sequence([1], 9, frozenset(end_tokens), guide=make_guide("a"))
         engine.accept_token(sequence, ord("a") - 32, 95)
