@@ -1,6 +1,5 @@
 """Tests of a prefix store with an engine: stored pages of prompts outlive the engine."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,21 +72,18 @@ def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
 def test_pages_of_different_sizes_are_stored_in_one_block(tmp_path: Path) -> None:
     """Layer 0 keeps K in the dtype of the model. With V in this dtype, blocks are different."""
     prompts = [make_prompt(4 * PAGE_SIZE + 1)]
-    int8_plan = LayerPlan.parse("int8 rotated", "int8")
-    plans = [{0: PROTECTED_PLANS[sides], 1: int8_plan} for sides in ("K", "V")]
-    expected = [run_prompts(None, prompts, plan=plan).answers for plan in plans]
-    for plan, answers in zip(plans, expected, strict=True):
+    for sides in ("K", "V"):
+        plan = {0: PROTECTED_PLANS[sides], 1: LayerPlan.parse("int8 rotated", "int8")}
         for num_found in (0, 4 * PAGE_SIZE):
-            actual, _, store_usage = run_prompts(tmp_path, prompts, plan=plan)
-            assert actual == answers
+            store_usage = run_and_compare(tmp_path, prompts, plan=plan).store_usage
             assert store_usage.tokens_found == num_found
 
 
 def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:
     prompt = make_prompt(2 * PAGE_SIZE - 4)
     (answer,) = run_prompts(tmp_path, [prompt]).answers
-    next_prompt = prompt + answer + make_prompt(PAGE_SIZE, seed=3)
-    assert run_and_compare(tmp_path, [next_prompt]).store_usage.tokens_found == 2 * PAGE_SIZE
+    next_prompts = [prompt + answer + make_prompt(PAGE_SIZE, seed=3)]
+    assert run_and_compare(tmp_path, next_prompts).store_usage.tokens_found == 2 * PAGE_SIZE
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"scales": 0.05}], ids=str)
@@ -100,11 +96,9 @@ def test_a_different_model_or_format_finds_no_pages(options: dict, tmp_path: Pat
 
 def test_a_store_keeps_the_pages_of_salts_apart(tmp_path: Path) -> None:
     prompt = make_prompt(4 * PAGE_SIZE)
-    expected, _, _ = run_prompts(None, [prompt])
     for num_hits in (0, 1):
         for salt in (None, "a", "b"):
-            actual, _, store_usage = run_prompts(tmp_path, [prompt], salt=salt)
-            assert actual == expected
+            store_usage = run_and_compare(tmp_path, [prompt], salt=salt).store_usage
             assert store_usage.tokens_found == num_hits * 3 * PAGE_SIZE
 
 
@@ -199,15 +193,14 @@ def test_invalid_files_are_recomputed(
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     model, folder = save_chat_model(tmp_path / "model"), tmp_path / "store"
     question = "is this the same beginning for two servers, or is it another one for each of them?"
-    messages = [{"role": "user", "content": question}]
-    request_body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
+    request_body = {
+        "model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 8,
+        "temperature": 0,
+    }  # fmt: skip
     answers, store_tokens = [], []
-    with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(HostedServer(model, "--prefix-store", str(folder)))
-            for _ in range(2)
-        ]
-        for server in servers:
+    options = (model, "--prefix-store", str(folder))
+    with HostedServer(*options) as first_server, HostedServer(*options) as second_server:
+        for server in (first_server, second_server):
             answers.append(text_in(server.answer("/v1/chat/completions", **request_body)))
             store_tokens.append(server.metrics()["store_tokens_total"])
     assert answers[0] == answers[1] == generate_paged(model, question, 8)

@@ -20,10 +20,6 @@ MAX_BYTES = 100
 LOCK_NAME = ".prefix_store.lock"
 
 
-def make_folder(path: Path) -> PrefixFolder:
-    return PrefixFolder(path, MAX_BYTES)
-
-
 def name_page(number: int) -> str:
     return f"{number:064x}.safetensors"
 
@@ -56,12 +52,12 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
         # Times of use are as exact as the clock, so ticks are not needed.
         patch.setattr(folder_module, "_TICK_NS", 0)
         path = Path(name)
-        folders, is_exact = [make_folder(path), make_folder(path)], True
+        folders, is_exact = [PrefixFolder(path, MAX_BYTES), PrefixFolder(path, MAX_BYTES)], True
         for number, (action, folder_index, num_bytes, index) in enumerate(steps):
             folder = folders[folder_index]
             files_before = sorted(folder.list_files())
             if action == "begin":
-                folders[folder_index] = make_folder(path)
+                folders[folder_index] = PrefixFolder(path, MAX_BYTES)
                 folders[folder_index].apply_limit()
                 is_exact = True
             elif action == "put":
@@ -80,8 +76,7 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
                     total_bytes = sum_bytes(files_before) + num_bytes - freed_bytes
                     assert total_bytes > MAX_BYTES, "the last file was removed without need"
                 if is_exact:
-                    counted_bytes = int((path / LOCK_NAME).read_text())
-                    assert counted_bytes == sum_bytes(folder.list_files())
+                    assert int((path / LOCK_NAME).read_text()) == sum_bytes(folder.list_files())
             elif files_before:
                 file = files_before[index % len(files_before)]
                 if action == "touch":
@@ -94,19 +89,19 @@ def test_least_recently_used_files_are_removed(steps: list[tuple[str, int, int, 
 
 def test_files_from_the_future_are_removed_first(tmp_path: Path) -> None:
     """Such files exist if the clock was set back."""
-    folder, future = make_folder(tmp_path), time.time_ns() + 10**15
+    folder, future = PrefixFolder(tmp_path, MAX_BYTES), time.time_ns() + 10**15
     for number in range(9):
         with folder.lock(0.0) as lock_fd:
             assert folder.put(lock_fd, name_page(number), bytes(20), ())
         if number < 5:
             folder.touch(name_page(number), future + number)
-    names = sorted(file.name for file in folder.list_files())
-    assert names[1:] == [*map(name_page, range(5, 9))]
+    names = (file.name for file in folder.list_files())
+    assert sorted(names)[1:] == [*map(name_page, range(5, 9))]
 
 
 @pytest.mark.parametrize("digits", [b"0" * 19, b"0" * 21, b"-" + b"0" * 19])
 def test_a_damaged_total_is_recomputed(digits: bytes, tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
+    folder = PrefixFolder(tmp_path, MAX_BYTES)
     for number in range(3):
         put_file(folder, name_page(number), 30)
     (tmp_path / LOCK_NAME).write_bytes(digits)
@@ -119,7 +114,7 @@ def test_a_total_that_includes_unwritten_bytes_is_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that is killed after it raises the total, before it writes, leaves such a total."""
-    folder = make_folder(tmp_path)
+    folder = PrefixFolder(tmp_path, MAX_BYTES)
     put_file(folder, name_page(0), 20)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", mock.Mock(side_effect=OSError("No space")))
@@ -137,7 +132,7 @@ def test_a_smaller_limit_frees_space_on_a_full_disk(
 ) -> None:
     """The disk does not even have space for the total."""
     for number in range(3):
-        put_file(make_folder(tmp_path), name_page(number), 30)
+        put_file(PrefixFolder(tmp_path, MAX_BYTES), name_page(number), 30)
     (tmp_path / LOCK_NAME).unlink()
     folder, pwrite = PrefixFolder(tmp_path, 50), os.pwrite
 

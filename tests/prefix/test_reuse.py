@@ -88,10 +88,10 @@ def test_tokens_with_other_frequencies_of_rope_are_not_reused(name: str, rope_ty
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
     fields: dict[str, Any] = {"max_position_embeddings": 40, "rope_parameters": rope}
     if is_phi:
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [float(2 + i) for i in range(8)]}
-        fields |= {"original_max_position_embeddings": 40, "sliding_window": None}
-        rope["original_max_position_embeddings"] = 40
-        fields["max_position_embeddings"] = 160
+        original_length = {"original_max_position_embeddings": 40}
+        long_factor = [float(2 + i) for i in range(8)]
+        rope |= {"short_factor": [1.0] * 8, "long_factor": long_factor, **original_length}
+        fields |= {"max_position_embeddings": 160, "sliding_window": None, **original_length}
     model = enable(build_variant(name, **fields)[0], dtype="model", page_size=8)
     ids = torch.randint(2, 98, (1, 80), generator=torch.Generator().manual_seed(5))
     options = {**GREEDY, "return_dict_in_generate": True}
@@ -124,13 +124,11 @@ def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None
     repeated_answer, num_computed = chat.check_answer(answer)
     assert num_computed == answer.shape[1] - count_kept_tokens(name, 20)
     # The prompt is repeated, or shortened. The last token is always computed.
-    _, num_computed = chat.check_answer(answer)
-    assert num_computed == answer.shape[1] - count_kept_tokens(name, answer.shape[1] - 1)
-    _, num_computed = chat.check_answer(repeated_answer[:, :30])
-    assert num_computed == 30 - count_kept_tokens(name, 29)
+    num_kept = count_kept_tokens(name, answer.shape[1] - 1)
+    assert chat.check_answer(answer)[1] == answer.shape[1] - num_kept
+    assert chat.check_answer(repeated_answer[:, :30])[1] == 30 - count_kept_tokens(name, 29)
     answer[0, 0] = (answer[0, 0] + 1) % 90 + 2
-    _, num_computed = chat.check_answer(answer)
-    assert num_computed == answer.shape[1]
+    assert chat.check_answer(answer)[1] == answer.shape[1]
 
 
 def test_windows_that_record_the_past_keep_the_common_prefix() -> None:
@@ -151,9 +149,9 @@ def test_preallocated_caches_and_chunks_reuse_tokens(name: str, max_cache_len: i
     assert num_computed == 21
     answer, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(12)], 1), **options)
     assert num_computed == (42 if CHUNKS_NEED_EMPTY_CACHE else 13)
-    _, num_computed = chat.check_answer(answer[:, :-12], **options)
-    num_kept = 0 if CHUNKS_NEED_EMPTY_CACHE else count_kept_tokens(name, answer.shape[1] - 13)
-    assert num_computed == answer.shape[1] - 12 - num_kept
+    num_tokens = answer.shape[1] - 12
+    num_kept = 0 if CHUNKS_NEED_EMPTY_CACHE else count_kept_tokens(name, num_tokens - 1)
+    assert chat.check_answer(answer[:, :-12], **options)[1] == num_tokens - num_kept
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
@@ -179,13 +177,13 @@ def test_rows_may_be_reordered_and_repeated() -> None:
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21, rows=3))
     extended = torch.cat([answer, chat.make_ids(7, rows=3)], 1)
-    answer, num_computed = chat.check_answer(extended[torch.tensor([2, 0, 2, 1])])
+    answer, num_computed = chat.check_answer(extended[[2, 0, 2, 1]])
     assert num_computed == 8
     assert chat.check_answer(torch.cat([answer[1:2], chat.make_ids(2)], 1))[1] == 3
     answer, _ = chat.check_answer(answer[:1], num_beams=3)
     # One of the beams in the cache equals the prompt, or shares most of it.
-    _, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
-    assert num_computed < 4 + GREEDY["max_new_tokens"]
+    extended = torch.cat([answer, chat.make_ids(4)], 1)
+    assert chat.check_answer(extended)[1] < 4 + GREEDY["max_new_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -258,8 +256,7 @@ def test_reuse_prefix_can_be_disabled() -> None:
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21))
     enable(chat.model, reuse_prefix=False, **STORED)
-    _, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(7)], 1))
-    assert num_computed == 8
+    assert chat.check_answer(torch.cat([answer, chat.make_ids(7)], 1))[1] == 8
     with pytest.raises(ConfigError, match="adds no tokens"):
         chat.model.generate(
             answer[:, :4], attention_mask=torch.ones(1, 4), past_key_values=chat.cache, **GREEDY
@@ -274,12 +271,12 @@ def test_a_failed_prompt_keeps_the_tokens_before(name: str) -> None:
     ids = torch.cat([answer, chat.make_ids(60, rows=len(answer))], 1)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    _, num_computed = chat.check_answer(ids[:, :31], max_new_tokens=5)
-    assert num_computed == (31 if name == "skipped" else 2)
+    num_new = 31 if name == "skipped" else 2
+    assert chat.check_answer(ids[:, :31], max_new_tokens=5)[1] == num_new
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    _, num_computed = chat.check_answer(chat.make_ids(38, rows=len(answer)), max_new_tokens=2)
-    assert num_computed == 38
+    new_ids = chat.make_ids(38, rows=len(answer))
+    assert chat.check_answer(new_ids, max_new_tokens=2)[1] == 38
 
 
 # A prompt or a step is interrupted before the first layer or between layers. In models with layers
@@ -325,9 +322,10 @@ def test_assisted_decoding_compares_the_prompt(is_filled_by_drafts: bool) -> Non
         chat.cache = copy.deepcopy(filled_cache)
         if is_filled_by_drafts:
             chat.check_answer(prompt)
-        expected = chat.model.generate(prompt, past_key_values=chat.make_cache(), **GREEDY)
-        actual = chat.model.generate(prompt, past_key_values=chat.cache, **drafts)
-        assert_same(actual, expected)
+        assert_same(
+            chat.model.generate(prompt, past_key_values=chat.cache, **drafts),
+            chat.model.generate(prompt, past_key_values=chat.make_cache(), **GREEDY),
+        )
 
 
 def save_and_load(cache: FP8PagedCache, path: Path) -> FP8PagedCache:
@@ -439,13 +437,12 @@ def test_new_tokens_after_a_different_model_are_refused() -> None:
     chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21))
     change_weights(chat.model)
-    num_cached = chat.cache.host_length()
     with pytest.raises(ConfigError, match="a cache that this model has filled"):
         chat.model.generate(
-            chat.make_ids(3), attention_mask=torch.ones(1, num_cached + 3, dtype=torch.int64),
+            chat.make_ids(3), attention_mask=torch.ones(1, 29 + 3, dtype=torch.int64),
             past_key_values=chat.cache, **GREEDY,
         )  # fmt: skip
-    assert chat.cache.host_length() == num_cached
+    assert chat.cache.host_length() == 29
     assert chat.check_answer(answer)[1] == answer.shape[1]
 
 
@@ -466,8 +463,7 @@ def test_a_cache_of_a_different_model_is_refused_without_enable(max_new_tokens: 
     with pytest.raises(ConfigError, match="the model that has filled this cache"):
         different_model.generate(extended, past_key_values=cache, **greedy)
     # No token of the refused call was stored.
-    actual = copy.deepcopy(model).generate(extended, past_key_values=cache, **greedy)
-    assert_same(actual, expected)
+    assert_same(copy.deepcopy(model).generate(extended, past_key_values=cache, **greedy), expected)
     cache.reset()
     different_model.generate(extended, past_key_values=cache, **greedy)
 
@@ -478,8 +474,7 @@ def test_replaced_tokens_are_not_trusted() -> None:
     answer, _ = chat.check_answer(chat.make_ids(21))
     chat.cache.crop(-3)
     chat.model(input_ids=chat.make_ids(3), past_key_values=chat.cache)
-    answer, num_computed = chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))
-    assert num_computed == 34 - 26
+    assert chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))[1] == 34 - 26
 
 
 def test_a_reloaded_model_reuses_tokens(tmp_path: Path) -> None:

@@ -88,8 +88,11 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def count_bytes(folder: Path) -> int:
-    paths = [path for path in folder.iterdir() if path.name not in (".prefix_store.lock", "plans")]
-    return sum(path.lstat().st_size for path in paths)
+    return sum(
+        path.lstat().st_size
+        for path in folder.iterdir()
+        if path.name not in (".prefix_store.lock", "plans")
+    )
 
 
 @contextmanager
@@ -192,10 +195,10 @@ _adapter_hook = types.FunctionType(
 
 def test_pages_of_other_adapters_are_not_found(tmp_path: Path) -> None:
     user, ids = StoreUser(tmp_path), make_ids(30)
-    module = user.model.model.layers[0].mlp
     for name in ("first", "second"):
-        hook = partial(_adapter_hook, adapter_names=[name])
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        handle = user.model.model.layers[0].mlp.register_forward_pre_hook(
+            partial(_adapter_hook, adapter_names=[name]), with_kwargs=True
+        )
         assert [user.check_answer(ids) for _ in range(2)] == [30, 6], name
         handle.remove()
     assert user.check_answer(ids) == 30
@@ -422,8 +425,9 @@ DAMAGES: list[Damage] = [
 
 
 def list_keys(folder: Path) -> list[str]:
-    paths = sorted(list_files(folder), key=lambda path: -path.stat().st_mtime_ns)
-    return [path.stem for path in paths]
+    return [
+        path.stem for path in sorted(list_files(folder), key=lambda path: -path.stat().st_mtime_ns)
+    ]
 
 
 def test_invalid_files_are_recomputed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -537,8 +541,8 @@ def test_the_least_recently_used_pages_are_removed(tmp_path: Path) -> None:
         assert count_bytes(tmp_path) <= 13 * page_bytes
     assert [user.check_answer(make_ids(40, seed=seed)) for seed in (0, 3, 1)] == [8, 8, 40]
     # The store keeps the first pages of a prompt that does not fit.
-    small_user = StoreUser(tmp_path, max_bytes=3 * page_bytes)
-    assert [small_user.check_answer(make_ids(90, seed=20)) for _ in range(2)] == [90, 90 - 24]
+    user = StoreUser(tmp_path, max_bytes=3 * page_bytes)
+    assert [user.check_answer(make_ids(90, seed=20)) for _ in range(2)] == [90, 90 - 24]
 
 
 @pytest.mark.parametrize("is_windows", [False, True])
@@ -606,8 +610,10 @@ def make_row(index: int) -> torch.Tensor:
 
 
 def run_script(script: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "-c", script, str(folder)]
-    return subprocess.run(command, env=make_environment(), capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *options, "-c", script, str(folder)],
+        env=make_environment(), capture_output=True, text=True,
+    )  # fmt: skip
 
 
 IMPORTS = """
@@ -715,8 +721,8 @@ def test_pages_are_written_and_read_if_no_thread_starts(
     keys = store_pages(store, 20)
     assert num_allowed or len(list_files(tmp_path)) == 20, "pages were not written at once"
     store.flush()
-    indices = [page.metadata["index"] for page in PrefixStore(tmp_path).read(keys, _accept_page)]
-    assert indices == list(range(20))
+    pages = PrefixStore(tmp_path).read(keys, _accept_page)
+    assert [page.metadata["index"] for page in pages] == list(range(20))
 
 
 def test_a_slow_writer_delays_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -773,18 +779,19 @@ def test_killed_writers_leave_valid_files() -> None:
     assert counts["tokens_found"] > 0
 
 
-REFUSED_CACHES: list[tuple[str, str, dict[str, Any]]] = [
-    ("gqa", "prefill='stored'", {"prefill": "exact"}),
-    ("gqa", "max_cache_len", {"max_cache_len": 64}),
-    ("gqa", "a tensor-parallel model", {"tensor_parallel": TensorParallel(0, 2)}),
-    ("gqa", "layers of other kinds", {"skip_layers": [0]}),
-    ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
-    ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
-    ("cross_attention", "encoder-decoder", {}),
-]
-
-
-@pytest.mark.parametrize(("name", "message", "keywords"), REFUSED_CACHES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "message", "keywords"),
+    [
+        ("gqa", "prefill='stored'", {"prefill": "exact"}),
+        ("gqa", "max_cache_len", {"max_cache_len": 64}),
+        ("gqa", "a tensor-parallel model", {"tensor_parallel": TensorParallel(0, 2)}),
+        ("gqa", "layers of other kinds", {"skip_layers": [0]}),
+        ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
+        ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
+        ("cross_attention", "encoder-decoder", {}),
+    ],
+    ids=str,
+)
 def test_caches_that_cannot_be_stored_are_refused(
     name: str, message: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
