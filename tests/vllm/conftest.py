@@ -85,8 +85,7 @@ def make_scales(
     granularity, *, centered=False, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, model_type=None
 ):
     """Return scales that differ between layers, between heads, and between K and V."""
-    shapes = {"tensor": (), "head": (num_heads, 1), "channel": (num_heads, HEAD_DIM)}
-    shape = shapes[granularity]
+    shape = {"tensor": (), "head": (num_heads, 1), "channel": (num_heads, HEAD_DIM)}[granularity]
     generator = torch.Generator().manual_seed(3)
 
     def draw(low, high, shape=shape):
@@ -136,9 +135,8 @@ def serve():
             # The longest prompts are prefilled in chunks, together with other requests.
             "max_num_batched_tokens": 128, "seed": 0, "block_size": 32,
         } | options  # fmt: skip
-        llm = LLM(folder, additional_config=config, **options)
-        engines.append(llm)
-        return llm
+        engines.append(LLM(folder, additional_config=config, **options))
+        return engines[-1]
 
     yield start_engine
     for llm in engines:

@@ -24,7 +24,7 @@ class CPUTieringSpec(TieringOffloadingSpec):
 
 
 class CPUWorker(OffloadingWorker):
-    """Copies blocks at once, as `CPUOffloadingWorker` does with chunks of one block."""
+    """Copies blocks before a submission returns, in chunks of one block."""
 
     def __init__(self, kv_caches, region):
         self._region = region

@@ -20,47 +20,41 @@ def get_loaded_scales(llm):
     reason="vLLM's fp8 on a CPU needs AVX-512",
 )
 class TestLoader:
-    @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
-    def test_vllm_reads_scales_per_tensor(self, load_model, serve, tmp_path, format):
+    @pytest.mark.parametrize(
+        ("format", "granularity", "location", "dtype"),
+        [
+            ("compressed-tensors", "tensor", "a folder", "bfloat16"),
+            ("modelopt", "tensor", "a folder", "bfloat16"),
+            ("autofp8", "tensor", "a folder", "bfloat16"),
+            ("quark", "tensor", "a folder", "bfloat16"),
+            ("compressed-tensors", "tensor", "shards", "float32"),
+            ("compressed-tensors", "head", "a folder", "float32"),
+        ],
+    )
+    def test_vllm_reads_scales(
+        self, load_model, serve, tmp_path, format, granularity, location, dtype
+    ):
+        model, folder = load_model("llama")
+        scales = make_scales(granularity)
+        if location == "shards":
+            folder = tmp_path / "shards"
+            model.save_pretrained(folder, max_shard_size="200KB")
+            assert (folder / "model.safetensors.index.json").exists()
+        scales.save_pretrained(tmp_path / "copy", format=format, checkpoint=folder)
+        llm = serve(str(tmp_path / "copy"), "fp8", dtype=dtype)
         # vLLM's loader rounds the scales of all other formats to the model's dtype.
-        is_rounded = format != "compressed-tensors"
-        scales = make_scales("tensor")
-        checkpoint_copy = tmp_path / "copy"
-        _, folder = load_model("llama")
-        scales.save_pretrained(checkpoint_copy, format=format, checkpoint=folder)
-        llm = serve(str(checkpoint_copy), "fp8", dtype="bfloat16")
+        stored_dtype = torch.float32 if format == "compressed-tensors" else torch.bfloat16
         for index, loaded_scales in enumerate(get_loaded_scales(llm)):
             for actual, expected in zip(loaded_scales, scales.layers[index].static, strict=True):
-                assert actual.item() == (expected.bfloat16() if is_rounded else expected).item()
+                assert torch.equal(actual.flatten(), expected.to(stored_dtype).float().flatten())
+                assert granularity == "tensor" or actual.shape == (NUM_HEADS,)
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_vllm_ignores_scales_in_unsupported_formats(self, load_model, serve, tmp_path, format):
         """With scales among the weights but no quantization config, vLLM would fail."""
         _, folder = load_model("llama")
-        checkpoint_copy = tmp_path / "copy"
-        make_scales("tensor").save_pretrained(checkpoint_copy, format=format, checkpoint=folder)
-        assert all(k == v == 1 for k, v in get_loaded_scales(serve(str(checkpoint_copy), "fp8")))
-
-    @pytest.mark.parametrize(
-        ("granularity", "location"), [("tensor", "shards"), ("head", "a folder")]
-    )
-    def test_vllm_reads_scales_in_shards_and_per_head(
-        self, load_model, serve, tmp_path, granularity, location
-    ):
-        model, folder = load_model("llama")
-        scales = make_scales(granularity)
-        checkpoint_copy = tmp_path / "copy"
-        options = {"checkpoint": folder}
-        if location == "shards":
-            options["checkpoint"] = tmp_path / "shards"
-            model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
-            assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
-        scales.save_pretrained(checkpoint_copy, format="compressed-tensors", **options)
-        llm = serve(str(checkpoint_copy), "fp8")
-        for index, loaded_scales in enumerate(get_loaded_scales(llm)):
-            for actual, expected in zip(loaded_scales, scales.layers[index].static, strict=True):
-                assert torch.equal(actual.flatten(), expected.flatten())
-                assert granularity == "tensor" or actual.shape == (NUM_HEADS,)
+        make_scales("tensor").save_pretrained(tmp_path / "copy", format=format, checkpoint=folder)
+        assert all(k == v == 1 for k, v in get_loaded_scales(serve(str(tmp_path / "copy"), "fp8")))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
@@ -68,9 +62,10 @@ def test_static_dtypes_use_the_scales_of_the_served_checkpoint(
     load_model, prompts, serve, tmp_path, granularity
 ):
     model, folder = load_model("llama")
-    scales = make_scales(granularity)
     checkpoint_copy = tmp_path / "copy"
-    scales.save_pretrained(checkpoint_copy, format="compressed-tensors", checkpoint=folder)
+    make_scales(granularity).save_pretrained(
+        checkpoint_copy, format="compressed-tensors", checkpoint=folder
+    )
     tokens, _ = generate(serve(str(checkpoint_copy), "hf_fp8kv_static"), prompts)
     assert tokens == generate_expected(
         model, prompts, scales=KVScales.from_pretrained(checkpoint_copy)

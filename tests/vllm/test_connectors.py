@@ -144,8 +144,9 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
 
     fingerprint = identify_bytes(configure())
     assert identify_bytes(configure(num_ranks=2)) == fingerprint
-    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))]
-    pool = SimpleNamespace(kv_cache_groups=groups)
+    pool = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))]
+    )
     config = configure()
     names = {rename_model(configure(n), pool).model_config.model for n in (1, 1, 2)}
     assert len(names) == 2
@@ -168,11 +169,11 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
     config_path.write_text(config_path.read_text().replace("1024", "2048"))
     last_fingerprint = identify_bytes(configure(model=str(copied_folder)))
     assert len({fingerprint, edited_fingerprint, last_fingerprint}) == 3
-    hub_config = SimpleNamespace(_commit_hash="0a")
-    commits = [identify_bytes(configure(model="org/model", hf_config=hub_config))]
-    hub_config._commit_hash = "0b"
-    commits.append(identify_bytes(configure(model="org/model", hf_config=hub_config)))
-    assert len({*commits, fingerprint}) == 3
+    hub_configs = [SimpleNamespace(_commit_hash=commit) for commit in ("0a", "0b")]
+    hub_fingerprints = (
+        identify_bytes(configure(model="org/model", hf_config=config)) for config in hub_configs
+    )
+    assert len({*hub_fingerprints, fingerprint}) == 3
     with pytest.raises(ConfigError, match="expected weights in a folder or a repository"):
         identify_bytes(configure(model="s3://bucket/model"))
     stock_config = configure(cache_dtype="auto")

@@ -102,21 +102,21 @@ class TestWithoutVLLM:
         storage = read_storage_from_options("hf_fp8kv_static", {"scales": str(tmp_path)})
         storage.check_layers([0, 1], 2, ["mistral"])
         storage.check_layers([0, 1], 2, ["mistral_text", "mistral"])
-        with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
-            storage.check_layers([0, 1], 2, ["llama"])
-        with pytest.raises(ScaleError, match="got none for layers \\[2\\]"):
-            storage.check_layers([0, 1, 2], 3, ["mistral"])
-        with pytest.raises(ScaleError, match="expected only the model's layers, 0 to 0"):
-            storage.check_layers([0], 1, ["mistral"])
+        for num_layers, model_type, message in (
+            (2, "llama", "expected scales of a 'llama' model, got 'mistral'"),
+            (3, "mistral", "got none for layers \\[2\\]"),
+            (1, "mistral", "expected only the model's layers, 0 to 0"),
+        ):
+            with pytest.raises(ScaleError, match=message):
+                storage.check_layers([*range(num_layers)], num_layers, [model_type])
 
     def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path):
         """Rank 1 of 2 has the second half of the heads. With 4 ranks, two ranks share a head."""
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
-        options = {"scales": str(tmp_path)}
         for tp_size, tp_rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
             storage = read_storage_from_options(
-                "hf_fp8kv_static", options, "nowhere", tp_rank, tp_size
+                "hf_fp8kv_static", {"scales": str(tmp_path)}, "nowhere", tp_rank, tp_size
             )
             layer = make_layer_storage(storage.options, 1, 1, 32, "cpu")
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
@@ -127,9 +127,16 @@ class TestWithoutVLLM:
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
         hf_fp8kv.vllm.register()  # this would fail if it imported vLLM
 
-    @pytest.mark.parametrize("version", ["0.31.2", "unknown", "0.33.9"])
+    @pytest.mark.parametrize(
+        ("version", "message"),
+        [
+            ("0.31.2", "expected vLLM 0.32.x or 0.33.x, got 0.31.2"),
+            ("unknown", "expected vLLM 0.32.x or 0.33.x, got unknown"),
+            ("0.33.9", "could not register its dtypes in vLLM 0.33.9"),
+        ],
+    )
     def test_an_unsupported_version_or_a_missing_hook_registers_nothing(
-        self, monkeypatch, caplog, version
+        self, monkeypatch, caplog, version, message
     ):
         """An error would prevent vLLM from starting with any dtype. Here 0.33.9 lacks a hook."""
         lacks_hook = version == "0.33.9"
@@ -138,9 +145,6 @@ class TestWithoutVLLM:
         monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
         monkeypatch.setitem(sys.modules, "hf_fp8kv.vllm.registration", module)
         hf_fp8kv.vllm.register()
-        message = f"expected vLLM 0.32.x or 0.33.x, got {version}"
-        if lacks_hook:
-            message = "could not register its dtypes in vLLM 0.33.9"
         assert message in caplog.text
         assert not lacks_hook or "KeyError: 'no such hook'" in caplog.text
 
@@ -186,9 +190,9 @@ class TestWithVLLM:
         attention = AttentionBackendEnum["CPU_MLA"]
         with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(cache_dtype="auto"))):
             assert attention.get_class().__module__.startswith("vllm.")
-        fp8_config = CacheConfig(cache_dtype="hf_fp8kv_e3m4")
+        config = VllmConfig(cache_config=CacheConfig(cache_dtype="hf_fp8kv_e3m4"))
         with (
-            set_current_vllm_config(VllmConfig(cache_config=fp8_config)),
+            set_current_vllm_config(config),
             pytest.raises(ConfigError, match="got a model with latents"),
         ):
             attention.get_class()
@@ -216,9 +220,10 @@ class TestWithVLLM:
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=message):
                 refuse_unsupported(dtype_name, attention_type, alibi_slopes, config)
-        config.cache_config.kv_sharing_fast_prefill = True
-        with pytest.raises(ConfigError, match="got --kv-sharing-fast-prefill"):
-            refuse_unsupported(dtype_name, "decoder", None, config)
-        config.attention_config.use_non_causal = True
-        with pytest.raises(ConfigError, match="that is not causal"):
-            refuse_unsupported(dtype_name, "decoder", None, config)
+        for part, option, message in (
+            (config.cache_config, "kv_sharing_fast_prefill", "got --kv-sharing-fast-prefill"),
+            (config.attention_config, "use_non_causal", "that is not causal"),
+        ):
+            setattr(part, option, True)
+            with pytest.raises(ConfigError, match=message):
+                refuse_unsupported(dtype_name, "decoder", None, config)

@@ -174,7 +174,8 @@ print("version", vllm.__version__)
 @pytest.mark.skipif("VLLM_0_33" not in os.environ, reason="needs vLLM 0.33's Python files")
 def test_the_plugin_registers_in_vllm_0_33(tmp_path):
     """The environment variable VLLM_0_33 names a folder with the Python files of vLLM's wheel."""
-    environment = os.environ | {"PYTHONPATH": os.environ["VLLM_0_33"]}
-    command = [sys.executable, "-c", REGISTRATION_SCRIPT]
-    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", REGISTRATION_SCRIPT], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.environ["VLLM_0_33"]},
+    )  # fmt: skip
     assert "version 0.33" in process.stdout, process.stderr[-2000:]

@@ -59,8 +59,10 @@ def test_ranks_give_the_tokens_of_one_process(
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(num_ranks))),
         "PYTHONPATH": os.pathsep.join(sys.path),  # for `tests.vllm.cpu_tiers`
     }
-    arguments = [folder, str(tmp_path / "scales"), str(num_ranks), json.dumps(prompts)]
-    arguments.append(json.dumps(make_file_tier(block_folder)))
+    arguments = [
+        folder, str(tmp_path / "scales"), str(num_ranks), json.dumps(prompts),
+        json.dumps(make_file_tier(block_folder)),
+    ]  # fmt: skip
     process = subprocess.run(
         [sys.executable, tmp_path / "script.py", *arguments], env=environment, cwd=tmp_path,
         capture_output=True, text=True, timeout=300, check=False,
@@ -75,10 +77,9 @@ def test_ranks_give_the_tokens_of_one_process(
 def test_the_example_answers_three_prompts():
     pytest.importorskip("vllm")
     example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
-    arguments = ["--max-tokens", "512", "--new-tokens", "8"]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     process = subprocess.run(
-        [sys.executable, example, *arguments], env=environment, capture_output=True, text=True,
+        [sys.executable, example, "--max-tokens", "512", "--new-tokens", "8"],
+        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, capture_output=True, text=True,
         timeout=400, check=False,
     )  # fmt: skip
     pattern = r"^['\"].*: ['\"].*, (?:the same|different) tokens$"

@@ -41,8 +41,8 @@ def test_vllm_gives_the_tokens_of_transformers(
     if scales is not None:
         scales.save_pretrained(tmp_path)
         options = {**options, "scales": scales}
-    llm = serve(folder, dtype, None if scales is None else tmp_path)
-    assert generate(llm, prompts)[0] == generate_expected(model, prompts, **options)
+    tokens, _ = generate(serve(folder, dtype, None if scales is None else tmp_path), prompts)
+    assert tokens == generate_expected(model, prompts, **options)
 
 
 def test_skipped_layers_keep_the_dtype_of_the_model(load_model, prompts, serve):

@@ -38,9 +38,7 @@ def make_pool(dtype, *, gap=0):
     slot_bytes = 2 * HEAD_DIM + (SCALE_BYTES if dtype.is_dynamic else 0)
     block_bytes = NUM_HEADS * BLOCK_SIZE * slot_bytes
     memory = torch.full((NUM_BLOCKS, block_bytes + gap), 0xFF, dtype=torch.uint8)
-    shape = (NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, slot_bytes)
-    strides = (memory.stride(0), BLOCK_SIZE * slot_bytes, slot_bytes, 1)
-    return memory, memory.as_strided(shape, strides)
+    return memory, memory[:, :block_bytes].unflatten(1, (NUM_HEADS, BLOCK_SIZE, slot_bytes))
 
 
 class Layer:
@@ -63,9 +61,8 @@ class Layer:
         self.stored_layer.attend(*inputs, work, self.spec, output)
         return output[0]
 
-    def attend_in_bfloat16(self, *tensors_and_work):
-        *tensors, work = tensors_and_work
-        return self.attend(*(tensor.bfloat16() for tensor in tensors), work).float()
+    def attend_in_bfloat16(self, query, key, value, work):
+        return self.attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), work).float()
 
 
 def make_storage(dtype, *, centered):
@@ -158,8 +155,8 @@ ATTENTION_OPTIONS = {
 }
 
 
-# The interpreter is slow, so "triton" runs with each kind and each attention only once, and always
-# with gaps, because its kernels locate pages by their addresses with and without gaps.
+# The interpreter is slow, so "triton" runs each attention only once, and always with gaps, because
+# its kernels locate pages by their addresses with and without gaps.
 @pytest.mark.parametrize(
     ("backend", "gap", "kind", "attention"),
     [
@@ -237,9 +234,8 @@ def test_tokens_without_a_slot_are_not_stored():
     lengths, table = torch.tensor([2], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)
     slots = torch.tensor([3 * BLOCK_SIZE, -1])
     work = plan_step(np.array([0, 2], np.int32), lengths, table, slots, BLOCK_SIZE, 2)
-    assert work.written_tokens.tolist() == [0]
-    assert work.table.tolist() == [[3]]
-    assert work.slot_ends.tolist() == [1]
+    rows = (work.written_tokens, work.table, work.slot_ends)
+    assert [tensor.tolist() for tensor in rows] == [[0], [[3]], [1]]
 
 
 @torch.no_grad()
