@@ -1,1 +1,1 @@
-"""Benchmarks for the authors of hf_fp8kv, run from a clone: `python -m benchmarks.NAME`."""
+"""Benchmarks for the developers of hf_fp8kv, run from a clone: `python -m benchmarks.NAME`."""

@@ -26,7 +26,7 @@ NUM_DRAFTED = 5  # tokens that the draft model proposes in a step
 EARLY_EXIT, ROUNDED = "early exit", "rounded weights"
 _GROUP_SIZE, _MAX_CODE = 32, 7  # values of a weight that share a scale, and largest 4-bit code
 CACHES = (FLOOR, "default", "fp8_e3m4", "fp8", "fp8-1.0", "6-bit")
-LONG_CACHES = (FLOOR, "default", "fp8")  # at the longest context
+LONG_CACHES = (FLOOR, "default", "fp8")  # at the longest of at least three contexts
 _NUM_RESAMPLES = 2000
 
 
@@ -88,14 +88,14 @@ def score_context(
     draft_cache = DynamicCache()
     compute_logits(draft, ids[:, :start], draft_cache, {}, scored=False)
     rounded_q = compute_logits(draft, ids[:, start:], draft_cache, {}, scored=True).softmax(-1)
-    exact: torch.Tensor | None = None
+    reference_logits: torch.Tensor | None = None
     results: dict[str, dict[str, Any]] = {}
     for name, contender in contenders.items():
         cache = contender.fill(model, states)
         compute = partial(compute_logits, model, ids[:, start:], cache, {}, scored=True)
         logits, exit_logits = compute_exit_logits(model, exit_layers, compute)
-        exact = logits if exact is None else exact
-        scores = compute_scores(exact, logits, ids[:, start + 1 :])
+        reference_logits = logits if reference_logits is None else reference_logits
+        scores = compute_scores(reference_logits, logits, ids[:, start + 1 :])
         p = logits.softmax(-1)
         results[name] = {
             "kl": scores.kl.mean().item(),

@@ -69,7 +69,7 @@ def measure_prompts(
     head_stride: int = 1,
     progress: Callable[[str], None],
 ) -> Result:
-    """Return a row for each cache and number of tokens of a prompt.
+    """Measure each cache after prompts of each number of tokens.
 
     Args:
         model: The model, in float32.
@@ -82,7 +82,7 @@ def measure_prompts(
         text_folder: Folder of text files, a passage each. None means texts that come with Python.
         factor: Factor by which planted outliers multiply K. 1 plants none.
         head_stride: Every `head_stride`-th head gets outliers. 1 means every head.
-        progress: Function that is called with the name of each passage.
+        progress: Function that is called with a message before each cache and each passage.
     """
     cases = CASES
     if prompt_tokens is not None:

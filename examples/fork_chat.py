@@ -3,8 +3,9 @@
     python examples/fork_chat.py
     python examples/fork_chat.py --model path/or/hub-id --questions "Who?" "When?"
 
-The document is the system prompt of a chat. A fork shares all pages except the last page, which is
-partly filled. With prefill="stored", in float32, forks and separate caches give the same answers.
+The document is the system prompt of a chat. A fork shares all pages. Its first new token copies the
+last page if the page is partly filled. With prefill="stored", in float32, forks and separate caches
+give the same answers.
 """
 
 import argparse

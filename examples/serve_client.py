@@ -1,4 +1,4 @@
-"""Send the requests of sixteen simultaneous clients to a server, which streams half of the answers.
+"""Send sixteen simultaneous requests to a server, which streams half of the answers.
 
     python examples/serve_client.py
 

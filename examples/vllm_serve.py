@@ -1,4 +1,4 @@
-"""Serve calibrated scales with vLLM, and compare its tokens with the tokens of FP8PagedCache.
+"""Generate with calibrated scales in vLLM, and compare the tokens with FP8PagedCache's.
 
     python examples/vllm_serve.py
 

@@ -20,7 +20,7 @@ MAX_COMPILE_PROCESSES = 15
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark or read a result, print the tables, and return the exit code."""
+    """Run the benchmark or its first steps, or read a result. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument(
         "--seconds", type=float, default=210.0, help="time limit in seconds (default: 210)"
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         choices=SECTIONS,
         default=list(SECTIONS),
         metavar="NAME",
-        help=f"sections besides the ceilings (default: all): {', '.join(SECTIONS)}",
+        help=f"sections. The ceilings always run (default: all): {', '.join(SECTIONS)}",
     )
     parser.add_argument(
         "--from", dest="result_file", type=Path, metavar="JSON", help="show a result of --json"

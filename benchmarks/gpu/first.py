@@ -1,8 +1,8 @@
 """The first eight minutes on a new GPU: `python -m benchmarks.gpu --first`.
 
 Each step is a process with a time limit. The results are lines of JSON, which are written after
-each step: its rows, and its exit code. A run with the same file continues after the last step that
-ended. Each step also has a log, and sections of the benchmark write their own file after each row.
+each step: its rows, and its exit code. A run with the same file skips the steps that have an exit
+code. Each step also has a log, and sections of the benchmark write their own file after each row.
 """
 
 import json

@@ -53,7 +53,7 @@ def run_suite(
     Args:
         device: A CUDA or ROCm device. A dry run accepts any device.
         backend: The backend of the operations.
-        is_dry: Whether to run all sections untimed on tiny shapes, on any machine.
+        is_dry: Whether to run all sections on tiny shapes, on any machine. Times mean nothing.
         is_short: Whether to run only the cases of `first`.
         sections: Names from `SECTIONS`, in the order in which they run.
         seconds: Total time limit in seconds. Rows that do not fit are recorded as skipped.
@@ -62,8 +62,8 @@ def run_suite(
         progress: Function that is called with progress messages.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections` and
-        `rows`. `seconds` is None for a section that did not finish.
+        The entries of `describe_run`, `settings`, `ceilings`, `sections` and `rows`. `seconds` is
+        None for a section that did not run to its end or to an error.
     """
     stage = Stage(device, is_dry=is_dry)
     settings: dict[str, Any] = {
@@ -71,7 +71,7 @@ def run_suite(
         "seconds": seconds,
     }  # fmt: skip
     section_results: list[dict[str, Any]] = [
-        {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
+        {"name": name, "seconds": None, "time_limit": 0.0, "error": None, "skipped": []}
         for name in sections
     ]
     result: dict[str, Any] = {
@@ -106,7 +106,7 @@ def run_suite(
         weights = [sizes.time_weights[name] for name in sections[index:]]
         time_limit = (deadline - time.perf_counter()) * weights[0] / sum(weights)
         progress(f"== {section_result['name']}: up to {max(time_limit, 0):.0f} s")
-        section_result |= {"share": round(time_limit, 1), "skipped": record.begin(time_limit)}
+        section_result |= {"time_limit": round(time_limit, 1), "skipped": record.begin(time_limit)}
         start = time.perf_counter()
         try:
             with torch.no_grad():

@@ -81,7 +81,7 @@ def test_model_type_gives_the_tokens_of_dynamic_cache(name):
 
 
 @pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])
-def test_prompts_are_read_from_pages(name):
+def test_stored_prompts_use_the_window_of_the_config(name):
     """With `prefill="stored"`, attention to a prompt uses the window of the model's config.
 
     These models pass no window to attention, although the prompts are longer than the window.

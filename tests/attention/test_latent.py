@@ -31,7 +31,7 @@ FAMILIES = [
 # With seed 0, the indexers of these models score several keys equally, so their choice depends on
 # the size of the cache.
 SEEDS = {"mistral_large4": 1, "dots3_note_text": 2}
-LOGITS_TOLERANCE = 1e-4  # bound of the errors of logits, relative to the size of logits
+LOGITS_TOLERANCE = 1e-4  # bound of the errors of logits
 NUM_NEW_TOKENS = 10
 built_models: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Tests of the GPU benchmark in dry runs, which have tiny shapes, any device and no timing.
+"""Tests of the GPU benchmark in dry runs: tiny shapes on any device, and meaningless times.
 
 A contender with a wrong result must not get a time.
 """
@@ -37,7 +37,7 @@ def find_failures(record, measure, *args):
 
 
 def test_every_section_has_correct_rows(monkeypatch):
-    """The rows of compiled caches are omitted, because compiling takes minutes."""
+    """Only the first two caches run end to end, because compiling takes minutes."""
     monkeypatch.setattr(end_to_end, "CONTENDERS", end_to_end.CONTENDERS[:2])
     monkeypatch.setattr(end_to_end, "OTHER_CONTENDERS", [])
     monkeypatch.setattr(suite, "TINY", replace(TINY, write_batches=(1,)))

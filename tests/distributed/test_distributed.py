@@ -35,7 +35,7 @@ ABORT_ERRORS = ("terminate called without an active exception", "malloc(): unali
 
 
 def launch(*command: str | Path, log: Path, num_tries: int = 3) -> str:
-    """Run Python in a new session, kill all processes that remain, and return the output."""
+    """Run Python in a new session, again after `ABORT_ERRORS`, and return the output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -111,7 +111,7 @@ def test_two_processes_give_the_tokens_of_one_process(folder, results, name):
 def test_a_model_has_a_rank_if_its_heads_are_split(results):
     for rank, rank_results in enumerate(results):
         assert rank_results["ranks"] == [rank, 2]
-        # A plan that gathers K and V leaves all heads in each process.
+        # A split that gathers K and V leaves all heads in each process.
         assert rank_results["ranks, gathered heads"] == [0, 1]
     model, _ = build_variant("gqa")
     assert tensor_parallel(model) == TensorParallel(0, 1)

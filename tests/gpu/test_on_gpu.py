@@ -1,4 +1,4 @@
-"""Tests for a GPU: graphs, compiled steps, synchronization, far addresses, and races.
+"""Tests for a GPU: graphs, compiled steps, synchronization, and races.
 
 Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, to
 test the tests themselves.
@@ -125,11 +125,11 @@ def make_cache(
 @pytest.mark.parametrize("cache_options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS.keys())
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_tokens_match_the_reference(name, cache_options, cache_kind):
-    tests_formats = name == "gqa" or (name == "medium" and cache_kind != "compiled")
-    if cache_options and not tests_formats:
+    has_all_formats = name == "gqa" or (name == "medium" and cache_kind != "compiled")
+    if cache_options and not has_all_formats:
         pytest.skip("few models test all formats, because formats do not depend on the model")
     if not ON_GPU and (name != "gqa" or (cache_options and cache_kind != "growing")):
-        pytest.skip("test_kernels_generate.py tests these models and formats")
+        pytest.skip("few models run in the interpreter: test_kernels_generate.py runs others")
     model, inputs = make_model(name)
     reference_cache = make_cache(model, inputs, backend="reference", **cache_options)
     reference_output = generate(model, inputs, reference_cache, **LOGITS_OPTIONS)
@@ -356,7 +356,7 @@ LATENT_CASES = [
     Case((1500,), MANY_HEADS, num_new_tokens=130, label="many tokens, 128 heads"),
     Case((5000, 4096), FEW_HEADS, window=1024, label="window"),
 ]
-# Grid: all formats with all cases, because each pair is a separate kernel.
+# Each format runs every case of its group, because each pair is a separate kernel.
 FORMAT_CASES = [
     *((fmt, case) for fmt in (E4M3, STATIC, BF16) for case in DENSE_CASES),
     *((fmt, case) for fmt in (E3M4, E4M3, BF16) for case in LATENT_CASES),

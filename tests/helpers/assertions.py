@@ -19,7 +19,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, label: Any = "") -
 
 def assert_same_bytes(actual: torch.Tensor, expected: torch.Tensor, label: Any = "") -> None:
     """Assert that two tensors are bitwise equal, including NaN and the sign of zero."""
-    assert actual.dtype == expected.dtype, label
+    assert actual.dtype == expected.dtype, f"{label}: {actual.dtype} instead of {expected.dtype}"
     int_dtype = _INT_DTYPES[actual.element_size()]
     actual_bits, expected_bits = (
         tensor.contiguous().view(int_dtype) for tensor in (actual, expected)

@@ -1,4 +1,4 @@
-"""Failures of single calls that the package makes to allocate memory or to change files."""
+"""Failures of single calls that the package makes to allocate memory or to access files."""
 
 import errno
 import sys
@@ -13,7 +13,7 @@ import torch
 import hf_fp8kv
 
 PACKAGE = str(Path(hf_fp8kv.__file__).parent)
-# Names of functions of torch and numpy that allocate memory, and of functions that change files.
+# Names of functions of torch and numpy that allocate memory, and of functions that access files.
 MEMORY_FUNCTIONS = frozenset((
     "arange", "array", "asarray", "astype", "bincount", "cat", "clone", "concatenate",
     "contiguous", "copy", "copy_", "cpu", "cumsum", "empty", "expand", "flatnonzero", "flatten",
@@ -37,7 +37,7 @@ class Faults:
     A profile function runs before each call, and the call raises its exception.
 
     Attributes:
-        places: All calls in the order of their first occurrence.
+        places: All calls, in order.
         make_error: Function that returns the error of the failing call.
     """
 

@@ -27,11 +27,11 @@ class ScheduleCall(NamedTuple):
 def replace_triton(monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> list[ScheduleCall]:
     """Replace the "triton" backend with the reference backend, which also gets a schedule.
 
-    The rows of a schedule store its lengths, and attention asserts that the step has the same
+    A schedule stores the lengths for which it was made. Attention asserts that the step has these
     lengths.
 
     Args:
-        compute: Whether to compute attention. Pass False on the device "meta".
+        compute: Whether attention is computed. Pass False on the device "meta".
 
     Returns:
         The list to which each call of `fill_schedule` is appended, if `compute` is True.

@@ -51,7 +51,7 @@ def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_results_do_not_depend_on_threads():
-    """Neither on the number of threads, nor on several callers, nor on a fork of the process."""
+    """Bits are the same with any number of threads, with several callers, and after a fork."""
     pages, queries = make_pages(700), torch.randn(8, 1, 6, 3, HEAD_DIM)
     results = [attend(pages, query, 700) for query in queries]
     expected = attend(pages, queries[0], 700, reference)
@@ -141,7 +141,7 @@ def test_integer_products_are_correct(fmt, rotated):
 
 
 def test_pages_may_begin_inside_a_vector():
-    """The last page is not multiplied by the weights of different tiles or sequences."""
+    """Weights of other tiles or sequences never multiply values of the last page."""
     for case in (
         test_ops.Case("", lengths=(281,), page_size=8, padding=260),
         test_ops.Case("", lengths=(256, 25), page_size=8),

@@ -1,8 +1,8 @@
 """Tests of how an operation reaches its backend.
 
 Operations use torch's dispatcher only under a dispatch mode, profiler, trace, transform or
-compiler, for tensor subclasses, or with gradients. The last two tests are of the "triton" backend:
-a schedule keeps no memory, and a failing C compiler gives a clear error.
+compiler, for tensor subclasses and meta tensors, or with gradients. The last two tests are of the
+"triton" backend: a schedule keeps no memory, and a failing C compiler gives a clear error.
 """
 
 import subprocess
@@ -35,7 +35,7 @@ def make_pages(table: torch.Tensor, num_pages: int, num_heads: int = 1) -> Pages
     return pack_pages(side, zeros, side, zeros, None, table)
 
 
-# Made here, because a trace or a compiled graph would also contain the operations that make pages.
+# The pages are made once, because a trace or a compiled graph would contain their operations.
 SHARED_PAGES = make_pages(torch.tensor([[1]], dtype=torch.int32), 2)
 
 

@@ -46,7 +46,7 @@ PREALLOCATED = {"max_cache_len": 40}
 CENTERED = {"scales": centered_scales()}
 
 
-# Each architecture runs with a growing and a preallocated cache, each format with either.
+# All architectures but sinks run with a growing and a preallocated cache, each format with either.
 @pytest.mark.parametrize(
     ("name", "cache_options"),
     [
@@ -91,7 +91,7 @@ def test_a_step_or_a_later_prompt_has_two_launches_per_layer(cache_options, num_
 def test_layers_use_the_schedule_of_their_query_rows(options, num_tokens):
     """With 16 rows, fewer programs fit on an SM. Layers would replace a schedule for more programs.
 
-    The model has 16 bits, because with float32 operands a GPU reports how many programs fit.
+    The model is in bfloat16. For float32 operands, a GPU reports how many programs fit.
     """
     sizes = {"num_attention_heads": 16 // num_tokens, "num_key_value_heads": 1}
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged", **sizes)

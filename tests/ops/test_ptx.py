@@ -1,7 +1,6 @@
 """Tests that the interpreter of `make kernels-ptx` detects faults in a kernel's PTX.
 
-Each fault is one change of the text, as a wrong compiler or kernel would cause it. The list was
-written before the interpreter ran any of the faults.
+Each fault replaces every match of a pattern in the text, as a wrong compiler or kernel would.
 """
 
 import linecache

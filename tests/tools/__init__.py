@@ -1,1 +1,1 @@
-"""Programs that tests and developers run with `python -m`."""
+"""Programs that tests and developers run with `python -m`, and plugins for pytest."""

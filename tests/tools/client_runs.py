@@ -1,6 +1,6 @@
 """Runs of real clients of OpenAI's API. Each function runs one client.
 
-    python -m tests.tools.client_runs CLIENT URL TOKENIZER
+    python -m tests.tools.client_runs CLIENT URL MODEL TOKENIZER
 
 `make clients` starts the server, and runs this command for every client in the clients'
 environment. Each function imports the packages that it needs.
@@ -22,8 +22,6 @@ PERSON_MESSAGES = [{"role": "user", "content": "Ann is 30 years old. Name and ag
 
 
 class Person(BaseModel):
-    """A person."""
-
     name: str
     age: int
 

@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "offloading: pages come back stale", "paging/memory_blocks.py",
-        "num_pages = len(run)", "count = len(run) - 1",
+        "num_pages = len(run)", "num_pages = len(run) - 1",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.

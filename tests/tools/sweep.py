@@ -283,14 +283,15 @@ def run_paged_attention(
 def check_capture(name: str, **options: Any) -> str:
     """Return "equal" if captured steps give the bits of eager steps, otherwise "WRONG".
 
-    If no step was captured, return the reason. `options` are keywords of the cache.
+    "equal (max_cache_len)" means that only a preallocated cache is captured. If no step was
+    captured, return the reason. `options` are keywords of the cache.
     """
     model, inputs = build_model(name)
     answers = []
     for capture in (False, True):
         enable(model, dtype="model", page_size=8, capture=capture, **options)
-        # Inference mode sends operations through the dispatcher that modes otherwise see in parts.
-        # Their last bits may differ from those without a mode.
+        # In inference mode, a dispatch mode sees some operations whole that it otherwise sees in
+        # parts. Their last bits may then differ.
         with recorded_graphs() as steps:
             answer = generate(model, inputs, num_new_tokens=CAPTURED_TOKENS, inference=False)
         answers.append(answer.logits.nan_to_num())
@@ -413,7 +414,7 @@ def format_row(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 1 if a type that runs under DynamicCache is neither equal nor refused."""
+    """Return 1 if `Row.find_failures` finds a failure, otherwise 0."""
     parser = argparse.ArgumentParser(
         "python -m tests.tools.sweep", description="Run all model types."
     )

@@ -1,4 +1,4 @@
-"""Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
+"""Write the golden files to a folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case has two files: `NAME.safetensors`, a cache after a prompt, and
 `NAME.continued.safetensors`, the same cache after `continue_cache`. All files are in version 6 of

@@ -27,7 +27,7 @@ LATENT_HEADS = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
 def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
-    """Return the error of attention over scattered pages, whose sequences a schedule may split."""
+    """Return the error of attention over scattered pages. A schedule may split the sequences."""
     [pages] = make_layer_pages(stage, fmt, case, 1, 8)
     query = make_query(stage, case)
     _, schedule, lengths = make_schedule(stage, case, "triton")

@@ -1,7 +1,7 @@
 """A pytest plugin that prints failures and unfinished tests when a run is interrupted.
 
 pytest prints its summary after the processes of pytest-xdist have ended, which may take too long.
-If a failed test has lost the GPU, its process ends, and pytest-xdist starts a new process.
+A process whose test has lost the GPU ends, so that pytest-xdist replaces it.
 """
 
 import os
