@@ -82,8 +82,9 @@ def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_pa
     assert (output - logits).norm() < 0.05 * logits.norm()
     # Replacing the scales removes the biases.
     new_scales = KVScales.uniform(NUM_LAYERS, 0.5)
-    options = {"format": "modelopt", "checkpoint": folder, "overwrite": True}
-    new_scales.save_pretrained(tmp_path / "new", **options)
+    new_scales.save_pretrained(
+        tmp_path / "new", format="modelopt", checkpoint=folder, overwrite=True
+    )
     assert KVScales.from_pretrained(tmp_path / "new").digest == new_scales.digest
 
 
@@ -191,8 +192,9 @@ def save_partial(plain_folder, folder, formats, scale_layers, *, in_second_confi
     block = {"quant_method": "modelopt", "kv_cache_quant_algo": algorithm}
     if in_second_config:
         folder = write_checkpoint(plain_folder, folder, block, tensors)
-        content = {"quantization": {"kv_cache_quant_algo": algorithm, **entries}}
-        (folder / "hf_quant_config.json").write_text(json.dumps(content))
+        (folder / "hf_quant_config.json").write_text(
+            json.dumps({"quantization": {"kv_cache_quant_algo": algorithm, **entries}})
+        )
         return folder
     return write_checkpoint(plain_folder, folder, block | entries, tensors)
 
@@ -215,8 +217,7 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
     model(IDS, past_key_values=cache)
     _, exact = run_model(plain_folder)
     for index, layer in enumerate(cache.layers):
-        keys = densify(layer.keys).float()
-        assert torch.equal(keys, exact[index][0]) == (index != 1)
+        assert torch.equal(densify(layer.keys).float(), exact[index][0]) == (index != 1)
     scales.save_pretrained(tmp_path / "converted")
     assert KVScales.from_pretrained(tmp_path / "converted").digest == scales.digest
     with scale_error("expected scales of unchanged K and V, got scales for unquantized layers 0"):

@@ -100,8 +100,7 @@ def test_saved_scales_are_loaded(tmp_path, caplog, format):
     for kind in KINDS:
         folder, scales = tmp_path / kind, random_scales(kind)
         caplog.clear()
-        paths = scales.save_pretrained(folder, format=format)
-        assert sorted(paths) == sorted(folder.iterdir())
+        assert sorted(scales.save_pretrained(folder, format=format)) == sorted(folder.iterdir())
         is_lossy = reduce_scales(scales, format).digest != scales.digest
         assert_holds(folder, scales, format)
         assert KVScales.from_pretrained(folder).model_type == "llama"
@@ -125,7 +124,8 @@ INVALID_OPTIONS = {
     "no-ranks": ({"format": "vllm-json", "tp_size": 0}, "got 0"),
     "read-only": (
         {"format": "trtllm"},
-        "expected one of vllm-json, tgi, .*, hf_fp8kv, got 'trtllm'.* nothing reads scales in it",
+        "expected one of vllm-json, tgi, .*, hf_fp8kv, got 'trtllm'.* "
+        "trtllm stores scales only with weights",
     ),
     "weights": (
         {"format": "tgi", "checkpoint": ".", "weights": "move"}, "weights: expected 'copy' or "
@@ -136,9 +136,10 @@ INVALID_OPTIONS = {
 
 @pytest.mark.parametrize(("options", "message"), INVALID_OPTIONS.values(), ids=INVALID_OPTIONS)
 def test_invalid_options_write_no_files(tmp_path, options, message):
-    scales = KVScales({1: random_scales("tensor").layers[0]})
     with scale_error(message):
-        scales.save_pretrained(tmp_path / "out", **options)
+        KVScales({1: random_scales("tensor").layers[0]}).save_pretrained(
+            tmp_path / "out", **options
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -335,8 +336,7 @@ def test_other_files_in_the_folder_of_a_model_are_kept(model_folder, folder):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text)
     random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
-    new_content = read_content(folder)
-    assert {name: new_content[name] for name in other_files} == other_files
+    assert read_content(folder).items() >= other_files.items()
     assert_loads_the_same(model_folder, folder)
 
 
@@ -375,8 +375,9 @@ def test_a_folder_of_links_is_copied(tmp_path, folder):
     for weights in ("copy", "link"):
         copy = add_scales(folder, tmp_path / weights, "tgi", weights=weights)
         assert_holds(copy, random_scales("tensor"), "tgi")
-        weights_file = copy / "model-00001-of-00001.safetensors"
-        assert weights_file.samefile(folder / "model.safetensors") == (weights == "link")
+        assert (folder / "model.safetensors").samefile(
+            copy / "model-00001-of-00001.safetensors"
+        ) == (weights == "link")
     random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
     assert read_content(blobs) == blob_content
 
@@ -407,8 +408,10 @@ def test_a_second_config_that_declares_the_weights_is_extended(tmp_path, folder)
     with pytest.raises(ScaleError, match="expected unquantized weights"):
         add_scales(folder, tmp_path / "copy", "autofp8")
     copy = add_scales(folder, tmp_path / "copy", "modelopt")
-    saved_config = json.loads((copy / "hf_quant_config.json").read_text())
-    assert saved_config["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    assert json.loads((copy / "hf_quant_config.json").read_text())["quantization"] == {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+    }
     assert (copy / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 

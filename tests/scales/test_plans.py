@@ -29,10 +29,13 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
         assert loaded.is_dynamic is is_dynamic
         assert loaded.weights_digest == scales.weights_digest
         assert loaded.digest == scales.digest
-    granularities = {layer.granularity for layer in scales.layers.values()}
-    assert granularities == ({"token"} if is_dynamic else {"head"})
-    plan = read_metadata(tmp_path / KV_FILE)["plan"]
-    assert plan["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
+    assert {layer.granularity for layer in scales.layers.values()} == {
+        "token" if is_dynamic else "head"
+    }
+    assert read_metadata(tmp_path / KV_FILE)["plan"]["0"] == [
+        "fp8_e2m5 rotated centered",
+        "int8 rotated",
+    ]
     assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
 
 
@@ -93,9 +96,10 @@ def test_all_layers_or_none_have_a_plan_and_static_scales(layers: list[LayerScal
 def test_rotated_and_dynamic_scales_are_not_saved_for_servers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated values in layers 0, 1, 2.*Save as 'hf_fp8kv'"):
         planned_scales().save_pretrained(tmp_path, format=format)
-    dynamic_scales = KVScales({0: LayerScales(None, None, plan=PLAIN_PLAN)})
     with pytest.raises(ScaleError, match=r"each token.*Save as 'hf_fp8kv'"):
-        dynamic_scales.save_pretrained(tmp_path, format=format)
+        KVScales({0: LayerScales(None, None, plan=PLAIN_PLAN)}).save_pretrained(
+            tmp_path, format=format
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -51,8 +51,9 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
     save_with_scales(old_folder, plain_folder)
     for target in ("compressed-tensors", "hf_fp8kv"):
         new_folder = tmp_path / target
-        options = {"checkpoint": old_folder, "weights": weights, "overwrite": True}
-        NEW_SCALES.save_pretrained(new_folder, format=target, **options)
+        NEW_SCALES.save_pretrained(
+            new_folder, format=target, checkpoint=old_folder, weights=weights, overwrite=True
+        )
         assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
         remaining, expected = (
             load_all_tensors(new_folder),
@@ -65,7 +66,7 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
         assert new_index["metadata"] == {"mine": 2}  # the size of the old tensors was removed
         with safe_open(new_folder / "model-0.safetensors", "pt") as file:
             assert file.metadata() == {"format": "pt"}
-    # Each shard in the same folder is rewritten as a whole.
+    # In place, each shard with scales is replaced by a new file without them.
     NEW_SCALES.save_pretrained(old_folder, format="compressed-tensors", overwrite=True)
     assert_same_scales(KVScales.from_pretrained(old_folder), NEW_SCALES)
     assert (
@@ -86,8 +87,9 @@ def save_with_scales(folder: Path, plain_folder: Path) -> None:
         file, file_tensors = f"model-{file_index}.safetensors", dict(tensors[file_index::2])
         save_file(file_tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(file_tensors, file)
-    index = {"metadata": {"total_size": 1, "mine": 2}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(
+        json.dumps({"metadata": {"total_size": 1, "mine": 2}, "weight_map": weight_map})
+    )
 
 
 def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypatch):
@@ -160,5 +162,4 @@ def test_a_model_with_replaced_scales_loads_and_uses_them(tmp_path, caplog, save
         assert torch.equal(scale.flatten(), NEW_SCALES.layers[1].k.flatten().to(scale.dtype))
     cache = FP8PagedCache.from_pretrained(tmp_path / "new")
     logits = model(torch.arange(3, 20)[None], past_key_values=cache).logits
-    expected = load(tmp_path / "plain")(torch.arange(3, 20)[None]).logits
-    assert torch.equal(logits, expected)
+    assert torch.equal(logits, load(tmp_path / "plain")(torch.arange(3, 20)[None]).logits)

@@ -24,6 +24,9 @@ K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)
 LARGER_KV = tuple(max(pair) for pair in zip(K, V, strict=True))
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_key_value_heads": 2}
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": SCHEME, "output_activations": None}}
+OUTPUT_GROUP = {
+    "targets": ["re:.*k_proj", "re:.*v_proj"], "weights": None, "output_activations": SCHEME
+}  # fmt: skip
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": GROUPS}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
 ALGO = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
@@ -46,11 +49,6 @@ def make_tensors(name: str, shape: tuple[int, ...] = (), prefix: str = "model.la
         for side, scales in side_scales.items()
         for layer, scale in enumerate(scales)
     }
-
-
-def quantize_outputs(*targets: str, **changes: object) -> dict[str, object]:
-    group = {"targets": list(targets), "weights": None, "output_activations": SCHEME | changes}
-    return {"config_groups": GROUPS | {"group_1": group}}
 
 
 def make_quark(*layers: str, **changes: object) -> dict[str, object]:
@@ -107,7 +105,7 @@ VALID_FOLDERS: dict[str, tuple[Any, ...]] = {
     ),
     "output-activations": (
         "compressed-tensors",
-        make_llama(**COMPRESSED | quantize_outputs("re:.*k_proj", "re:.*v_proj")),
+        make_llama(**COMPRESSED | {"config_groups": GROUPS | {"group_1": OUTPUT_GROUP}}),
         make_tensors(OUTPUT, (1,)),
     ),
     "text-config": (
@@ -193,8 +191,9 @@ def test_a_folder_in_each_dialect_is_read(tmp_path, caplog, name):
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert scales.model_type == config.get("model_type")
     # Scales for FNUZ formats are halved.
-    fnuz_config = config | {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
-    write_folder(tmp_path, fnuz_config, tensors, *second_config)
+    write_folder(
+        tmp_path, config | {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, tensors, *second_config
+    )
     fnuz_scales = KVScales.from_pretrained(folder)
     assert list_sides(fnuz_scales) == [[s / 2 for s in side] for side in list_sides(scales)]
     if not second_config and format != "trtllm":  # other files declare these scales
@@ -212,14 +211,13 @@ def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
     assert [layer.v.tolist() for layer in layers] == [[[v], [v / 2]] for v in V]
 
 
-FACTOR = "attention.kv_cache_scaling_factor"
+RANK = make_tensors("attention.kv_cache_scaling_factor", (1,), "transformer.layers")
 
 
 def make_ranks(*factors: float) -> dict[str, Tensors]:
     """Return a file for each rank, with scales that are multiplied by the rank's factor."""
-    tensors = make_tensors(FACTOR, (1,), "transformer.layers")
     return {
-        f"rank{r}": {name: scale * factor for name, scale in tensors.items()}
+        f"rank{r}": {name: scale * factor for name, scale in RANK.items()}
         for r, factor in enumerate(factors)
     }
 
@@ -240,16 +238,14 @@ LAYER_1 = "model.layers.1.self_attn."
 
 
 PAIR = make_tensors(ATTENTION, (1,))
-WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
 PER_TENSOR = make_llama(**COMPRESSED, kv_cache_scheme=SCHEME)
-RANK = make_tensors(FACTOR, (1,), "transformer.layers")
 
 
 # Each rule of the readers once. An entry has a config, tensors, the message, and a second config.
 INVALID_FOLDERS = {
     "a-dynamic-word-of-vllm": (
         make_llama(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"),
-        WEIGHT,
+        {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)},
         "needs no scales",
     ),
     "scheme-a-list": (make_llama(**COMPRESSED, kv_cache_scheme=[SCHEME]), PAIR, "got .*num_b"),
@@ -401,9 +397,7 @@ def test_a_file_with_changed_bytes_is_rejected_or_valid(tmp_path_factory, name, 
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     target.write_bytes(bytes(content[: data.draw(st.sampled_from([len(content), 100]))]))
     with contextlib.suppress(ScaleError):
-        scales = KVScales.from_pretrained(folder)
-        values = torch.cat(
-            [scale.flatten() for layer in scales.layers.values() for scale in layer.static]
-        )
+        layers = KVScales.from_pretrained(folder).layers.values()
+        values = torch.cat([scale.flatten() for layer in layers for scale in layer.static])
         assert bool((values.isfinite() & (values > 0)).all())
         assert not bool((values == 1).all())

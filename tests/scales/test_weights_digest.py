@@ -22,8 +22,7 @@ TEXTS = [torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(4))
 
 @pytest.fixture(scope="module")
 def model_scales() -> KVScales:
-    model, _ = build_variant("gqa")
-    return calibrate(model, TEXTS, center=False, progress=False)
+    return calibrate(make_model(), TEXTS, center=False, progress=False)
 
 
 def make_model() -> Any:
