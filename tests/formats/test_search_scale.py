@@ -32,7 +32,7 @@ def compute_squared_error(vectors: Tensor, scale: Tensor, name: str) -> Tensor:
 
 
 def list_candidate_scales(vectors: Tensor, name: str) -> list[Tensor]:
-    """Return the candidate scales of an octave, computed in float64."""
+    """Return the candidate scales of an octave, rounded up from float32 to bfloat16."""
     first_scale = compute_dynamic_scale(vectors, FORMATS[name]).double()
     scales = []
     for index in range(codec.SEARCH_STEPS):

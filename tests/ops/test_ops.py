@@ -149,7 +149,7 @@ def replace_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
 
 
 def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
-    """Write each sequence separately, in two calls that meet in the middle of a page."""
+    """Write each sequence separately, in two calls if it has several tokens."""
     generator = torch.Generator().manual_seed(1)
     for row, length in enumerate(case.lengths):
         row_pages, center = pages._replace(table=pages.table[row : row + 1]), pages.k.center
@@ -420,7 +420,7 @@ def test_attention_equals_the_reference(case, backend, layout):
     assert compute_errors(actual, expected).max() <= bound_error(case, backend)
 
 
-# A plan splits 600 tokens into two parts, and 70 rows exceed a block of the decode kernel.
+# A schedule splits 600 tokens into two parts, and 70 rows exceed a block of the decode kernel.
 DETERMINISTIC_CASES = [
     Case("deterministic, ragged", num_tokens=9, lengths=(150, 64, 33, 65), dtype=torch.bfloat16),
     Case("deterministic, window", num_tokens=5, window=20, lengths=(99, 71), dynamic=False,
@@ -436,7 +436,7 @@ DETERMINISTIC_CASES = [
 
 
 def check_deterministic(case: Case, backend: str, device: str = "cpu") -> None:
-    """Check that deterministic queries get the same bits as in separate calls, and close values."""
+    """Check that deterministic queries get the bits of separate calls, and correct values."""
     pages, query, fields = prepare(case)
     expected = attend(case, pages, query.float(), "reference", **fields)
     pages, query = map_pages(lambda x: x.to(device), pages), query.to(device)
