@@ -1,4 +1,4 @@
-"""Identify a model by a digest of what K and V depend on, except the tokens."""
+"""Identify a model by a digest of the weights, config and settings that K and V depend on."""
 
 from functools import partial
 from typing import Any

@@ -357,7 +357,7 @@ def test_a_preallocated_cache_that_swaps_sequences_is_captured_again() -> None:
 
 
 def test_threads_have_their_own_graphs() -> None:
-    """A copy of a model has captured steps, too."""
+    """A copy of a model has its own captured steps."""
     model, inputs = build_variant("gqa")
     prompts = [{name: tensor.roll(i, 0) for name, tensor in inputs.items()} for i in range(2)]
     expected = [run_eagerly(model, prompt) for prompt in prompts]

@@ -275,7 +275,7 @@ def test_a_prompt_with_later_attention_is_computed_while_a_copy_exists() -> None
 
 
 # Types change the embeddings of GPT-2, and the attention within an image of Gemma 3. Prompts of
-# PaliGemma attend to later tokens without types, too.
+# PaliGemma attend to later tokens even without types.
 @pytest.mark.parametrize(
     ("name", "turns_with_types"),
     [("gpt2", [0]), ("gpt2", [1]), ("gemma3", [0]), ("gemma3", [1]), ("paligemma", [])],
