@@ -290,8 +290,8 @@ def check_capture(name: str, **options: Any) -> str:
     answers = []
     for capture in (False, True):
         enable(model, dtype="model", page_size=8, capture=capture, **options)
-        # In inference mode, a dispatch mode gets some operations whole, and otherwise in parts. Their
-        # last bits may then differ.
+        # In inference mode, a dispatch mode gets some operations whole, and otherwise in parts.
+        # Their last bits may then differ.
         with recorded_graphs() as steps:
             answer = generate(model, inputs, num_new_tokens=CAPTURED_TOKENS, inference=False)
         answers.append(answer.logits.nan_to_num())
