@@ -83,7 +83,7 @@ class Tokens:
         width = min(self.length, prompt.length)
         expanded = [batch.expand(width, device) for batch in (self, prompt) if width]
         if not width or len(expanded[0][2]) != len(expanded[1][2]):  # numbers of position ids
-            return [0] * len(prompt.ids), 0
+            return [row if row < len(self.ids) else 0 for row in range(len(prompt.ids))], 0
         (ids, mask, positions, features), expanded_prompt = expanded
         prefix_lengths = []
         for row in range(len(prompt.ids)):

@@ -22,10 +22,12 @@ _NEUTRAL_ARGUMENTS = (
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "return_dict",
     "output_attentions", "output_hidden_states", "output_router_logits",
 )  # fmt: skip
-# Arguments with a type of each token. 0 is text.
+# Arguments with a type of each token. In most multimodal models, 0 is text.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Model types in which a prompt's tokens attend to later tokens of the prompt.
 _BIDIRECTIONAL_PROMPTS = ("paligemma",)
+# Model types in which the tokens of an image attend to later images of the prompt.
+_JOINT_IMAGES = ("molmo2",)
 _MODALITIES = ("image", "video", "audio", "speech")
 # The argument with the features of each modality that `generate()` computes before the prefill,
 # since transformers 5.24, and the attribute of the call's generation config with their inputs.
@@ -114,11 +116,12 @@ class PromptMedia:
             # With cross-attention, the text before an image depends on whether images follow.
             decoder = model_config.get_text_config(decoder=True)
             self.is_comparable &= not hasattr(decoder, "cross_attention_layers")
+            self.is_comparable &= model_config.model_type not in _JOINT_IMAGES
         elif inputs:
             self.is_comparable = False
         # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
         # to each other.
-        divides_images = generation_config.prefill_chunk_size and "token_type_ids" in arguments
+        divides_images = generation_config.prefill_chunk_size and self._token_types
         if "inputs_embeds" in inputs or (inputs and divides_images):
             self.is_comparable = False
 

@@ -32,11 +32,11 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     if not isinstance(store, PrefixStore):
         problem = f"an hf_fp8kv.PrefixStore, got {store!r}. Make one with PrefixStore(path)"
     elif options.tensor_parallel.size > 1:
-        problem = "a model in one process, got a tensor-parallel model. Leave prefix_store out"
+        problem = "a model in one process, got a tensor-parallel model"
     elif cache is not None and cache.is_open_ended:
-        problem = "a cache with a config, got none. Pass the model's config"
+        problem = "a cache with a config, got none. Pass the model's config to the cache"
     elif options.is_preallocated:
-        problem = "a growing cache, got max_cache_len"
+        problem = "a growing cache, got max_cache_len. Leave it out"
     elif config.is_encoder_decoder:
         problem = "a decoder, got an encoder-decoder, whose pages depend on the encoder's input"
     elif any(type(layer) is not FP8PagedLayer for layer in layers):
@@ -44,7 +44,7 @@ def check_store(store: object, options: CacheOptions, config: Any, cache: Any = 
     elif rope_type := find_varying_rope(config):
         problem = f"constant frequencies of RoPE, got {rope_type!r}, which depends on the length"
     if problem:
-        raise ConfigError(f"prefix_store: expected {problem}. Leave prefix_store out")
+        raise ConfigError(f"prefix_store: expected {problem}. Otherwise, leave prefix_store out")
     options.check_stored("prefix_store")
 
 

@@ -49,8 +49,8 @@ class ReadOptions:
             if len(rank_kv) < num_ranks or any(scale.ndim for kv in rank_kv for scale in kv):
                 raise ScaleError(
                     f"{origin}: expected one number for K and for V of layer {index} from every "
-                    f"rank, got {len(rank_kv)} of {num_ranks} ranks, or scales of heads. Read one "
-                    "rank with tp_rank and tp_size"
+                    f"rank, got scales of {len(rank_kv)} of {num_ranks} ranks, which may be of "
+                    "heads. Read one rank with tp_rank and tp_size"
                 )
             ranks_differ = ranks_differ or any(kv != rank_kv[0] for kv in rank_kv)
             k, v = (torch.stack(side).max() for side in zip(*rank_kv, strict=True))

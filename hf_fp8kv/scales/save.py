@@ -82,7 +82,7 @@ def _place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict
     """Return contents by path, or None to delete. Next to weights, "hf_fp8kv" has a subfolder."""
     if KV_FILE not in files:
         return dict(files)
-    uses_folder = find_weight_files(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
+    uses_folder = _find_weight_files(old_files) or f"{KV_FOLDER}/{KV_FILE}" in old_files
     prefix = f"{KV_FOLDER}/" if uses_folder else ""
     new_files = {
         prefix + name if name == KV_FILE else name: content for name, content in files.items()
@@ -120,7 +120,7 @@ def read_base(
             return None
         # A folder without weights has scales, or is empty.
         overwrite = True
-        has_model = bool(find_weight_files(old_files))
+        has_model = bool(_find_weight_files(old_files))
     elif weights not in get_args(Weights):
         raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}. Choose one")
     elif target_path.exists() and (any(target_path.iterdir()) or target_path.samefile(os.curdir)):
@@ -333,7 +333,7 @@ def list_files(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
-def find_weight_files(names: Iterable[str]) -> list[str]:
+def _find_weight_files(names: Iterable[str]) -> list[str]:
     files = (name for name in names if name not in (KV_FILE, SCALES_SHARD) and "/" not in name)
     return [name for name in files if PurePath(name).suffix.lower() in WEIGHT_SUFFIXES]
 
@@ -348,7 +348,7 @@ def _check_target(
     """
     folder_files = [f"{KV_FOLDER}/{KV_FILE}"] if KV_FILE in files else []
     clashes = sorted({*files, *folder_files} & {*old_files})
-    weights = find_weight_files(old_files) if "config.json" in files else []
+    weights = _find_weight_files(old_files) if "config.json" in files else []
     if (clashes or weights) and not overwrite:
         rule = format_list(clashes) or "weights and their config.json"
         raise ScaleError(

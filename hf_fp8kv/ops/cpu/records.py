@@ -1,9 +1,8 @@
 """Arguments of the C++ kernels: the structs of kernels.cpp.
 
 Each function `list_*_fields` returns the fields of a nested struct, or the fields that a derived
-struct adds. `WRITE`, `GATHER` and
-`ATTEND` describe all fields of a call by format characters: "q" for integers and addresses, "d" for
-float64.
+struct adds. `WRITE`, `GATHER` and `ATTEND` describe all fields of a call by format characters: "q"
+for integers and addresses, "d" for float64.
 """
 
 import functools

@@ -28,9 +28,8 @@ from .tuning import (
 )
 
 # Maximum number of values that a `_combine` program loads at a time, and of its channels, unless a
-# rotation mixes more. Of
-# five pairs, this pair was the fastest on an H100 in three of four decode cases. A program has one
-# warp, because with several warps ptxas may issue the loads one by one.
+# rotation mixes more. This pair was the fastest of five on an H100 in three of four decode cases. A
+# program has one warp, because with several warps ptxas may issue the loads one by one.
 LOAD_SIZE = tl.constexpr(4096)
 MAX_CHANNELS = tl.constexpr(128)
 
