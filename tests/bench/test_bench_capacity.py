@@ -6,7 +6,7 @@ import pytest
 
 from hf_fp8kv import ConfigError
 from hf_fp8kv.bench import capacity
-from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_tokens
+from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_capacity, plan_tokens
 from hf_fp8kv.serving.config import ServingConfig
 
 pytestmark = pytest.mark.text
@@ -49,3 +49,15 @@ def test_capacity_is_the_memory_over_the_bytes_per_token(
 def test_too_little_memory_for_a_step_raises_an_error() -> None:
     with pytest.raises(ConfigError, match=r"expected room .* got 0\.5 GiB"):
         plan_tokens(get_config("Llama-3.1-8B"), GIB // 2, make_config())
+
+
+def test_the_report_of_capacity_has_bytes_and_ratios() -> None:
+    rows = {
+        row["cache"]: row
+        for row in plan_capacity({"Qwen": get_config("Qwen2.5-7B")}, 10, lambda _message: None)
+    }
+    vector_bytes = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
+    for name, num_bytes in vector_bytes.items():
+        # K and V of four heads in 28 layers.
+        assert rows[name]["bytes_per_token"] == 2 * num_bytes * 4 * 28
+        assert rows[name]["ratio"] == rows[name]["tokens"] / rows["bf16, flash"]["tokens"]

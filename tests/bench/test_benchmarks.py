@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks import shared
 from benchmarks.memory import PREFILL_MODES, make_config, measure_prompts
 from benchmarks.shared import make_environment
 
@@ -67,3 +68,23 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(model_n
         cached_tokens = num_full_layers * 1000
         cached_tokens += (config.num_hidden_layers - num_full_layers) * window
         assert row["stock_held"] >= cached_tokens * config.num_key_value_heads * config.head_dim * 4
+
+
+def test_a_command_prints_its_rows_and_the_conditions_of_the_run(monkeypatch, capsys):
+    def measure(*, turns, progress):
+        progress("measuring")
+        return {"rows": [{"cache": "a cache", "ms": turns / 3, "values": [1, 2], "low": None}]}
+
+    monkeypatch.setattr(sys, "argv", ["a_benchmark.py", "--turns", "1"])
+    shared.main("Description.", measure, shared.TURNS_OPTION)
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("a cache", "0.3333", "commit: ", "{'turns': 1}"))
+    monkeypatch.setattr(sys, "argv", ["a_benchmark.py", "--json", "-", "--turns", "1"])
+    shared.main("Description.", measure, shared.TURNS_OPTION)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["suite"], result["settings"]) == ("a_benchmark", {"turns": 1})
+    assert result["rows"] == measure(turns=1, progress=ignore_progress)["rows"]
+
+
+def ignore_progress(*_: object) -> None:
+    """Discard a progress message."""

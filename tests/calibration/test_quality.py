@@ -171,3 +171,14 @@ def test_the_digest_covers_every_value_and_shape():
     ]
     assert len({KVScales(layers).digest for layers in all_layers}) == len(all_layers)
     assert KVScales({0: make_scales(*sides[0])}).digest == KVScales({0: layers[0]}).digest
+
+
+def test_errors_are_measured_on_a_sample_of_all_texts(monkeypatch):
+    """Every second of 2,000 tokens is measured, across the boundaries of texts."""
+    texts = [(torch.randn(n, NUM_HEADS, 4), torch.randn(n, NUM_HEADS, 4)) for n in (1301, 699)]
+    stats = measure_layer(monkeypatch, texts, make_scales(0.01, 0.01))
+    all_k = torch.cat([k for k, _ in texts])
+    assert stats.k.amax == tuple(all_k.abs().amax((0, 2)).tolist())
+    sample = all_k[::2]
+    expected = compute_error(sample, sample, torch.tensor(0.01), FORMATS["fp8_e4m3"])
+    assert stats.k.error["fp8_e4m3"] == pytest.approx(expected)

@@ -415,6 +415,10 @@ BAD_CHECKPOINTS = {
         "in only one file, got it in a.safetensors and b.safetensors",
     ),
     "native-single-side": (write_native({"layers.0.k_scale": torch.tensor(1.0)}), "V scale.*None"),
+    "native-other-path": (
+        write_native(PAIR | {"vision_tower.0.k_scale": torch.ones(())}),
+        "such as layers.0.k_scale, got 'vision_tower.0.k_scale'",
+    ),
     "native-second-spelling": (
         write_native(PAIR | {"layers.00.k_scale": torch.ones(())}),
         "expected 0 as the number of a layer, got '00'",
