@@ -131,6 +131,9 @@ class PromptMedia:
         constants = {name: x for name, x in inputs.items() if name not in tensors}
         self._sizes = self._find_sizes(list(tensors.values()))
         parts_by_name = {name: _divide(x, self._sizes) or [x] for name, x in tensors.items()}
+        token_types = {
+            name: x.long().cpu() for name, x in self._token_types.items() if x.shape == ids.shape
+        }
         features = torch.zeros_like(ids)
         positions = self.placeholders.nonzero().cpu().split(self._sizes)
         for index, (rows, columns) in enumerate(x.unbind(1) for x in positions):
@@ -138,10 +141,10 @@ class PromptMedia:
             stop = int(columns.max()) + 1
             self._starts.append(start)
             hashes = {name: _hash_values(x[index]) for name, x in parts_by_name.items()}
-            for name, types in self._token_types.items():
+            for name, types in token_types.items():
                 # Types decide whether the tokens of an image attend to each other. 0 means no type.
-                if types.shape == ids.shape and (typed := types.cpu()[rows, columns].long()).any():
-                    hashes[name] = _hash_values(typed)
+                if (image_types := types[rows, columns]).any():
+                    hashes[name] = _hash_values(image_types)
             digest = compute_digest(constants, hashes)
             # A digest is several numbers, which are assigned to consecutive tokens in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
