@@ -11,7 +11,7 @@ from .attention.check_model import ModelReport, check_model
 from .attention.fp8_paged import register as _register
 from .cache import plans as _plans
 from .cache.cache import FP8PagedCache, MemoryFootprint
-from .calibration import calibrate, choose_plan, measure
+from .calibration import calibrate, choose_plan
 from .calibration.plan_choice import resolve_plan as _resolve_plan
 from .enabling import Summary, disable, enable, summary
 from .errors import BackendError, ConfigError, FP8KVError, OutOfPagesError, ScaleError
@@ -50,7 +50,6 @@ __all__ = [
     "disable",
     "enable",
     "make_application",
-    "measure",
     "summary",
     "tensor_parallel",
 ]

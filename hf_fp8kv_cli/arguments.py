@@ -4,7 +4,6 @@ An invalid value raises `typer.BadParameter`, which exits with 2.
 """
 
 import difflib
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -56,13 +55,6 @@ def parse_size(text: str) -> int:
         raise typer.BadParameter(f"expected a size such as 8GiB or 500MB, got {text!r}")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-
-
-def parse_output_path(path: str) -> str:
-    """Return the path of a file to write. Its folder must exist."""
-    if not Path(path).parent.is_dir():
-        raise typer.BadParameter(f"expected a file in an existing folder, got {path!r}")
-    return path
 
 
 def parse_scales(text: str) -> str | float:
@@ -133,47 +125,6 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace existing scales, but never weights.")
 ]
 
-PYDOC = "pydoc"
-TEXTS_HELP = "A .txt file, JSON lines (.jsonl), or pydoc for Python's documentation."
-
-ScalesDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Format of the cache for which scales are made or measured. Default: fp8_e4m3.",
-        **make_choice(FORMATS, ALIASES),
-    ),
-]
-MaxTokens = Annotated[int | None, typer.Option(min=2, help="Maximum number of tokens to read.")]
-MaxLength = Annotated[int | None, typer.Option(min=2, help="Maximum tokens in a window of text.")]
-TextColumn = Annotated[
-    str | None, typer.Option(help="Key of the text in JSON lines. Default: text.")
-]
-ChatTemplate = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat-template/--no-chat-template",
-        help="Use the model's chat template for every text / refuse conversations. "
-        "Default: use it for conversations, not for plain texts.",
-    ),
-]
-
-
-def load_texts(name: str) -> Path | list[str]:
-    """Return the path of a file, or pydoc's text on each of Python's topics."""
-    if name == PYDOC:
-        from pydoc_data.topics import topics
-
-        return [topics[topic] for topic in sorted(topics)]
-    from hf_fp8kv.errors import ConfigError
-
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f"--texts: expected a file, or {PYDOC} for Python's documentation, got {name!r}. Check "
-            "the path"
-        )
-    return path
-
 
 def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the options of a cache that `generate` and `serve` share.
@@ -193,14 +144,3 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
         )
     options = {name: ctx.params[name] for name in (*names[1:], "bits", "backend")}
     return {"dtype": ctx.params["kv_cache_dtype"], **options}
-
-
-def collect_user_options(ctx: typer.Context) -> dict[str, Any]:
-    """Return the arguments of `calibrate` or `measure` that the user set on the command line."""
-    from hf_fp8kv.calibration.quality import measure
-    from hf_fp8kv.calibration.static_scales import calibrate
-
-    functions = (calibrate, measure)
-    names = {name for function in functions for name in inspect.signature(function).parameters}
-    names -= {"model", "texts", "scales"}
-    return {name: x for name, x in ctx.params.items() if name in names and x is not None}

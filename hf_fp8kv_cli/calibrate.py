@@ -1,5 +1,6 @@
 """`hf-fp8kv calibrate`, which calibrates static scales of a model on texts."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +11,18 @@ from . import arguments
 from .shared import WarningLog, handle_log, load_model, print_note
 
 COPY_FOLDER = "checkpoint"
+PYDOC = "pydoc"
 
 
 def calibrate(
     ctx: typer.Context,
-    texts: Annotated[str, typer.Option(metavar="FILE", help=arguments.TEXTS_HELP)],
+    texts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help=f"A .txt file, JSON lines (.jsonl), or {PYDOC} for Python's documentation.",
+        ),
+    ],
     out: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder of the scales. Created if missing.")
     ],
@@ -55,11 +63,24 @@ def calibrate(
             **arguments.make_choice(arguments.SCALE_FORMATS),
         ),
     ] = "hf_fp8kv",
-    max_tokens: arguments.MaxTokens = None,
-    max_length: arguments.MaxLength = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Maximum number of tokens to read.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens in a window of text.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Windows of text per call.")] = None,
-    text_column: arguments.TextColumn = None,
-    chat_template: arguments.ChatTemplate = None,
+    text_column: Annotated[
+        str | None, typer.Option(help="Key of the text in JSON lines. Default: text.")
+    ] = None,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Use the model's chat template for every text / refuse conversations. "
+            "Default: use it for conversations, not for plain texts.",
+        ),
+    ] = None,
     device: arguments.Device = "auto",
     model_dtype: arguments.ModelDtype = "auto",
     checkpoint: Annotated[
@@ -74,7 +95,7 @@ def calibrate(
     overwrite: arguments.Overwrite = False,
     as_json: arguments.Json = False,
 ) -> None:
-    """Calibrate static scales on texts. `inspect` with other texts shows their quality."""
+    """Calibrate static scales on texts. `card MODEL --scales OUT` measures their quality."""
     from hf_fp8kv import calibration
     from hf_fp8kv.errors import ScaleError
     from hf_fp8kv.scales import SCALE_FORMATS, KVScales
@@ -83,7 +104,8 @@ def calibrate(
 
     from .scales_table import describe_scales
 
-    options = arguments.collect_user_options(ctx)
+    names = inspect.signature(calibration.calibrate).parameters.keys() - {"model", "texts"}
+    options = {name: x for name, x in ctx.params.items() if name in names and x is not None}
     if plan is not None and not SCALE_FORMATS[format_name].holds_centers:
         message = f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan"
         raise typer.BadParameter(message, param_hint="--plan")
@@ -92,7 +114,7 @@ def calibrate(
     folder = Path(out)
     copy_folder = Path(out) / COPY_FOLDER
     with handle_log(log := WarningLog()):
-        corpus = arguments.load_texts(texts)
+        corpus = _load_texts(texts)
         # With a checkpoint, only its copy has the scales in --format, and OUT has hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else format_name
         # The calibration takes minutes, so first check that the scales can be written. OUT must not
@@ -121,3 +143,20 @@ def calibrate(
         print(json.dumps({**describe_scales(scales), "files": files, "warnings": log.messages}))
         return
     print("\n".join(files))
+
+
+def _load_texts(name: str) -> Path | list[str]:
+    """Return the path of a file, or pydoc's text on each of Python's topics."""
+    if name == PYDOC:
+        from pydoc_data.topics import topics
+
+        return [topics[topic] for topic in sorted(topics)]
+    from hf_fp8kv.errors import ConfigError
+
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"--texts: expected a file, or {PYDOC} for Python's documentation, got {name!r}. Check "
+            "the path"
+        )
+    return path

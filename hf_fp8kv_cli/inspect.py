@@ -1,75 +1,39 @@
-"""`hf-fp8kv inspect`, which shows static scales, their quality, or the storage of a saved cache."""
+"""`hf-fp8kv inspect`, which shows static scales, or the storage of a saved cache."""
 
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from . import arguments
-from .shared import WarningLog, handle_log, load_model, make_console
+from .shared import WarningLog, handle_log, make_console
 
 
-def inspect(
-    ctx: typer.Context,
-    scales: arguments.Scales,
-    model: arguments.Model = None,
-    texts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help=f"Texts on which to measure the scales: {arguments.TEXTS_HELP}"
-        ),
-    ] = None,
-    dtype: arguments.ScalesDtype = None,
-    max_tokens: arguments.MaxTokens = None,
-    max_length: arguments.MaxLength = None,
-    text_column: arguments.TextColumn = None,
-    chat_template: arguments.ChatTemplate = None,
-    device: arguments.Device = "auto",
-    model_dtype: arguments.ModelDtype = "auto",
-    as_json: arguments.Json = False,
-) -> None:
+def inspect(scales: arguments.Scales, as_json: arguments.Json = False) -> None:
     """Show static scales: a row for K and a row for V of each layer, and remarks on unusual scales.
 
-    With --texts, also measure the scales.
     For the file of a saved cache, show how each layer is stored.
     """
-    from hf_fp8kv import KVScales, calibration
+    from hf_fp8kv import KVScales
 
     from .scales_table import describe_layers, describe_scales, list_remarks, render_scales
 
-    options = arguments.collect_user_options(ctx)
-    if texts is None and (model is not None or options):
-        option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
-        raise typer.BadParameter("requires --texts", param_hint=option)
     with handle_log(log := WarningLog()):
         if _is_saved_cache(scales):
-            if texts is not None:
-                message = "requires scales, got a saved cache"
-                raise typer.BadParameter(message, param_hint="--texts")
             _show_cache(scales, as_json)
             return
         # Faulty scales are shown with warnings. Unreadable scales raise an error.
         kv_scales = KVScales.from_pretrained(scales, strict=False)
-        report = None
-        if texts is not None:
-            loaded_texts = arguments.load_texts(texts)
-            loaded_model, tokenizer = load_model(model, device, model_dtype)
-            options |= {"tokenizer": tokenizer}
-            report = calibration.measure(loaded_model, kv_scales, loaded_texts, **options)
-        if as_json:
-            output = {
-                **describe_scales(kv_scales),
-                "layers": describe_layers(kv_scales, report),
-                "remarks": [*list_remarks(kv_scales)],
-                "report": None if report is None else report.to_dict(),
-                "warnings": log.messages,
-            }
-            print(json.dumps(output))
-        else:
-            console = make_console(piped_width=160)
-            console.print(*render_scales(kv_scales, report, console.width), sep="\n")
+    if as_json:
+        output = {
+            **describe_scales(kv_scales),
+            "layers": describe_layers(kv_scales),
+            "remarks": [*list_remarks(kv_scales)],
+            "warnings": log.messages,
+        }
+        print(json.dumps(output))
+        return
+    console = make_console(piped_width=160)
+    console.print(*render_scales(kv_scales, console.width), sep="\n")
 
 
 def _is_saved_cache(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Format static scales and their report as JSON values and tables, with remarks."""
+"""Format static scales as JSON values and as a table, with remarks."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from hf_fp8kv.formats import FORMATS, count_plans, summarize_plan
-from hf_fp8kv.scales import KVScales, ScalesReport
-from hf_fp8kv.scales.measured_report import SideStatistics
+from hf_fp8kv.scales import KVScales
 from hf_fp8kv.utils.terminal import build_table, format_number
 from hf_fp8kv.utils.text import format_list
 
@@ -33,39 +32,33 @@ def describe_scales(scales: KVScales) -> dict[str, Any]:
     }
 
 
-def describe_layers(scales: KVScales, report: ScalesReport | None) -> dict[str, Any]:
-    """Return the scales and statistics of each layer, as JSON values."""
-    layers = {}
-    for index, layer in scales.layers.items():
-        layer_statistics = None if report is None else report.layers.get(index)
-        layers[str(index)] = {
+def describe_layers(scales: KVScales) -> dict[str, Any]:
+    """Return the scales of each layer, as JSON values."""
+    return {
+        str(index): {
             "source": layer.source,
             "granularity": layer.granularity,
             "centered": layer.k_center is not None,
             "plan": None if layer.plan is None else list(map(str, layer.plan)),
-            "k": _describe_side(layer.k, None if layer_statistics is None else layer_statistics.k),
-            "v": _describe_side(layer.v, None if layer_statistics is None else layer_statistics.v),
+            "k": _describe_scale(layer.k),
+            "v": _describe_scale(layer.v),
         }
-    return layers
+        for index, layer in scales.layers.items()
+    }
 
 
-def _describe_side(
-    scale: torch.Tensor | None, side_statistics: SideStatistics | None
-) -> dict[str, Any] | None:
-    """Return the scale and statistics of K or V of a layer. Scales per channel are not listed."""
-    entry: dict[str, Any] = {}
-    if scale is not None:
-        min_scale = float(scale.min())
-        max_scale = float(scale.max())
-        entry = {"shape": list(scale.shape), "min": min_scale, "max": max_scale}
-        if scale.ndim == 0 or scale.shape[1] == 1:
-            entry["values"] = scale.flatten().tolist()
-        # Without a measurement, show the largest magnitude that the scale can represent.
-        entry |= {"amax": _E4M3_MAX * max_scale, "amax_from": "scale"}
-    if side_statistics is not None:
-        entry |= {"amax": max(side_statistics.amax), "amax_from": "text"}
-        entry |= {"saturated": side_statistics.saturated, "underflow": side_statistics.underflow}
-    return entry or None
+def _describe_scale(scale: torch.Tensor | None) -> dict[str, Any] | None:
+    """Return the scale of K or V of a layer. Scales per channel are not listed.
+
+    `amax` is the largest magnitude that the scale can represent.
+    """
+    if scale is None:
+        return None
+    max_scale = float(scale.max())
+    entry = {"shape": list(scale.shape), "min": float(scale.min()), "max": max_scale}
+    if scale.ndim == 0 or scale.shape[1] == 1:
+        entry["values"] = scale.flatten().tolist()
+    return {**entry, "amax": _E4M3_MAX * max_scale}
 
 
 def list_remarks(scales: KVScales) -> Iterator[str]:
@@ -98,7 +91,7 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
             yield (
                 f"{side} of {_name_layers(outliers)}: the scale is over {_OUTLIER_FACTOR} times "
                 f"the median of all layers ({format_number(median)}), because of a few huge values "
-                "or a faulty file. Compare the heads, and measure the error there"
+                "or a faulty file. Compare the heads, and measure the KL with hf-fp8kv card"
             )
 
 
@@ -106,44 +99,29 @@ def _name_layers(indices: Sequence[object]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {format_list(indices)}"
 
 
-def render_scales(
-    scales: KVScales, report: ScalesReport | None, width: int
-) -> list[RenderableType]:
-    """Return the headings, tables and remarks of `hf-fp8kv inspect`, from top to bottom.
+def render_scales(scales: KVScales, width: int) -> list[RenderableType]:
+    """Return the headings, the table and the remarks of `hf-fp8kv inspect`, from top to bottom.
 
-    Without a report, only the scales are shown. The sources of the scales are omitted if the table
-    of layers is wider than `width` characters. Columns that do not fit are in further tables.
+    The sources of the scales are omitted if the table is wider than `width` characters.
     """
-    output: list[RenderableType] = [Text(line) for line in _list_headings(scales, report)]
-    rows = list(_list_rows(scales, report))
+    rows = list(_list_rows(scales))
     columns = {name: cells for name in rows[0] if any(cells := [row[name] for row in rows])}
     # A column adds two spaces and a vertical line. The table ends with one more line.
-    widths = {name: 3 + max(map(len, [name, *cells])) for name, cells in columns.items()}
-    if 1 + sum(widths.values()) > width:
+    widths = [3 + max(map(len, [name, *cells])) for name, cells in columns.items()]
+    if 1 + sum(widths) > width:
         columns.pop("source", None)
-    fixed_columns = [*columns][:2]  # the layer, and how it is stored
-    other_columns = [*columns][2:]
-    tables = [[*fixed_columns]]
-    for name in other_columns:
-        if (
-            len(tables[-1]) > 2
-            and 1 + sum(widths[column] for column in [*tables[-1], name]) > width
-        ):
-            tables.append([*fixed_columns])
-        tables[-1].append(name)
     left_columns = ("stored", "source")
-    for names in tables:
-        alignments: dict[str, Any] = {n: "left" if n in left_columns else "right" for n in names}
-        table_rows = zip(*(columns[name] for name in names), strict=True)
-        padding = (0, 1, 0, int(len(tables) == 1))
-        output.append(build_table(alignments, table_rows, padding=padding))
-    output += [Text(f"! {remark}") for remark in list_remarks(scales)]
-    if report is not None:
-        output += format_quality(report)
-    return output
+    alignments: dict[str, Any] = {
+        name: "left" if name in left_columns else "right" for name in columns
+    }
+    return [
+        *map(Text, _list_headings(scales)),
+        build_table(alignments, zip(*columns.values(), strict=True)),
+        *(Text(f"! {remark}") for remark in list_remarks(scales)),
+    ]
 
 
-def _list_headings(scales: KVScales, report: ScalesReport | None) -> Iterator[str]:
+def _list_headings(scales: KVScales) -> Iterator[str]:
     num_layers = len(scales.layers)
     num_centered = sum(layer.k_center is not None for layer in scales.layers.values())
     layer_share = f" in {num_centered} of {num_layers} layers" if num_centered < num_layers else ""
@@ -159,49 +137,21 @@ def _list_headings(scales: KVScales, report: ScalesReport | None) -> Iterator[st
         yield f"{scales.protection}"
     if scales.weights_digest is not None:
         yield f"for weights with the digest {scales.weights_digest}"
-    if report is not None:
-        yield f"{report.model}: {describe_measurement(report)}; {report.date[:10]}"
 
 
-def describe_measurement(report: ScalesReport) -> str:
-    """Return the format and the number of tokens with which the scales were measured."""
-    return f"measured as {report.dtype} on {report.tokens} tokens"
-
-
-def _list_rows(scales: KVScales, report: ScalesReport | None) -> Iterator[dict[str, str]]:
+def _list_rows(scales: KVScales) -> Iterator[dict[str, str]]:
     """Yield the cells of K and of V of each layer by heading. Cells without a value are empty."""
-    heading, amax_from = (f"{_E4M3_MAX:g} x scale", "scale") if report is None else ("amax", "text")
-    for index, layer in describe_layers(scales, report).items():
+    for index, layer in describe_layers(scales).items():
         for n, side in enumerate("kv"):
             values = layer[side] or {}
             center = "centered" if layer["centered"] and side == "k" else ""
             plan = center if layer["plan"] is None else layer["plan"][n]
             limits = dict.fromkeys(values[name] for name in ("min", "max") if name in values)
-            row = {"layer": index, "stored": f"{side.upper()} {plan}".rstrip()}
-            row["scale"] = " .. ".join(map(format_number, limits))
-            has_amax = values.get("amax_from") == amax_from
-            row[heading] = format_number(values["amax"]) if has_amax else ""
-            for name in ("saturated", "underflow") if report is not None else ():
-                row[name] = f"{100 * values[name]:.3g} %" if name in values else ""
-            # Show the name of the tensor, without the name of its file.
-            row["source"] = layer["source"].rpartition(": ")[2].split(", ")[-n]
-            yield row
-
-
-def format_quality(report: ScalesReport) -> list[RenderableType]:
-    """Return a table of the quality, or nothing if predictions were not compared."""
-    if not report.quality:
-        return []
-    measures = ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens")
-    cells = (
-        (
-            row.cache,
-            *(f"{x:.2e}" if x else "0" for x in (row.kl, row.kl_max)),
-            f"{row.top1:.2%}",
-            f"{row.perplexity:.4g}",
-            str(row.tokens),
-        )
-        for row in report.quality
-    )
-    alignments: dict[str, Any] = {"cache": "left", **dict.fromkeys(measures, "right")}
-    return [build_table(alignments, cells, title="compared with the unquantized cache")]
+            yield {
+                "layer": index,
+                "stored": f"{side.upper()} {plan}".rstrip(),
+                "scale": " .. ".join(map(format_number, limits)),
+                f"{_E4M3_MAX:g} x scale": format_number(values["amax"]) if values else "",
+                # Show the name of the tensor, without the name of its file.
+                "source": layer["source"].rpartition(": ")[2].split(", ")[-n],
+            }

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.text
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Arguments that keep each example short. They run the same code as the defaults.
 ARGUMENTS = {
-    "calibrate_and_export.py": ["--max-tokens", "512", "--measured", "256"],
+    "calibrate_and_export.py": ["--max-tokens", "512"],
     "chat.py": ["--new-tokens", "6", "--questions", "Name a fruit.", "Another?"],
     "encoder_decoder.py": [],
     "fork_chat.py": ["--characters", "1500"],
@@ -189,8 +189,6 @@ def test_calibrated_scales_are_saved_and_loaded(run_example, num_layers, tmp_pat
     assert re.search(
         rf"^KVScales\({num_layers} layers, per tensor, .*calibrated on \d+ tokens'\)$", output, re.M
     )
-    (kl,) = read_numbers(r"static fp8_e4m3: KL ([\d.e+-]+), same top-1 [\d.]+%, over", output)
-    assert 0 < kl < 0.1
     json_scales = read_numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", output)
     k, v = read_numbers(r"copy: compressed-tensors, layer 0: K ([\d.]+), V ([\d.]+)", output)
     assert json_scales == (max(k, v), max(k, v))  # this format has one scale for K and V

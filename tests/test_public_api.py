@@ -23,7 +23,6 @@ def find_public_names(module: ModuleType) -> set[str]:
 STABLE_NAMES = {
     "BackendError", "ConfigError", "FP8KVError", "FP8PagedCache", "KVScales", "OutOfPagesError",
     "ScaleError", "check_model", "demo_model_path", "disable", "enable", "make_application",
-    "measure",
 }  # fmt: skip
 
 

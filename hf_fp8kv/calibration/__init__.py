@@ -1,7 +1,6 @@
-"""Calibrate static scales on texts, choose storage plans, and measure their quality."""
+"""Calibrate static scales on texts, and choose storage plans."""
 
 from .plan_choice import choose_plan
-from .quality import measure
 from .static_scales import calibrate
 
-__all__ = ["calibrate", "choose_plan", "measure"]
+__all__ = ["calibrate", "choose_plan"]

@@ -7,15 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..modeling.model_support import accepts_argument, with_cache
-from ..scales.measured_report import QualityRow
 
 UNQUANTIZED = "unquantized"
 _SLICE_TOKENS = 8  # number of tokens whose logits are compared together
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The mean divergence and agreement of all scored tokens, and the perplexity of the text."""
+
+    kl: float  # mean KL divergence of the next token's distribution, in nats
+    kl_max: float  # largest KL divergence of a token
+    top1: float  # share of tokens with the same most likely next token
+    perplexity: float  # NaN if no scored token has a next token in the text
+    tokens: int  # number of scored tokens
+    cache: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,16 +40,14 @@ class Scores:
     # accepted.
     total_variation: Tensor
 
-    def summarize(self, cache_name: str = "") -> QualityRow:
-        """Return the row of a cache: the means and the largest divergence over all tokens.
-
-        The perplexity is NaN if no scored token has a next token in the text.
-        """
-        kl = self.kl.mean().item()
-        top1 = self.top1_match.mean().item()
-        nll = self.nll.mean()
-        return QualityRow(
-            cache_name, kl, self.kl.max().item(), top1, nll.exp().item(), len(self.kl)
+    def summarize(self) -> Summary:
+        """Return the means and the largest divergence over all tokens."""
+        return Summary(
+            kl=self.kl.mean().item(),
+            kl_max=self.kl.max().item(),
+            top1=self.top1_match.mean().item(),
+            perplexity=self.nll.mean().exp().item(),
+            tokens=len(self.kl),
         )
 
     @classmethod
@@ -55,20 +64,17 @@ def compare_caches(
     *,
     num_prefill: int = 512,
     chunk_size: int = 32,
-    on_call: Callable[[int], object] | None = None,
 ) -> dict[str, Scores]:
     """Return the scores of each cache by name, relative to `DynamicCache`, named `UNQUANTIZED`.
 
     Each chunk is scored under all caches before the next chunk, so only its logits are in memory.
 
     Args:
-        model: The model, with the attention implementation to measure. The encoder of an
-            encoder-decoder reads the whole text.
+        model: A decoder, with the attention implementation to measure.
         ids: Token ids of the texts, `[B, N]`, int64, on the model's device, N > `num_prefill`.
-        factories: Functions that make an empty cache (for the decoder's self-attention), by name.
+        factories: Functions that make an empty cache, by name.
         num_prefill: Number of tokens that the first call reads on an empty cache, without scores.
         chunk_size: Number of tokens that each later call scores. It attends to all stored tokens.
-        on_call: Function that is called after each call of the model, with its number of tokens.
 
     Raises:
         ConfigError: `ids` has no token to score, or the model does not return logits of each token.
@@ -78,12 +84,6 @@ def compare_caches(
         raise ConfigError(f"ids: expected {rule}, got {tuple(ids.shape)}")
     caches: dict[str, Any] = {UNQUANTIZED: DynamicCache(config=model.config)}
     caches |= {name: make_cache() for name, make_cache in factories.items()}
-    inputs: dict[str, Any] = {}
-    if model.config.is_encoder_decoder:
-        with torch.no_grad():
-            inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids)
-        for name, cache in caches.items():
-            caches[name] = EncoderDecoderCache(cache, DynamicCache())
     scores: dict[str, list[Scores]] = {name: [] for name in caches}
     shifted_ids = ids.roll(-1, dims=1)
     start = 0
@@ -92,9 +92,7 @@ def compare_caches(
         stop = start + chunk_ids.shape[1]
         expected: Tensor | None = None
         for name, cache in caches.items():
-            logits = compute_logits(model, chunk_ids, cache, inputs, scored=start > 0)
-            if on_call is not None:
-                on_call(chunk_ids.numel())
+            logits = compute_logits(model, chunk_ids, cache, {}, scored=start > 0)
             if start == 0:
                 continue
             expected = logits if expected is None else expected
@@ -110,13 +108,13 @@ def compute_logits(
 ) -> Tensor:
     """Return the logits of the tokens `ids`, `[B, T, vocabulary]`.
 
-    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `scored`, the logits
-    may be of the last token only. With `scored`, a model that omits logits raises ConfigError.
+    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. `inputs` are further
+    arguments of the model, a decoder. Without `scored`, the logits may be of the last token only.
+    With `scored`, a model that omits logits raises ConfigError.
     """
-    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = with_cache(model, cache) | ({} if scored else make_last_logit_kwargs(model))
     with exact_states():  # needed even for the unquantized cache
-        logits: Tensor = model(**{name: ids}, **inputs, **options).logits
+        logits: Tensor = model(input_ids=ids, **inputs, **options).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "

@@ -21,7 +21,7 @@ from ..errors import ConfigError, FP8KVError
 from ..formats import AUTO, LayerPlan, SidePlan
 from ..ops.page_layout import make_page_layout
 from ..scales.kv_scales import StoragePlan
-from ..scales.measured_report import Protection
+from ..scales.protection import Protection
 from .divergence import compute_logits, compute_scores
 from .observe import MODEL_ERRORS, find_input_device
 

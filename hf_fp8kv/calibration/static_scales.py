@@ -73,7 +73,7 @@ def calibrate(
     chat_template: bool | None = None,
     progress: bool = True,
 ) -> KVScales:
-    """Calibrate static scales of a model on texts. `measure` shows their quality.
+    """Calibrate static scales of a model on texts.
 
     The model reads the texts, and K (after RoPE) and V are observed where they would be stored. A
     scale is the largest observed magnitude times `margin`, divided by 448, the largest value of

@@ -75,18 +75,13 @@ class Format:
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
     @property
-    def max_step(self) -> float:
-        """The difference between the two largest values."""
-        step = math.ldexp(0.5, math.frexp(self.max)[1] - self.mantissa_bits)
-        return max(step, self.min_subnormal)
-
-    @property
     def error_unit(self) -> float:
         """512 / (largest rounding error), a power of two.
 
-        The largest rounding error is half of `max_step`.
+        The largest rounding error is half of the difference between the two largest values.
         """
-        return 1024.0 / self.max_step
+        step = math.ldexp(0.5, math.frexp(self.max)[1] - self.mantissa_bits)
+        return 1024.0 / max(step, self.min_subnormal)
 
 
 FORMATS: dict[str, Format] = {

@@ -4,7 +4,6 @@ from .checkpoint.configs import describe_kv_scales
 from .formats import SCALE_FORMATS, ScaleFormat
 from .kv_scales import KVScales
 from .layer_scales import Granularity, LayerScales
-from .measured_report import ScalesReport
 
 __all__ = [
     "SCALE_FORMATS",
@@ -12,6 +11,5 @@ __all__ = [
     "KVScales",
     "LayerScales",
     "ScaleFormat",
-    "ScalesReport",
     "describe_kv_scales",
 ]

@@ -16,7 +16,7 @@ from ..errors import ScaleError
 from ..formats import MIN_SCALE, LayerPlan, summarize_plan
 from ..utils.digests import compute_digest
 from ..utils.text import format_list, format_value
-from .measured_report import Protection
+from .protection import Protection
 
 Granularity = Literal["tensor", "head", "channel"]
 # Largest valid scale. From `MIN_SCALE` to it, 1 / scale and 448 * scale are finite in fp32.

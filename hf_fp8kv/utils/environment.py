@@ -45,11 +45,6 @@ def describe_hardware() -> dict[str, object]:
     }
 
 
-def format_utc_now() -> str:
-    """Return the date and time in UTC, in the format of ISO 8601."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
     """Return the first entries of the result of benchmark `suite`.
 
@@ -58,7 +53,7 @@ def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
     other_load = measure_other_load()
     return {
         "suite": suite,
-        "date": format_utc_now(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": find_commit(),
         "versions": list_versions(),

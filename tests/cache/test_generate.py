@@ -26,7 +26,6 @@ from hf_fp8kv import (
     choose_plan,
     disable,
     enable,
-    measure,
     serving,
     tensor_parallel,
 )
@@ -621,8 +620,8 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_model(model).path == "fused"
-        scales = calibrate(model, texts, max_length=24, progress=False)
-        assert len(measure(model, scales, texts, progress=False).quality) > 1
+        calibrate(model, texts, max_length=24, progress=False)
+        assert choose_plan(model).protection
         enable(model, training="stored")
         if name == CACHE:
             output = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)

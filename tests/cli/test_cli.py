@@ -103,7 +103,6 @@ def test_sizes_with_units_are_parsed_as_bytes(text, size):
 
 # SCALES is a folder with scales, MODEL a folder with a model, and OUT a folder that does not exist.
 GENERATE = "generate --model MODEL "
-INSPECT = "inspect SCALES "
 CONVERT = "convert SCALES "
 
 
@@ -112,11 +111,10 @@ CONVERT = "convert SCALES "
     [
         (2, "generate --kv-cache-dtype int3", "--kv-cache-dtype"),
         (2, "generate --temperature -1", "--temperature"),
-        (2, INSPECT + "--model x", "--texts"),
         (2, CONVERT + "OUT", "--to"),
         (2, CONVERT + "OUT/kv_cache_scales.json --to vllm-json", "expected a folder"),
         (2, CONVERT + "OUT --to tgi --weights link", "--checkpoint"),
-        (1, INSPECT + "--texts /no/such/file.txt", "/no/such/file.txt"),
+        (1, "inspect /no/such/file.json", "/no/such/file.json"),
         (1, GENERATE + "--scales 0", "scale"),
         (1, "generate --model /no/such/folder --plan no_such_plan", "path of a saved plan"),
         (1, "generate --model /no/such/folder --plan int8 --key-dtype fp8", "key_dtype: expected"),

@@ -17,8 +17,9 @@ from .conftest import Command
 @pytest.fixture
 def calibration(monkeypatch) -> mock.Mock:
     """Replace `calibrate` with a mock that returns scales."""
-    calibrate = mock.Mock(return_value=random_scales("head", num_layers=2))
-    monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", calibrate, raising=False)
+    scales = random_scales("head", num_layers=2)
+    calibrate = mock.create_autospec(hf_fp8kv.calibration.calibrate, return_value=scales)
+    monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", calibrate)
     return calibrate
 
 
@@ -158,18 +159,11 @@ def test_missing_texts_are_rejected_before_calibration(run_calibrate, calibratio
     assert len(calibration.call_args.args[1]) > 50
 
 
-def test_calibrated_scales_are_measured_by_inspect(
-    run, run_calibrate, tmp_path, model_folder, text_file
-):
+def test_calibrated_scales_are_shown_by_inspect(run, run_calibrate, tmp_path):
     printed, _ = run_calibrate(
         "--max-length", "64", "--max-tokens", "160", "--granularity", "tensor"
     )
     assert printed.splitlines() == [str(tmp_path / "out" / "kv_scales.safetensors")]
     layers = KVScales.from_pretrained(tmp_path / "out").layers
-    inspect_arguments = ("inspect", tmp_path / "out", "--model", model_folder, "--texts", text_file)
-    output = run.json(*inspect_arguments, "--max-tokens", "100", "--device", "cpu")
-    side = output["layers"]["1"]["v"]
-    assert 0 < side["amax"] <= 448 * layers[1].v.item() * 1.001
-    assert (side["amax_from"], side["saturated"]) == ("text", 0)
-    caches = {row["cache"]: row for row in output["report"]["quality"]}
-    assert 0 <= caches["static fp8_e4m3"]["kl"] < 0.1
+    output = run.json("inspect", tmp_path / "out")
+    assert output["layers"]["1"]["v"]["values"] == [layers[1].v.item()]

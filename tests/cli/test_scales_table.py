@@ -1,68 +1,19 @@
-"""Tests of scales and their report as JSON and as tables."""
+"""Tests of scales as a table, and of remarks on them."""
 
 import io
 import re
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales
-from hf_fp8kv.scales.measured_report import (
-    DYNAMIC,
-    LayerStatistics,
-    QualityRow,
-    ScalesReport,
-    SideStatistics,
-)  # fmt: skip
 from hf_fp8kv_cli.scales_table import list_remarks, render_scales
 
-ERRORS = [prefix + name for prefix in ("", DYNAMIC) for name in FORMATS]
 
-
-def make_side(amax: list[float], error: float) -> SideStatistics:
-    """Return statistics of K or V in which the error of each format is different."""
-    errors = {name: error * (1 + index / 10) for index, name in enumerate(ERRORS)}
-    return SideStatistics(tuple(amax), 0.00003, 0.125, errors)
-
-
-def make_report(num_layers: int = 4, num_heads: int = 3, **changes: Any) -> ScalesReport:
-    """Return a report in which all layers, heads and sides have different statistics."""
-    report = ScalesReport(
-        model="a model", dtype="fp8_e4m3", granularity="head", tokens=400, seconds=12.5,
-        date="2026-11-21T10:00:00+00:00", versions={"torch": "2.13"},
-        hardware={"cpu": "a cpu", "cores": 2, "gpus": []}, scales_digest="0f" * 32,
-        layers={
-            i: LayerStatistics(
-                make_side([10.0 + i + h / 8 for h in range(num_heads)], 0.02 + i / 1000),
-                make_side([1.0 + i + h / 8 for h in range(num_heads)], 0.01 + i / 1000),
-            )
-            for i in range(num_layers)
-        },
-        quality=(
-            QualityRow("unquantized", 0.0, 0.0, 1.0, 12.5, 400),
-            QualityRow("static fp8_e4m3", 0.003, 0.2, 0.9625, 12.53125, 400),
-        ),
-    )  # fmt: skip
-    return replace(report, **changes)
-
-
-def make_scales(report: ScalesReport, centered: tuple[int, ...] = ()) -> KVScales:
-    """Return the scales per head of the magnitudes in a report."""
-    layers = {}
-    for index, layer in report.layers.items():
-        k, v = (torch.tensor(side.amax).view(-1, 1) / 448 for side in (layer.k, layer.v))
-        center = torch.zeros(len(k), 2) if index in centered else None
-        layers[index] = LayerScales(k, v, center, f"a: b/kv.safetensors: layers.{index}")
-    return KVScales(layers, model_type="llama", origin="a: b/kv.safetensors")
-
-
-def render(scales: KVScales, report: ScalesReport | None, width: int = 200) -> str:
+def render(scales: KVScales, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    for part in render_scales(scales, report, width):
+    for part in render_scales(scales, width):
         console.print(part)
     return console.export_text()
 
@@ -73,25 +24,29 @@ def read_rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines]
 
 
-def test_the_tables_of_a_measurement_have_all_measurements():
-    report = make_report(2)
-    text = render(make_scales(report, centered=(1,)), report)
-    assert text.splitlines()[:3] == [
+def test_the_table_has_a_row_for_each_side():
+    center = torch.zeros(2, 4)
+    layers = {}
+    for index in range(2):
+        k, v = (torch.tensor([[x + index], [x + index + 0.5]]) / 448 for x in (10.0, 1.0))
+        layers[index] = LayerScales(k, v, center if index else None, f"a: b: layers.{index}")
+    scales = KVScales(layers, model_type="llama", origin="a: b/kv.safetensors")
+    text = render(scales)
+    assert text.splitlines()[:2] == [
         "hf_fp8kv, llama, 2 layers, per head, K centered in 1 of 2 layers",
         "from a: b/kv.safetensors",
-        "a model: measured as fp8_e4m3 on 400 tokens; 2026-11-21",
     ]
-    assert read_rows(text) == [
-        ["layer", "stored", "scale", "amax", "saturated", "underflow", "source"],
-        ["0", "K", "0.0223 .. 0.0229", "10.2", "0.003 %", "12.5 %", "layers.0"],
-        ["0", "V", "0.00223 .. 0.00279", "1.25", "0.003 %", "12.5 %", "layers.0"],
-        ["1", "K centered", "0.0246 .. 0.0251", "11.2", "0.003 %", "12.5 %", "layers.1"],
-        ["1", "V", "0.00446 .. 0.00502", "2.25", "0.003 %", "12.5 %", "layers.1"],
-        ["", "mean", "largest", "same", "", ""],
-        ["cache", "KL", "KL", "top-1", "perplexity", "tokens"],
-        ["unquantized", "0", "0", "100.00%", "12.5", "400"],
-        ["static fp8_e4m3", "3.00e-03", "2.00e-01", "96.25%", "12.53", "400"],
+    rows = [
+        ["layer", "stored", "scale", "448 x scale", "source"],
+        ["0", "K", "0.0223 .. 0.0234", "10.5", "layers.0"],
+        ["0", "V", "0.00223 .. 0.00335", "1.5", "layers.0"],
+        ["1", "K centered", "0.0246 .. 0.0257", "11.5", "layers.1"],
+        ["1", "V", "0.00446 .. 0.00558", "2.5", "layers.1"],
     ]
+    assert read_rows(text) == rows
+    width = text.splitlines()[2].index("┓") + 1
+    assert read_rows(render(scales, width)) == rows
+    assert read_rows(render(scales, width - 1)) == [row[:-1] for row in rows]
 
 
 def make_per_tensor(k: list[float], v: list[float] | None = None) -> KVScales:
@@ -124,5 +79,5 @@ def test_remarks_on_unusual_scales_follow_the_table(scales, remark):
     assert [text[: len(remark or "")] for text in list_remarks(scales)] == (
         [remark] if remark else []
     )
-    text = render(scales, None)
+    text = render(scales)
     assert text.find(f"! {remark}") > text.index("└") if remark else "! " not in text

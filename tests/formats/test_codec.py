@@ -164,7 +164,7 @@ def test_the_constants_of_a_format_follow_from_its_definition(fmt):
     assert fmt.max_code == len(values) - 1 << spec.unused_bits
     assert fmt.bits == 8 - spec.unused_bits
     assert fmt.min_subnormal == values[1]
-    assert fmt.max_step == values[-1] - values[-2]
+    assert fmt.error_unit == 1024 / (values[-1] - values[-2])
     assert fmt.nan_code == spec.nan_code
     assert fmt.inf_code == min(spec.inf_codes, default=None)
     assert fmt.has_unsigned_zero is not spec.has_negative_zero

@@ -9,7 +9,7 @@ from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint.checkpoint import KV_FILE
-from hf_fp8kv.scales.measured_report import Protection
+from hf_fp8kv.scales.protection import Protection
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_weights_digest import edit_metadata, read_metadata

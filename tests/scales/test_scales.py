@@ -180,6 +180,21 @@ def test_for_layer_rejects_sizes_and_ranks_that_do_not_match(change, message):
         make_scales().for_layer(arguments.pop("index"), **arguments)
 
 
+def test_the_digest_covers_every_value_and_shape():
+    per_tensor, per_head, per_channel = torch.tensor(1.0), torch.ones(2, 1), torch.ones(2, 4)
+    sides = [(per_head, per_head), (2 * per_head, per_head), (per_head, 2 * per_head)]
+    sides += [(per_tensor, per_head), (per_head, per_tensor), (torch.ones(1, 2), per_head)]
+    sides += [(per_head, per_channel), (per_head, per_head, 0 * per_channel)]
+    sides += [(per_head, per_head, 1e-6 * per_channel)]
+    layers = [LayerScales(*tensors) for tensors in sides]
+    all_layers = [{0: layer} for layer in layers] + [
+        {1: layers[0]},
+        dict.fromkeys((0, 1), layers[0]),
+    ]
+    assert len({KVScales(layers).digest for layers in all_layers}) == len(all_layers)
+    assert KVScales({0: LayerScales(*sides[0])}).digest == KVScales({0: layers[0]}).digest
+
+
 def test_resolve_accepts_none_scales_constants_and_paths(tmp_path):
     scales = make_scales()
     assert resolve_scales(None) is None

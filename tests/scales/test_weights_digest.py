@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_fp8kv import KVScales, calibrate, enable, measure, serving
+from hf_fp8kv import KVScales, calibrate, enable, serving
 from hf_fp8kv.utils.digests import digest_decoder, digest_weights
 from tests.helpers.tiny_models import build_variant
 
@@ -106,7 +106,6 @@ CALLS_WITH_SCALES: dict[str, Callable[[Any, Any], Any]] = {
     "enable": lambda model, scales: enable(model, scales=scales),
     "training": lambda model, scales: enable(model, training="stored", scales=scales),
     "serving": lambda model, scales: serving.enable(model, scales=scales, probe=False),
-    "measure": lambda model, scales: measure(model, scales, TEXTS, progress=False),
 }
 
 

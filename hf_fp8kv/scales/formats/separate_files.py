@@ -17,7 +17,7 @@ from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import JSON_FILE, KV_FILE, Checkpoint
 from ..checkpoint.configs import Config
 from ..layer_scales import LayerScales, ScaleData, make_scalar, parse_constant
-from ..measured_report import Protection
+from ..protection import Protection
 from ..read_options import ReadOptions
 from .base import ScaleFormat, to_json
 
