@@ -271,12 +271,7 @@ class FP8PagedLayer(CacheLayerMixin):
             )
         group.reserve(0, num_new, batch)
         length.set(0)
-        positions = store.reserve(key, value)
-        encoding = store.encoding
-        table, lengths = positions.locate(encoding.device)
-        pages = encoding.make_pages(store.pool, table)
-        ops.write(pages, without_grad(key), without_grad(value), lengths, encoding.backend)
-        length.record(positions)
+        self.update(key, value)
 
 
 def _make_indexer_property(name: str) -> Any:
