@@ -39,10 +39,6 @@ class Encoding:
         self.options = options
         self.num_model_heads = num_model_heads
         self.plan = options.get_layer_plan(index)
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop the scales and the center, which `prepare` looks up again."""
         self.k_scale: torch.Tensor | None = None
         self.v_scale: torch.Tensor | None = None
         self.k_center: torch.Tensor | None = None

@@ -75,13 +75,12 @@ class LayerStore:
         self.pool = pool
         self.num_query_heads = num_query_heads
         self.indexer = indexer
-        self._is_prepared = False
         self.next_store: weakref.ref[LayerStore] = weakref.ref(self)
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the pool is allocated. A fork may have freed it."""
-        return self._is_prepared and self.pool.is_allocated
+        """Whether the pool is allocated, and the encoding prepared. A fork may have freed it."""
+        return self.pool.is_allocated
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate the pool for tokens of these shapes.
@@ -99,7 +98,6 @@ class LayerStore:
         if not self.pool.is_allocated:
             is_preallocated = self.length.max_tokens is not None
             self.pool.allocate(key, value, self.group.capacity, is_single_block=is_preallocated)
-        self._is_prepared = True
         self.mark_addresses()
 
     def set_length(self, length: HostLength | DeviceLength) -> None:
@@ -322,12 +320,6 @@ class LayerStore:
             self.move_memory(device)
             self.update_table()
 
-    def release_memory(self) -> None:
-        """Free the pool's memory. The layer must have neither tokens nor forks."""
-        self.pool.memory.free()
-        self._is_prepared = False
-        self.encoding.clear()
-
     def fork_from(self, source: "LayerStore", length: int) -> None:
         """Share the first `length` tokens of `source`, which has the pool of this new layer."""
         tensors = (
@@ -349,7 +341,6 @@ class LayerStore:
             self.indexer.set_tensors(indexer_tensors)
         if self.pool.is_allocated:
             self.encoding.prepare(*self.pool.make_empty_kv(self.group.table.batch))
-            self._is_prepared = True
 
     def copy_from(self, source: "LayerStore") -> None:
         """Copy the contents of a growing layer to this new preallocated layer.

@@ -534,7 +534,7 @@ class PagedLayers:
     def release(self) -> None:
         """Free the memory of empty preallocated layers. The next call allocates it again."""
         for store in self.stores:
-            store.release_memory()
+            store.pool.memory.free()
             if store.indexer is not None:
                 release_states(store.indexer)
         for group in self.fixed_groups:
@@ -601,8 +601,8 @@ class PagedLayers:
         """Drop removed tokens of indexers, and free the memory of pools without pages."""
         for store in self.stores:
             store.trim_indexer(store.length.count_stored())
-            if store.pool.is_allocated and not store.group.table.allocator.num_held:
-                store.release_memory()
+            if not store.group.table.allocator.num_held:
+                store.pool.memory.free()
         for group in self.groups.values():
             if not group.table.allocator.num_held:
                 group.table.compact()
