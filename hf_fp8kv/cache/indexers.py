@@ -49,13 +49,13 @@ class IndexerLayer(StaticIndexedLayer):
         keys: Tensor = super().update_indexer(indexer_key_states)
         return keys
 
-    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Store copies of tensors that `get_indexer_tensors` returned."""
+    def set_tensors(self, tensors: dict[str, Tensor], length: int) -> None:
+        """Store the first `length` tokens, above 0, of copies of `get_indexer_tensors`' result."""
         if (positions := tensors.get("indexer_position_ids")) is not None:
-            self.indexer_position_ids = positions.clone()
+            self.indexer_position_ids = positions[..., :length].clone()
         if (keys := tensors.get("indexer_keys")) is not None:
             self.is_unused = False
-            self.update_indexer(keys)
+            self.update_indexer(keys[:, :length])
 
     def set_capacity(self, max_tokens: int | None, length: int) -> None:
         """Preallocate keys of `max_tokens` tokens, of which `length` are stored.
@@ -120,7 +120,7 @@ class IndexerLayer(StaticIndexedLayer):
             self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
 
 
-def get_indexer_tensors(indexer: IndexerLayer) -> dict[str, Tensor]:
+def get_indexer_tensors(indexer: IndexerLayer | None) -> dict[str, Tensor]:
     """Return the keys `[B, N, D]` and positions `[dims, B, N]` that exist, by attribute name."""
-    tensors = {name: getattr(indexer, name) for name in INDEXER_TENSORS}
+    tensors = {name: getattr(indexer, name, None) for name in INDEXER_TENSORS}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

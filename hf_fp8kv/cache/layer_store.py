@@ -320,25 +320,16 @@ class LayerStore:
             self.move_memory(device)
             self.update_table()
 
-    def fork_from(self, source: "LayerStore", length: int) -> None:
-        """Share the first `length` tokens of `source`, which has the pool of this new layer."""
-        tensors = (
-            get_indexer_tensors(source.indexer) if source.indexer is not None and length else {}
-        )
-        if "indexer_keys" in tensors:
-            tensors["indexer_keys"] = tensors["indexer_keys"][:, :length]
-        self.restore(length, tensors)
-
     def restore(self, length: int, indexer_tensors: dict[str, torch.Tensor]) -> None:
         """Set the contents of a new growing layer, except the block table and the pages.
 
         Args:
             length: Number of stored tokens.
-            indexer_tensors: Tensors of the layer's indexer by name, which are copied.
+            indexer_tensors: Result of `get_indexer_tensors`, whose first tokens are copied.
         """
         self.group.lengths[self.length.member] = length
-        if self.indexer is not None:
-            self.indexer.set_tensors(indexer_tensors)
+        if self.indexer is not None and length:
+            self.indexer.set_tensors(indexer_tensors, length)
         if self.pool.is_allocated:
             self.encoding.prepare(*self.pool.make_empty_kv(self.group.table.batch))
 
@@ -350,11 +341,12 @@ class LayerStore:
         length = self.length
         pool = source.pool
         table = source.group.table
+        num_stored = source.length.count_stored()
         assert isinstance(length, DeviceLength)
-        if self.indexer is not None and source.indexer is not None:
-            self.indexer.set_tensors(get_indexer_tensors(source.indexer))
         if not source.is_initialized:
             return
+        if self.indexer is not None and num_stored:
+            self.indexer.set_tensors(get_indexer_tensors(source.indexer), num_stored)
         self.allocate(*pool.make_empty_kv(table.batch))
         # A ring only holds the last pages.
         group, stop = length.group, table.num_columns
@@ -363,7 +355,7 @@ class LayerStore:
         new_pages = length.table[:, first:stop].long().reshape(-1)
         rows = pool.memory.take(table.rows[:, first:stop].reshape(-1))
         self.pool.memory.put(new_pages, rows.to(new_pages.device))
-        length.set(source.length.count_stored())
+        length.set(num_stored)
         length.fill_schedule(1)
 
     def memory_footprint(self) -> dict[str, int]:
@@ -371,8 +363,8 @@ class LayerStore:
 
         An uninitialized layer has only `other`.
         """
-        indexer_tensors = {} if self.indexer is None else get_indexer_tensors(self.indexer)
-        indexer_bytes = sum(tensor.nbytes for tensor in indexer_tensors.values())
+        indexer_tensors = get_indexer_tensors(self.indexer).values()
+        indexer_bytes = sum(tensor.nbytes for tensor in indexer_tensors)
         if not self.is_initialized:
             return {"other": indexer_bytes}
         sizes = {"other": indexer_bytes, **self.pool.memory_footprint()}

@@ -35,7 +35,7 @@ from ..paging.page_pool import PagePool
 from ..scales import KVScales
 from ..utils.digests import sample_weights
 from .encoding import Encoding
-from .indexers import INDEXED_CLASSES, IndexerLayer
+from .indexers import INDEXED_CLASSES, IndexerLayer, get_indexer_tensors
 from .layer import FP8PagedIndexedLayer, FP8PagedLayer
 from .layer_store import LayerStore
 from .options import CacheOptions
@@ -210,7 +210,7 @@ class PagedLayers:
         groups = {window: group.fork() for window, group in self.groups.items() if has_pages}
         fork = self._make_copy(self.budget, groups)
         for store, source, length in zip(fork.stores, self.stores, lengths, strict=True):
-            store.fork_from(source, length)
+            store.restore(length, get_indexer_tensors(source.indexer))
         return fork
 
     def to_preallocated(self) -> "PagedLayers":
