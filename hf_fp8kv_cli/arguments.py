@@ -124,6 +124,25 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace existing scales, but never weights.")
 ]
+PYDOC = "pydoc"
+TEXTS_HELP = "A .txt file, JSON lines (.jsonl), or pydoc for Python's documentation."
+
+
+def load_texts(name: str) -> Path | list[str]:
+    """Return the path of a file, or pydoc's text on each of Python's topics."""
+    if name == PYDOC:
+        from pydoc_data.topics import topics
+
+        return [topics[topic] for topic in sorted(topics)]
+    from hf_fp8kv.errors import ConfigError
+
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"--texts: expected a file, or {PYDOC} for Python's documentation, got {name!r}. Check "
+            "the path"
+        )
+    return path
 
 
 def collect_page_options(ctx: typer.Context) -> dict[str, Any]:

@@ -11,18 +11,11 @@ from . import arguments
 from .shared import WarningLog, handle_log, load_model, print_note
 
 COPY_FOLDER = "checkpoint"
-PYDOC = "pydoc"
 
 
 def calibrate(
     ctx: typer.Context,
-    texts: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help=f"A .txt file, JSON lines (.jsonl), or {PYDOC} for Python's documentation.",
-        ),
-    ],
+    texts: Annotated[str, typer.Option(metavar="FILE", help=arguments.TEXTS_HELP)],
     out: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder of the scales. Created if missing.")
     ],
@@ -114,7 +107,7 @@ def calibrate(
     folder = Path(out)
     copy_folder = Path(out) / COPY_FOLDER
     with handle_log(log := WarningLog()):
-        corpus = _load_texts(texts)
+        corpus = arguments.load_texts(texts)
         # With a checkpoint, only its copy has the scales in --format, and OUT has hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else format_name
         # The calibration takes minutes, so first check that the scales can be written. OUT must not
@@ -143,20 +136,3 @@ def calibrate(
         print(json.dumps({**describe_scales(scales), "files": files, "warnings": log.messages}))
         return
     print("\n".join(files))
-
-
-def _load_texts(name: str) -> Path | list[str]:
-    """Return the path of a file, or pydoc's text on each of Python's topics."""
-    if name == PYDOC:
-        from pydoc_data.topics import topics
-
-        return [topics[topic] for topic in sorted(topics)]
-    from hf_fp8kv.errors import ConfigError
-
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f"--texts: expected a file, or {PYDOC} for Python's documentation, got {name!r}. Check "
-            "the path"
-        )
-    return path
