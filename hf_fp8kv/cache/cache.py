@@ -288,15 +288,12 @@ class FP8PagedCache(DynamicCache):
         super().__init__()
         self.layer_class_to_replicate = None
         self._paged = paged
+        self.paged_layers = paged.layers
         self.groups = paged.groups
         self.options = paged.options
         self.config = paged.config
         self.budget = paged.budget
         self.is_open_ended = paged.is_open_ended
-
-    @property
-    def paged_layers(self) -> list[FP8PagedLayer]:
-        return self._paged.layers
 
     @property
     def stock_layers(self) -> list[Any]:
@@ -343,7 +340,7 @@ class FP8PagedCache(DynamicCache):
             self._undo_step(layer_idx, key_states.shape[-2], error)
             raise
         if is_compiling:
-            uses_flex = self._paged.uses_flex_attention()
+            uses_flex = getattr(self.config, "_attn_implementation", None) == "flex_attention"
         else:
             uses_flex = self._paged.end_layer(layer_idx, key_states.shape[2], keys)
         if uses_flex:

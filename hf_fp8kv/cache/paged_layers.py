@@ -370,9 +370,9 @@ class PagedLayers:
             self._unshare_pages(shortest)
 
     def end_layer(self, index: int, num_tokens: int, keys: torch.Tensor) -> bool:
-        """Record that layer `index` has stored its new tokens. Return `uses_flex_attention()`.
+        """Record that layer `index` has stored its new tokens, and returns `keys` to the model.
 
-        `keys` are the keys that the layer returns to the model.
+        Return whether the model's attention is flex attention.
 
         After the last layer, free the pages that were kept in case a layer raises an error.
         """
@@ -425,10 +425,6 @@ class PagedLayers:
             "expected the model that has filled this cache, got a model with different weights. A "
             "cache belongs to one model. Create a new FP8PagedCache"
         )
-
-    def uses_flex_attention(self) -> bool:
-        """Return whether the model's attention is flex attention."""
-        return getattr(self.config, "_attn_implementation", None) == "flex_attention"
 
     def undo_first_layer(self) -> None:
         """Undo a step whose first paged layer has stored its tokens, if possible."""
