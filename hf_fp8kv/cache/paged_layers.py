@@ -411,13 +411,14 @@ class PagedLayers:
         then undone, if possible. In an empty cache, `module` is recorded.
         """
         last_module = None if self._module is None else self._module()
-        if last_module is None:
-            self._module = weakref.ref(module)
-        if last_module is None or module is last_module:
+        if module is last_module:
             return
         num_tokens = self._step_layers[-1][1]
-        is_first_step = self.stores[0].length.count_stored() == num_tokens
-        if is_first_step or sample_weights(module) == sample_weights(last_module):
+        if (
+            last_module is None
+            or self.stores[0].length.count_stored() == num_tokens  # this is the first step
+            or sample_weights(module) == sample_weights(last_module)
+        ):
             self._module = weakref.ref(module)
             return
         self.undo_step(self.layers[0].index + 1, num_tokens)
