@@ -462,17 +462,17 @@ class PagedLayers:
         num_removed = dict(self._step_layers)
         self._step_layers = last_layers
         self._last_layers = []
-        if self.fixed_groups or self._has_stock_layers:
-            self.mark_incomplete()
-        for group in self.groups.values():
-            group.check_complete()
         length = min(
             store.length.count_stored() - num_removed.get(store.encoding.index, 0)
             for store in self.stores
         )
+        has_lost_window = length > 0 and any(
+            group.find_first_kept(length) < group.table.first_page * group.page_size
+            for group in self.groups.values()
+        )
+        if self.fixed_groups or self._has_stock_layers or has_lost_window:
+            self.mark_incomplete()
         for group in self.groups.values():
-            if length and group.find_first_kept(length) < group.table.first_page * group.page_size:
-                self.mark_incomplete()
             group.check_complete()
         for store in self.stores:
             store.group.lengths[store.length.member] = length
