@@ -187,12 +187,9 @@ class PagedLayers:
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:
         """Return the paged layers and transformers' `stock_layers`, in the order of the model."""
-        paged_by_index = {layer.index: layer for layer in self.layers}
-        stock = iter(stock_layers)
-        num_layers = len(paged_by_index) + len(stock_layers)
-        layers = [
-            paged_by_index[i] if i in paged_by_index else next(stock) for i in range(num_layers)
-        ]
+        layers = [*stock_layers]
+        for layer in self.layers:
+            layers.insert(layer.index, layer)
         self._match_widths(layers)
         return layers
 
