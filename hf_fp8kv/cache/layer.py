@@ -210,8 +210,7 @@ class FP8PagedLayer(CacheLayerMixin):
         num_tokens = parse_crop(tokens_to_remove)
         num_stored = length.count_stored()
         length.check_crop(num_tokens, num_stored)
-        if num_tokens or length.max_tokens is None:
-            self.store.crop_to(max(num_stored - num_tokens, 0))
+        self.store.crop_to(max(num_stored - num_tokens, 0))
 
     def _refuse_single_layer(self, *_: Any) -> None:
         """Raise ConfigError, because sequences can only be selected in the whole cache."""

@@ -585,9 +585,8 @@ class PagedLayers:
 
     def _unshare_pages(self, length: int) -> None:
         """Give each sequence of a preallocated cache separate pages for tokens from `length` on."""
-        if self.batch:
-            for group in self.fixed_groups:
-                group.unshare(length)
+        for group in self.fixed_groups:
+            group.unshare(length)
         for store in self.stores:
             store.update_table()
 
