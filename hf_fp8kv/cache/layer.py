@@ -21,8 +21,9 @@ def _make_states_property(name: str) -> Any:
     """Return the property `keys` or `values` of a layer."""
 
     def read(layer: "FP8PagedLayer") -> PagedKV | None:
-        handles = layer.store.make_stored_handles()
-        return None if handles is None else handles[name == "values"]
+        if not layer.is_initialized:
+            return None
+        return layer.store.make_stored_handles()[name == "values"]
 
     def assign(layer: "FP8PagedLayer", states: torch.Tensor | None) -> None:
         """Replace the stored tokens once `keys` and `values` are assigned, as in dense layers."""
@@ -256,9 +257,7 @@ class FP8PagedLayer(CacheLayerMixin):
                 f"expected at most {num_stored} keys and values for a layer without a window, got "
                 f"{num_new} for {self}. Leave layers with a window as they are"
             )
-        handles = store.make_stored_handles()
-        assert handles is not None
-        stored_key, stored_value = (handle.dense()[:, :, :num_new] for handle in handles)
+        stored_key, stored_value = (x.dense()[:, :, :num_new] for x in store.make_stored_handles())
         if torch.equal(stored_key, key) and torch.equal(stored_value, value):
             store.crop_to(num_new)
             return

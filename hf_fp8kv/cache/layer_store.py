@@ -254,14 +254,12 @@ class LayerStore:
         """Return the number of query rows per KV head, or a lower bound if it is not known."""
         return max(1, self.num_query_heads // self.pool.num_heads) * num_tokens
 
-    def make_stored_handles(self) -> tuple[PagedKV, PagedKV] | None:
-        """Return handles on all stored tokens that are visible to the next token, or None.
+    def make_stored_handles(self) -> tuple[PagedKV, PagedKV]:
+        """Return handles on all stored tokens that are visible to the next token.
 
         For a preallocated layer, the handles cover all positions, stored or not, after the first
         call. For a ring, they begin with the first visible token, for which this synchronizes.
         """
-        if not self.is_initialized or (self.length.max_tokens is None and self.length.is_empty):
-            return None
         self.fetch_pages()
         positions = self.length.find_stored_positions()
         table, lengths = positions.locate(self.encoding.device)
