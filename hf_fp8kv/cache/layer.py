@@ -134,12 +134,12 @@ class FP8PagedLayer(CacheLayerMixin):
             if not self.assigned and (repeated := store.repeat(key_states, value_states)):
                 return repeated
             check_tokens(self, key_states, value_states)
-        elif length.max_tokens is None:
-            uncompiled: tuple[torch.Tensor, torch.Tensor]
-            uncompiled = _update_uncompiled(self, key_states, value_states)
-            return uncompiled
         else:
             refuse_export()
+            if length.max_tokens is None:
+                uncompiled: tuple[torch.Tensor, torch.Tensor]
+                uncompiled = _update_uncompiled(self, key_states, value_states)
+                return uncompiled
         key = without_grad(key_states)
         value = without_grad(value_states)
         reads_pages = self.options.prefill == "stored" or not length.is_empty
@@ -365,8 +365,11 @@ def parse_crop(tokens_to_remove: int) -> int:
 
 
 def refuse_export() -> None:
-    """Raise ConfigError under torch.export with strict=False, whose tensors have no content."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+    """Raise ConfigError under torch.export with strict=False, whose tensors have no content.
+
+    Compiled code calls this function.
+    """
+    if not torch.compiler.is_dynamo_compiling():
         raise ConfigError(
             "torch.export: expected strict=True and a module with a preallocated cache as its "
             "attribute, got another export of FP8PagedCache. Export the model without a cache "
@@ -374,12 +377,8 @@ def refuse_export() -> None:
         )
 
 
-@torch.compiler.disable(
+_update_uncompiled = torch.compiler.disable(
+    FP8PagedLayer.update,
     reason="a growing FP8PagedCache counts its pages in Python. For fullgraph=True preallocate it: "
-    "FP8PagedCache(config, max_cache_len=...)"
-)  # type: ignore[untyped-decorator]
-def _update_uncompiled(
-    layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    refuse_export()
-    return layer.update(key, value)
+    "FP8PagedCache(config, max_cache_len=...)",
+)
