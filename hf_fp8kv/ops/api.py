@@ -27,7 +27,6 @@ _MAX_SEPARATE_TOKENS = 256
 
 # A `torch.library.custom_op` would take six times as long to dispatch.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
-_HOST_TAGS = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 # Functions of the operations for the dispatcher, by the dispatcher's names of the operations.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
@@ -73,7 +72,7 @@ def _register_operation(function: _Operation) -> _Operation:
     )
     mutated_names = {"block", "schedule"} & types.keys() if mutates else ()
     schema = torch.library.infer_schema(run, mutates_args=mutated_names)
-    for full_name, tags in ((name, ()), (f"{name}_by_host", _HOST_TAGS)):
+    for full_name, tags in ((name, ()), (f"{name}_by_host", torch.Tag.cudagraph_unsafe)):
         _LIBRARY.define(full_name + schema, tags=tags)
         _LIBRARY.impl(full_name, run, "CompositeExplicitAutograd")
         fake = functools.partial(run, backend=_FAKE)
