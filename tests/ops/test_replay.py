@@ -103,7 +103,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 
 def forget_recordings() -> None:
-    for recordings in (*replay.recordings.values(), replay.NO_SHARED_TENSORS.recordings):
+    for recordings in (*replay.recordings.values(), replay.NO_SHARED_TENSORS[0]):
         recordings.clear()
 
 

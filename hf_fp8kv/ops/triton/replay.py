@@ -28,7 +28,7 @@ import collections
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import triton
@@ -58,16 +58,9 @@ Recordings: TypeAlias = dict[tuple[Any, ...], Callable[..., torch.Tensor | None]
 recordings: collections.defaultdict[Hashable, Recordings] = collections.defaultdict(dict)
 
 
-class SharedTensors(NamedTuple):
-    """Recordings for tensors that calls share, such as the tensors of pages.
-
-    Attributes:
-        recordings: Recordings of calls with such tensors.
-        addresses: Address of each tensor.
-    """
-
-    recordings: Recordings
-    addresses: list[int | None]
+# Recordings of calls with tensors that calls share, such as the tensors of pages, and the addresses
+# of these tensors.
+SharedTensors: TypeAlias = tuple[Recordings, list[int | None]]
 
 
 def describe_tensors(
@@ -86,7 +79,7 @@ def describe_tensors(
     return properties, addresses
 
 
-NO_SHARED_TENSORS = SharedTensors({}, [])
+NO_SHARED_TENSORS: SharedTensors = {}, []
 
 
 def describe_pages(pages: Pages) -> SharedTensors:
@@ -101,9 +94,7 @@ def describe_pages(pages: Pages) -> SharedTensors:
         properties, addresses = describe_tensors(tensors)
         # Format, head size and rotation of each side, without its tensors.
         sizes = k[2:], v[2:], pages.num_heads, pages.page_size
-        shared_tensors = pages.launch_properties = SharedTensors(
-            recordings[properties, sizes], addresses
-        )
+        shared_tensors = pages.launch_properties = recordings[properties, sizes], addresses
     return shared_tensors
 
 
