@@ -61,7 +61,7 @@ OLDEST_TRITON := 3.5.0
 OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/test_generate.py \
   cache/test_golden_files.py cache/test_devices.py calibration/test_calibrate.py modeling/test_exact_states.py \
   serving/test_serving.py serving/test_serving_layouts.py serving/test_serve.py \
-  bench/test_bench_capacity.py)
+  serving/test_capacity.py)
 
 KERNELS_PTX = $(BIN)/python -m pytest -p tests.tools.ptx.plugin
 

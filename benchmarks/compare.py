@@ -17,10 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_fp8kv.bench.reporting import compute_quartiles
-
 from . import hot_loops
-from .shared import TURNS_OPTION, Result, exchange_line, main
+from .shared import TURNS_OPTION, Result, compute_quartiles, exchange_line, main
 
 THIS_TREE = Path(__file__).parents[1]
 OLD, NEW = 0, 1  # indices of the processes

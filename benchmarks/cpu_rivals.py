@@ -17,31 +17,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.contenders import (
-    DYNAMIC,
-    QUANTIZED,
-    AttentionLayer,
-    Heads,
-    compute_ratios,
-    make_config,
-    store_and_attend,
-    take_turns,
-)
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.demo_model import find_gguf_file
 from hf_fp8kv.utils.environment import find_version
+from hf_fp8kv.utils.timing import compute_ratios, take_turns
 from hf_fp8kv_cli.shared import load_model
 
+from .layers import AttentionLayer, Heads, make_config
 from .rival_cpu_kernels import Attend, make_rival_steps
 from .shared import TURNS_OPTION, Result, exchange_line, main
 
+DYNAMIC = "DynamicCache + sdpa"
+QUANTIZED = "QuantizedCache fp8 + sdpa"
 HEADS = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
 # Pairs: the stored tokens of each sequence, and the number of sequences.
 BATCHES = ((1024, 1), (1024, 8), (4096, 1), (4096, 8), (16384, 1), (32768, 1))
@@ -164,14 +159,19 @@ def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> d
     config = make_config(heads, num_layers)
     caches: dict[str, Cache] = {DYNAMIC: DynamicCache()}
     caches |= {name: FP8PagedCache(config, dtype=dtype) for name, dtype in PAGED.items()}
-    # Each step stores a further token, which does not change the time of the next turn.
-    store = functools.partial(store_and_attend, module, query, key, value)
+
+    def store_and_attend(cache: Cache, attention: Callable[..., Any], layer: int) -> torch.Tensor:
+        # Each step stores a further token, which does not change the time of the next turn.
+        keys, values = cache.update(key, value, layer)
+        output: torch.Tensor = attention(module, query, keys, values, None, scaling=dim**-0.5)[0]
+        return output
+
     for name, cache in caches.items():
         for layer in range(num_layers):
             cache.update(history[0], history[1], layer)
         attention = fp8_paged_attention if name in PAGED else sdpa_attention_forward
         layer_steps[name] = [
-            functools.partial(store, cache, attention, i) for i in range(num_layers)
+            functools.partial(store_and_attend, cache, attention, i) for i in range(num_layers)
         ]
     return {name: functools.partial(run_layers, layers) for name, layers in layer_steps.items()}
 

@@ -86,13 +86,13 @@ def score_context(
     start = ids.shape[1] - scored
     states: list[States] = prefill(model, ids[:, :start]).states
     draft_cache = DynamicCache()
-    compute_logits(draft, ids[:, :start], draft_cache, {}, scored=False)
-    rounded_q = compute_logits(draft, ids[:, start:], draft_cache, {}, scored=True).softmax(-1)
+    compute_logits(draft, ids[:, :start], draft_cache, scored=False)
+    rounded_q = compute_logits(draft, ids[:, start:], draft_cache, scored=True).softmax(-1)
     reference_logits: torch.Tensor | None = None
     results: dict[str, dict[str, Any]] = {}
     for name, contender in contenders.items():
         cache = contender.fill(model, states)
-        compute = partial(compute_logits, model, ids[:, start:], cache, {}, scored=True)
+        compute = partial(compute_logits, model, ids[:, start:], cache, scored=True)
         logits, exit_logits = compute_exit_logits(model, exit_layers, compute)
         reference_logits = logits if reference_logits is None else reference_logits
         scores = compute_scores(reference_logits, logits, ids[:, start + 1 :])

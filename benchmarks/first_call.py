@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, choose_plan
-from hf_fp8kv.bench.contenders import compute_ratios, take_turns
 from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.ops import api
+from hf_fp8kv.utils.timing import compute_ratios, take_turns
 
 from .shared import MODEL_OPTIONS, TURNS_OPTION, Result, load_model_before, main
 

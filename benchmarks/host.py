@@ -21,9 +21,9 @@ from transformers import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
 from hf_fp8kv.cache.cache import FP8PagedCache
 
+from .layers import AttentionLayer, Heads, make_config
 from .shared import TURNS_OPTION, Result, main, make_environment, run_process
 
 GPU = "sm_90"

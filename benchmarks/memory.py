@@ -4,17 +4,18 @@ The layers have the shapes of real models and hold random values. No model runs.
 measured in a separate process, so memory is returned to the system between models.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, StaticCache
 
-from hf_fp8kv.bench.memory import count_resident_bytes, make_environment
-from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.card.caches import count_bytes
 from hf_fp8kv.modeling.model_support import ATTENTION
 
 from .shared import Result, main, run_process
@@ -67,11 +68,12 @@ def measure_windows(
         RuntimeError: The process that measures a model failed.
     """
     rows: list[Result] = []
+    # By default, glibc keeps freed blocks of up to 32 MiB in the process.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     for name in models:
         progress(name)
-        rows += run_process(
-            "benchmarks.memory:_measure_model", [name, prompt_lengths, backend], make_environment()
-        )
+        task = [name, prompt_lengths, backend]
+        rows += run_process("benchmarks.memory:_measure_model", task, environment)
     return {"rows": rows}
 
 
@@ -127,7 +129,7 @@ def _reset_peak() -> int | None:
     """Reset the process's peak, and return the resident bytes, or None if /proc has no peak."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        return count_resident_bytes()
+        return int(psutil.Process().memory_info().rss)
     except OSError:
         return None
 

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from hf_fp8kv import FP8PagedCache, StoragePlan, choose_plan
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, count_token_bytes
-from hf_fp8kv.card.drift import compute_student_quantile
 from hf_fp8kv.card.long_texts import KINDS, read_texts
 from hf_fp8kv.card.predictions import EXACT, STORED, prefill, score_text
 from hf_fp8kv.errors import ConfigError
@@ -199,9 +198,20 @@ def compute_interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean = statistics.mean(values)
     error = math.nan
     if len(values) > 1:
-        quantile = compute_student_quantile(0.975, len(values) - 1)
+        quantile = _compute_quantile(0.975, len(values) - 1)
         error = quantile * statistics.stdev(values) / len(values) ** 0.5
     return mean, mean - error, mean + error
+
+
+def _compute_quantile(probability: float, degrees: int) -> float:
+    """Return a quantile above the median of Student's t-distribution with `degrees` of freedom.
+
+    With t = sqrt(degrees) * tan(angle), the density is proportional to cos(angle) ** (degrees - 1).
+    """
+    angle = torch.linspace(0, math.pi / 2, 1 << 16, dtype=torch.float64)
+    integral = torch.cumulative_trapezoid(angle.cos() ** (degrees - 1), angle)
+    index = int((integral / integral[-1] / 2 + 0.5 < probability).sum())
+    return float(degrees**0.5 * math.tan(angle[index + 1].item()))
 
 
 def compute_ratio(kl: Sequence[float], baseline: Sequence[float]) -> tuple[float, ...] | None:

@@ -3,19 +3,19 @@
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 
 from hf_fp8kv.errors import FP8KVError
 from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv.utils.terminal import build_table
-from hf_fp8kv_cli.bench import output_result
-from hf_fp8kv_cli.shared import load_model, show_progress
+from hf_fp8kv_cli.shared import load_model, make_console, print_note
 
 Result = dict[str, Any]
 # Keyword arguments of `argparse.ArgumentParser.add_argument` by the name of the option.
@@ -49,12 +49,19 @@ def main(docstring: str | None, measure: Callable[..., Result], options: Options
     if path is not None and not Path(path).parent.is_dir():
         parser.error(f"--json: expected a file in an existing folder, got {path!r}")
     run = describe_run(Path(sys.argv[0]).stem)
+    console = Console(stderr=True)
     try:
-        with show_progress() as report:
-            result = {**run, "settings": arguments, **measure(**arguments, progress=report)}
+        with console.status("") as status:
+            progress = status.update if console.is_terminal else print_note
+            result = {**run, "settings": arguments, **measure(**arguments, progress=progress)}
     except FP8KVError as error:
         sys.exit(f"error: {error}")
-    output_result(result, format_rows, None if path == "-" else path, as_json=path == "-")
+    if path == "-":
+        sys.stdout.write(f"{json.dumps(result)}\n")
+        return
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=2) + "\n")
+    make_console(piped_width=140).print(format_rows(result))
 
 
 def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
@@ -67,6 +74,14 @@ def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
         return measure(loaded_model, tokenizer, **arguments)
 
     return load_and_measure
+
+
+def compute_quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return the median, and the first and third quartiles, which are None for a single value."""
+    if len(values) == 1:
+        return values[0], None, None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return statistics.median(values), low, high
 
 
 def format_rows(result: Result) -> RenderableType:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, calibrate, card, check, convert, generate, inspect, serve
+from . import calibrate, capacity, card, check, convert, generate, inspect, serve
 
 __all__ = ["NAME", "app", "main"]
 
@@ -35,10 +35,10 @@ for command in (
     inspect.inspect,
     convert.convert,
     check.check,
+    capacity.capacity,
     serve.serve,
 ):
     app.command()(command)
-app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
     Without --model, the bytes are for Llama-3.1-8B.
     """
     from hf_fp8kv import FP8PagedCache, check_model, ops
-    from hf_fp8kv.bench import capacity
+    from hf_fp8kv.serving import capacity
     from hf_fp8kv.utils.environment import describe_hardware, list_versions
     from hf_fp8kv.utils.terminal import build_table, format_size
 

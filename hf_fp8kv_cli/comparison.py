@@ -15,8 +15,8 @@ from rich.text import Text
 from transformers import BatchEncoding, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.card.caches import count_bytes
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.modeling.model_support import CACHE, with_cache
 from hf_fp8kv.scales.kv_scales import warn_if_stale

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,6 @@ def make_console(piped_width: int | None = None) -> Console:
     """
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if has_width else piped_width)
-
-
-@contextmanager
-def show_progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current message on stderr."""
-    console = Console(stderr=True)
-    with console.status("") as status:
-        yield status.update if console.is_terminal else print_note
 
 
 def print_note(message: str) -> None:

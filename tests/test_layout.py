@@ -27,7 +27,6 @@ FLOORS = (
     ("enabling", "serving"),
     ("server",),
     ("__init__", "vllm"),
-    ("bench",),
     ("card",),
     ("cli",),
 )
@@ -35,9 +34,9 @@ FLOORS = (
 # Maximum number of Python statements of each folder of the package. The files next to the folders
 # count as "__init__" and "errors". Only an issue may raise a budget.
 BUDGETS = {
-    "__init__": 31, "attention": 1346, "bench": 388, "cache": 2075, "calibration": 1343,
-    "card": 983, "cli": 829, "enabling": 261, "errors": 24, "formats": 217, "modeling": 460,
-    "ops": 3041, "paging": 1116, "prefix": 1073, "reproducible": 358, "scales": 1675,
+    "__init__": 31, "attention": 1346, "cache": 2075, "calibration": 1153,
+    "card": 983, "cli": 829, "enabling": 261, "errors": 24, "formats": 214, "modeling": 460,
+    "ops": 3041, "paging": 1116, "prefix": 1073, "reproducible": 358, "scales": 1636,
     "server": 2562, "serving": 1140, "utils": 410, "vllm": 558,
 }  # fmt: skip
 

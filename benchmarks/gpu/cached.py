@@ -7,10 +7,10 @@ import torch
 from transformers.masking_utils import create_causal_mask
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import get_pages
 
+from ..layers import AttentionLayer, make_config
 from .random_data import compute_output_error, poison_memory
 from .record import Record
 from .shapes import Case, PageFormat, RunSizes

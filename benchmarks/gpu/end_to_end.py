@@ -29,10 +29,11 @@ from transformers import (
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_fp8kv import disable, enable
-from hf_fp8kv.bench.contenders import take_turns
-from hf_fp8kv.bench.reporting import compute_quartiles, count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.card.caches import count_bytes
+from hf_fp8kv.utils.timing import take_turns
 
+from ..shared import compute_quartiles
 from .random_data import PAGE_SIZE
 from .record import Record, Row
 from .shapes import RunSizes, format_tokens

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from hf_fp8kv.bench.contenders import Step
+from hf_fp8kv.utils.timing import Step
 
 # Minimum duration of a graph in milliseconds. The time of its launch is then negligible.
 GRAPH_MS = 2.0

@@ -1,4 +1,4 @@
-"""Pages of the site that the repository has in another form, and the charts of its benchmarks.
+"""Pages of the site that the repository has in another form, and the picture of the README.
 
 MkDocs calls `on_files` and `on_page_markdown`. Links between files of the repository become links
 between pages; a link to a file that is no page fails the build, as in every page.
@@ -7,12 +7,11 @@ between pages; a link to a file that is no page fails the build, as in every pag
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 
@@ -30,22 +29,18 @@ PAGES = {
 }
 EXAMPLES = "examples.md"
 CSS = ".md-grid{max-width:76rem}.md-typeset table:not([class]){font-size:.68rem}"
-# Text and lines of a chart, by the site's color scheme; bars are of Okabe and Ito's colors, which
-# the color-blind can tell apart.
-SCHEMES = {"light": "#222222", "dark": "#dddddd"}
 POSITION = 2048  # tokens before the predictions in the picture of the README
 # The bars of that picture: the name of a cache in the cards, and its label.
 OVERVIEW = {
     "bf16": "16 bits (bfloat16)", "fp8": "8 bits, usual FP8 (E4M3)", "default": "8 bits, hf_fp8kv"
 }  # fmt: skip
 BAR_COLORS = ("#999999", "#e69f00", "#0072b2")
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages and charts."""
+    """Add the pages."""
 
-    def add(path: str, content: str | bytes) -> None:
+    def add(path: str, content: str) -> None:
         files.append(File.generated(config, path, content=content))
 
     for source, page in PAGES.items():
@@ -53,7 +48,7 @@ def on_files(files: Files, config: Any) -> Files:
     add("api.md", "".join(_api()))
     add(EXAMPLES, "".join(_examples()))
     add("site.css", CSS)
-    add("benchmarks/index.md", "".join(_benchmarks(add)))
+    add("benchmarks/index.md", "".join(_benchmarks()))
     add("cards.md", "".join(_board()))
     return files
 
@@ -134,90 +129,12 @@ def _board() -> Iterator[str]:
         yield f"\n#{title} {{ #{name} }}\n\n{rest}"
 
 
-# -- benchmarks ------------------------------------------------------------------------------------
-
-
-def _benchmarks(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
-    """Yield the page of the benchmarks' runs, and add its charts."""
-    yield (
-        "# Benchmarks\n\nCharts of runs on CPUs, made when this site is built. Results on GPUs are "
-        "on the page [Performance](../performance.md#results-on-gpus).\n\n"
-    )
-    for name, title, draw in CHARTS:
-        path, run = _last_run(name)
-        yield f"## {title}\n\n"
-        for scheme, color in SCHEMES.items():
-            chart = f"benchmarks/{name}-{scheme}.svg"
-            add(chart, _draw(draw, run, color))
-            yield f"![{title}]({Path(chart).name}#only-{scheme}){{ width=100% }}\n"
-        yield f"\n{_hardware(run)}; {run['date'][:10]}; `{run['command']}` ([run]({path.name}))\n\n"
-    yield "## All runs\n\n| run | date | command |\n|---|---|---|\n"
+def _benchmarks() -> Iterator[str]:
+    """Yield the page of the benchmarks' runs."""
+    yield "# Benchmarks\n\n| run | date | command |\n|---|---|---|\n"
     for path in sorted(BENCHMARKS.glob("*.json")):
         run = json.loads(path.read_text())
         yield f"| [{path.stem}]({path.name}) | {run['date'][:10]} | `{run['command']}` |\n"
-
-
-def _last_run(name: str) -> tuple[Path, dict[str, Any]]:
-    path = sorted(BENCHMARKS.glob(f"*-{name}.json"))[-1]
-    return path, json.loads(path.read_text())
-
-
-def _hardware(run: dict[str, Any]) -> str:
-    hardware = run["hardware"]
-    return str(hardware.get("cpu", hardware)) if isinstance(hardware, dict) else str(hardware)
-
-
-def _draw(draw: Callable[[Axes, dict[str, Any]], None], run: dict[str, Any], color: str) -> bytes:
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    draw(axes, run)
-    axes.tick_params(colors=color, grid_color=color)
-    legend = axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    for text in (axes.xaxis.label, axes.yaxis.label, *legend.get_texts()):
-        text.set_color(color)
-    for spine in axes.spines.values():
-        spine.set_color(color)
-    file = io.BytesIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    return file.getvalue()
-
-
-def _bars(axes: Axes, groups: list[str], series: dict[str, list[float | None]]) -> None:
-    """Draw one bar of each series in each group; None: there is none."""
-    width = 0.8 / len(series)
-    for place, (name, values) in enumerate(series.items()):
-        known = [(group, value) for group, value in enumerate(values) if value is not None]
-        left = [group + (place - (len(series) - 1) / 2) * width for group, _ in known]
-        heights = [value for _, value in known]
-        axes.bar(left, heights, 0.9 * width, label=name, color=COLORS[place % len(COLORS)])
-    axes.set_xticks(range(len(groups)), groups)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.2)
-    axes.set_axisbelow(True)
-
-
-def _draw_decode(axes: Axes, run: dict[str, Any]) -> None:
-    caches = ("FP8PagedCache e4m3", "DynamicCache + sdpa", "QuantizedCache fp8 + sdpa")
-    rows = [row for row in run["rows"] if row["measure"] == "decode step" and row["unit"] == "ms"]
-    found = {(row["cache"], row["context"]): row["value"] for row in rows}
-    contexts = sorted({context for cache, context in found if cache in caches})
-    _bars(
-        axes,
-        [f"{context:,} tokens" for context in contexts],
-        {cache: [found.get((cache, context)) for context in contexts] for cache in caches},
-    )
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=1)
-    axes.set_ylabel("attention of one layer, ms")
-
-
-def _draw_serving(axes: Axes, run: dict[str, Any]) -> None:
-    rows = [row for row in run["rows"] if row["measure"] == "throughput" and not row["against"]]
-    loads = list(dict.fromkeys(row["load"] for row in rows))
-    servers = list(dict.fromkeys(row["server"] for row in rows))
-    found = {(row["server"], row["load"]): row["value"] for row in rows}
-    _bars(axes, loads, {s: [found.get((s, load)) for load in loads] for s in servers})
-    axes.set_ylabel("tokens per second")
 
 
 def draw_overview(cards: list[dict[str, Any]]) -> bytes:
@@ -254,12 +171,6 @@ def _read_error(card: dict[str, Any], cache: str) -> float:
         return {row["position"]: row["kl"] for row in rows}[POSITION]
 
     return read(cache) / read("fp8")
-
-
-CHARTS = (
-    ("cpu-xeon", "One step of decoding on a CPU", _draw_decode),
-    ("serve-xeon", "Serving on a CPU, SmolLM2-135M", _draw_serving),
-)
 
 
 if __name__ == "__main__":  # writes the picture of the README

@@ -18,18 +18,6 @@ _SLICE_TOKENS = 8  # number of tokens whose logits are compared together
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The mean divergence and agreement of all scored tokens, and the perplexity of the text."""
-
-    kl: float  # mean KL divergence of the next token's distribution, in nats
-    kl_max: float  # largest KL divergence of a token
-    top1: float  # share of tokens with the same most likely next token
-    perplexity: float  # NaN if no scored token has a next token in the text
-    tokens: int  # number of scored tokens
-    cache: str = ""
-
-
-@dataclass(frozen=True)
 class Scores:
     """The divergence at each scored token, float64 on the CPU."""
 
@@ -39,16 +27,6 @@ class Scores:
     # [n], total variation of the two distributions. It bounds how much less often a draft token is
     # accepted.
     total_variation: Tensor
-
-    def summarize(self) -> Summary:
-        """Return the means and the largest divergence over all tokens."""
-        return Summary(
-            kl=self.kl.mean().item(),
-            kl_max=self.kl.max().item(),
-            top1=self.top1_match.mean().item(),
-            perplexity=self.nll.mean().exp().item(),
-            tokens=len(self.kl),
-        )
 
     @classmethod
     def concat(cls, scores: Iterable["Scores"]) -> "Scores":
@@ -92,7 +70,7 @@ def compare_caches(
         stop = start + chunk_ids.shape[1]
         expected: Tensor | None = None
         for name, cache in caches.items():
-            logits = compute_logits(model, chunk_ids, cache, {}, scored=start > 0)
+            logits = compute_logits(model, chunk_ids, cache, scored=start > 0)
             if start == 0:
                 continue
             expected = logits if expected is None else expected
@@ -103,18 +81,15 @@ def compare_caches(
 
 
 @torch.no_grad()
-def compute_logits(
-    model: PreTrainedModel, ids: Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
-) -> Tensor:
+def compute_logits(model: PreTrainedModel, ids: Tensor, cache: Any, *, scored: bool) -> Tensor:
     """Return the logits of the tokens `ids`, `[B, T, vocabulary]`.
 
-    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. `inputs` are further
-    arguments of the model, a decoder. Without `scored`, the logits may be of the last token only.
-    With `scored`, a model that omits logits raises ConfigError.
+    `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `scored`, the logits
+    may be of the last token only. With `scored`, a model that omits logits raises ConfigError.
     """
     options = with_cache(model, cache) | ({} if scored else make_last_logit_kwargs(model))
     with exact_states():  # needed even for the unquantized cache
-        logits: Tensor = model(input_ids=ids, **inputs, **options).logits
+        logits: Tensor = model(input_ids=ids, **options).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "

@@ -84,11 +84,11 @@ def _choose_sides(
 ) -> StoragePlan:
     ids = window[None].to(find_input_device(model))
     num_read = len(window) // 2
-    expected = compute_logits(model, ids, DynamicCache(config=model.config), {}, scored=True)
+    expected = compute_logits(model, ids, DynamicCache(config=model.config), scored=True)
 
     def measure(plan: StoragePlan) -> tuple[float, FP8PagedCache]:
         cache = FP8PagedCache(model.config, plan=plan, prefill="stored")
-        logits = compute_logits(model, ids, cache, {}, scored=True)
+        logits = compute_logits(model, ids, cache, scored=True)
         kl = compute_scores(expected[:, num_read:], logits[:, num_read:], ids[:, :0]).kl
         return kl.clamp(max=_LARGEST_KL).mean().item(), cache
 

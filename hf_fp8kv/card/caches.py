@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
 
-from ..bench.reporting import count_bytes
 from ..cache.cache import FP8PagedCache
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError, FP8KVError
@@ -240,3 +240,10 @@ def count_token_bytes(
     is_paged = isinstance(cache, FP8PagedCache)
     num_bytes = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
     return num_bytes * (contender.bits or 16) / 16 / num_tokens
+
+
+def count_bytes(cache: Any) -> int:
+    """Return the number of bytes in a cache of this package or of transformers."""
+    if isinstance(cache, FP8PagedCache):
+        return cache.memory_footprint().total_bytes
+    return sum(getattr(x, "nbytes", 0) for x in {*tree_leaves([*map(vars, cache.layers)])})

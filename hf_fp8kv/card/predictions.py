@@ -36,7 +36,7 @@ class Prefill(NamedTuple):
 def prefill(model: PreTrainedModel, ids: torch.Tensor) -> Prefill:
     """Call a decoder of attention layers on the tokens `ids`, `[B, N]`, int64, on its device."""
     recorded_cache = DynamicCache()  # without a config, no layer has a window
-    logits = compute_logits(model, ids, recorded_cache, {}, scored=False)[:, -1:]
+    logits = compute_logits(model, ids, recorded_cache, scored=False)[:, -1:]
     layers: list[Any] = recorded_cache.layers
     return Prefill([(layer.keys, layer.values) for layer in layers], logits)
 
@@ -72,14 +72,14 @@ def score_text(
         scored_ids = ids[:, start:position]
         next_ids = ids[:, start + 1 : position]
         exact_cache = UNQUANTIZED.fill(model, states, start)
-        exact_logits = compute_logits(model, scored_ids, exact_cache, {}, scored=True)
+        exact_logits = compute_logits(model, scored_ids, exact_cache, scored=True)
         for name, contender in contenders.items():
             caches = {EXACT: contender.fill(model, states, start)}
             if position in stored_positions and (cache := contender.make_stored(model)) is not None:
-                compute_logits(model, ids[:, :start], cache, {}, scored=False)
+                compute_logits(model, ids[:, :start], cache, scored=False)
                 caches[STORED] = cache
             for prompt, cache in caches.items():
-                logits = compute_logits(model, scored_ids, cache, {}, scored=True)
+                logits = compute_logits(model, scored_ids, cache, scored=True)
                 yield (position, prompt, name), compute_scores(exact_logits, logits, next_ids)
 
 

@@ -12,11 +12,11 @@ from transformers import DynamicCache, LlamaConfig
 from transformers import masking_utils as hf
 from transformers.cache_utils import StaticCache
 
+from benchmarks.layers import AttentionLayer
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention.compact import CompactMask, make_compact
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.attention.masks import find_window, fp8_paged_mask, make_complete
-from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.ops import explain_backends
 from hf_fp8kv.ops.visibility import find_mask_bounds
 from tests.helpers.assertions import assert_same

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.layers import AttentionLayer
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.bench.contenders import AttentionLayer
 from tests.helpers.tiny_models import build_variant
 
 

@@ -13,10 +13,10 @@ import torch
 from torch.profiler import profile
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.layers import AttentionLayer, Heads, make_config
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention import fp8_paged
 from hf_fp8kv.attention.compact import make_compact
-from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
 from hf_fp8kv.cache.layer_store import LayerStore
 from hf_fp8kv.modeling.model_support import DETERMINISTIC
 from hf_fp8kv.ops import dense_prompts

@@ -152,7 +152,7 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
 
 def test_help_names_the_commands_and_version_prints_the_version(run):
     help_text, _ = run("--help")
-    for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
+    for name in ("generate", "calibrate", "inspect", "convert", "check", "capacity"):
         assert name in help_text
     assert run("--version")[0].strip() == find_version("hf-fp8kv")
 

@@ -22,7 +22,7 @@ from hf_fp8kv.scales.save import Weights
         ("hf-fp8kv gen", ["generate"]),
         ("hf-fp8kv generate --back", ["--backend"]),
         ("hf-fp8kv generate --backend t", ["torch", "triton"]),
-        ("hf-fp8kv bench speed --device c", ["cpu", "cuda"]),
+        ("hf-fp8kv check --device c", ["cpu", "cuda"]),
         ("hf-fp8kv convert a b --to ", list(SCALE_FORMATS)),
     ],
 )
@@ -38,11 +38,11 @@ def test_a_shell_completes_the_last_word(monkeypatch, capsys, line, expected):
 
 
 def test_python_m_runs_the_same_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/hf_fp8kv_cli/__main__.py", "bench", "--help"])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/hf_fp8kv_cli/__main__.py", "capacity", "--help"])
     with pytest.raises(SystemExit) as exit_info:
         runpy.run_module("hf_fp8kv_cli", run_name="__main__")
     assert not exit_info.value.code
-    assert "Usage: hf-fp8kv bench " in capsys.readouterr().out
+    assert "Usage: hf-fp8kv capacity " in capsys.readouterr().out
     # Benchmarks record this name as their command.
     assert sys.argv[0] == "hf-fp8kv"
 

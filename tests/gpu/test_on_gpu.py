@@ -26,9 +26,9 @@ from benchmarks.gpu.random_data import (
 from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, PAGE_FORMATS, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
+from benchmarks.layers import AttentionLayer, make_config
 from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import get_pages
 from tests.gpu.gpu_tools import (
     DEVICE,

@@ -177,7 +177,7 @@ def test_calibration_and_scores_use_unrounded_k_and_v(models):
         assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
     factories = {"static": lambda: FP8PagedCache(models[0].config, scales=TOO_SMALL)}
     expected, actual = (compare_caches(model, IDS, factories, num_prefill=40) for model in models)
-    assert actual["static"].summarize() == expected["static"].summarize()
+    assert torch.equal(actual["static"].kl, expected["static"].kl)
     assert actual["static"].kl.mean() > 1e-3
 
 

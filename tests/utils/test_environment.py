@@ -13,10 +13,10 @@ from hf_fp8kv.utils.environment import describe_run, find_commit, measure_other_
 
 
 def test_the_description_of_a_run_has_commit_machine_and_load(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/bin/hf-fp8kv", "bench", "speed"])
-    run = describe_run("speed", device="cpu")
+    monkeypatch.setattr(sys, "argv", ["/bin/hf-fp8kv", "card", "--quick"])
+    run = describe_run("card", device="cpu")
     assert json.loads(json.dumps(run)) == run
-    assert (run["suite"], run["command"]) == ("speed", "hf-fp8kv bench speed")
+    assert (run["suite"], run["command"]) == ("card", "hf-fp8kv card --quick")
     assert run["commit"] == find_commit()
     assert run["idle"] in (True, False)
     assert 0 <= run["used_by_others"] <= 1
@@ -31,7 +31,7 @@ def test_the_description_of_a_run_has_commit_machine_and_load(monkeypatch):
 def test_a_machine_is_idle_if_other_processes_use_little(monkeypatch, percent, expected, is_idle):
     monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: percent)
     assert measure_other_load(100) == pytest.approx(expected, abs=0.01)
-    assert describe_run("speed")["idle"] is is_idle
+    assert describe_run("card")["idle"] is is_idle
 
 
 def test_the_commit_is_found_in_the_repository_of_the_package(tmp_path: Path):

@@ -1,13 +1,15 @@
 """Tests of the number of tokens that the planner of an engine fits into a given memory."""
 
+import json
 from typing import Any
 
 import pytest
 
 from hf_fp8kv import ConfigError
-from hf_fp8kv.bench import capacity
-from hf_fp8kv.bench.capacity import GIB, MODELS, get_config, plan_capacity, plan_tokens
+from hf_fp8kv.serving import capacity
+from hf_fp8kv.serving.capacity import GIB, MODELS, get_config, plan_capacity, plan_tokens
 from hf_fp8kv.serving.config import ServingConfig
+from tests.helpers import command_line
 
 pytestmark = pytest.mark.text
 FLASH = "flash_attention_2"
@@ -52,12 +54,29 @@ def test_too_little_memory_for_a_step_raises_an_error() -> None:
 
 
 def test_the_report_of_capacity_has_bytes_and_ratios() -> None:
-    rows = {
-        row["cache"]: row
-        for row in plan_capacity({"Qwen": get_config("Qwen2.5-7B")}, 10, lambda _message: None)
-    }
+    rows = {row["cache"]: row for row in plan_capacity({"Qwen": get_config("Qwen2.5-7B")}, 10)}
     vector_bytes = {"bf16, flash": 256, "fp8, static scales": 128, "fp8, dynamic scales": 130}
     for name, num_bytes in vector_bytes.items():
         # K and V of four heads in 28 layers.
         assert rows[name]["bytes_per_token"] == 2 * num_bytes * 4 * 28
         assert rows[name]["ratio"] == rows[name]["tokens"] / rows["bf16, flash"]["tokens"]
+
+
+def test_the_command_prints_the_tokens_of_a_model(monkeypatch, capsys, tmp_path) -> None:
+    """A token has K and V of two heads with 16 values in two layers."""
+    run = command_line.make_runner(monkeypatch, capsys)
+    model_path = command_line.save_tiny_model(tmp_path)
+    options = ("capacity", model_path, "--memory", "9GiB")
+    code, output, error = run(*options, "--json")
+    assert code == 0, error
+    rows = {row["cache"]: row for row in json.loads(output)["rows"]}
+    assert {row["model"] for row in rows.values()} == {model_path}
+    assert rows["bf16, flash"]["bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert rows["fp8, dynamic scales"]["bytes_per_token"] == 2 * 2 * 2 * 18
+    code, output, error = run(*options)
+    assert code == 0, error
+    assert "Tokens that fit into 9 GiB" in output
+    assert f"{rows['bf16, flash']['tokens']:,}" in output
+    code, output, error = run("capacity", "/no/such/model")
+    assert (code, output) == (1, "")
+    assert "/no/such/model" in error

@@ -14,9 +14,9 @@ from transformers.generation.continuous_batching import cache as stock
 
 from ..errors import ConfigError
 from ..modeling.model_support import ATTENTION
-from ..serving.config import ServingConfig
-from ..serving.engines import make_cache_class, rebind_globals
-from ..serving.engines.common import EngineCache, read_kv_sizes
+from .config import ServingConfig
+from .engines import make_cache_class, rebind_globals
+from .engines.common import EngineCache, read_kv_sizes
 
 # Shapes of well-known models: the fields of their config.json that determine the bytes per token.
 _FIELDS = (
@@ -127,14 +127,13 @@ def _make_planning_class(serving_config: ServingConfig | None, num_bytes: int) -
 
 
 def plan_capacity(
-    models: Mapping[str, PreTrainedConfig], memory_gib: float, progress: Callable[[str], None]
+    models: Mapping[str, PreTrainedConfig], memory_gib: float
 ) -> list[dict[str, Any]]:
     """Return the number of tokens of each model that fit, by cache, as rows for JSON.
 
     Args:
         models: Configs by name.
         memory_gib: Memory in GiB that is free once the model is loaded.
-        progress: Function that is called with a message before each model.
 
     Returns:
         Rows with `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` to bf16 with flash.
@@ -142,7 +141,6 @@ def plan_capacity(
     rows: list[dict[str, Any]] = []
     memory_bytes = int(memory_gib * GIB)
     for model, config in models.items():
-        progress(f"capacity of {model}")
         decoder = config.get_text_config()
         num_kv_heads, dim = read_kv_sizes(decoder)
         token_bytes = 4.0 * num_kv_heads * dim * decoder.num_hidden_layers

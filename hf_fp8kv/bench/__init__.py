@@ -1,1 +1,0 @@
-"""Benchmarks for a user's machine, behind `hf-fp8kv bench`: speed and memory."""
