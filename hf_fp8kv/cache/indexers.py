@@ -68,7 +68,6 @@ class IndexerLayer(StaticIndexedLayer):
         elif self.indexer_keys is not None:
             padding = 0, 0, 0, max_tokens - length
             self.indexer_keys = torch.nn.functional.pad(self.indexer_keys, padding)
-            self.indexer_device = self.indexer_keys.device
             self.indexer_cumulative_length = torch.tensor(length)
             self._mark_addresses()
 
@@ -78,12 +77,12 @@ class IndexerLayer(StaticIndexedLayer):
             vars(self).update(
                 {name: tensor.to(device) for name, tensor in get_indexer_tensors(self).items()}
             )
-        self.indexer_device = device
         self._mark_addresses()
 
     def _mark_addresses(self) -> None:
         """Move the length to the device of the keys, and mark both addresses as constant."""
         if self.max_cache_len is not None and self.indexer_keys is not None:
+            self.indexer_device = self.indexer_keys.device
             length = self.indexer_cumulative_length
             self.indexer_cumulative_length = length.to(self.indexer_keys.device)
             torch._dynamo.mark_static_address(self.indexer_keys)
