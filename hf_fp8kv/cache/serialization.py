@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ConfigError
 from ..formats import LayerPlan
@@ -31,9 +31,7 @@ from .plans import parse_plan
 from .tokens import Tokens
 
 VERSION = 6
-_STOCK_CLASSES: dict[str, Any] = {
-    x.__name__: x for x in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
-}
+_STOCK_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 # Positions are int32, which limits the tokens of a sequence. A block table may have
 # `_MIN_ENTRY_LIMIT` entries, or one entry for each byte of a file if that is more.
@@ -306,15 +304,16 @@ def _pack_stock_layer(layer: Any, name: str, tensors: Tensors) -> Metadata:
     """Return the metadata of a layer of transformers, and add its tensors to `tensors`."""
     class_name = type(layer).__name__
     metadata: Metadata = {"kind": class_name}
-    if type(layer) not in _STOCK_CLASSES.values():
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            metadata |= {"window": layer.sliding_window, "seen": layer.cumulative_length}
+        if layer.is_initialized:
+            tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
+    elif class_name != "DummyLayer":
         raise ConfigError(
             f"save: expected layers of this package, or dense layers that grow, got a "
             f"{class_name}, whose state has no file format. Use torch.save, which pickles it"
         )
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        metadata |= {"window": layer.sliding_window, "seen": layer.cumulative_length}
-    if isinstance(layer, DynamicLayer) and layer.is_initialized:
-        tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
     return metadata
 
 
@@ -395,9 +394,9 @@ def _pop_tokens(tensors: Tensors) -> Tokens | None:
 def _unpack_stock_layer(metadata: Metadata, name: str, tensors: Tensors) -> Any:
     """Return the layer of transformers that `_pack_stock_layer` packed, and remove its tensors."""
     if metadata["kind"] not in _STOCK_CLASSES:
-        raise ConfigError(f"{name}: expected one of {[*_STOCK_CLASSES]}, got {metadata['kind']!r}")
+        raise ConfigError(f"{name}: expected one of {_STOCK_CLASSES}, got {metadata['kind']!r}")
     window = _check_count(f"{name}: window", metadata["window"], 1) if "window" in metadata else 0
-    layer_class = _STOCK_CLASSES[metadata["kind"]]
+    layer_class = getattr(cache_utils, metadata["kind"])
     layer = layer_class(window) if window else layer_class()
     num_tokens = 0
     if f"{name}.keys" in tensors:
