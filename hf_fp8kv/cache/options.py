@@ -29,7 +29,6 @@ from ..scales.layer_scales import SKIP_ADVICE, check_ranks
 from ..utils.arguments import check_count
 from .plans import parse_plan
 
-Prefill = Literal["exact", "stored"]
 # Formats whose range is too narrow for outliers.
 NARROW_FORMATS = tuple(x.name for x in FORMATS.values() if x.bits - 1 - x.mantissa_bits < 3)
 
@@ -57,7 +56,7 @@ class CacheOptions:
     page_size: int = 64
     max_cache_len: int | None = None
     max_pages: int | None = None
-    prefill: Prefill = "exact"
+    prefill: Literal["exact", "stored"] = "exact"
     backend: str = "auto"
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     offloading: bool | int = False
