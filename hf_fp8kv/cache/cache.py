@@ -565,13 +565,24 @@ class FP8PagedCache(DynamicCache):
         return fork
 
     @classmethod
-    def _from_layers(cls, paged: PagedLayers, stock: Sequence[Any] = ()) -> "FP8PagedCache":
-        """Return a cache with the contents of growing layers and of layers of transformers."""
+    def _from_layers(
+        cls,
+        paged: PagedLayers,
+        stock: Sequence[Any] = (),
+        history: serialization.History | None = None,
+    ) -> "FP8PagedCache":
+        """Return a cache with the contents of growing layers and of layers of transformers.
+
+        `history` comes with layers that were read from a file or a pickle.
+        """
         cache = cls.__new__(cls)
         cache._initialize(paged.to_preallocated() if paged.options.is_preallocated else paged)
         cache.layers = cache._paged.merge_layers(stock)
         if not cache._count_tokens():
             cache._empty_batch = cache._count_sequences()
+        if history is not None:
+            cache.tokens, cache.model_sample, cache.identity = history
+            cache.is_restored = True
         return cache
 
     def adopt(self, paged: PagedLayers) -> None:
@@ -595,17 +606,11 @@ class FP8PagedCache(DynamicCache):
 
     @classmethod
     def _unpack(cls, history: serialization.History, *state: Any) -> "FP8PagedCache":
-        cache = cls._from_layers(serialization.unpack(*state), state[-1])
-        cache._set_history(history)
-        return cache
+        return cls._from_layers(serialization.unpack(*state), state[-1], history)
 
     def _get_history(self) -> serialization.History:
         tokens = None if self.tokens is UNKNOWN else self.tokens
         return serialization.History(tokens, self.model_sample, self.identity)
-
-    def _set_history(self, history: serialization.History) -> None:
-        self.tokens, self.model_sample, self.identity = history
-        self.is_restored = True
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Atomically write the pages in use to a safetensors file, and return its path.
@@ -644,9 +649,7 @@ class FP8PagedCache(DynamicCache):
             ) from error
         with convert_read_errors(path, "a whole file of FP8PagedCache.save", ConfigError):
             paged, stock_layers, history = serialization.load(path, device)
-            cache = cls._from_layers(paged, stock_layers)
-            cache._set_history(history)
-            return cache
+            return cls._from_layers(paged, stock_layers, history)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.layers)} layers: {summarize_plan(self.plan)})"
