@@ -92,8 +92,7 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
                 # The pool of a layer with fewer tokens may not have grown to all pages yet.
                 pool.memory.grow(group.table.allocator.capacity)
                 tensors[f"layers.{index}.pages"] = pool.memory.take(pages)
-        record_past = group.record_past
-        groups.append({"window": group.window, "record_past": record_past, "layers": layers})
+        groups.append({"window": group.window, "record_past": group.record_past, "layers": layers})
     return {"groups": groups, "open_ended": paged.is_open_ended}, tensors
 
 
