@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..utils.files import SAFE_OPEN_FLAGS, read_regular_file
+from ..utils.files import SAFE_OPEN_FLAGS, read_regular_file, write_atomically
 
-_LOCK_NAME, _PARTIAL_SUFFIX = ".prefix_store.lock", ".part"
+_LOCK_NAME = ".prefix_store.lock"
 _NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
-_PARTIAL_PATTERN = re.compile(rf"\.{_NAME_PATTERN.pattern}{re.escape(_PARTIAL_SUFFIX)}")
+# The names of the files of `write_atomically`, until they are complete.
+_PARTIAL_PATTERN = re.compile(rf"\.{_NAME_PATTERN.pattern}\.[0-9a-f-]+\.part")
 # Nanoseconds that a file's time may lag behind the clock: one kernel tick, plus a margin.
 _TICK_NS = 20_000_000
 
@@ -90,18 +91,8 @@ class PrefixFolder:
         _write_total(lock_fd, total_bytes + num_bytes if has_room else total_bytes)
         if not has_room:
             return False
-        partial_path = self.path / f".{name}{_PARTIAL_SUFFIX}"
-        with suppress(OSError):
-            partial_path.unlink()  # its process has ended, because this process holds the lock
-        try:
-            with partial_path.open("xb") as file:  # fails for a link
-                file.write(contents)
-            os.replace(partial_path, self.path / name)
-        except FileExistsError:
-            raise  # this process did not create the file
-        except BaseException:
-            partial_path.unlink(missing_ok=True)
-            raise
+        # After a loss of power, the digest detects a file that is not complete.
+        write_atomically({self.path / name: contents}, is_synced=False)
         return True
 
     def _evict(

@@ -110,11 +110,13 @@ def parse_metadata(contents: bytes) -> dict[str, str]:
     return metadata
 
 
-def write_atomically(files: Mapping[Path, bytes | Callable[[Path], object] | None]) -> None:
+def write_atomically(
+    files: Mapping[Path, bytes | Callable[[Path], object] | None], *, is_synced: bool = True
+) -> None:
     """Write all files completely. If a file cannot be written, leave all files unchanged.
 
     The content of a file is bytes, or a function that writes to a path. None deletes the file.
-    Missing folders are created. Files and folders are synced, so that they survive a loss of power.
+    Missing folders are created. With `is_synced`, files and folders survive a loss of power.
 
     If the process is killed between two renames, only the first files are replaced, but each file
     is complete. Pass the file that refers to all other files last.
@@ -132,14 +134,17 @@ def write_atomically(files: Mapping[Path, bytes | Callable[[Path], object] | Non
             else:
                 with partial_files[path].open("xb") as file:  # fails for an existing link
                     file.write(content)
-            # On POSIX, files are opened as "rb", because a link may lead to a read-only file.
-            with partial_files[path].open("rb" if os.name == "posix" else "rb+") as file:
-                os.fsync(file.fileno())
+            if is_synced:
+                # On POSIX, files are opened as "rb", because a link may lead to a read-only file.
+                with partial_files[path].open("rb" if os.name == "posix" else "rb+") as file:
+                    os.fsync(file.fileno())
         for path, partial_file in partial_files.items():
             path.unlink(missing_ok=True) if files[path] is None else partial_file.replace(path)
     finally:
         for partial_file in partial_files.values():
             partial_file.unlink(missing_ok=True)
+    if not is_synced:
+        return
     for folder in {path.parent for path in files}:
         with suppress(OSError):  # fails on Windows and on some file systems
             descriptor = os.open(folder, os.O_RDONLY)

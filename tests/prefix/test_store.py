@@ -763,8 +763,8 @@ def test_foreign_files_are_kept_and_unfinished_files_removed(tmp_path: Path) -> 
     for name in foreign_names:
         (tmp_path / name).write_bytes(b"x" * 5000)
     (tmp_path / "folder.part").mkdir()
-    (tmp_path / f".{64 * chr(97)}.safetensors.part").write_text("of a killed process")
-    (tmp_path / f".{64 * chr(98)}.safetensors.part").symlink_to(tmp_path / "README")
+    (tmp_path / f".{64 * chr(97)}.safetensors.7-0a.part").write_text("of a killed process")
+    (tmp_path / f".{64 * chr(98)}.safetensors.7-0a.part").symlink_to(tmp_path / "README")
     StoreUser(tmp_path, max_bytes=1000).check_answer(make_ids(40))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {*foreign_names, "folder.part", ".prefix_store.lock", "plans"}
