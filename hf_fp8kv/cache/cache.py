@@ -619,7 +619,6 @@ class FP8PagedCache(DynamicCache):
             ConfigError: A layer of transformers has a state other than keys and values, or an error
                 has interrupted the last step.
         """
-        self._paged.check_complete()
         return serialization.save(self._paged, self.stock_layers, self._get_history(), path)
 
     @classmethod
