@@ -71,9 +71,6 @@ class StoredLayer:
 
     def _store_tokens(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
         """Store each token as the last token of a separate sequence of one page."""
-        num_written = len(work.slot_ends)
-        if not num_written:
-            return
         if work.written_tokens is None:
             key = key[:, :, : work.num_tokens]
             value = value[:, :, : work.num_tokens]
@@ -81,7 +78,7 @@ class StoredLayer:
             key, value = (x.index_select(2, work.written_tokens) for x in (key, value))
         key = key.permute(2, 1, 0, 3)
         value = value.permute(2, 1, 0, 3)
-        for start in range(0, num_written, MAX_BATCH):
+        for start in range(0, len(work.slot_ends), MAX_BATCH):
             rows = slice(start, start + MAX_BATCH)
             pages = self.pages._replace(table=work.table[rows])
             ops.write(pages, key[rows], value[rows], work.slot_ends[rows], self._backend)
@@ -139,9 +136,9 @@ class StoredLayer:
         page_size = self._layout.page_size
         num_tokens = num_old + chunk.num_new
         num_pages = -(-num_tokens // page_size)
-        memory = query.new_zeros(num_pages * self._layout.bytes_per_page, dtype=torch.uint8)
+        page_rows = query.new_zeros((num_pages, self._layout.bytes_per_page), dtype=torch.uint8)
         table = torch.arange(num_pages, dtype=torch.int32, device=query.device)[None]
-        scratch = self._layout.view_memory(memory)
+        scratch = self._layout.view_pages(page_rows)
         scratch = scratch._replace(k=self.pages.k, v=self.pages.v, table=table)
         positions = torch.arange(num_tokens, device=query.device)
         pages, slots = positions // page_size, positions % page_size

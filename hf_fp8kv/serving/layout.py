@@ -54,12 +54,6 @@ class EngineLayout:
                     "with continuous batching. Use generate() with FP8PagedCache"
                 )
 
-    def view_memory(self, memory: torch.Tensor) -> Pages:
-        """Return the pages in contiguous `memory`, `[bytes]`, uint8, without a block table."""
-        page_bytes = self.bytes_per_page
-        num_bytes = len(memory) // page_bytes * page_bytes
-        return self.view_pages(memory[:num_bytes].view(-1, page_bytes))
-
     def view_pages(self, page_rows: torch.Tensor) -> Pages:
         """Return the pages in the rows of `page_rows`, `[n, bytes]`, without a block table.
 
