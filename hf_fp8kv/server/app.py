@@ -326,7 +326,7 @@ class Application:
     async def _describe_model(self, name: str) -> dict[str, Any]:
         entry = self.served_model.make_model_entry(self.served_model.check_name(name))
         engine = self._require_engine()
-        return {**entry, "max_model_len": engine.max_tokens, "kv_cache": engine.describe_pages()}
+        return {**entry, "max_model_len": engine.max_tokens, "kv_cache": engine.pages}
 
     async def _show_metrics(self) -> Response:
         media_type = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,11 +8,9 @@ Only this file uses the engine. It replaces four attributes of transformers' obj
 import asyncio
 import dataclasses
 import logging
-import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterable
 from types import MethodType
 from typing import Any
 
@@ -41,8 +39,6 @@ _MAX_CPU_STEP_TOKENS = 256
 _CPU_MEMORY_BYTES = 4 * 2**30
 _MAX_CPU_SHARE = 0.6
 _MIN_CPU_TOKENS = 8192
-# Time between two lines of progress while pages are filled.
-PROGRESS_SECONDS = 5.0
 # Number of tokens of a prompt that are scored between two steps of the engine. Each token has a
 # logit for every token of the vocabulary.
 _SCORING_CHUNK_TOKENS = 256
@@ -98,8 +94,7 @@ class Engine:
         self._status = manager.background_thread_status
         try:
             logger.info("allocating pages, and filling them with zeros")
-            with _log_growth():
-                manager.warmup()
+            manager.warmup()
             max_stored_tokens: int = manager.max_request_tokens
             if max_stored_tokens < 2:
                 raise ValueError(f"pages for {max_stored_tokens} tokens of a request")
@@ -117,20 +112,22 @@ class Engine:
         limits = (max_stored_tokens + 1, max_positions, max_model_tokens)
         # Maximum number of tokens of a prompt and its answer.
         self.max_tokens = min(n for n in limits if isinstance(n, int) and n > 0)
-        self._num_page_tokens = int(manager.continuous_batching_config.page_size)
-        # Bytes of a token. They do not change, and making a cache for each request takes time.
-        self._bf16_sizes = FP8PagedCache(model.config, dtype="model").count_bytes()
-        if usage := self.read_usage():
-            pages = self.describe_pages()
-            formats = " + ".join(pages["formats"])
-            logger.info(
-                "pages: %s tokens in %s as %s (bf16: %s tokens), up to %s tokens of a request",
-                f"{pages['tokens']:,}",
-                format_size(usage.bytes_total),
-                formats,
-                f"{pages['bf16_tokens']:,}",
-                f"{self.max_tokens:,}",
-            )
+        usage = read_usage(manager)
+        assert usage is not None  # `warmup` has allocated the pages
+        num_tokens = usage.pages_total * manager.continuous_batching_config.page_size
+        bf16_sizes = FP8PagedCache(model.config, dtype="model").count_bytes()
+        bf16_tokens = int(usage.bytes_total / bf16_sizes[0]) if bf16_sizes else 0
+        formats = list_counts(usage.plans)
+        # The capacity of the pages in tokens, the same for bf16, and the formats.
+        self.pages = {"tokens": num_tokens, "bf16_tokens": bf16_tokens, "formats": formats}
+        logger.info(
+            "pages: %s tokens in %s as %s (bf16: %s tokens), up to %s tokens of a request",
+            f"{num_tokens:,}",
+            format_size(usage.bytes_total),
+            " + ".join(formats),
+            f"{bf16_tokens:,}",
+            f"{self.max_tokens:,}",
+        )
 
     def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> bool:
         """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended."""
@@ -158,16 +155,6 @@ class Engine:
     def read_usage(self) -> Usage | None:
         """Return the usage of the pages, or None if the engine does not run."""
         return read_usage(self.model) if self.is_alive() else None
-
-    def describe_pages(self) -> dict[str, Any]:
-        """Return the capacity of the pages in tokens, the same for bf16, and the formats."""
-        usage = self.read_usage()
-        if usage is None:
-            return {"tokens": 0, "bf16_tokens": 0, "formats": []}
-        num_tokens = usage.pages_total * self._num_page_tokens
-        bf16_tokens = int(usage.bytes_total / self._bf16_sizes[0]) if self._bf16_sizes else 0
-        formats = list_counts(usage.plans)
-        return {"tokens": num_tokens, "bf16_tokens": bf16_tokens, "formats": formats}
 
     def count_active(self) -> int:
         """Return the number of requests that hold pages. Requests that were just canceled count."""
@@ -375,25 +362,6 @@ def explain_fixed_steps(processor: Any) -> str | None:
     if getattr(processor.model_runner, "pad_inputs", False):
         return "CUDA graphs and compiled steps cannot change with a request"
     return None
-
-
-@contextmanager
-def _log_growth() -> Iterator[None]:
-    """Log at intervals by how much the memory of this process has grown."""
-    is_done, process = threading.Event(), psutil.Process()
-    old_bytes = process.memory_info().rss
-
-    def log() -> None:
-        while not is_done.wait(PROGRESS_SECONDS):
-            logger.info("filled %s", format_size(max(process.memory_info().rss - old_bytes, 0)))
-
-    thread = threading.Thread(target=log, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
 
 
 def _compute_cpu_bytes(model: Any) -> int:
