@@ -61,16 +61,13 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
         stack.push(lambda _type, error, _traceback: _end_process(app, error))
         stack.callback(app.stop)
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
-        engine = app.engine
         server = _Server(app, lambda: on_ready(_format_url(sock)))
         stack.callback(lambda: app.stop(server.compute_stop_timeout()))
         server.run(sockets=[sock])  # stops `app` at its end
-        assert engine is not None
-        failure = engine.failure or server.failure
-        if failure is not None:
+        if server.failure is not None:
             raise EngineError(
-                f"the engine ended: {failure}. Start the server again, and report its log if it "
-                "ends again"
+                f"the engine ended: {server.failure}. Start the server again, and report its log "
+                "if it ends again"
             )
 
 
@@ -191,20 +188,14 @@ class _Server(uvicorn.Server):
 
     async def _log_metrics(self) -> None:
         """Log a line in each interval in which requests run or finish."""
-        metrics, engine = self._app.metrics, self._app.engine
+        metrics = self._app.metrics
+        engine = metrics.engine
         interval_seconds = self._app.config.log_seconds
-        if interval_seconds <= 0 or engine is None:
-            return
-        num_tokens = 0
-        num_finished = 0
-        start = time.monotonic()
-        while True:
-            await asyncio.sleep(interval_seconds)
-            now = time.monotonic()
-            new_num_finished = metrics.status_counts.total()
-            if metrics.unfinished_answers or new_num_finished != num_finished:
-                rate = (engine.num_new_tokens - num_tokens) / (now - start)
-                logger.info("%s", metrics.summarize(rate))
+        while interval_seconds > 0:
             num_tokens = engine.num_new_tokens
-            num_finished = new_num_finished
-            start = now
+            num_finished = metrics.status_counts.total()
+            start = time.monotonic()
+            await asyncio.sleep(interval_seconds)
+            if metrics.unfinished_answers or metrics.status_counts.total() != num_finished:
+                rate = (engine.num_new_tokens - num_tokens) / (time.monotonic() - start)
+                logger.info("%s", metrics.summarize(rate))
