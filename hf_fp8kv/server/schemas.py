@@ -37,9 +37,9 @@ _MAX_FIELD_VALUES = 16_384  # maximum number of values in all lists and objects 
 _MAX_CONFIG_LENGTH = 16_384  # maximum number of characters of a generation_config
 _MAX_ERROR_LENGTH = 60  # maximum number of characters of an invalid value in an error
 
-# Fields of other servers, with the values that agree with this server's behavior. The fields of a
+# Fields of other servers, with the value that agrees with this server's behavior. The fields of a
 # body take precedence.
-_NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "use_beam_search",
@@ -54,7 +54,7 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
             "echo",
             "add_special_tokens",
         ),
-        (False,),
+        False,
     ),
     **dict.fromkeys(
         (
@@ -67,7 +67,7 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
             "cache_prompt",
             "_from_model_config",
         ),
-        (True,),
+        True,
     ),
     **dict.fromkeys(
         (
@@ -81,7 +81,7 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
             "top_logprobs",
             "min_new_tokens",
         ),
-        (0,),
+        0,
     ),
     **dict.fromkeys(
         (
@@ -93,14 +93,14 @@ _NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
             "num_return_sequences",
             "repetition_penalty",
         ),
-        (1,),
+        1,
     ),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "include": ([],),
-    "reasoning": ({},),
-    "truncation": ("disabled",),
-    "verbosity": ("medium",),
+    "suffix": "",
+    "modalities": ["text"],
+    "include": [],
+    "reasoning": {},
+    "truncation": "disabled",
+    "verbosity": "medium",
 }
 # Fields that this server refuses, and their replacements.
 _REPLACEMENTS = {
@@ -661,9 +661,8 @@ def validate(
         if name in model.model_fields:
             fields[name] = value
         elif name in _NEUTRAL_FIELDS:
-            if not any(_equals_json(value, neutral) for neutral in _NEUTRAL_FIELDS[name]):
-                expected = " or ".join(map(json.dumps, _NEUTRAL_FIELDS[name]))
-                raise make_unsupported_error(field, expected, value)
+            if not _equals_json(value, _NEUTRAL_FIELDS[name]):
+                raise make_unsupported_error(field, json.dumps(_NEUTRAL_FIELDS[name]), value)
         elif name in _REPLACEMENTS:
             message = f"{field}: not supported by this server. Use {_REPLACEMENTS[name]} instead"
             raise APIError(400, message, param=field, code=UNSUPPORTED_CODE)
