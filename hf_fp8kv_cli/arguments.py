@@ -69,15 +69,15 @@ _SIDE_OPTION = make_choice((*FORMATS, AUTO), ALIASES)
 
 SIZE: dict[str, Any] = {"metavar": "SIZE", "parser": parse_size}
 
-DEVICE: dict[str, Any] = {
-    "help": "auto, cpu, cuda, cuda:1, ...",
-    "autocompletion": suggest(("auto", "cpu", "cuda")),
-}
-
 _MODEL_HELP = "A folder or a Hub id. Default: the demo model."
 Model = Annotated[str | None, typer.Option(help=_MODEL_HELP)]
 ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL_HELP)]
-Device = Annotated[str, typer.Option(**DEVICE)]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, cuda, cuda:1, ...", autocompletion=suggest(("auto", "cpu", "cuda"))
+    ),
+]
 ModelDtype = Annotated[
     str,
     typer.Option(

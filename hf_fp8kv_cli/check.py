@@ -28,7 +28,6 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
     }
     report = None
     name = model or "Llama-3.1-8B"
-    config = None
     if model is None:
         config = capacity.get_config(name)
     else:

@@ -74,7 +74,7 @@ def serve(
         int | None,
         typer.Option(min=2, help="Maximum tokens of prompt and answer. Default: the model's."),
     ] = None,
-    device: Annotated[str, typer.Option(**arguments.DEVICE)] = "auto",
+    device: arguments.Device = "auto",
     dtype: arguments.ModelDtype = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="Format of the weights: bnb-4bit or bnb-8bit.")
@@ -149,9 +149,10 @@ def serve(
 
     POST /v1/chat/completions, /v1/completions, /v1/responses. GET /v1/models, /health, /metrics.
     """
-    from hf_fp8kv.server import make_batching_config, require_server
+    from hf_fp8kv.server import require_server
 
     require_server()
+    from transformers import ContinuousBatchingConfig
     from transformers.utils.logging import log_levels, set_verbosity
 
     from hf_fp8kv import PrefixStore, demo_model_path, serving
@@ -188,8 +189,7 @@ def serve(
         "max_memory_percent": cb_max_memory_percent,
         "use_cuda_graph": cb_use_cuda_graph,
     }
-    # Check these options before the model is loaded.
-    batching = make_batching_config(
+    batching = ContinuousBatchingConfig(
         **{name: value for name, value in batching_options.items() if value is not None}
     )
     template_text = None

@@ -106,12 +106,3 @@ def require_server() -> None:
             f"expected the packages {', '.join(_REQUIRED_PACKAGES)}, got no {', '.join(missing)}. "
             "Install them with pip install 'hf-fp8kv[serve]'"
         )
-
-
-def make_batching_config(**options: Any) -> Any:
-    """Return a ContinuousBatchingConfig. Raise ConfigError for invalid command-line options."""
-    try:
-        return ContinuousBatchingConfig(**options)
-    except (TypeError, ValueError) as error:
-        names = ", ".join(f"--cb-{name.replace('_', '-')}" for name in options)
-        raise ConfigError(f"{names}: {error}") from error
