@@ -4,7 +4,6 @@ The model reads the same tokens at several positions, and the costs at all posit
 docs/architecture.md has the reasons ("A plan is chosen once for a model").
 """
 
-import functools
 import logging
 import math
 import numbers
@@ -14,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from ..cache.cache import FP8PagedCache
 from ..cache.plans import Plan, parse_plan
 from ..errors import ConfigError
 from ..formats import ADAPTIVE, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan
-from ..formats.codec import compute_dynamic_errors, compute_rounding_error, search_scale
+from ..formats.codec import compute_dynamic_scale, compute_rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..modeling.identity import sample_model
 from ..modeling.methods import ModelAttribute
@@ -518,39 +517,15 @@ def _choose_layer_plan(
     centered_plans = [] if is_latent else [replace(plan, centered=True) for plan in plans]
     k_plans = [*centered_plans, *plans] if may_transform_k else [_FALLBACK]
     v_plans = [] if is_latent else plans
-    num_k_plans = len(k_plans)
-    formats = tuple(FORMATS[plan.format] for plan in (*k_plans, *v_plans))
     center = torch.cat([k for k, *_ in all_states]).mean(0, dtype=torch.float32)
-    costs = []
-    for _, group in groupby(all_states, lambda states: len(states[0])):
-        k, v, queries = zip(*group, strict=True)
-        keys = _transform_states(torch.stack(k).float(), center, k_plans)
-        values = keys[:0] if is_latent else _transform_states(torch.stack(v).float(), None, v_plans)
-        if keys.shape[1:] == values.shape[1:]:
-            errors = compute_dynamic_errors(torch.cat([keys, values]), formats)
-            k_errors = errors[:num_k_plans]
-            v_errors = errors[num_k_plans:]
-        else:
-            k_errors = compute_dynamic_errors(keys, formats[:num_k_plans])
-            v_errors = compute_dynamic_errors(values, formats[num_k_plans:])
-        q = torch.stack([sample.q for sample in queries])
-        weights = torch.stack([sample.weights for sample in queries])
-        # Rotated queries and rotated errors have the same products. Rotation changes no cost of V.
-        q = torch.stack([q, q @ _make_hadamard(q.shape[-1], q.device)])
-        sample = Queries(q[[int(plan.rotated) for plan in k_plans]], weights)
-        k_cost = sample.compute_cost("k", k_errors)
-        v_cost = sample.compute_cost("v", v_errors)
-        costs.append(torch.cat([k_cost, v_cost]).sum(1))
-    total_costs = torch.stack(costs).sum(0).tolist()  # once, because it waits for a GPU
-    if not all(map(math.isfinite, chain(*total_costs))):
+    k_costs = _compute_costs("k", all_states, center, k_plans)
+    v_costs = _compute_costs("v", all_states, None, v_plans)
+    if not all(map(math.isfinite, chain(*k_costs, *v_costs))):
         raise make_nan_error(index, "K and V")
-    k_costs = total_costs[:num_k_plans]
-    v_costs = total_costs[num_k_plans:]
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
     if _pick_candidate([k_costs[0], k_costs[k_index]], _RECHECK_COST_RATIO) == 0 < k_index:
-        layer_plans = [LayerPlan(k_plans[i], _FALLBACK) for i in (0, k_index)]
-        k_states = [(k, k, queries) for k, _, queries in all_states]  # V of latents may be empty
-        searched_costs = _measure_costs(k_states, center, layer_plans)[:, 0].tolist()
+        plans = [k_plans[0], k_plans[k_index]]
+        searched_costs = _compute_costs("k", all_states, center, plans, searched=True)
         k_index *= _pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
     if k_index == 0:  # a center may cost more than no center
         plain_index = k_plans.index(_FALLBACK)
@@ -572,11 +547,11 @@ def _choose_narrow_plan(
         LayerPlan(replace(k_plan, format=k_format, rotated=True), SidePlan(v_format, rotated=True))
         for k_format, v_format in _NARROW_FORMATS
     ]
-    *costs, e4m3_cost = _measure_costs(all_states, center, [*plans, _E4M3])[:, 1:].clamp(1e-30)
-    best_index = min(range(len(plans)), key=lambda i: costs[i][:2].sum())
-    k_cost, v_cost, square = costs[best_index]
+    *losses, e4m3_loss = _measure_losses(all_states, center, [*plans, _E4M3]).clamp(1e-30)
+    best_index = min(range(len(plans)), key=lambda i: losses[i][:2].sum())
+    k_loss, v_loss, square = losses[best_index]
     return plans[best_index], torch.stack([
-        k_cost / square, v_cost / square, (k_cost + v_cost) / e4m3_cost[:2].sum(0),
+        k_loss / square, v_loss / square, (k_loss + v_loss) / e4m3_loss[:2].sum(0),
     ])  # fmt: skip
 
 
@@ -644,44 +619,58 @@ def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     return min(good_indices, key=lambda index: sum(costs[index]), default=0)
 
 
-def _measure_costs(
+def _measure_losses(
     all_states: Sequence[LayerStates], center: Tensor | None, plans: Sequence[LayerPlan]
 ) -> Tensor:
-    """Return four costs of each plan by head, with the scales of a cache, on the CPU.
+    """Return the squared errors of the output due to K and V, and the square of the output.
 
-    They are the cost of K, the squared errors of the output due to K and V, and the square of the
-    output. The result is `[plans, 4, Hkv]`.
+    The result is for each plan and head, `[plans, 3, Hkv]`, on the CPU, with the scales of a cache.
     """
-    costs = torch.zeros(len(plans), 4, all_states[0][0].shape[1], device="cpu")
+    losses = torch.zeros(len(plans), 3, all_states[0][0].shape[1], device="cpu")
     for k, v, queries in all_states:
         assert queries is not None
         v = v.float()
-        for cost, plan in zip(costs, plans, strict=True):
-            x = center_and_rotate(k, center if plan.k.centered else None, rotated=plan.k.rotated)
-            fmt = FORMATS[plan.k.format]
-            k_error = compute_rounding_error(x, search_scale(x, fmt).float()[..., None], fmt)
-            sample = replace(queries, q=rotate(queries.q)) if plan.k.rotated else queries
-            x = center_and_rotate(v, None, rotated=plan.v.rotated)
-            (v_error,) = compute_dynamic_errors(x[None], (FORMATS[plan.v.format],))
-            cost += torch.stack([
-                sample.compute_cost("k", k_error),
-                sample.compute_cost("k", k_error, v),
-                sample.compute_cost("v", v_error),
-                sample.compute_cost("v", v),
+        for loss, plan in zip(losses, plans, strict=True):
+            k_error = _compute_error(k, center, plan.k, searched=True)
+            v_error = _compute_error(v, None, plan.v)
+            loss += torch.stack([
+                queries.compute_cost("k", k_error, v),
+                queries.compute_cost("v", v_error),
+                queries.compute_cost("v", v),
             ]).cpu()  # fmt: skip
-    return costs
+    return losses
 
 
-def _transform_states(x: Tensor, center: Tensor | None, plans: Sequence[SidePlan]) -> Tensor:
-    """Return the values that each plan scales, `[plans, R, N, Hkv, D]`. `x` is K or V."""
-    if len(plans) == 1:
-        return x[None]
-    variants = x[None] if center is None else torch.stack([x, x - center])
-    variants = torch.cat([variants, variants @ _make_hadamard(x.shape[-1], x.device)])
-    return variants[[plan.centered + len(variants) // 2 * plan.rotated for plan in plans]]
+def _compute_costs(
+    side: str,
+    all_states: Sequence[LayerStates],
+    center: Tensor | None,
+    plans: Sequence[SidePlan],
+    *,
+    searched: bool = False,
+) -> list[list[float]]:
+    """Return the cost of each plan of K or V by head, `[plans][Hkv]`."""
+    first_k = all_states[0][0]
+    costs = torch.zeros(len(plans), first_k.shape[1], device=first_k.device)
+    for k, v, queries in all_states:
+        assert queries is not None
+        x = k if side == "k" else v
+        for cost, plan in zip(costs, plans, strict=True):
+            error = _compute_error(x, center, plan, searched=searched)
+            cost += queries.compute_cost(side, error)
+    all_costs: list[list[float]] = costs.tolist()
+    return all_costs
 
 
-@functools.cache
-def _make_hadamard(dim: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return rotate(torch.eye(dim, device=device))
+def _compute_error(
+    x: Tensor, center: Tensor | None, plan: SidePlan, *, searched: bool = False
+) -> Tensor:
+    """Return the errors of K or V, `[N, Hkv, D]`, stored by a plan.
+
+    With `searched`, scales are searched, as a cache does for K.
+    """
+    x = center_and_rotate(x, center if plan.centered else None, rotated=plan.rotated)
+    fmt = FORMATS[plan.format]
+    scale = search_scale(x, fmt) if searched else compute_dynamic_scale(x, fmt)
+    error = compute_rounding_error(x, scale.float()[..., None], fmt)
+    return rotate(error) if plan.rotated else error  # rotation is its own inverse

@@ -21,8 +21,8 @@ _MAX_QUERIES = 64
 class Queries:
     """A sample of queries. Softcaps, sinks, chunks and biases of the logits are not included."""
 
-    q: Tensor  # [..., Hkv, G * Q, Dk], float32, scaled, of the G query heads of a KV head
-    weights: Tensor  # [..., Hkv, G * Q, N], float32, the attention weights of the tokens
+    q: Tensor  # [Hkv, G * Q, Dk], float32, scaled, of the G query heads of a KV head
+    weights: Tensor  # [Hkv, G * Q, N], float32, the attention weights of the tokens
 
     @classmethod
     def from_states(
@@ -47,20 +47,18 @@ class Queries:
         return cls(q, logits.masked_fill(is_masked, -torch.inf).softmax(-1).flatten(1, 2))
 
     def compute_cost(self, side: str, error: Tensor, v: Tensor | None = None) -> Tensor:
-        """Return the cost of `error` for each KV head, `[..., Hkv]`.
-
-        `error` is the error of K or V, `[..., N, Hkv, D]`. Leading dimensions are batched.
+        """Return the cost of `error`, the error of K or V `[N, Hkv, D]`, for each KV head, `[Hkv]`.
 
         The cost of V is the squared error of the output. The cost of K is the variance of the
         logits' errors, or with `v`, `[N, Hkv, D]`, the squared error of the output to first order.
         """
-        error = error.transpose(-3, -2)
+        error = error.transpose(0, 1)
         if side == "v":
             return (self.weights @ error).square().sum((-2, -1))
         logit_errors = self.q @ error.mT
         logit_errors = logit_errors - (self.weights * logit_errors).sum(-1, keepdim=True)
         if v is not None:
-            return (self.weights * logit_errors @ v.transpose(-3, -2)).square().sum((-2, -1))
+            return (self.weights * logit_errors @ v.transpose(0, 1)).square().sum((-2, -1))
         return (self.weights * logit_errors.square()).sum((-2, -1))
 
 

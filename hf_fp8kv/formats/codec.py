@@ -129,33 +129,6 @@ def compute_rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) ->
     return round_to_format(x / scale, fmt) * scale - x
 
 
-def compute_dynamic_errors(x: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
-    """Return the rounding errors of finite values stored with `compute_dynamic_scale`.
-
-    Args:
-        x: Values, `[len(formats), ..., D]`, float32, with the format on the first axis.
-        formats: The formats of the values. Few operations compute all formats together.
-    """
-    shape = (-1,) + (1,) * (x.ndim - 1)
-    max_values, binade, offset = (t.view(shape) for t in _make_tables(formats, x.device))
-    scale = (x.abs().amax(-1, keepdim=True) / max_values).clamp(min=MIN_SCALE)
-    scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    scaled = x / scale  # not clamped: scales are rounded up, so no value exceeds the maximum
-    bits = (scaled.view(torch.int32) & 0x7F800000).maximum(binade) + offset
-    addend = bits.view(torch.float32)  # rounds as in `_round_to_step`
-    return ((scaled + addend) - addend) * scale - x
-
-
-@functools.cache
-def _make_tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the maximum, the smallest binade and the offset of each format, as three tensors."""
-    with torch.inference_mode(False), torch.no_grad():
-        max_values = torch.tensor([f.max for f in formats], device=device)
-        binades = torch.tensor([(128 - f.bias) << 23 for f in formats], device=device)
-        offsets = torch.tensor([(23 - f.mantissa_bits) << 23 | 0x400000 for f in formats])
-        return max_values, binades.int(), offsets.int().to(device)
-
-
 def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Round each value of `x`, float32, to the format's step in its binade."""
     # Adding 1.5 times a power of two whose last bit is worth one step rounds to that step.
