@@ -7,7 +7,6 @@ prefix "hf_fp8kv" distinguishes these formats from vLLM's own "fp8_e4m3".
 
 from dataclasses import dataclass
 
-from ..errors import ConfigError
 from ..formats import FORMATS
 
 _NAME_PREFIX = "hf_fp8kv"
@@ -18,13 +17,11 @@ class CacheDType:
     """A value of `--kv-cache-dtype`.
 
     Attributes:
-        name: The value itself.
         format: Format of K and V, a key of `FORMATS`. None means the format of the scales, or the
             default.
         is_dynamic: Whether each token and head has dynamic scales.
     """
 
-    name: str
     format: str | None
     is_dynamic: bool
 
@@ -37,17 +34,8 @@ def _make_dtypes() -> dict[str, CacheDType]:
         for is_dynamic in (True, False):
             suffix = "" if format_name is None else "_" + format_name.removeprefix("fp8_")
             name = _NAME_PREFIX + suffix + ("" if is_dynamic else "_static")
-            dtypes[name] = CacheDType(name, format_name, is_dynamic)
+            dtypes[name] = CacheDType(format_name, is_dynamic)
     return dtypes
 
 
 DTYPES = _make_dtypes()
-
-
-def find_dtype(name: str) -> CacheDType:
-    """Return the dtype with this name. Raise ConfigError for unknown names."""
-    if name not in DTYPES:
-        raise ConfigError(
-            f"--kv-cache-dtype: expected one of {', '.join(DTYPES)}, got {name!r}. Choose one"
-        )
-    return DTYPES[name]

@@ -23,7 +23,7 @@ from ..ops import Pages
 from ..scales.kv_scales import KVScales, resolve_scales
 from ..serving.config import ServingConfig
 from ..serving.layout import EngineLayout
-from .dtypes import CacheDType, find_dtype
+from .dtypes import DTYPES
 
 _KEY = "hf_fp8kv"
 _DEFAULT_OPTIONS: dict[str, Any] = {"scales": None, "plan": None, "backend": "auto"}
@@ -34,7 +34,6 @@ class ModelStorage:
     """The storage of a model's layers in one tensor-parallel rank."""
 
     options: CacheOptions
-    dtype: CacheDType
 
     def check_layers(
         self, indices: Iterable[int], num_layers: int, model_types: Sequence[str]
@@ -66,7 +65,8 @@ class ModelStorage:
     ) -> EngineLayout:
         """Return the layout of a layer's pages. `dtype` is the dtype of the model."""
         plan = self.options.get_layer_plan(index)
-        return EngineLayout(num_heads, head_dim, page_size, plan, dtype, self.dtype.is_dynamic)
+        is_dynamic = self.options.has_dynamic_scales
+        return EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic)
 
     def count_slot_bytes(self, index: int, head_dim: int, dtype: torch.dtype) -> int:
         """Return the number of bytes of a token and KV head of a layer."""
@@ -85,7 +85,7 @@ def read_storage(
     """Return the storage of a model.
 
     Args:
-        dtype: Value of `--kv-cache-dtype`.
+        dtype: Value of `--kv-cache-dtype`, a key of `DTYPES`.
         additional_config: vLLM's `--additional-config`, a dict.
         checkpoint: Folder or repository of the model. It has the static scales if none are given.
         tp_rank, tp_size: Rank of this process, and number of processes, in tensor parallelism.
@@ -122,7 +122,7 @@ def _load_storage(
     name: str, scales: str | float | None, plan: str | None, backend: str, checkpoint: str,
     tp_rank: int, tp_size: int, revision: str | None, engine: str,
 ) -> ModelStorage:  # fmt: skip
-    dtype = find_dtype(name)
+    dtype = DTYPES[name]
     loaded_scales: KVScales | str | float | None = scales
     if scales is None and plan is None and not dtype.is_dynamic:
         loaded_scales = resolve_scales(
@@ -143,7 +143,7 @@ def _load_storage(
             f"--kv-cache-dtype {name}: expected {expected}, got {options.scales!r}. Use "
             f"{matching_name} for these scales"
         )
-    return ModelStorage(options, dtype)
+    return ModelStorage(options)
 
 
 def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:

@@ -12,7 +12,6 @@ import hf_fp8kv.vllm
 from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.serving.config import make_layer_storage
-from hf_fp8kv.vllm.dtypes import find_dtype
 from hf_fp8kv.vllm.storage import read_storage
 from tests.helpers.planned import planned_scales
 
@@ -30,10 +29,6 @@ class TestWithoutVLLM:
         ):  # fmt: skip
             storage = read_storage_from_options(dtype, {"scales": scales})
             assert storage.count_slot_bytes(0, 64, torch.bfloat16) == num_bytes
-
-    def test_an_unknown_dtype_is_refused_with_the_known_names(self):
-        with pytest.raises(ConfigError, match=r"expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
-            find_dtype("fp8_e4m3")
 
     @pytest.mark.parametrize(
         ("options", "message"),
