@@ -1,12 +1,8 @@
 """Protection, the layers of a storage plan that keep 16 bits, and their effect."""
 
-import sys
-from dataclasses import dataclass, fields
-
-from ..errors import ScaleError
-from ..utils.text import format_value
-
-_ADVICE = "Choose the plan again (hf_fp8kv.choose_plan)"
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,29 +18,14 @@ class Protection:
     sides: tuple[str, ...] = ()  # protected sides, such as "K of layer 0", in the order of choice
 
     @classmethod
-    def from_dict(cls, data: object, label: str) -> "Protection":
-        """Return the protection of JSON values from `asdict`. Raise ScaleError if they are invalid.
-
-        The message of the error starts with `label`.
-        """
-        names = [field.name for field in fields(cls)]
-        if not isinstance(data, dict) or data.keys() != set(names):
-            rule = f"an object with the entries {', '.join(names)}"
-            raise ScaleError(f"{label}: expected {rule}, got {format_value(data)}. {_ADVICE}")
-        sides = data["sides"]
-        if not isinstance(sides, list) or not all(isinstance(side, str) for side in sides):
-            rule = "a list of names"
-            raise ScaleError(
-                f"{label}.sides: expected {rule}, got {format_value(sides)}. {_ADVICE}"
-            )
-        for name in names[:-1]:
-            value = data[name]
-            # Compare before converting, because an integer may be too large for a float.
-            if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-                rule = f"expected a finite number, got {format_value(value)}"
-                raise ScaleError(f"{label}.{name}: {rule}. {_ADVICE}")
-        kl, unprotected_kl, extra_bytes = (float(data[name]) for name in names[:-1])
-        return cls(kl, unprotected_kl, extra_bytes, tuple(sides))
+    def from_dict(cls, data: Mapping[str, Any]) -> "Protection":
+        """Return the protection of JSON values from `asdict`. Raise any error if they are invalid."""
+        return cls(
+            float(data["kl"]),
+            float(data["unprotected_kl"]),
+            float(data["extra_bytes"]),
+            tuple(map(str, data["sides"])),
+        )
 
     def __str__(self) -> str:
         text = f"KL after a stored prompt {self.kl:.1e}"

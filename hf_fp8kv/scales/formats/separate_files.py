@@ -37,7 +37,6 @@ class HfFp8kv(ScaleFormat):
 
     name = "hf_fp8kv"
     granularity = "channel"
-    holds_centers = True
 
     def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
@@ -98,7 +97,7 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
             bytes.fromhex(weights_digest)  # raises an error for invalid digits
         protection = metadata.get("protection")
         if protection is not None:
-            protection = Protection.from_dict(protection, f"{path}: protection")
+            protection = Protection.from_dict(protection)
         return ScaleData(
             layers,
             HfFp8kv.name,
