@@ -119,14 +119,6 @@ class StoredPrompts:
         for prompt_keys in self._keys:
             store.touch(prompt_keys[:num_pages])
 
-    def undo_restore(self, error: Exception) -> None:
-        """Empty the cache and refuse its restored pages, because the model cannot use them."""
-        cache, num_pages = self._cache, self.num_restored
-        cache.reset()
-        cache.restored_tokens -= len(self._keys) * num_pages * cache.options.page_size
-        for key in dict.fromkeys(key for keys in self._keys for key in keys[:num_pages]):
-            self._store.refuse(key, error)
-
     @contextmanager
     def store_after_prefill(self) -> Iterator[None]:
         """Keep pages that leave a window within the `with` block, and store pages after it.
