@@ -345,7 +345,4 @@ class LayerGroup:
         self.settle_step()
         # The next step must check again which pages are shared.
         self.positions = None
-        fork = LayerGroup(self.budget, self.window, self.table.fork())
-        fork.record_past = self.record_past
-        fork.is_incomplete = self.is_incomplete
-        return fork
+        return LayerGroup(self.budget, self.window, self.table.fork())
