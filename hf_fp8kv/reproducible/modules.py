@@ -39,7 +39,7 @@ from ..modeling.model_support import (
 _BLOCK_VALUES = 1 << 14
 _VECTOR_VALUES = 64
 # The owners that called `install_deterministic` for a model.
-_OWNERS = ModelAttribute[list[str]]("_hf_fp8kv_deterministic_for")
+_OWNERS = ModelAttribute[set[str]]("_hf_fp8kv_deterministic_for")
 _LINEAR_FORWARDS = (torch.nn.Linear.forward, Conv1D.forward)
 # Classes of transformers that select experts, or hold the matrices of all experts.
 _EXPERT_NAMES = re.compile("Router|Gate|Experts")
@@ -139,7 +139,7 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
     """Make modules compute in blocks of a fixed size, and attention deterministic, for `owner`."""
     owners = _OWNERS.get(model)
     if owners is None:
-        owners = []
+        owners = set()
         # Set before any other change, so that `remove_deterministic` undoes an interrupted install.
         _OWNERS.set(model, owners)
     if not owners:
@@ -152,7 +152,7 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
         # PEFT calls `forward` and some trainers call the decoder, which skips hooks of the model.
         for target in {model, model.base_model}:
             target.register_forward_pre_hook(_check_call, with_kwargs=True)
-    owners.append(owner)
+    owners.add(owner)
 
 
 def remove_deterministic(model: Any, owner: str) -> None:
@@ -160,8 +160,7 @@ def remove_deterministic(model: Any, owner: str) -> None:
     owners = _OWNERS.get(model)
     if owners is None:
         return
-    if owner in owners:
-        owners.remove(owner)
+    owners.discard(owner)
     if owners:
         return
     _OWNERS.remove(model)
