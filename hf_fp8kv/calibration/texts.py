@@ -55,8 +55,10 @@ def read_model_windows(
     vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     max_id = max(int(window.max()) for window in windows)
     if vocab_size is not None and max_id >= vocab_size:
-        rule = f"token ids below {vocab_size}, the vocabulary of the model"
-        raise _make_error("texts", rule, max_id, "Use the tokenizer of the model")
+        raise ConfigError(
+            f"texts: expected token ids below {vocab_size}, the vocabulary of the model, got "
+            f"{max_id}. Use the tokenizer of the model"
+        )
     return windows
 
 
@@ -92,7 +94,6 @@ def read_windows(
     check_count("max_length", max_length, _MIN_TOKENS)
     encoder = _Encoder(tokenizer, text_column, chat_template)
     windows: list[torch.Tensor] = []
-    num_texts = 0
     num_tokens_left = max_tokens
     for label, item in _iterate_items(texts, encoder, max_length):
         ids = encoder.encode(label, item)
@@ -101,14 +102,14 @@ def read_windows(
         # A view would keep the complete text in memory.
         new_windows = [window.clone() for window in ids[:num_tokens_left].split(max_length)]
         windows += [window for window in new_windows if len(window) >= _MIN_TOKENS]
-        num_texts += 1
         num_tokens_left = max_tokens - sum(map(len, windows))
         if num_tokens_left < _MIN_TOKENS:
             break
     if not windows:
-        got = f"{num_texts} of one token" if num_texts else "none except blank texts"
-        hint = "Check the file, or that the iterator was not read before"
-        raise _make_error("texts", f"a text of at least {_MIN_TOKENS} tokens", got, hint)
+        raise ConfigError(
+            f"texts: expected a text of at least {_MIN_TOKENS} tokens, got none. Check the file, "
+            "or that the iterator was not read before"
+        )
     return sorted(windows, key=lambda window: (-len(window), _to_bytes(window)))
 
 
@@ -119,12 +120,15 @@ class _Encoder:
         from transformers import PreTrainedTokenizerBase
 
         if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
-            hint = "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
-            got = type(tokenizer).__name__
-            raise _make_error("tokenizer", "a tokenizer of transformers", got, hint)
+            raise ConfigError(
+                f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}. "
+                "Pass AutoTokenizer.from_pretrained(...), or the `tokenizer` of a processor"
+            )
         if chat_template not in (None, True, False):
-            hint = "Set the text of a template as tokenizer.chat_template"
-            raise _make_error("chat_template", "None, True or False", chat_template, hint)
+            raise ConfigError(
+                f"chat_template: expected None, True or False, got {chat_template}. Set the text "
+                "of a template as tokenizer.chat_template"
+            )
         self._tokenizer: Any = tokenizer
         self._text_column = text_column
         self._chat_template = chat_template
@@ -135,10 +139,11 @@ class _Encoder:
             names = [self._text_column] + ["messages"] * (self._text_column == "text")
             column = next((name for name in names if name in item), None)
             if column is None:
-                rule = f"a column {' or '.join(map(repr, names))}"
-                got = f"the columns {format_list(map(repr, item), 20)}"
-                hint = "Name the column with text_column, and pass a conversation as a list"
-                raise _make_error(label, rule, got, hint)
+                raise ConfigError(
+                    f"{label}: expected a column {' or '.join(map(repr, names))}, got the columns "
+                    f"{format_list(map(repr, item), 20)}. Name the column with text_column, and "
+                    "pass a conversation as a list"
+                )
             label = f"{label}, column {column!r}"
             item = item[column]
         is_blank = isinstance(item, str) and not item.strip()
@@ -150,8 +155,10 @@ class _Encoder:
         if not is_chat and not isinstance(item, str):
             return self._check_ids(label, item)
         if self._tokenizer is None:
-            hint = "Pass tokenizer=AutoTokenizer.from_pretrained(...)"
-            raise _make_error(label, "token ids without a tokenizer", "text", hint)
+            raise ConfigError(
+                f"{label}: expected token ids without a tokenizer, got text. Pass "
+                "tokenizer=AutoTokenizer.from_pretrained(...)"
+            )
         # A chat template contains the special tokens.
         text = self._render_chat(label, item) if is_chat else item
         (ids,) = self.tokenize(label, [text], special=not is_chat)
@@ -164,28 +171,33 @@ class _Encoder:
             ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
         except (TypeError, UnicodeError) as error:
             text = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
-            hint = "Replace its characters: text.encode('utf-8', 'replace').decode()"
-            got = ascii(text)[:120]
-            raise _make_error(label, "text that UTF-8 can encode", got, hint) from error
+            raise ConfigError(
+                f"{label}: expected text that UTF-8 can encode, got {ascii(text)[:120]}. Replace "
+                "its characters: text.encode('utf-8', 'replace').decode()"
+            ) from error
         return list(ids)
 
     def _render_chat(self, label: str, messages: Sequence[Any]) -> str:
         if self._chat_template is False:
-            hint = "Omit chat_template, or pass texts"
-            raise _make_error(label, "a text with chat_template=False", "a list of messages", hint)
+            raise ConfigError(
+                f"{label}: expected a text with chat_template=False, got a list of messages. Omit "
+                "chat_template, or pass texts"
+            )
         for message in messages:
             # Templates ignore messages with other keys.
             if not (isinstance(message, Mapping) and message.keys() >= {"role", "content"}):
-                rule = "messages {'role': ..., 'content': ...}"
-                hint = "Rename its keys, or pass each text as one item"
-                raise _make_error(label, rule, format_value(message), hint)
+                raise ConfigError(
+                    f"{label}: expected messages with the keys 'role' and 'content', got "
+                    f"{format_value(message)}. Rename its keys, or pass each text as one item"
+                )
         try:
             return str(self._tokenizer.apply_chat_template([*messages], tokenize=False))
         except (TemplateError, TypeError, ValueError, LookupError) as error:
-            rule = "a conversation that fits the tokenizer's chat template"
-            got = f"{type(error).__name__}: {error}"
-            hint = "Change or leave out the messages, or set tokenizer.chat_template"
-            raise _make_error(label, rule, got, hint) from error
+            raise ConfigError(
+                f"{label}: expected a conversation that fits the tokenizer's chat template, got "
+                f"{type(error).__name__}: {error}. Change or leave out the messages, or set "
+                "tokenizer.chat_template"
+            ) from error
 
     def _check_ids(self, label: str, item: Any) -> torch.Tensor:
         try:
@@ -193,33 +205,37 @@ class _Encoder:
         except (TypeError, ValueError):  # lists of different lengths, or bfloat16
             ids = np.empty(0)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            rule = "a text, a list of messages, or token ids as integers [N]"
-            hint = "Pass the text, or the ids, of each text as one item, and leave out other items"
-            raise _make_error(label, rule, format_value(item), hint)
+            raise ConfigError(
+                f"{label}: expected a text, a list of messages, or token ids as integers [N], got "
+                f"{format_value(item)}. Pass the text, or the ids, of each text as one item, and "
+                "leave out other items"
+            )
         limit = 2**31 if self._tokenizer is None else len(self._tokenizer)
         if invalid_ids := ids[(ids < 0) | (ids >= limit)].tolist():
-            hint = "Tokenize with the model's tokenizer"
-            raise _make_error(label, f"token ids from 0 to {limit - 1}", invalid_ids[0], hint)
+            raise ConfigError(
+                f"{label}: expected token ids from 0 to {limit - 1}, got {invalid_ids[0]}. "
+                "Tokenize with the model's tokenizer"
+            )
         return torch.tensor(ids.tolist(), dtype=torch.int32, device="cpu")
-
-
-def _make_error(name: str, rule: str, got: object, hint: str) -> ConfigError:
-    return ConfigError(f"{name}: expected {rule}, got {got}. {hint}")
 
 
 def _iterate_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
     """Yield a label of each item, for error messages, and the item."""
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
-            hint = "Pass a path, a list of str, or one split of a dataset"
-            raise _make_error("texts", "a file or a list of texts", format_value(texts), hint)
+            raise ConfigError(
+                f"texts: expected a file or a list of texts, got {format_value(texts)}. Pass a "
+                "path, a list of str, or one split of a dataset"
+            )
         yield from ((f"texts[{number}]", item) for number, item in enumerate(texts))
         return
     path = Path(os.fsdecode(texts))
     # A file or a pipe. Path would raise an error for a long name.
     if os.path.isdir(path) or not os.path.exists(path):
-        hint = "Pass [text] for one text, or the path of an existing file"
-        raise _make_error("texts", "a file or a list of texts", format_value(str(path)), hint)
+        raise ConfigError(
+            f"texts: expected a file or a list of texts, got {format_value(str(path))}. Pass "
+            "[text] for one text, or the path of an existing file"
+        )
     if path.suffix.lower() == ".jsonl":
         for number, line in enumerate(_read_lines(path), 1):
             if not line.strip():
@@ -228,16 +244,18 @@ def _iterate_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[t
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                hint = "Write each text as one line of JSON, or name the file .txt"
-                got = f"{type(error).__name__}: {error}"
-                raise _make_error(label, "one JSON value", got, hint) from error
+                raise ConfigError(
+                    f"{label}: expected one JSON value, got {type(error).__name__}: {error}. Write "
+                    "each text as one line of JSON, or name the file .txt"
+                ) from error
             yield label, value
     elif path.suffix.lower() == ".txt":
         yield from ((str(path), text) for text in _read_text_file(path, encoder, max_length))
     else:
-        rule = "a .txt file, or a .jsonl file with a JSON value in each line"
-        hint = "Rename it, or pass its texts as a list or a dataset"
-        raise _make_error(str(path), rule, path.suffix or "no suffix", hint)
+        raise ConfigError(
+            f"{path}: expected a .txt file, or a .jsonl file with a JSON value in each line, got "
+            f"{path.suffix or 'no suffix'}. Rename it, or pass its texts as a list or a dataset"
+        )
 
 
 def _read_lines(path: Path, max_characters: int = -1) -> Iterator[str]:
@@ -246,7 +264,9 @@ def _read_lines(path: Path, max_characters: int = -1) -> Iterator[str]:
         with path.open(encoding="utf-8-sig") as file:
             yield from iter(lambda: file.readline(max_characters), "")
     except (OSError, UnicodeDecodeError) as error:
-        raise _make_error(str(path), "UTF-8", error, "Save the file as UTF-8 text") from error
+        raise ConfigError(
+            f"{path}: expected UTF-8, got {error}. Save the file as UTF-8 text"
+        ) from error
 
 
 def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:

@@ -199,7 +199,7 @@ def test_a_huge_file_is_read_only_as_far_as_needed(tmp_path, text):
         ({"train": ["a b"], "test": ["a"]}, {}, ["'train'", "one split"]),
         (3, {}, ["a list of texts, got 3"]),
         ([], {}, ["texts: ", "got none"]),
-        (["a", "b"], {}, ["at least 2 tokens", "got 2 of one token"]),
+        (["a", "b"], {}, ["at least 2 tokens", "got none"]),
         (["a b", None], {}, ["texts[1]: ", "got None", "leave out"]),
         ([["a", "b"]], {}, ["texts[0]: ", "got ['a', 'b']", "each text as one item"]),
         ([[True, False]], {}, ["got [True, False]"]),
