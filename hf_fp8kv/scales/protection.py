@@ -19,7 +19,7 @@ class Protection:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Protection":
-        """Return the protection of JSON values from `asdict`. Raise any error if they are invalid."""
+        """Return the protection of JSON values from `asdict`. Invalid values raise any error."""
         return cls(
             float(data["kl"]),
             float(data["unprotected_kl"]),
