@@ -10,7 +10,7 @@ import numbers
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import constants
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
 from transformers import PreTrainedModel
 
 from ..attention.switching import eval_mode
@@ -377,23 +378,14 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
         config.to_dict() for config in (model.config, generation_config) if config is not None
     ]
     is_special = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
-    is_special[[token for token in _list_special_ids(configs) if 0 <= token < vocab_size]] = True
+    for path, value in tree_leaves_with_path(configs):
+        is_id = type(value) is int and 0 <= value < vocab_size
+        if is_id and _SPECIAL_ID_FIELD.search(keystr(path)):
+            is_special[value] = True
     ordinary_ids = (~is_special).nonzero()[:, 0]
     if not len(ordinary_ids):
         return ids
     return torch.where(is_special[ids], ordinary_ids[ids % len(ordinary_ids)], ids)
-
-
-def _list_special_ids(value: object, name: str = "") -> Iterator[int]:
-    """Yield the ids of special tokens in configs, at any depth. `name` is the field of `value`."""
-    if isinstance(value, Mapping):
-        for key, nested_value in value.items():
-            yield from _list_special_ids(nested_value, str(key))
-    elif isinstance(value, list | tuple):
-        for nested_value in value:
-            yield from _list_special_ids(nested_value, name)
-    elif type(value) is int and _SPECIAL_ID_FIELD.search(name):
-        yield value
 
 
 def _choose(
@@ -518,15 +510,15 @@ def _choose_layer_plan(
     k_plans = [*centered_plans, *plans] if may_transform_k else [_FALLBACK]
     v_plans = [] if is_latent else plans
     center = torch.cat([k for k, *_ in all_states]).mean(0, dtype=torch.float32)
-    k_costs = _compute_costs("k", all_states, center, k_plans)
-    v_costs = _compute_costs("v", all_states, None, v_plans)
+    k_costs = _compute_costs("k", all_states, center, k_plans).tolist()
+    v_costs = _compute_costs("v", all_states, None, v_plans).tolist()
     if not all(map(math.isfinite, chain(*k_costs, *v_costs))):
         raise make_nan_error(index, "K and V")
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
     if _pick_candidate([k_costs[0], k_costs[k_index]], _RECHECK_COST_RATIO) == 0 < k_index:
         plans = [k_plans[0], k_plans[k_index]]
         searched_costs = _compute_costs("k", all_states, center, plans, searched=True)
-        k_index *= _pick_candidate(searched_costs, _MAX_SEARCHED_COST_RATIO)
+        k_index *= _pick_candidate(searched_costs.tolist(), _MAX_SEARCHED_COST_RATIO)
     if k_index == 0:  # a center may cost more than no center
         plain_index = k_plans.index(_FALLBACK)
         k_index = plain_index * _pick_candidate([k_costs[0], k_costs[plain_index]], 1.0)
@@ -648,8 +640,8 @@ def _compute_costs(
     plans: Sequence[SidePlan],
     *,
     searched: bool = False,
-) -> list[list[float]]:
-    """Return the cost of each plan of K or V by head, `[plans][Hkv]`."""
+) -> Tensor:
+    """Return the cost of each plan of K or V by head, `[plans, Hkv]`."""
     first_k = all_states[0][0]
     costs = torch.zeros(len(plans), first_k.shape[1], device=first_k.device)
     for k, v, queries in all_states:
@@ -658,8 +650,7 @@ def _compute_costs(
         for cost, plan in zip(costs, plans, strict=True):
             error = _compute_error(x, center, plan, searched=searched)
             cost += queries.compute_cost(side, error)
-    all_costs: list[list[float]] = costs.tolist()
-    return all_costs
+    return costs
 
 
 def _compute_error(
