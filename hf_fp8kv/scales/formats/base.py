@@ -41,6 +41,7 @@ class ScaleFormat:
 
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "tensor"  # the finest granularity of the format
+    holds_centers: ClassVar[bool] = False
     has_separate_sides: ClassVar[bool] = True  # whether K and V have separate scales
     holds_ranks: ClassVar[bool] = False  # whether tensor-parallel ranks have separate scales
 
@@ -161,7 +162,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         ScaleError: The scales are dynamic or for rotated values, or some layers are not quantized.
             No server reads such scales.
     """
-    if format.granularity == "channel":  # the format of this package, which holds everything
+    if format.holds_centers:
         return scales, []
     plans = (scales.plan or {}).items()
     rotated_layers = format_list(index for index, plan in plans if plan.k.rotated or plan.v.rotated)
