@@ -175,6 +175,7 @@ def serve(
         max_body_bytes=max_body,
         max_waiting=max_waiting,
         grace_seconds=grace,
+        stop_seconds=1.0,
         client_seconds=client_timeout,
         log_seconds=metrics_interval,
         max_model_tokens=max_model_len,

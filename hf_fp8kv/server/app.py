@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from . import schemas
 from .choices import Choice, ChoiceMaker, RunningRequest
 from .completions import ChoiceParts, CompletionWriter
-from .engine import STOP_TIMEOUT_SECONDS, Engine
+from .engine import Engine
 from .errors import INTERNAL_MESSAGE, APIError, make_busy_error, make_stopping_error
 from .jobs import MAX_WAITING_JOBS, JobPool
 from .metrics import Metrics
@@ -111,15 +111,12 @@ class Application:
             self.is_stopping = False
             self.engine = engine
 
-    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
-        """Stop the engine, which fails running requests. Do nothing if it is not started.
-
-        `timeout` limits the seconds that this waits for a running step.
-        """
+    def stop(self) -> None:
+        """Stop the engine, which fails running requests. Do nothing if it is not started."""
         with self._lock:
             if self.engine is not None:
                 self.is_stopping = True
-                has_ended = self.engine.stop(timeout)
+                has_ended = self.engine.stop(self.config.stop_seconds)
                 self.engine = None
                 pools = (self._choice_maker.grammars.pool, self._long_pool, self._short_pool)
                 self.is_busy = not has_ended or any(pool.num_running for pool in pools)

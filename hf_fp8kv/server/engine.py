@@ -30,7 +30,6 @@ from .sampling import SEQUENCE_KEY, Sampler, Sequence, TokenLogprob, make_logpro
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_SECONDS = 30.0
 # Maximum number of tokens of a step on a CPU. With transformers' 8,192, all streams would pause for
 # minutes while a prompt is computed. Short steps read the weights more often, which costs little.
 _MAX_CPU_STEP_TOKENS = 256
@@ -100,7 +99,7 @@ class Engine:
                 raise ValueError(f"pages for {max_stored_tokens} tokens of a request")
             manager.start()
         except BaseException as error:
-            self.stop()
+            self.stop(0.0)
             if not isinstance(error, Exception):
                 raise
             raise ConfigError(
@@ -129,8 +128,11 @@ class Engine:
             f"{self.max_tokens:,}",
         )
 
-    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> bool:
-        """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended."""
+    def stop(self, timeout: float) -> bool:
+        """Stop the engine's thread. Unfinished requests fail. Return whether the thread ended.
+
+        `timeout` limits the seconds that this waits for a running step.
+        """
         manager = self._manager
         self._manager = None
         if manager is None:

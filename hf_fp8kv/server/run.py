@@ -21,7 +21,6 @@ from ..prefix.store import flush_stores
 from ..utils.files import check_model_name
 from .app import Application
 from .connections import compute_backlog_size, compute_max_connections, make_connection_class
-from .engine import STOP_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,6 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
         stack.callback(app.stop)
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
         server = _Server(app, lambda: on_ready(_format_url(sock)))
-        stack.callback(lambda: app.stop(server.compute_stop_timeout()))
         server.run(sockets=[sock])  # stops `app` at its end
         if server.failure is not None:
             raise EngineError(
@@ -180,11 +178,6 @@ class _Server(uvicorn.Server):
             logger.warning("stopping: ending %d requests", len(unfinished))
             self._app.fail_requests()
         return is_overdue or not unfinished
-
-    def compute_stop_timeout(self) -> float:
-        """Return the maximum time in seconds to wait for the engine's running step."""
-        seconds_left = self._deadline + _SEND_SECONDS + 1 - time.monotonic()
-        return min(max(seconds_left, 1.0), STOP_TIMEOUT_SECONDS)
 
     async def _log_metrics(self) -> None:
         """Log a line in each interval in which requests run or finish."""

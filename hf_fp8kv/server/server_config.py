@@ -27,6 +27,7 @@ class ServerConfig:
     max_waiting: int = 128  # maximum number of requests that wait for the engine
     grace_seconds: float = 30.0  # time that running requests get after a signal to stop
     log_seconds: float = 10.0  # time between log lines while requests run. 0 means no lines
+    stop_seconds: float = 30.0  # time that a running step gets when the engine stops
     header_seconds: float = 15.0  # time in which a client must send the headers of a request
     body_seconds: float = 30.0  # time in which a client must send the body of a request
     client_seconds: float = 60.0  # time for which a client may neither send nor read

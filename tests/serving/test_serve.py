@@ -646,6 +646,24 @@ def test_a_failed_engine_ends_the_server(folder, monkeypatch):
     assert "the engine ended: no memory for step 20. Start the server again" in str(error)
 
 
+def test_a_step_that_still_runs_does_not_delay_the_end(folder, monkeypatch):
+    may_continue = threading.Event()
+    update_batch = ContinuousBatchProcessor.update_batch
+
+    def wait_and_update(self: ContinuousBatchProcessor) -> None:
+        may_continue.wait(60)
+        update_batch(self)
+
+    with HostedServer(folder) as server:
+        monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", wait_and_update)
+        with server.abandon_request(CHAT, **make_chat()):
+            server.wait_until(requests_active=1)
+        start = time.monotonic()
+        server.stop()
+        assert time.monotonic() - start < 10
+        may_continue.set()
+
+
 @pytest.mark.parametrize(
     "sends_twice", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
