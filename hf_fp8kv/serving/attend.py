@@ -60,13 +60,11 @@ class StoredLayer:
         if key is not None and value is not None:
             self._layout.check_shapes(key, value)
             self._store_tokens(key, value, work)
+            # Engines with rings have no layers that share the keys of another layer.
+            for chunk in work.chunks:
+                self._attend_chunk(query, key, value, chunk, spec, out)
         for batch in work.batches:
             self._attend_batch(query, batch, spec, out)
-        for chunk in work.chunks:
-            # Engines with rings have no layers that share the keys of another layer.
-            assert key is not None
-            assert value is not None
-            self._attend_chunk(query, key, value, chunk, spec, out)
         return out
 
     def _store_tokens(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
