@@ -29,10 +29,11 @@ _NUM_PORTIONS = 32
 class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over FP8 pages."""
 
+    scheduler: Callable[[], Any]  # returns the engine's scheduler, set before the first request
+
     def __init__(self, *, config: Any, device: Any, dtype: torch.dtype, **kwargs: Any) -> None:
         page_size = kwargs["continuous_batching_config"].page_size
         self.prefix_hits = self.prefix_tokens = 0
-        self.scheduler: Callable[[], Any] = lambda: None  # returns the engine's scheduler, if any
         # Called with a request's state, and the number of its tokens that are in the cache.
         self.on_prefix_match: Callable[[Any, int], None] = lambda _state, _num_tokens: None
         self.prepare(self.serving_config, config, page_size, dtype, device)
@@ -72,8 +73,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Return the number of prompt tokens in the cache, like the engine. Count the hits."""
-        scheduler = self.scheduler()
-        state = None if scheduler is None else scheduler.waiting_requests.get(request_id)
+        state = self.scheduler().waiting_requests.get(request_id)
         self._hasher.salt = _read_salt(state)
         if self._exchange is not None:
             self._exchange.load(request_id, prompt_ids)
@@ -102,7 +102,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             self._exchange.save(request_id, [], is_last=True)
         super().free_blocks(request_id, *args, **kwargs)
         scheduler = self.scheduler()
-        if scheduler is not None and not scheduler.active_requests.keys() - {request_id}:
+        if not scheduler.active_requests.keys() - {request_id}:
             scheduler.block_new_requests = False
 
     def make_memory_handler(self, **kwargs: Any) -> Any:
