@@ -1,4 +1,4 @@
-"""Time functions in turns."""
+"""Time several functions alternately."""
 
 import functools
 import random

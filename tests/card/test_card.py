@@ -230,28 +230,19 @@ def test_caches_are_selected_by_name_or_plan(model_folder):
 
 def test_the_docs_contain_the_values_of_the_cards():
     root = Path(__file__).parents[2]
-    cards_folder = root / "docs" / "benchmarks"
+    cards_folder = root / "docs" / "benchmarks" / "cards"
     lines = (root / "docs" / "accuracy.md").read_text().splitlines()
     header = next(line for line in lines if line.startswith("| model | cache |"))
     models = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
     kl: dict[tuple[str, str], str] = {}
     for name in models:
-        for path, names in (
-            (f"2026-11-27-more-caches-{name}.json", ("fp8-1.0", "q8_0")),
-            (f"2026-11-29-six-bits-card-{name}.json", ("6-bit",)),
-            (f"cards/{name}.json", ()),
-        ):
-            card = json.loads((cards_folder / path).read_text())
-            measures, *columns = make_columns(card).values()
-            for cache, column in zip(card["caches"], columns, strict=True):
-                if names and cache not in names:
-                    continue
-                values = dict(zip(measures, column, strict=True))
-                kl[cache, name] = values["KL at 2,048"].split(" ")[0]
-                cells = [values.get(title, "") for title in header.strip("| ").split(" | ")[2:]]
-                assert (
-                    f"| {name} | {cache} | {' | '.join(cells)} |" in lines or "more-caches" in path
-                )
+        card = json.loads((cards_folder / f"{name}.json").read_text())
+        measures, *columns = make_columns(card).values()
+        for cache, column in zip(card["caches"], columns, strict=True):
+            values = dict(zip(measures, column, strict=True))
+            kl[cache, name] = values["KL at 2,048"].split(" ")[0]
+            cells = [values[title] for title in header.strip("| ").split(" | ")[2:]]
+            assert f"| {name} | {cache} | {' | '.join(cells)} |" in lines
     for title, cache in (
         ('the default with a model: a plan, `dtype="adaptive"`', "default"),
         ('the default with only a config: `dtype="fp8_e3m4"`', "fp8_e3m4"),
