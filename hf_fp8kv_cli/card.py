@@ -33,6 +33,14 @@ def card(
             "QuantizedCache, bf16, or plans such as 'int8 rotated', separated by commas."
         ),
     ] = "",
+    texts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Score these texts instead of texts from Python's files: a .txt file or JSON "
+            "lines (.jsonl).",
+        ),
+    ] = None,
     scales: Annotated[
         str | None, typer.Option(help="Measure these static scales as well: a folder or Hub id.")
     ] = None,
@@ -42,7 +50,7 @@ def card(
     device: arguments.Device = "auto",
     as_json: arguments.Json = False,
 ) -> None:
-    """Measure a model with each cache: KL, drift, lost answers, bytes and speed."""
+    """Measure a model with each cache: KL, top-1, bytes and speed."""
     from hf_fp8kv.card.measure import SIZES, measure_card
     from hf_fp8kv.card.rendering import format_markdown, format_table
     from hf_fp8kv.utils.files import write_atomically
@@ -61,6 +69,7 @@ def card(
         name=name,
         parts_path=parts_path,
         size=SIZES[size],
+        texts=None if texts is None else arguments.load_texts(texts),
         caches=cache_names,
         scales=scales,
         memory_gib=memory / 2**30,

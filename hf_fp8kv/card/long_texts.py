@@ -95,7 +95,7 @@ def _join_passages(passages: list[Any], tokenizer: Any) -> str | list[dict[str, 
     ]
 
 
-def read_prose() -> Iterator[str]:
+def _read_prose() -> Iterator[str]:
     """Yield paragraphs of running text from the docstrings of the standard library."""
     yielded: set[str] = set()
     for definition in _walk_library():
@@ -151,7 +151,7 @@ def _read_chat() -> Iterator[tuple[str, str]]:
 
 KINDS: dict[str, Callable[[], Iterator[Any]]] = {
     "code": _read_code,
-    "prose": read_prose,
+    "prose": _read_prose,
     "manual": _read_manual,
     "tool JSON": _read_tools,
     "chat": _read_chat,

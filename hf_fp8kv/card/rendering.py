@@ -1,13 +1,10 @@
 """Format a card as a table for a terminal, and as Markdown."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..utils.terminal import build_table
-from .caches import FLOOR
-from .drift import format_change
-from .long_texts import KINDS
 from .measure import TIERS, find_tier, select_rows
 from .predictions import EXACT, STORED
 
@@ -68,7 +65,7 @@ def format_markdown(card: Mapping[str, Any]) -> str:
         f"|---|{'--:|' * (len(columns) - 1)}",
         *(f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True)),
         "",
-        *_describe_measures(card),
+        _describe_measures(card),
         "",
         *(f"* {format_verdict(card, name)}" for name in card["caches"]),
         *(f"* {name} was not measured. {reason}" for name, reason in card["refused"].items()),
@@ -78,38 +75,20 @@ def format_markdown(card: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe_measures(card: Mapping[str, Any]) -> Iterator[str]:
+def _describe_measures(card: Mapping[str, Any]) -> str:
     settings = card["settings"]
-    floor = ", relative to rounding to bfloat16" if FLOOR in card["caches"] else ""
     stored = ""
     if _list_stored_positions(card):
         stored = (
             ' One call computed the prompt exactly. Prompts that are "stored" attend to stored '
             "bytes, as in serving, chunks, prefix stores and training."
         )
-    yield (
-        f"KL (1e-3) and top-1 compare the last {settings['scored']} predictions before each "
-        f"position, in each of {len(KINDS) * settings['texts']} texts, with the predictions of the "
+    return (
+        f"KL (1e-3) and top-1 compare the last {settings['num_scored']} predictions before each "
+        f"position, in each of {settings['num_texts']} texts, with the predictions of the "
         f"unquantized cache.{stored} Total variation is an upper bound on the "
-        "share of draft tokens that are rejected because of the cache. Drift is the change of KL "
-        "per 1,000 tokens along "
-        f"{settings['answers']} answers of {settings['drift']:,} tokens (at least 1,024){floor}, "
-        "with a 95% interval. A drift of the detectable size would be found with 80% probability."
+        "share of draft tokens that are rejected because of the cache."
     )
-    if settings["free"]:
-        yield (
-            '"First difference" is the position of the first different token of each answer, in '
-            f"{settings['free']} sampled tokens."
-        )
-    tasks = card["tasks"].items()
-    if shares := [
-        f"{name} ({task['right']} of {task['asked']})"
-        for name, task in tasks
-        if not task["dropped"]
-    ]:
-        yield f"Correct answers with the unquantized cache: {', '.join(shares)}."
-    if dropped_tasks := [name for name, task in tasks if task["dropped"]]:
-        yield f"Too hard for this model: {', '.join(dropped_tasks)}."
 
 
 def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -123,7 +102,6 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
             row["position"]: _format_kl(row["kl"], row["kl_error"])
             for row in select_rows(cache, STORED)
         }
-        drift, steps = cache["drift"], cache["steps"]
         values = {
             "bytes per token": f"{cache['bytes_per_token']:,.0f}",
             f"tokens in {settings['memory_gib']:g} GiB": f"{cache['tokens']:,}",
@@ -137,26 +115,11 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
             **{
                 f"total variation at {row['position']:,}": f"{row['total_variation']:.2%}"
                 for row in rows
-                if "total_variation" in row
             },
-            "KL of answers": _format_kl(drift["kl"]),
-            "drift": "",
-            "detectable drift": "",
         }
-        if name != FLOOR and drift["slope"] is not None:
-            slope, low, high = (format_change(drift[field]) for field in ("slope", "low", "high"))
-            values["drift"] = f"{slope} [{low}, {high}]"
-            values["detectable drift"] = format_change(drift["detectable"])
-        if settings["free"]:
-            positions = ["none" if n is None else f"{n}" for n in cache["free"]["first"][:4]]
-            values["first difference"] = ", ".join(positions)
-        if card["tasks"]:
-            tasks = [task for task in cache["tasks"].values() if task]
-            num_lost, num_gained = (sum(task[key] for task in tasks) for key in ("lost", "won"))
-            values["answers lost, gained"] = f"{num_lost}, {num_gained}"
-        for length in settings["stored"]:
-            step = steps[str(length)]
-            values[f"step at {length:,}"] = f"{step['ratio']:.2f}" if step else ""
+        for position in settings["step_positions"]:
+            step = cache["steps"][str(position)]
+            values[f"step at {position:,}"] = f"{step['ratio']:.2f}" if step else ""
         columns.setdefault("", [*values])
         columns[name] = [*values.values()]
     return columns

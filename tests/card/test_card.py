@@ -4,37 +4,25 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan, demo_model_path
-from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan
 from hf_fp8kv.card import measure
-from hf_fp8kv.card.answers import run_task
-from hf_fp8kv.card.caches import (
-    CONTENDERS,
-    UNQUANTIZED,
-    Contender,
-    choose_contenders,
-    round_to_q8_0,
-)  # fmt: skip
-from hf_fp8kv.card.drift import describe_drift, sample_answers  # fmt: skip
+from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, round_to_q8_0
 from hf_fp8kv.card.measure import Size, judge_cache
 from hf_fp8kv.card.predictions import compare_states, prefill
 from hf_fp8kv.card.rendering import make_columns
-from hf_fp8kv.card.tasks import TASKS, AnswerToken, Haystack, Question, write_haystacks
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats.rotation import rotate
 from tests.helpers import command_line
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
-SIZE = Size(positions=(96, 128), scored=16, answers=2, drift=128, free=8, asked=0, stored=(64,))
-SMALLEST_SIZE = replace(SIZE, positions=(96,), free=0, asked=4, length=512)
+SIZE = Size(positions=(96, 128), num_scored=16, step_positions=(64,))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +51,6 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
         "default": page_bytes, "fp8": page_bytes, "bf16": dense_bytes
     }  # fmt: skip
     assert caches["fp8"]["tokens"] == 8 * 2**30 // page_bytes
-    assert [cache["free"]["kl_before"] is None for cache in caches.values()] == [False] * 3
     assert caches["bf16"]["steps"] == {"64": None}, "expected no times of an imitated cache"
     markdown = (tmp_path / "card.md").read_text()
     assert re.search(r"\| KL at 96, stored( \| [\d.]+ ± [\d.]+){3} \|", markdown)
@@ -76,26 +63,47 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
 
 
 def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp_path):
-    monkeypatch.setitem(measure.SIZES, "quick", replace(SIZE, positions=(96,), stored=()))
+    monkeypatch.setitem(measure.SIZES, "quick", replace(SIZE, positions=(96,), step_positions=()))
     options = ("card", model_folder, "--quick", "--device", "cpu", "--caches", "fp8", "--out")
-    # The second sample of answers is interrupted.
-    sample = mock.Mock(
-        wraps=measure.sample_answers,
-        side_effect=[mock.DEFAULT, KeyboardInterrupt, *[mock.DEFAULT] * 9],
+    # The third text is interrupted.
+    score = mock.Mock(
+        wraps=measure.score_text,
+        side_effect=[mock.DEFAULT, mock.DEFAULT, KeyboardInterrupt, *[mock.DEFAULT] * 9],
     )
-    score = mock.Mock(wraps=measure.score_text)
-    monkeypatch.setattr(measure, "sample_answers", sample)
     monkeypatch.setattr(measure, "score_text", score)
     folders = [tmp_path / "resumed", tmp_path / "whole"]
     assert run_command(*options, str(folders[0]))[0] == 130
     assert [path.name for path in folders[0].iterdir()] == ["quick.parts.json"]
-    num_texts = score.call_count
     assert run_command(*options, str(folders[0]))[0] == 0
-    assert score.call_count == num_texts, "finished parts must not be repeated"
+    assert score.call_count == 6, "finished parts must not be repeated"
     assert run_command(*options, str(folders[1]))[0] == 0
     cards = [json.loads((folder / "card.json").read_text()) for folder in folders]
-    resumed, whole = (card["caches"]["fp8"] | {"steps": None} for card in cards)  # times differ
+    resumed, whole = (card["caches"]["fp8"] for card in cards)
     assert resumed == whole
+
+
+def test_own_texts_replace_the_texts_of_python(run_command, model_folder, tmp_path):
+    """Short texts are joined. A rest that is shorter than the last position is left out."""
+    path = tmp_path / "texts.jsonl"
+    lines = [json.dumps(f"{'word ' * 60}{index}") for index in range(5)]
+    path.write_text("\n".join(lines))
+    options = ("--quick", "--device", "cpu", "--caches", "fp8", "--texts", str(path))
+    folder = str(tmp_path / "card")
+    options = ("card", model_folder, *options, "--memory", "4GiB", "--json", "--out", folder)
+    code, output, stderr = run_command(*options)
+    assert code == 0, stderr
+    card = json.loads(output)
+    cache = card["caches"]["fp8"]
+    assert card["settings"]["num_texts"] == 2
+    assert cache["tokens"] == 4 * 2**30 // cache["bytes_per_token"]
+    assert {row["kind"] for row in cache["predictions"]} == {"all", "own texts"}
+    markdown = (tmp_path / "card" / "card.md").read_text()
+    assert markdown.startswith(f"# {Path(model_folder).name}: losses")
+    assert "in each of 2 texts" in markdown
+    path.write_text(lines[0])
+    code, _, stderr = run_command(*options)
+    assert code == 1
+    assert "texts: expected at least 128 tokens, got 61" in stderr
 
 
 @pytest.mark.parametrize(
@@ -114,20 +122,6 @@ def test_invalid_options_are_rejected(run_command, model_folder, options, code, 
     assert (exit_code, output) == (code, "")
     assert message in " ".join(stderr.replace("│", " ").split())
     assert not (tmp_path / "card").exists()
-
-
-def test_a_card_names_omitted_tasks(run_command, model_folder, monkeypatch, tmp_path):
-    """The tokenizer has one token for all words of the tasks, so no task can be measured."""
-    monkeypatch.setitem(measure.SIZES, "quick", SMALLEST_SIZE)
-    monkeypatch.chdir(model_folder)
-    options = ("--quick", "--device", "cpu", "--caches", "fp8", "--out", str(tmp_path / "card"))
-    code, output, stderr = run_command("card", ".", *options, "--memory", "4GiB", "--json")
-    assert code == 0, stderr
-    cache = json.loads(output)["caches"]["fp8"]
-    assert cache["tokens"] == 4 * 2**30 // cache["bytes_per_token"]
-    markdown = (tmp_path / "card" / "card.md").read_text()
-    assert markdown.startswith(f"# {Path(model_folder).name}: losses")
-    assert "* chains was not measured. tasks: expected" in markdown
 
 
 @pytest.mark.parametrize("name", ["jamba", "seq2seq/t5"])
@@ -172,19 +166,14 @@ def make_wrongly_centered_cache(model) -> FP8PagedCache:
     return FP8PagedCache(model.config, plan=StoragePlan(layers))
 
 
-def judge(kl: float, stored: Any = None, tasks: Any = None) -> dict[str, Any]:
-    """Return the verdict on a cache without drift, with these errors of states and results."""
-    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": kl}
-    drift = {"kl": 1e-4, "low": -1.0, "slope": 0.0, "jump": None}
-    cache = {"predictions": [row], "drift": drift, "stored": stored, "tasks": tasks or {}}
-    return judge_cache(cache, None)
-
-
 def test_planted_defects_of_stored_states_are_found():
     model, _ = build_variant("llama", num_hidden_layers=2)
     states = prefill(model, torch.randint(4, 90, (1, 80))).states
+    row = {"kind": measure.ALL_KINDS, "prompt": "exact", "kl": 5e-3}
     for name in ("default", "fp8_e3m4", "fp8"):
-        assert not judge(1e-4, compare_states(CONTENDERS[name], model, states))["findings"]
+        errors = compare_states(CONTENDERS[name], model, states)
+        verdict = judge_cache({"predictions": [row], "stored": errors})
+        assert verdict == {"tier": "close", "kl": 5e-3, "findings": []}
     defects = {
         "V is stored 2.": lambda model: ScaledValuesCache(model.config),
         "1 stored tokens are lost (at 40).": lambda model: TokenLosingCache(model.config),
@@ -192,103 +181,11 @@ def test_planted_defects_of_stored_states_are_found():
     }
     for expected_finding, make_cache in defects.items():
         errors = compare_states(Contender("defect", make_cache), model, states)
-        findings = judge(1e-4, errors)["findings"]
+        findings = judge_cache({"predictions": [row], "stored": errors})["findings"]
         assert any(text.startswith(expected_finding) for text in findings), (
             expected_finding,
             findings,
         )
-
-
-@torch.no_grad()
-def test_predictions_along_an_answer_match_decoding():
-    model, _ = build_variant("llama", num_hidden_layers=2)
-    prompt_ids = torch.randint(4, 90, (2, 24))
-    with paged_attention(model):
-        prompts = prefill(model, prompt_ids)
-        answers, kl = sample_answers(
-            model, prompts, slice(None), UNQUANTIZED, {"default": CONTENDERS["fp8_e3m4"]}, 12
-        )
-        last_answer, _ = sample_answers(model, prompts, slice(1, 2), UNQUANTIZED, {}, 12)
-        caches = DynamicCache(config=model.config), FP8PagedCache(model, dtype="fp8_e3m4")
-        decoded_kls = []
-        for step in range(-1, 12):
-            ids = prompt_ids if step < 0 else answers[:, step : step + 1]
-            logits = [model(ids, past_key_values=cache).logits[:, -1] for cache in caches]
-            expected, actual = (x.double().log_softmax(-1) for x in logits)
-            decoded_kls.append((expected.exp() * (expected - actual)).sum(-1))
-    assert torch.equal(last_answer, answers[1:]), "noise must not depend on the group of answers"
-    decoded_kl = torch.stack(decoded_kls[1:], 1)
-    assert decoded_kl.min() > 0
-    torch.testing.assert_close(kl["default"], decoded_kl, rtol=0.02, atol=1e-10)
-
-
-def test_slopes_and_jumps_match_planted_drift():
-    generator = torch.Generator().manual_seed(0)
-    positions = torch.arange(64) * 32 / 1000  # in thousands of tokens
-    noise = torch.randn(6, 64, generator=generator) / 4
-    floor = torch.exp(torch.randn(6, 64, generator=generator) / 4 - 9).double()
-    windows = torch.exp(0.5 * positions + noise - 7).double()
-    drift = describe_drift(windows, floor)
-    assert 0 < drift["low"] < 0.5 < drift["high"]
-    assert drift["detectable"] < 0.5
-    assert drift["jump"] is None
-    flat_drift = describe_drift(torch.exp(noise - 7).double(), floor)
-    assert flat_drift["low"] < 0 < flat_drift["high"]
-    windows[:, 46] *= 100
-    jump = describe_drift(windows, floor)["jump"]
-    assert jump["position"] == 46 * 32
-    assert 30 < jump["factor"] < 300
-
-
-@torch.no_grad()
-def test_an_answer_is_correct_if_its_token_beats_all_wrong_tokens():
-    model, _ = build_variant("llama", num_hidden_layers=2)
-    ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
-    questions = []
-    for index in range(10):
-        question_ids = torch.tensor([[index + 4, 9, index + 20]])
-        order = model(torch.cat((ids, question_ids), 1)).logits[0, -1].argsort(descending=True)
-        best, *middle, worst = order.tolist()
-        correct = AnswerToken(2, best, (*middle, worst))
-        wrong = AnswerToken(2, worst, (best,))
-        questions.append(Question(question_ids, ((correct if index < 8 else wrong,),)))
-    haystack = Haystack(ids, tuple(questions))
-    contenders = {"whole": Contender("", lambda model: DynamicCache(config=model.config))}
-    with paged_attention(model):
-        task_result = run_task(model, [haystack], contenders)
-        # The model answers most of these questions wrongly, so the task is dropped.
-        hard_result = run_task(
-            model, [replace(haystack, questions=haystack.questions[7:])], contenders
-        )
-    assert (task_result["asked"], task_result["right"]) == (10, 8)
-    assert task_result["caches"] == {"whole": {"lost": 0, "won": 0}}
-    assert (hard_result["dropped"], hard_result["caches"]) == (True, {})
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_questions_fit_and_have_their_keys_in_the_text(task):
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-    for haystack in write_haystacks(tokenizer, task, 1024, 10):
-        text = tokenizer.decode(haystack.ids[0])
-        for question in haystack.questions:
-            assert haystack.ids.shape[1] + question.ids.shape[1] <= 1024
-            for tokens in question.answers:
-                assert all(token.correct_id not in token.wrong_ids for token in tokens)
-            if task == "confusable keys":
-                key = tokenizer.decode(question.ids[0]).split("number for ")[1].split(" is")[0]
-                assert f"for {key} is" in text
-                other_keys = [key[:-1] + digit for digit in "0123456789" if digit != key[-1]]
-                assert sum(f"for {other_key} is" in text for other_key in other_keys) == 3
-
-
-@pytest.mark.parametrize(
-    ("lost", "won", "findings"),
-    [(3, 3, []), (1, 0, []), (0, 0, []), (6, 0, ["It loses 6 correct answers and gains 0."])],
-)
-def test_lost_and_gained_answers_cancel(lost, won, findings):
-    verdict = judge(5e-3, tasks={"a": {"lost": lost, "won": won}, "hard": None})
-    assert verdict["findings"] == findings
-    assert lost or verdict["tier"] == "close"
 
 
 @pytest.mark.parametrize(
