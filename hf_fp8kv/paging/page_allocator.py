@@ -126,12 +126,13 @@ class PageAllocator:
 
     def share(self, pages: IntArray) -> None:
         """Add a reference to the page of each entry of `pages`, except NO_PAGE."""
-        np.add.at(self.reference_counts, pages[pages != NO_PAGE], 1)
+        numbers = pages[pages != NO_PAGE]
+        self.reference_counts += np.bincount(numbers, minlength=self.capacity)
 
     def free(self, pages: IntArray) -> None:
         """Remove a reference to the page of each entry. Pages without references become free."""
         numbers = pages[pages != NO_PAGE]
-        np.subtract.at(self.reference_counts, numbers, 1)
+        self.reference_counts -= np.bincount(numbers, minlength=self.capacity)
         freed_pages = set(numbers[self.reference_counts[numbers] == 0].tolist())
         self._free.extend(sorted(freed_pages, reverse=True))
 
@@ -141,7 +142,7 @@ class PageAllocator:
         counts = np.zeros_like(self.reference_counts)
         for table in self.tables:
             pages = table.get_used_rows()
-            np.add.at(counts, pages[pages != NO_PAGE], 1)
+            counts += np.bincount(pages[pages != NO_PAGE], minlength=self.capacity)
         self.reference_counts, self._free = counts, np.flatnonzero(counts == 0)[::-1].tolist()
 
     def abandon(self, pages: IntArray) -> None:
