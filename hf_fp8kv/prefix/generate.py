@@ -142,7 +142,7 @@ def _reuse_tokens(
         prompts.compute_keys(identity, batch)
         if not needs_empty_cache:
             prompts.restore()
-    media.drop(max(num_kept, prompts.num_restored * cache.options.page_size))
+    media.drop(cache._count_tokens())
     return batch
 
 
