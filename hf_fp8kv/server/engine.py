@@ -65,8 +65,6 @@ class Engine:
         self.vocab_size = int(text_config.vocab_size)
         self._scoring_lock = asyncio.Lock()  # one prompt is scored at a time
         self.num_prompt_tokens = self.num_new_tokens = 0  # since the start
-        # Reason why the host cannot change or read the logits of a request. None means that it can.
-        self.fixed_steps_reason: str | None = None
         if model.device.type == "cpu" and batching.max_batch_tokens is None:
             batching = dataclasses.replace(batching, max_batch_tokens=_MAX_CPU_STEP_TOKENS)
         if (
@@ -88,24 +86,26 @@ class Engine:
             if not type(processor).__name__.endswith("LogitsWarper")
         ]
         manager.logit_processor = sampler = Sampler(processors, self.vocab_size)
-        manager.on_processor = lambda processor: self._prepare_processor(processor, sampler)
-        self._manager: Any = manager  # None after `stop`
-        self._status = manager.background_thread_status
+        self._manager: Any = manager
         try:
             logger.info("allocating pages, and filling them with zeros")
+            manager.allocate_pages()
+            self._prepare_processor(manager.batch_processor, sampler)
             manager.warmup()
             max_stored_tokens: int = manager.max_request_tokens
             if max_stored_tokens < 2:
                 raise ValueError(f"pages for {max_stored_tokens} tokens of a request")
             manager.start()
         except BaseException as error:
-            self.stop(0.0)
+            self.stop(timeout=5.0)
             if not isinstance(error, Exception):
                 raise
             raise ConfigError(
                 f"cannot start the engine for continuous batching: {error}. Change "
                 "--cb-num-blocks or --cb-max-batch-tokens"
             ) from error
+        # Reason why the host cannot change or read the logits of a request. None means that it can.
+        self.fixed_steps_reason = explain_fixed_steps(manager.batch_processor)
         max_positions = getattr(text_config, "max_position_embeddings", None)
         # The last token of an answer is never stored.
         limits = (max_stored_tokens + 1, max_positions, max_model_tokens)
@@ -133,12 +133,8 @@ class Engine:
 
         `timeout` limits the seconds that this waits for a running step.
         """
-        manager = self._manager
-        self._manager = None
-        if manager is None:
-            return True
-        manager.stop(block=True, timeout=timeout, hard_stop=True)
-        is_running: bool = manager.is_running()
+        self._manager.stop(block=True, timeout=timeout, hard_stop=True)
+        is_running: bool = self._manager.is_running()
         if is_running:
             logger.error("the engine's thread did not end within %g s", timeout)
         return not is_running
@@ -146,13 +142,13 @@ class Engine:
     @property
     def failure(self) -> str | None:
         """The error that ended the engine's thread. None means that the thread has not failed."""
-        error = self._status.fatal_error
+        error = self._manager.background_thread_status.fatal_error
         return None if error is None else str(error)
 
     def is_alive(self) -> bool:
         """Return whether the engine's thread runs and accepts requests."""
-        manager = self._manager
-        return manager is not None and manager.is_running() and self.failure is None
+        status = self._manager.background_thread_status
+        return status.can_accept_new_requests() is None and self._manager.is_running()
 
     def read_usage(self) -> Usage | None:
         """Return the usage of the pages, or None if the engine does not run."""
@@ -160,7 +156,7 @@ class Engine:
 
     def count_active(self) -> int:
         """Return the number of requests that hold pages. Requests that were just canceled count."""
-        processor = None if self._manager is None else self._manager.batch_processor
+        processor = self._manager.batch_processor
         return 0 if processor is None else len(processor.scheduler.active_requests)
 
     async def stream(
@@ -249,11 +245,8 @@ class Engine:
                 raise _make_overflow_error(cache.get_seq_length())
             return make_logprobs(logits, tokens[1:], num_top)
 
-    # -- methods called in the engine's thread ---------------------------------------------------
-
     def _prepare_processor(self, processor: Any, sampler: Sampler) -> None:
-        """Make a new batch processor sample tokens as each request's Sequence specifies."""
-        self.fixed_steps_reason = explain_fixed_steps(processor)
+        """Make the batch processor sample tokens as each request's Sequence specifies."""
         buffers = processor.inputs_and_outputs
         vocab_size = self.vocab_size
 
@@ -281,6 +274,8 @@ class Engine:
 
             buffers.carry_over_tokens = carry_over_tokens
         processor.cache.on_prefix_match = _record_prefix
+
+    # -- methods called in the engine's thread ---------------------------------------------------
 
     def _record_tokens(
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]

@@ -3,7 +3,7 @@
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -132,8 +132,6 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         factory = find_factory(model)
         assert factory is not None
         self._factory = factory
-        # Called with each new batch processor, before its first step.
-        self.on_processor: Callable[[Any], None] = lambda _: None
         self.max_request_tokens = 0  # maximum of one request. 0 until the pages are allocated
         with use_engine_attention(model):
             super().__init__(model=model, **kwargs)
@@ -250,7 +248,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         """
         if self.background_thread_status.can_accept_new_requests() is not None:
             return None  # the stock method ignores the request
-        self._allocate_pages()
+        self.allocate_pages()
         if max_new_tokens is None:
             max_new_tokens = self.generation_config.max_new_tokens or 1
         # The last token is never stored.
@@ -270,7 +268,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def start(self) -> None:
         """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
-        self._allocate_pages()
+        self.allocate_pages()
         if not self.is_running():
             self._attention = ExitStack()
             self._attention.enter_context(use_engine_attention(self.model))
@@ -280,7 +278,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             self._attention.close()
             raise
 
-    def _allocate_pages(self) -> None:
+    def allocate_pages(self) -> None:
+        """Allocate the pages of the batch processor, if there are none yet."""
         if self.batch_processor is None:
             with use_engine_attention(self.model):
                 self.batch_processor = self._create_batch_processor()
@@ -312,7 +311,6 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             self._noise_warper.install(processor.model_runner)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
         self.max_request_tokens = processor.cache.compute_max_request_tokens()
-        self.on_processor(processor)
         return processor
 
 
