@@ -5,6 +5,7 @@ tokenizer's decoder, which is byte-level (GPT-2), has tokens of single bytes (Se
 has only tokens of complete characters (WordPiece, Unigram).
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ class TokenTexts:
         decoder = self._tokenizer.decoder
         self._decoder_state = b"" if decoder is None else decoder.__getstate__()  # JSON
         self._byte_alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
-        self._bytes: dict[tuple[int, bool], bytes] = {}
+        self.get_bytes = functools.cache(self._compute_bytes)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including special tokens."""
@@ -66,12 +67,6 @@ class TokenTexts:
             return old_end
         return max(end - len(token_bytes.decode()), old_end)
 
-    def get_bytes(self, token: int, is_first: bool) -> bytes:
-        """Return the bytes of a token. A part of a character is not valid UTF-8."""
-        if (token, is_first) not in self._bytes:
-            self._bytes[token, is_first] = self._compute_bytes(token, is_first)
-        return self._bytes[token, is_first]
-
     def get_text(self, token: int, is_first: bool) -> str:
         """Return the text of a token, such as `bytes:\\xf0\\x9f` for a part of a character."""
         token_bytes = self.get_bytes(token, is_first)
@@ -79,6 +74,7 @@ class TokenTexts:
         return text if is_complete(token_bytes) else f"bytes:{text}"
 
     def _compute_bytes(self, token: int, is_first: bool) -> bytes:
+        """Return the bytes of a token. A part of a character is not valid UTF-8."""
         prefix = [] if is_first else self._prefix_ids
         text = self.decode([*prefix, token])[len(self.decode(prefix)) :]
         if "\N{REPLACEMENT CHARACTER}" not in text:
