@@ -182,8 +182,6 @@ class Application:
                 await self._router(scope, receive, send_and_record)
         except APIError as error:
             await error.to_response()(scope, receive, send_and_record)
-        except ClientDisconnect:
-            status = _CLIENT_LEFT_STATUS
         except asyncio.CancelledError:
             if not self.is_stopping:
                 raise
@@ -284,7 +282,7 @@ class Application:
         return body, name
 
     def _build_api(self) -> FastAPI:
-        error_types: tuple[Any, ...] = (APIError, HTTPException, Exception)
+        error_types: tuple[Any, ...] = (APIError, HTTPException, ClientDisconnect, Exception)
         api = FastAPI(
             title="hf-fp8kv",
             version=importlib.metadata.version("hf-fp8kv"),
