@@ -17,12 +17,13 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedMode
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
-from hf_fp8kv.calibration.divergence import UNQUANTIZED, Scores, compare_caches
+from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.card.caches import RoundedCache, Rounding, round_to_bfloat16
 from hf_fp8kv.card.measure import summarize_scores
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
 
+from .divergence import UNQUANTIZED, compare_caches
 from .shared import Result, main
 
 _VOCABULARY = 2000

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+from benchmarks.divergence import compare_caches
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, calibrate, choose_plan
 from hf_fp8kv.calibration import plan_choice
-from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.queries import Queries
 from hf_fp8kv.calibration.static_scales import compute_scale, search_head_scales
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan

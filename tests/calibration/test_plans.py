@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.divergence import compare_caches
 from benchmarks.outliers import _plant_outliers, planted_outliers
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, choose_plan, enable, serving
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import plan_choice
-from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.observe import find_paged_layers
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from tests.calibration.test_calibrate import LONG_CONTEXT, make_texts

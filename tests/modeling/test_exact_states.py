@@ -13,8 +13,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_fp8kv
+from benchmarks.divergence import compare_caches
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, serving
-from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.modeling import exact_states as exact_states_module
 from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE, describe_rounding, exact_states
 from hf_fp8kv.modeling.model_support import CACHE
