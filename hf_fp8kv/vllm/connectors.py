@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..utils.digests import compute_digest, sample_checkpoint
 from .dtypes import DTYPES
-from .storage import read_storage
+from .storage import read_options
 
 # They compare the name of the model, or do not keep blocks after the process ends.
 _SUPPORTED_CONNECTORS = (
@@ -83,10 +83,10 @@ def identify_bytes(config: Any) -> str:
     num_ranks = config.parallel_config.tensor_parallel_size
     storages = set()
     for rank in range(num_ranks):  # scales in files for each rank may differ
-        options = read_storage(
+        options = read_options(
             config.cache_config.cache_dtype, config.additional_config, model.model, rank,
             num_ranks, model.revision, config.instance_id,
-        ).options  # fmt: skip
+        )  # fmt: skip
         scales = getattr(options.scales, "digest", options.scales)
         storages.add(compute_digest(scales, str(options.plan)))
     return compute_digest(

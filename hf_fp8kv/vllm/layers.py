@@ -1,6 +1,6 @@
 """Attention of vLLM's layers over pages in vLLM's pool, shared by all platforms."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from ..serving.config import make_layer_storage
 from .connectors import check_connector
 from .scheduler_step import StepMetadata, is_decoding, make_masked_decode_work, plan_step
 from .specs import customize_backend
-from .storage import ModelStorage, read_storage, view_pages
+from .storage import check_scales, count_slot_bytes, make_layout, read_options, view_pages
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
@@ -69,7 +69,7 @@ def bind_layers(
         device: Device of the pool.
 
     Raises:
-        ScaleError, ConfigError: The scales or the plan belong to another model.
+        ScaleError, ConfigError: The scales or the plan lack a layer, or do not fit it.
     """
     check_supported_page_size(block_size, "--block-size", "Use --block-size 64")
     model_config = vllm_config.model_config
@@ -77,16 +77,7 @@ def bind_layers(
     owners = {name: layer.kv_sharing_target_layer_name or name for name, layer in layers.items()}
     indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
     for name, layer in layers.items():
-        _check_model(layer.impl.model_storage, model_config, indices.values())
         layer.impl.bind(indices[name], model_config.dtype, torch.device(device))
-
-
-def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
-    """Raise ScaleError if the scales belong to another model than vLLM's `ModelConfig`."""
-    configs = config.hf_text_config, config.hf_config
-    # Calibration of a model that reads images stores the type of the whole model.
-    model_types = [config.model_type for config in configs if hasattr(config, "model_type")]
-    storage.check_layers(indices, config.hf_text_config.num_hidden_layers, model_types)
 
 
 # vLLM's specs for pages in which each token has a slot.
@@ -122,7 +113,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         self.sinks = sinks
         self.shares_pages = kv_sharing_target_layer_name is not None
         # The options are read here, so that invalid options fail before the weights are loaded.
-        self.model_storage = read_storage(
+        self.options = read_options(
             kv_cache_dtype,
             config.additional_config,
             config.model_config.model,
@@ -131,15 +122,17 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             config.model_config.revision,
             config.instance_id,
         )
-        _check_model(self.model_storage, config.model_config)
+        configs = config.model_config.hf_text_config, config.model_config.hf_config
+        # Calibration of a model that reads images stores the type of the whole model.
+        model_types = [each.model_type for each in configs if hasattr(each, "model_type")]
+        check_scales(self.options, configs[0].num_hidden_layers, model_types)
         # vLLM's layers by name, which do not contain the layer of this object yet.
         self._layers = config.compilation_config.static_forward_context
         self._view: tuple[torch.Tensor, StoredLayer] | None = None  # a pool's tensor, and the layer
 
     def bind(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
         """Set the storage of layer `index` of a model of this dtype, on the device of the pool."""
-        storage = self.model_storage
-        options = storage.options
+        options = self.options
         if device.type != "cpu" and options.backend not in ("auto", "triton"):
             # CUDA graphs are padded with rows without a request, which only Triton's kernels skip.
             raise ConfigError(
@@ -149,7 +142,7 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         sizes = index, self.num_kv_heads, self.head_size
         self._storage = make_layer_storage(options, *sizes, device)
         self._backend = choose_backend(options.backend, device)
-        self._make_layout = partial(storage.make_layout, *sizes, dtype=dtype)
+        self._make_layout = partial(make_layout, options, *sizes, dtype=dtype)
 
     def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
         """Return the layer with its pages, which are views of this tensor of vLLM's pool."""
@@ -164,9 +157,9 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
 
         `act_dtype` is the dtype of the model.
         """
-        storage = self.model_storage
+        count_bytes = partial(count_slot_bytes, self.options, dtype=act_dtype)
         layers = [
-            (layer, storage.count_slot_bytes(extract_layer_index(name), layer.head_size, act_dtype))
+            (layer, count_bytes(extract_layer_index(name), layer.head_size))
             for name, layer in self._layers.items()
             if isinstance(layer, Attention)
             and layer.kv_cache_dtype == self.kv_cache_dtype

@@ -10,8 +10,7 @@ pool. K, V and scales of a page must therefore be in the same block.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,51 +28,49 @@ _KEY = "hf_fp8kv"
 _DEFAULT_OPTIONS: dict[str, Any] = {"scales": None, "plan": None, "backend": "auto"}
 
 
-@dataclass(frozen=True)
-class ModelStorage:
-    """The storage of a model's layers in one tensor-parallel rank."""
+def check_scales(options: CacheOptions, num_layers: int, model_types: Sequence[str]) -> None:
+    """Raise ScaleError for scales that do not belong to the model. Layers may still be missing.
 
-    options: CacheOptions
-
-    def check_layers(
-        self, indices: Iterable[int], num_layers: int, model_types: Sequence[str]
-    ) -> None:
-        """Raise ScaleError for scales that do not belong to the model.
-
-        Args:
-            indices: Layers of this process.
-            num_layers: Number of layers of the model.
-            model_types: transformers' model types of the model and of its text part.
-        """
-        scales = self.options.scales
-        self.options.check_layers(list(indices), num_layers)
-        if not isinstance(scales, KVScales):
-            return
-        if extra_layers := [index for index in scales.layers if index >= num_layers]:
-            raise ScaleError(
-                f"scales ({scales.origin}): expected only the model's layers, 0 to "
-                f"{num_layers - 1}, also got {extra_layers}. Use the scales of the served model"
-            )
-        if scales.model_type is not None and model_types and scales.model_type not in model_types:
-            raise ScaleError(
-                f"scales ({scales.origin}): expected scales of a {model_types[0]!r} model, got "
-                f"{scales.model_type!r}. Use the scales of the served model"
-            )
-
-    def make_layout(
-        self, index: int, num_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
-    ) -> EngineLayout:
-        """Return the layout of a layer's pages. `dtype` is the dtype of the model."""
-        plan = self.options.get_layer_plan(index)
-        is_dynamic = self.options.has_dynamic_scales
-        return EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic)
-
-    def count_slot_bytes(self, index: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the number of bytes of a token and KV head of a layer."""
-        return self.make_layout(index, 1, head_dim, 16, dtype).bytes_per_page // 16
+    Args:
+        options: Options with the scales.
+        num_layers: Number of layers of the model.
+        model_types: transformers' model types of the model and of its text part.
+    """
+    scales = options.scales
+    if not isinstance(scales, KVScales):
+        return
+    if extra_layers := [index for index in scales.layers if index >= num_layers]:
+        raise ScaleError(
+            f"scales ({scales.origin}): expected only the model's layers, 0 to "
+            f"{num_layers - 1}, also got {extra_layers}. Use the scales of the served model"
+        )
+    if scales.model_type is not None and model_types and scales.model_type not in model_types:
+        raise ScaleError(
+            f"scales ({scales.origin}): expected scales of a {model_types[0]!r} model, got "
+            f"{scales.model_type!r}. Use the scales of the served model"
+        )
 
 
-def read_storage(
+def make_layout(
+    options: CacheOptions,
+    index: int,
+    num_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> EngineLayout:
+    """Return the layout of a layer's pages. `dtype` is the dtype of the model."""
+    plan = options.get_layer_plan(index)
+    is_dynamic = options.has_dynamic_scales
+    return EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic)
+
+
+def count_slot_bytes(options: CacheOptions, index: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the number of bytes of a token and KV head of a layer."""
+    return make_layout(options, index, 1, head_dim, 16, dtype).bytes_per_page // 16
+
+
+def read_options(
     dtype: str,
     additional_config: object,
     checkpoint: str,
@@ -81,8 +78,8 @@ def read_storage(
     tp_size: int,
     revision: str | None = None,
     engine: str = "",
-) -> ModelStorage:
-    """Return the storage of a model.
+) -> CacheOptions:
+    """Return the options of a model's pages in one tensor-parallel rank.
 
     Args:
         dtype: Value of `--kv-cache-dtype`, a key of `DTYPES`.
@@ -114,14 +111,14 @@ def read_storage(
                 f"--additional-config {_KEY}: {name}: expected {expected}, got {options[name]!r}. "
                 f"Omit {name}, or pass such a value"
             )
-    return _load_storage(dtype, *options.values(), checkpoint, tp_rank, tp_size, revision, engine)
+    return _load_options(dtype, *options.values(), checkpoint, tp_rank, tp_size, revision, engine)
 
 
 @functools.lru_cache(maxsize=8, typed=True)
-def _load_storage(
+def _load_options(
     name: str, scales: str | float | None, plan: str | None, backend: str, checkpoint: str,
     tp_rank: int, tp_size: int, revision: str | None, engine: str,
-) -> ModelStorage:  # fmt: skip
+) -> CacheOptions:  # fmt: skip
     dtype = DTYPES[name]
     loaded_scales: KVScales | str | float | None = scales
     if scales is None and plan is None and not dtype.is_dynamic:
@@ -143,7 +140,7 @@ def _load_storage(
             f"--kv-cache-dtype {name}: expected {expected}, got {options.scales!r}. Use "
             f"{matching_name} for these scales"
         )
-    return ModelStorage(options)
+    return options
 
 
 def view_pages(kv_cache: torch.Tensor, layout: EngineLayout) -> Pages:

@@ -12,14 +12,14 @@ import hf_fp8kv.vllm
 from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.serving.config import make_layer_storage
-from hf_fp8kv.vllm.storage import read_storage
+from hf_fp8kv.vllm.storage import check_scales, count_slot_bytes, read_options
 from tests.helpers.planned import planned_scales
 
 from .conftest import make_scales
 
 
-def read_storage_from_options(dtype, options=None, checkpoint="nowhere", tp_rank=0, tp_size=1):
-    return read_storage(dtype, {"hf_fp8kv": options or {}}, checkpoint, tp_rank, tp_size)
+def read_passed_options(dtype, options=None, checkpoint="nowhere", tp_rank=0, tp_size=1):
+    return read_options(dtype, {"hf_fp8kv": options or {}}, checkpoint, tp_rank, tp_size)
 
 
 class TestWithoutVLLM:
@@ -27,8 +27,8 @@ class TestWithoutVLLM:
         for dtype, scales, num_bytes in (
             ("hf_fp8kv_e3m4", None, 132), ("hf_fp8kv_e3m4_static", 1.0, 128),
         ):  # fmt: skip
-            storage = read_storage_from_options(dtype, {"scales": scales})
-            assert storage.count_slot_bytes(0, 64, torch.bfloat16) == num_bytes
+            options = read_passed_options(dtype, {"scales": scales})
+            assert count_slot_bytes(options, 0, 64, torch.bfloat16) == num_bytes
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -42,78 +42,79 @@ class TestWithoutVLLM:
         ],
     )
     def test_invalid_options_are_refused(self, options, message):
-        assert read_storage_from_options("hf_fp8kv_static", {"scales": 1.0}).options.scales == 1.0
+        assert read_passed_options("hf_fp8kv_static", {"scales": 1.0}).scales == 1.0
         error = ScaleError if options.get("scales") is True else ConfigError
         with pytest.raises(error, match=message):
-            read_storage_from_options("hf_fp8kv_static", options)
+            read_passed_options("hf_fp8kv_static", options)
 
     def test_files_are_read_for_each_engine(self, tmp_path):
         """The second engine of a process may find different scales in the same folder."""
         config = {"hf_fp8kv": {"scales": str(tmp_path)}}
         for engine, granularity, shape in (("a", "head", (2, 1)), ("b", "tensor", ())):
             make_scales(granularity).save_pretrained(tmp_path, overwrite=True)
-            storage = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
-            assert storage.options.scales.layers[0].k.shape == shape
+            options = read_options("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
+            assert options.scales.layers[0].k.shape == shape
 
     def test_scales_are_read_from_the_revision_of_the_checkpoint(self, monkeypatch):
         from_pretrained = mock.Mock(return_value=make_scales("head"))
         monkeypatch.setattr(KVScales, "from_pretrained", from_pretrained)
-        read_storage("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
+        read_options("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
         (call,) = from_pretrained.call_args_list
         assert (call.args, call.kwargs["revision"]) == (("org/model",), "v2")
 
     def test_static_scales_are_refused_for_a_dynamic_dtype(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="Use hf_fp8kv_e4m3_static"):
-            read_storage_from_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
+            read_passed_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
 
     def test_a_plan_requires_the_dynamic_dtype_without_a_format(self, tmp_path):
         plan = planned_scales(2, dim=32, is_dynamic=True)
         plan.save_pretrained(tmp_path)
         options = {"plan": str(tmp_path)}
         for tp_size, tp_rank in ((1, 0), (2, 1)):
-            storage = read_storage_from_options(
+            parsed_options = read_passed_options(
                 "hf_fp8kv", options, tp_rank=tp_rank, tp_size=tp_size
             )
-            layer = make_layer_storage(storage.options, 0, 2 // tp_size, 32, "cpu")
+            layer = make_layer_storage(parsed_options, 0, 2 // tp_size, 32, "cpu")
             assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
             assert torch.equal(layer.center, plan.layers[0].k_center[tp_rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
-            storage.check_layers([0, 1], 2, ["qwen2"])
+            check_scales(parsed_options, 2, ["qwen2"])
         for dtype, more_options, message in (
             ("hf_fp8kv_static", {}, "Use hf_fp8kv for these scales"),
             ("hf_fp8kv_e3m4", {}, "dtype: expected None, because the plan defines"),
             ("hf_fp8kv", {"scales": str(tmp_path)}, "Pass it as plan"),
         ):
             with pytest.raises(ConfigError, match=message):
-                read_storage_from_options(dtype, options | more_options)
+                read_passed_options(dtype, options | more_options)
 
     def test_a_checkpoint_without_scales_is_refused(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):
-            read_storage_from_options("hf_fp8kv_static", checkpoint=str(tmp_path))
+            read_passed_options("hf_fp8kv_static", checkpoint=str(tmp_path))
 
     def test_scales_of_a_different_model_are_refused(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
-        storage = read_storage_from_options("hf_fp8kv_static", {"scales": str(tmp_path)})
-        storage.check_layers([0, 1], 2, ["mistral"])
-        storage.check_layers([0, 1], 2, ["mistral_text", "mistral"])
+        options = read_passed_options("hf_fp8kv_static", {"scales": str(tmp_path)})
+        check_scales(options, 2, ["mistral"])
+        check_scales(options, 2, ["mistral_text", "mistral"])
         for num_layers, model_type, message in (
             (2, "llama", "expected scales of a 'llama' model, got 'mistral'"),
-            (3, "mistral", "got none for layers \\[2\\]"),
             (1, "mistral", "expected only the model's layers, 0 to 0"),
         ):
             with pytest.raises(ScaleError, match=message):
-                storage.check_layers([*range(num_layers)], num_layers, [model_type])
+                check_scales(options, num_layers, [model_type])
+        with pytest.raises(ScaleError, match="expected layer 2, got layers 0, 1"):
+            make_layer_storage(options, 2, 2, 32, "cpu")
 
     def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path):
         """Rank 1 of 2 has the second half of the heads. With 4 ranks, two ranks share a head."""
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
         for tp_size, tp_rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            storage = read_storage_from_options(
+            parsed_options = read_passed_options(
                 "hf_fp8kv_static", {"scales": str(tmp_path)}, "nowhere", tp_rank, tp_size
             )
-            layer = make_layer_storage(storage.options, 1, 1, 32, "cpu")
+            layer = make_layer_storage(parsed_options, 1, 1, 32, "cpu")
             assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
             assert torch.equal(layer.v_scale, scales.layers[1].v[head].expand(1, 32))
             assert torch.equal(layer.center, scales.layers[1].k_center[head][None])
@@ -168,7 +169,7 @@ class TestWithVLLM:
         from hf_fp8kv.vllm.layers import PagedImpl
 
         impl = PagedImpl.__new__(PagedImpl)  # needs a configuration of vLLM
-        impl.model_storage = read_storage_from_options("hf_fp8kv", {"backend": "cpu"})
+        impl.options = read_passed_options("hf_fp8kv", {"backend": "cpu"})
         with pytest.raises(ConfigError, match="expected triton on a GPU, got 'cpu'"):
             impl.bind(0, torch.float32, torch.device("cuda"))
 
