@@ -265,17 +265,13 @@ class PrefixStore:
 
     def touch(self, keys: Sequence[str]) -> None:
         """Mark the pages of a prompt as used now. The first page becomes the most recent one."""
-
         now = time.time_ns()
 
         def set_times() -> None:
             for index, key in enumerate(keys):
                 self._folder.touch(self._get_path(key).name, now - index)
 
-        if self._queue:  # the queue may have pages of the prompt
-            _submit(self._writer, set_times)
-        else:
-            set_times()
+        _submit(self._writer, set_times)  # after queued pages of the prompt
 
     def flush(self) -> None:
         """Wait until all pending pages are in the folder."""
