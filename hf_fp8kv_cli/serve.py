@@ -183,7 +183,7 @@ def serve(
         ignore_unknown_fields=ignore_unknown_fields,
         enable_cors=enable_cors,
     )
-    batching_options = {
+    batching_options: dict[str, Any] = {
         "num_blocks": cb_num_blocks,
         "page_size": cb_block_size,
         "max_batch_tokens": cb_max_batch_tokens,

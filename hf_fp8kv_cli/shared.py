@@ -24,9 +24,6 @@ def choose_device(text: str) -> str:
         torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            has_cuda = torch.version.cuda or torch.version.hip
-            reason = "torch finds no GPU" if has_cuda else "torch was built without CUDA"
         raise ConfigError(
             f"--device: expected auto, cpu, cuda:1 or similar, got {text!r}, which is not "
             f"available: {reason}. Leave it out"
