@@ -177,10 +177,8 @@ class _LogprobWriter:
     """Writes the log-probabilities of an answer, and of its prompt, in OpenAI's formats."""
 
     def __init__(self, choice: Choice, texts: TokenTexts) -> None:
-        self._sequence = choice.sequence
-        self._decoder = choice.decoder
+        self._choice = choice
         self._texts = texts
-        self._prompt_logprobs = choice.prompt_logprobs  # filled in while the request runs
         self._num_sent = 0  # number of the answer's tokens whose log-probabilities were returned
         self._prompt_length = 0  # number of characters before the answer
 
@@ -190,7 +188,7 @@ class _LogprobWriter:
         The log-probabilities of the prompt `echo` come first. None omits them.
         """
         placed = [] if echo is None else self._place_prompt(echo)
-        new_logprobs = self._sequence.logprobs[self._num_sent : num_tokens]
+        new_logprobs = self._choice.sequence.logprobs[self._num_sent : num_tokens]
         placed += [self._place_next(token_logprob) for token_logprob in new_logprobs]
         if is_chat:
             content = [
@@ -216,19 +214,19 @@ class _LogprobWriter:
     def _place_prompt(self, echo: Echo) -> list[_PlacedLogprob]:
         """Return the log-probabilities of the prompt with their places in its text."""
         self._prompt_length = len(echo.text)
-        placed = zip(self._prompt_logprobs or (), echo.offsets, strict=True)
+        placed = zip(self._choice.prompt_logprobs or (), echo.offsets, strict=True)
         return [(token_logprob, offset == 0, offset) for token_logprob, offset in placed]
 
     def _place_next(self, token_logprob: TokenLogprob) -> _PlacedLogprob:
         """Return the next log-probability of the answer with its place in the text."""
-        old_end, end = self._decoder.text_ends[self._num_sent : self._num_sent + 2]
+        old_end, end = self._choice.decoder.text_ends[self._num_sent : self._num_sent + 2]
         self._num_sent += 1
         offset = self._texts.find_offset(token_logprob.token, old_end, end)
         return token_logprob, old_end == 0, self._prompt_length + offset
 
     def _get_bytes(self, token: int, is_first: bool) -> bytes | None:
         """Return the bytes of a token of the answer, or None if the text omits the token."""
-        omits = token in self._decoder.hidden_tokens or token in self._texts.special_tokens
+        omits = token in self._choice.decoder.hidden_tokens or token in self._texts.special_tokens
         return None if omits else self._texts.get_bytes(token, is_first)
 
     def _map_top_tokens(
