@@ -411,8 +411,7 @@ def _choose(
     eager = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
     with torch.inference_mode(False), torch.random.fork_rng(gpus), eager:
         with eval_mode(model):
-            call_states, num_positions = read_states(model, layers, windows, passes.num_positions)
-        may_transform_k = num_positions > 1 or not has_rope(model)
+            call_states, may_transform_k = read_states(model, layers, windows, passes.num_positions)
         layer_scales, k_costs = {}, {}
         narrow_scales, errors = {}, {}
         cache = FP8PagedCache(model.config, scales=1.0, backend="torch")  # for shapes of layers
@@ -475,10 +474,11 @@ def read_states(
     layers: frozenset[int],
     windows: Sequence[Tensor],
     max_positions: int = len(_FIRST_POSITIONS),
-) -> tuple[list[dict[int, LayerStates]], int]:
-    """Return the states of layers for each window and position, and the number of positions.
+) -> tuple[list[dict[int, LayerStates]], bool]:
+    """Return the states of layers for each window and position, and whether K may be transformed.
 
-    A window is read at up to `max_positions` first positions that the model has.
+    A window is read at up to `max_positions` first positions that the model has. RoPE rotates K
+    with the position, so K of a single position does not show its center and outliers.
     """
     first_positions = _list_first_positions(model, max(map(len, windows)))[:max_positions]
     call_states: list[dict[int, LayerStates]] = []
@@ -498,7 +498,7 @@ def read_states(
                 first_positions = first_positions[: first_positions.index(first_position)]
                 call_states.pop()
                 break
-    return call_states, len(first_positions)
+    return call_states, len(first_positions) > 1 or not has_rope(model)
 
 
 def _choose_layer_plan(

@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..formats import FORMATS, STATIC_DTYPE, LayerPlan, SidePlan
 from ..formats.codec import SEARCH_STEPS, compute_rounding_error
 from ..formats.rotation import rotate
-from ..modeling.model_support import caches_latents, find_base_model, has_rope
+from ..modeling.model_support import caches_latents, find_base_model
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.arguments import check_count
@@ -128,8 +128,7 @@ def calibrate(
         tqdm(total=num_tokens, disable=not progress, unit="tok", unit_scale=True) as bar,
     ):
         sample = [window[:_MAX_SAMPLE_TOKENS] for window in sample_windows(windows)]
-        call_states, num_positions = read_states(model, layers, sample)
-        may_transform_k = num_positions > 1 or not has_rope(model)
+        call_states, may_transform_k = read_states(model, layers, sample)
         is_latent = caches_latents(model.config.get_text_config(decoder=True))
         may_center = center and plan is None and may_transform_k and not is_latent
         storages = _add_centers(storages, call_states, may_center=may_center)
