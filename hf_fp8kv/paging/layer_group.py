@@ -267,7 +267,7 @@ class LayerGroup:
         self.drop_unused_pages()
 
     def drop_unused_pages(self) -> None:
-        """Free the pages of a step that no layer has stored, or that was undone for all layers."""
+        """Free the pages after the last token, and end a long call that no layer has stored."""
         call = self._find_long_call()
         length = self.length
         self.table.free_from(length)
@@ -320,9 +320,7 @@ class LayerGroup:
         self.settle_step()
         for member in range(len(self.lengths)) if members is None else members:
             self.lengths[member] = max(self.lengths[member] - num_tokens, 0)
-        self.table.free_from(self.length)
-        if not self.length:
-            self.clear()
+        self.drop_unused_pages()
         self.table.free_before(self._find_first_needed())
         self.shrink()
 
