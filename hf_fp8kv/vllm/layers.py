@@ -72,12 +72,11 @@ def bind_layers(
         ScaleError, ConfigError: The scales or the plan lack a layer, or do not fit it.
     """
     check_supported_page_size(block_size, "--block-size", "Use --block-size 64")
-    model_config = vllm_config.model_config
-    # A layer that reads the pages of another layer has the same storage.
-    owners = {name: layer.kv_sharing_target_layer_name or name for name, layer in layers.items()}
-    indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
+    dtype = vllm_config.model_config.dtype
     for name, layer in layers.items():
-        layer.impl.bind(indices[name], model_config.dtype, torch.device(device))
+        # A layer that reads the pages of another layer has the same storage.
+        owner = layer.kv_sharing_target_layer_name or name
+        layer.impl.bind(extract_layer_index(owner), dtype, torch.device(device))
 
 
 # vLLM's specs for pages in which each token has a slot.
