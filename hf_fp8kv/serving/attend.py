@@ -91,7 +91,8 @@ class StoredLayer:
             queries = query[0].index_select(1, batch.tokens)
             queries = queries.unflatten(1, (batch_size, batch.num_queries)).transpose(0, 1)
         pages = self.pages._replace(table=batch.table)
-        spec = spec._replace(causal=batch.causal)
+        # A single query attends to all stored tokens, in any order.
+        spec = spec._replace(causal=batch.num_queries > 1)
         has_padding = batch.result_rows is not None
         if not has_padding and is_dense_faster(queries, batch.max_length, pages, spec):
             result = attend_densely(queries, pages, batch.lengths, spec, backend=self._backend)
@@ -142,7 +143,7 @@ class StoredLayer:
         pages, slots = positions // page_size, positions % page_size
         _copy_tokens(self.pages, chunk.old_slots, scratch, (pages[:num_old], slots[:num_old]))
         span = slice(chunk.first_token, chunk.first_token + chunk.num_new)
-        lengths = chunk.old_lengths + chunk.num_new
+        lengths = torch.full((1,), num_tokens, dtype=torch.int32, device=query.device)
         ops.write(scratch, key[:, :, span], value[:, :, span], lengths, self._backend)
         out[:, span] = ops.attend(
             query[:, :, span],

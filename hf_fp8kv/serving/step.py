@@ -39,7 +39,6 @@ class AttendBatch:
     table: torch.Tensor  # block tables, [B, M], int32
     lengths: torch.Tensor  # stored tokens including this step's tokens, [B], int32
     max_length: int  # the largest length, or an upper bound of it
-    causal: bool  # False for single queries, which attend to all stored tokens in any order
     _schedules: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
     def get_schedule(
@@ -68,8 +67,8 @@ class RingChunk:
     window: int  # window of the layer, in tokens
     first_token: int  # index of the first new token in the step
     num_new: int  # number of new tokens, T
-    old_lengths: torch.Tensor  # [1], int32: the number n of stored tokens that query 0 attends to
-    old_slots: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these tokens
+    # [n], int64, pages and slots of the stored tokens that query 0 attends to
+    old_slots: tuple[torch.Tensor, torch.Tensor]
     kept_slots: tuple[torch.Tensor, torch.Tensor]  # [m], int64, of the last m new tokens
 
 
@@ -138,7 +137,7 @@ def make_decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int)
     # A row of padding may have the page of an earlier request, which must not be written.
     pages = pages.masked_fill(lengths[:, None] == 0, -1)
     max_length = table.shape[1] * page_size
-    batch = AttendBatch(None, None, None, 1, table, lengths, max_length, causal=False)
+    batch = AttendBatch(None, None, None, 1, table, lengths, max_length)
     return LayerWork(None, pages, positions % page_size + 1, [batch], [], len(lengths))
 
 
@@ -219,10 +218,7 @@ class _Planner:
 
         old_slots = upload_slots(max(find_first_visible(start, self.window), 0), start)
         kept_slots = upload_slots(max(find_first_visible(stop - 1, self.window), start), stop)
-        old_lengths = self.upload([len(old_slots[0])], np.int32)
-        return RingChunk(
-            self.window, request.first_token, request.num_new, old_lengths, old_slots, kept_slots
-        )
+        return RingChunk(self.window, request.first_token, request.num_new, old_slots, kept_slots)
 
 
 def make_batch(
@@ -253,8 +249,7 @@ def make_batch(
             rows, targets = (
                 upload(indices, lengths.device) for indices in (used_rows, queries[used_rows])
             )
-    causal = num_queries > 1
-    return AttendBatch(tokens, rows, targets, num_queries, table, lengths, max_length, causal)
+    return AttendBatch(tokens, rows, targets, num_queries, table, lengths, max_length)
 
 
 def group_by_length(requests: Sequence[Any]) -> list[list[Any]]:
