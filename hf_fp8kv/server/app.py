@@ -153,12 +153,10 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or the lifespan events of a server."""
-        if scope["type"] == "lifespan":
-            await self._router(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
+        if scope["type"] == "http":
             await self._asgi(scope, receive, send)
+        else:
+            await self._router(scope, receive, send)  # which closes websockets
 
     async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request if the client has access, and count the status of the response."""

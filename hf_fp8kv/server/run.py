@@ -54,9 +54,7 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
             restart the process.
     """
     with contextlib.ExitStack() as stack:
-        access_log = logging.getLogger("uvicorn.access")
-        access_log.addFilter(_is_logged)
-        stack.callback(access_log.removeFilter, _is_logged)
+        logging.getLogger("uvicorn.access").addFilter(_is_logged)
         stack.push(lambda _type, error, _traceback: _end_process(app, error))
         stack.callback(app.stop)
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
