@@ -125,7 +125,6 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace existing scales, but never weights.")
 ]
 PYDOC = "pydoc"
-TEXTS_HELP = "A .txt file, JSON lines (.jsonl), or pydoc for Python's documentation."
 
 
 def load_texts(name: str) -> Path | list[str]:

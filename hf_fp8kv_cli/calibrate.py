@@ -15,7 +15,13 @@ COPY_FOLDER = "checkpoint"
 
 def calibrate(
     ctx: typer.Context,
-    texts: Annotated[str, typer.Option(metavar="FILE", help=arguments.TEXTS_HELP)],
+    texts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="A .txt file, JSON lines (.jsonl), or pydoc for Python's documentation.",
+        ),
+    ],
     out: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder of the scales. Created if missing.")
     ],
