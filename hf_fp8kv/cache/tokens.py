@@ -38,6 +38,8 @@ class Tokens:
 
     def crop(self, num_tokens: int) -> "Tokens":
         """Return the batch without its last `num_tokens` tokens."""
+        if not self.length:
+            return self  # may be `UNKNOWN`
         end = max(self.length - num_tokens, 0)
         fields = self.ids, self.mask, self.positions, self.features
         return Tokens(*(x if x is None else x[..., :end] for x in fields))  # type: ignore[arg-type]
@@ -45,7 +47,7 @@ class Tokens:
     def select(self, rows: Tensor) -> "Tokens":
         """Return rows `[B']` of the batch."""
         if not self.length:
-            return self
+            return self  # may be `UNKNOWN`
         rows = rows.to(self.ids.device)
         positions = self.positions
         if positions is not None and positions.shape[-2] > 1:

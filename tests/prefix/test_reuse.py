@@ -365,6 +365,21 @@ def test_a_restored_cache_without_ids_is_refused(restore: Any, tmp_path: Path) -
     assert chat.check_answer(ids)[1] == 10
 
 
+@pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
+def test_a_cropped_cache_of_unknown_tokens_is_restored(restore: Any, tmp_path: Path) -> None:
+    """GPT-2 embeds token types, so its tokens are not comparable."""
+    model, _ = build_variant("gpt2")
+    enable(model, **STORED)
+    cache = FP8PagedCache(model, **STORED)
+    ids = torch.randint(2, 98, (1, 20))
+    model.generate(ids, token_type_ids=torch.zeros_like(ids), past_key_values=cache, **GREEDY)
+    cache.crop(-3)
+    restored = restore(cache, tmp_path)
+    assert restored.host_length() == cache.host_length() == 25
+    with pytest.raises(ConfigError, match="the ids of its tokens"):
+        model.generate(ids, past_key_values=restored, **GREEDY)
+
+
 @torch.no_grad()
 def change_weights(model: Any) -> None:
     for weight in model.parameters():
