@@ -1,6 +1,5 @@
 """`enable` and `disable`: an FP8 cache for every `generate()` of a model."""
 
-import contextvars
 import copy
 import functools
 import inspect
@@ -28,7 +27,7 @@ from .modeling.model_support import (
     find_base_model,
     find_generating_model,
     find_refusal,
-    is_for_enabled_model,
+    without_replacement_note,
 )
 from .modeling.tensor_parallel import tensor_parallel
 from .ops import choose_backend, load_backend
@@ -96,6 +95,7 @@ class Summary:
         return "\n".join((*lines, f"CUDA graphs: {self.captured}", str(self.report)))
 
 
+@without_replacement_note
 def enable(
     model: _Model,
     dtype: str | torch.dtype | None = None,
@@ -432,10 +432,9 @@ def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) ->
     return generation_config.use_cache is not False
 
 
+@without_replacement_note
 def _make_paged_cache(config: Any, keywords: dict[str, Any]) -> FP8PagedCache:
-    context = contextvars.copy_context()
-    context.run(is_for_enabled_model.set, True)
-    return context.run(FP8PagedCache, config, **keywords)
+    return FP8PagedCache(config, **keywords)
 
 
 def _make_generate_cache(

@@ -21,6 +21,7 @@ from ..modeling.model_support import (
     find_base_model,
     find_refusal,
     with_cache,
+    without_replacement_note,
 )
 from .capture import PRECISE_ERRORS, find_obstacle
 from .latent import find_projections, reads_stored_latents, temporary_installs
@@ -111,6 +112,7 @@ class ModelReport:
         return "\n".join(lines)
 
 
+@without_replacement_note
 def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     """Report for each layer of a model whether it can read stored pages, or why not.
 

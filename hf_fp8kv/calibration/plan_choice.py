@@ -39,6 +39,7 @@ from ..modeling.model_support import (
     find_max_positions,
     get_field,
     has_rope,
+    without_replacement_note,
 )
 from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
@@ -104,6 +105,7 @@ class _PlanChoice(NamedTuple):
     plan: StoragePlan | None
 
 
+@without_replacement_note
 def choose_plan(
     model: PreTrainedModel,
     texts: Any = None,

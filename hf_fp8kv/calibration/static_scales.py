@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..formats import FORMATS, STATIC_DTYPE, LayerPlan, SidePlan
 from ..formats.codec import SEARCH_STEPS, compute_rounding_error
 from ..formats.rotation import rotate
-from ..modeling.model_support import caches_latents, find_base_model
+from ..modeling.model_support import caches_latents, find_base_model, without_replacement_note
 from ..scales.kv_scales import KVScales, StoragePlan
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.arguments import check_count
@@ -57,6 +57,7 @@ class _Storage(NamedTuple):
         return self.plan is not None and bool(getattr(self.plan, side).rotated)
 
 
+@without_replacement_note
 def calibrate(
     model: PreTrainedModel,
     texts: Any,

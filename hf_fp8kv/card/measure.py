@@ -24,6 +24,7 @@ from ..attention.switching import paged_attention
 from ..calibration.divergence import Scores, compute_logits
 from ..calibration.texts import read_model_windows
 from ..errors import ConfigError
+from ..modeling.model_support import without_replacement_note
 from ..utils.digests import compute_digest, digest_weights
 from ..utils.environment import describe_run
 from ..utils.files import write_atomically
@@ -103,6 +104,7 @@ class Parts:
         return parts[name]
 
 
+@without_replacement_note
 def measure_card(
     model: PreTrainedModel,
     tokenizer: Any,

@@ -4,9 +4,9 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Collection
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Callable, Collection
+from contextvars import ContextVar, copy_context
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -36,8 +36,9 @@ _POSITION_FIELDS = (
     "max_encoder_position_embeddings",
     "max_decoder_position_embeddings",
 )
-# Whether the cache that is being made belongs to an enabled model.
-is_for_enabled_model: ContextVar[bool] = ContextVar("is_for_enabled_model", default=False)
+# Whether no `generate()` of a model that is not enabled uses the caches that are being made.
+_are_caches_safe: ContextVar[bool] = ContextVar("_are_caches_safe", default=False)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 # Attributes in which wrappers of other packages keep the model.
@@ -214,6 +215,21 @@ def describe_cache_replacement(config: Any) -> str:
     )
 
 
+def without_replacement_note(function: _Function) -> _Function:
+    """Decorate a function that makes caches only for itself or for enabled models.
+
+    `check_config` then does not warn that only an enabled model keeps its cache.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        context = copy_context()
+        context.run(_are_caches_safe.set, True)
+        return context.run(function, *args, **kwargs)
+
+    return cast("_Function", call)
+
+
 def check_config(config: Any) -> None:
     """Raise ConfigError unless this is the config of a model that can use the cache.
 
@@ -236,5 +252,5 @@ def check_config(config: Any) -> None:
             f"{reason}"
         )
     note = describe_cache_replacement(config)
-    if note and not is_for_enabled_model.get():
+    if note and not _are_caches_safe.get():
         warn_once(f"{note}. Call hf_fp8kv.enable(model)")

@@ -27,6 +27,7 @@ from hf_fp8kv import (
     disable,
     enable,
     serving,
+    summary,
     tensor_parallel,
 )
 from hf_fp8kv.formats import LayerPlan
@@ -512,7 +513,10 @@ def test_a_model_that_replaces_its_cache_is_reported(
     model, stock_model, ids = build_long_rope("phimoe")
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
     with caplog.at_level("WARNING"):
+        choose_plan(stock_model)
+        enable(model)
         model.generate(ids[:, :24], **GREEDY)
+        assert summary(model).report.note
         assert "DynamicCache" not in caplog.text
         FP8PagedCache(stock_model.config)
         assert "generate() of PhimoeForCausalLM replaces its cache" in caplog.text
