@@ -70,9 +70,8 @@ def run_steps(
     os.environ.update(find_rival_files(rival_folder) if rival_folder is not None else {})
 
     def write(step: str, **fields: Any) -> None:
-        lines.append({"step": step, **fields})
         with results_file.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
+            file.write(json.dumps({"step": step, **fields}) + "\n")
 
     for step in STEPS:
         if step.name in exit_codes:
@@ -85,8 +84,6 @@ def run_steps(
             write(step.name, row=row)
         seconds = round(time.monotonic() - start, 1)
         write(step.name, exit_code=exit_codes[step.name], seconds=seconds)
-    if not any(line["step"] == "late stop" for line in lines):
-        write("late stop", row=judge_late_stop(lines))
     return max(exit_codes.values())
 
 
@@ -145,21 +142,3 @@ def _count_outcomes(file: Path) -> list[Row]:
         }
         for name, rows in outcomes.items()
     ]  # fmt: skip
-
-
-def judge_late_stop(lines: list[Row]) -> Row:
-    """Return a row whose field `open` is whether the stop check may run one step late.
-
-    Captured steps must give equal tokens, and be faster with a late check.
-    """
-    rows = [line["row"] for line in lines if "row" in line]
-    tests = [row for row in rows if row.get("name", "").startswith(CAPTURE_TESTS)]
-    gains = [row["late_per_s"] / row["tokens_per_s"] for row in rows if "late_per_s" in row]
-    has_failed, has_passed = (
-        any(row.get(field) for row in tests) for field in ("failed", "passed")
-    )
-    is_equal = has_passed and not has_failed
-    return {
-        "name": "late stop check", "captured_equal": is_equal, "gains": gains,
-        "open": is_equal and min(gains, default=0) > 1,
-    }  # fmt: skip

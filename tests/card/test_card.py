@@ -77,8 +77,9 @@ def test_an_interrupted_card_resumes(run_command, model_folder, monkeypatch, tmp
     assert run_command(*options, str(folders[0]))[0] == 0
     assert score.call_count == 6, "finished parts must not be repeated"
     assert run_command(*options, str(folders[1]))[0] == 0
-    cards = [json.loads((folder / "card.json").read_text()) for folder in folders]
-    resumed, whole = (card["caches"]["fp8"] for card in cards)
+    resumed, whole = (
+        json.loads((folder / "card.json").read_text())["caches"]["fp8"] for folder in folders
+    )
     assert resumed == whole
 
 
@@ -87,9 +88,10 @@ def test_own_texts_replace_the_texts_of_python(run_command, model_folder, tmp_pa
     path = tmp_path / "texts.jsonl"
     lines = [json.dumps(f"{'word ' * 60}{index}") for index in range(5)]
     path.write_text("\n".join(lines))
-    options = ("--quick", "--device", "cpu", "--caches", "fp8", "--texts", str(path))
-    folder = str(tmp_path / "card")
-    options = ("card", model_folder, *options, "--memory", "4GiB", "--json", "--out", folder)
+    options = (
+        "card", model_folder, "--quick", "--device", "cpu", "--caches", "fp8", "--texts", str(path),
+        "--memory", "4GiB", "--json", "--out", str(tmp_path / "card"),
+    )  # fmt: skip
     code, output, stderr = run_command(*options)
     assert code == 0, stderr
     card = json.loads(output)
