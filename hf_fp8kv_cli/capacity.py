@@ -13,7 +13,8 @@ def capacity(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder or a Hub id. Only its config is read. Default: eight models."
+            help="A folder or a Hub id, of which only the config is read, or one of eight models "
+            "such as Llama-3.1-8B. Default: these eight."
         ),
     ] = None,
     memory: Annotated[
@@ -25,10 +26,12 @@ def capacity(
     from hf_fp8kv.modeling.layer_specs import read_config
     from hf_fp8kv.serving.capacity import MODELS, get_config, plan_capacity
     from hf_fp8kv.utils.environment import list_versions
+    from hf_fp8kv.utils.files import check_model_name
     from hf_fp8kv.utils.terminal import build_table
 
-    configs = {name: get_config(name) for name in MODELS} if model is None else {}
-    if model is not None:
+    configs = {name: get_config(name) for name in MODELS if model in (None, name)}
+    if model is not None and not configs:
+        check_model_name(model)
         configs[model] = read_config(model)
     memory_gib = memory / 2**30
     rows = plan_capacity(configs, memory_gib)

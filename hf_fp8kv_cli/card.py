@@ -37,8 +37,8 @@ def card(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Score these texts instead of texts from Python's files: a .txt file or JSON "
-            "lines (.jsonl).",
+            help="Score the first 10,240 tokens (with --quick 2,560) of these texts instead of "
+            "texts that come with Python: a .txt file or JSON lines (.jsonl).",
         ),
     ] = None,
     scales: Annotated[
@@ -61,6 +61,7 @@ def card(
     folder = out or Path(f"card-{name.split()[0]}")
     size = "quick" if quick else "long" if long else "normal"
     parts_path = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
+    loaded_texts = None if texts is None else arguments.load_texts(texts)
     loaded_model, tokenizer = load_model(model, device, "float32")
     cache_names = [part.strip() for part in caches.split(",") if part.strip()]
     result = measure_card(
@@ -69,7 +70,7 @@ def card(
         name=name,
         parts_path=parts_path,
         size=SIZES[size],
-        texts=None if texts is None else arguments.load_texts(texts),
+        texts=loaded_texts,
         caches=cache_names,
         scales=scales,
         memory_gib=memory / 2**30,

@@ -12,6 +12,7 @@ from ..cache.cache import FP8PagedCache
 from ..calibration.plan_choice import resolve_plan
 from ..errors import ConfigError, FP8KVError
 from ..formats.rotation import rotate
+from ..scales import KVScales
 from ..scales.checkpoint.configs import describe_kv_scales
 from ..utils.text import suggest
 
@@ -172,7 +173,7 @@ STANDARD_CACHES = ("default", "fp8_e3m4", "fp8", "QuantizedCache", FLOOR)
 
 
 def choose_contenders(
-    model: PreTrainedModel, names: Iterable[str] = (), scales: str | None = None
+    model: PreTrainedModel, names: Iterable[str] = (), scales: KVScales | None = None
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return the caches that a card measures, and the reasons to leave out a cache, by name.
 
@@ -181,7 +182,7 @@ def choose_contenders(
         names: Keys of `CONTENDERS`, or plans such as "int8 rotated" or "fp8_e3m4 + int4 rotated"
             (K and V). Empty means the standard caches, and the checkpoint's scales if it declares
             any.
-        scales: Folder or repository of additional static scales to measure.
+        scales: Additional static scales to measure.
 
     Raises:
         ConfigError: A name is neither a cache nor a plan, or no cache can be measured.
@@ -205,11 +206,9 @@ def choose_contenders(
         else:
             contenders[name] = contender
     if scales is not None:
-        scales_contender = Contender(
-            f"FP8PagedCache, scales of {scales}", _make_paged(scales=scales)
-        )
-        scales_contender.make(model)
-        contenders["scales"] = scales_contender
+        title = f"FP8PagedCache, scales of {scales.origin}"
+        contenders["scales"] = Contender(title, _make_paged(scales=scales))
+        contenders["scales"].make(model)
     if not contenders:
         raise ConfigError(f"caches: expected a usable cache. {' '.join(refusals.values())}")
     return contenders, refusals

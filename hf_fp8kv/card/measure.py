@@ -24,7 +24,8 @@ from ..attention.switching import paged_attention
 from ..calibration.divergence import Scores, compute_logits
 from ..calibration.texts import read_model_windows
 from ..errors import ConfigError
-from ..modeling.model_support import without_replacement_note
+from ..modeling.model_support import find_max_positions, without_replacement_note
+from ..scales.kv_scales import resolve_scales
 from ..utils.digests import compute_digest, digest_weights
 from ..utils.environment import describe_run
 from ..utils.files import write_atomically
@@ -142,31 +143,36 @@ def measure_card(
             `texts` have too few tokens.
     """
     run = describe_run("card", device=str(model.device))
-    config = model.config.get_text_config(decoder=True)
-    max_positions = getattr(config, "max_position_embeddings", None) or max(size.positions)
+    max_positions = find_max_positions(model)
     layer_classes = {type(layer) for layer in UNQUANTIZED.make(model).layers}
-    if (
-        model.config.is_encoder_decoder
-        or max_positions < _MIN_POSITIONS
-        or layer_classes - {DynamicLayer, DynamicSlidingWindowLayer}
-    ):
+    other_classes = layer_classes - {DynamicLayer, DynamicSlidingWindowLayer}
+    reason = f"{max_positions} positions" if max_positions < _MIN_POSITIONS else ""
+    if model.config.is_encoder_decoder or other_classes:
+        reason = "an encoder, or layers without keys and values"
+    if reason:
         raise ConfigError(
             f"model: expected a decoder of attention layers with at least {_MIN_POSITIONS} "
-            f"positions, got {type(model).__name__} with {max_positions}"
+            f"positions, got {type(model).__name__} with {reason}. Choose another model"
         )
     size = size.fit(max_positions)
-    contenders, refusals = choose_contenders(model, caches, scales)
+    loaded_scales: Any = resolve_scales(scales)
+    contenders, refusals = choose_contenders(model, caches, loaded_scales)
     card = _Card(model, _read_all_texts(model, tokenizer, size, texts), size, contenders)
     settings = {
         "model": name,
         "dtype": str(model.dtype).removeprefix("torch."),
         **asdict(size),
+        "texts": str(texts) if isinstance(texts, str | os.PathLike) else texts and "a list",
         "num_texts": sum(map(len, card.texts.values())),
         "caches": list(contenders),
         "scales": scales,
     }
     conditions = {key: run[key] for key in ("commit", "versions", "hardware")}
-    digests = {"weights": digest_weights(model), "texts": compute_digest(card.texts)}
+    digests = {
+        "weights": digest_weights(model),
+        "texts_digest": compute_digest(card.texts),
+        "scales_digest": scales and loaded_scales.digest,
+    }
     saved_parts = Parts(parts_path, {**settings, **conditions, **digests})
     settings["memory_gib"] = memory_gib  # no part depends on it
     computations = card.list_parts()
@@ -195,7 +201,7 @@ def _read_all_texts(
     """Return the texts of each kind, or `texts` as one kind, in tokens `[1, N]`, int64.
 
     N is the last position of `size`. `texts` are joined, and cut into at most as many texts as the
-    five kinds have together.
+    five kinds have together. Each begins with the token that the tokenizer adds before a text.
 
     Raises:
         ConfigError: `texts` have fewer than N tokens.
@@ -211,14 +217,19 @@ def _read_all_texts(
         }
     max_tokens = len(KINDS) * size.texts_per_kind * length
     windows = read_model_windows(model, texts, tokenizer, max_length=length, max_tokens=max_tokens)
-    ids = torch.cat(windows).long()[None].to(model.device)
-    num_tokens = ids.shape[1]
-    if num_tokens < length:
+    ids = torch.cat(windows).long().to(model.device)
+    start_ids = ids.new_tensor(tokenizer("a")["input_ids"][:1])
+    if start_ids.tolist() != [tokenizer.bos_token_id]:
+        start_ids = start_ids[:0]
+    ids = ids[~torch.isin(ids, start_ids)]
+    length -= len(start_ids)
+    if len(ids) < length:
         raise ConfigError(
-            f"texts: expected at least {length} tokens, got {num_tokens}. Add texts, or measure a "
+            f"texts: expected at least {length} tokens, got {len(ids)}. Add texts, or measure a "
             "smaller card (--quick)"
         )
-    return {OWN_KIND: [*ids[:, : num_tokens // length * length].split(length, 1)]}
+    parts = ids[: len(ids) // length * length].split(length)
+    return {OWN_KIND: [torch.cat([start_ids, part])[None] for part in parts]}
 
 
 class _Card:

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..cache.cache import FP8PagedCache
 from ..cache.paged_tensor import densify
 from ..calibration.divergence import Scores, compute_logits, compute_scores
+from ..errors import ConfigError
 from ..scales import KVScales
 from .caches import UNQUANTIZED, Contender, States
 
@@ -66,6 +67,9 @@ def score_text(
         positions: Positions in the text, each greater than `num_scored`.
         num_scored: Number of scored tokens before each position.
         stored_positions: The positions at which stored prompts are also scored.
+
+    Raises:
+        ConfigError: The logits with the unquantized cache have NaN.
     """
     for position in positions:
         start = position - num_scored
@@ -73,6 +77,11 @@ def score_text(
         next_ids = ids[:, start + 1 : position]
         exact_cache = UNQUANTIZED.fill(model, states, start)
         exact_logits = compute_logits(model, scored_ids, exact_cache, scored=True)
+        if torch.isnan(exact_logits).any():
+            raise ConfigError(
+                f"model: expected logits other than NaN, got NaN from {type(model).__name__}. "
+                "Load it in another dtype, or check its weights"
+            )
         for name, contender in contenders.items():
             caches = {EXACT: contender.fill(model, states, start)}
             if position in stored_positions and (cache := contender.make_stored(model)) is not None:

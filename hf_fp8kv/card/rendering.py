@@ -78,6 +78,7 @@ def format_markdown(card: Mapping[str, Any]) -> str:
 def _describe_measures(card: Mapping[str, Any]) -> str:
     settings = card["settings"]
     stored = ""
+    source = f" of {settings['texts']}" if settings.get("texts") else ""
     if _list_stored_positions(card):
         stored = (
             ' One call computed the prompt exactly. Prompts that are "stored" attend to stored '
@@ -85,7 +86,7 @@ def _describe_measures(card: Mapping[str, Any]) -> str:
         )
     return (
         f"KL (1e-3) and top-1 compare the last {settings['num_scored']} predictions before each "
-        f"position, in each of {settings['num_texts']} texts, with the predictions of the "
+        f"position, in each of {settings['num_texts']} texts{source}, with the predictions of the "
         f"unquantized cache.{stored} Total variation is an upper bound on the "
         "share of draft tokens that are rejected because of the cache."
     )

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils._pytree import tree_map, tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, StaticCache
@@ -93,7 +94,7 @@ def read_config(repo_or_dir: str | os.PathLike[str], **options: Any) -> PreTrain
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(os.fspath(repo_or_dir), **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"expected a config.json that transformers can read in {os.fspath(repo_or_dir)!r}, got "
             f"{type(error).__name__}: {error}. Fix it, or pass config=model.config"

@@ -13,10 +13,11 @@ from transformers import AutoConfig, ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching import cache as stock
 
 from ..errors import ConfigError
-from ..modeling.model_support import ATTENTION
+from ..modeling.model_support import ATTENTION, caches_latents
 from .config import ServingConfig
 from .engines import make_cache_class, rebind_globals
 from .engines.common import EngineCache, read_kv_sizes
+from .probe import read_layer_windows
 
 # Shapes of well-known models: the fields of their config.json that determine the bytes per token.
 _FIELDS = (
@@ -137,11 +138,21 @@ def plan_capacity(
 
     Returns:
         Rows with `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` to bf16 with flash.
+
+    Raises:
+        ConfigError: A model is not supported, or the memory does not suffice for a single step.
     """
     rows: list[dict[str, Any]] = []
     memory_bytes = int(memory_gib * GIB)
     for model, config in models.items():
         decoder = config.get_text_config()
+        read_layer_windows(decoder)
+        if config.is_encoder_decoder or caches_latents(decoder):
+            raise ConfigError(
+                f"model: expected a decoder whose engine caches keys and values, got {model} with "
+                f"{'an encoder' if config.is_encoder_decoder else 'latents (MLA)'}. Use hf-fp8kv "
+                "check, which counts bytes per token"
+            )
         num_kv_heads, dim = read_kv_sizes(decoder)
         token_bytes = 4.0 * num_kv_heads * dim * decoder.num_hidden_layers
         sizes_by_cache = {

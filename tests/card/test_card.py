@@ -1,6 +1,7 @@
 """Tests of `hf-fp8kv card`: the values, the findings, and a card that resumes."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import FP8PagedCache, LayerPlan, LayerScales, StoragePlan
+from hf_fp8kv import FP8PagedCache, KVScales, LayerPlan, LayerScales, StoragePlan
+from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.card import measure
 from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, round_to_q8_0
 from hf_fp8kv.card.measure import Size, judge_cache
@@ -106,6 +109,44 @@ def test_own_texts_replace_the_texts_of_python(run_command, model_folder, tmp_pa
     code, _, stderr = run_command(*options)
     assert code == 1
     assert "texts: expected at least 128 tokens, got 61" in stderr
+
+
+def test_each_result_depends_on_the_texts_the_scales_and_the_weights(
+    model_folder, monkeypatch, tmp_path
+):
+    """A later run keeps no result of others. Each text begins as the tokenizer begins it."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, bos_token="<s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $0", None, [("<s>", 0)])
+    score = mock.Mock(wraps=measure.score_text)
+    monkeypatch.setattr(measure, "score_text", score)
+    scales_folder = str(tmp_path / "scales")
+    kl = []
+    for word, scale, factor in (("of", 0.1, 1), ("is", 0.1, 1), ("is", 0.3, 1), ("is", 0.3, 1.5)):
+        KVScales.uniform(2, scale).save_pretrained(scales_folder, overwrite=True)
+        model.model.embed_tokens.weight.data *= factor
+        card = measure.measure_card(
+            model, tokenizer, name="tiny", parts_path=tmp_path / "parts.json", size=SIZE,
+            texts=[f"London {word} the capital " * 20] * 4, caches=["fp8"], scales=scales_folder,
+        )  # fmt: skip
+        kl.append(card["caches"]["scales"]["verdict"]["kl"])
+    assert len(set(kl)) == len(kl)
+    ids = [call.args[1][0].tolist() for call in score.call_args_list]
+    assert {(row[0], row.count(0), len(row)) for row in ids} == {(0, 1, 128)}
+    model.lm_head.weight.data[0] = torch.nan
+    with pytest.raises(ConfigError, match="model: expected logits other than NaN"):
+        measure.measure_card(
+            model, tokenizer, name="tiny", parts_path=tmp_path / "parts.json", size=SIZE
+        )
+
+
+def test_statistics_of_texts():
+    kl = torch.arange(200.0).double().view(2, 100)
+    scores = [Scores(x, (x > 50).double(), torch.full((99,), 2.0), x / 2) for x in kl]
+    assert measure.summarize_scores(scores) == {
+        "kl": 99.5, "kl_error": pytest.approx(50.0), "kl_p99": pytest.approx(197.01), "kl_max": 199,
+        "top1": 0.745, "total_variation": 49.75, "perplexity": pytest.approx(math.e**2),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
