@@ -63,15 +63,29 @@ def prefill(
     is_other_model = _record_model(method.model, cache, config, can_empty=batch is not None)
     prompts = StoredPrompts(store, cache)
     old_batch = cache.tokens
+    old_kwargs = dict(model_kwargs)
+
+    def compute_prompt() -> Any:
+        cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
+        with prompts.store_after_prefill():
+            return method.original_method(input_ids, config, model_kwargs, *args, **kwargs)
+
     try:
         if batch is not None:
             media = PromptMedia(method.model.config, input_ids, model_kwargs, config)
             batch = _reuse_tokens(method, prompts, cache, batch, media, config, is_other_model)
             if batch.positions is not None:
                 model_kwargs["position_ids"] = batch.positions
-        cache.tokens = (batch or old_batch) and UNKNOWN  # until the whole prompt is stored
-        with prompts.store_after_prefill():
-            outputs = method.original_method(input_ids, config, model_kwargs, *args, **kwargs)
+        try:
+            outputs = compute_prompt()
+        except ConfigError as error:
+            if not prompts.num_restored:
+                raise
+            # The files are intact, but have numbers of heads or dtypes of another model.
+            prompts.undo_restore(error)
+            model_kwargs.clear()
+            model_kwargs.update(old_kwargs)
+            outputs = compute_prompt()
         if batch is None and old_batch is not UNKNOWN:
             # Embeddings follow the known tokens.
             cache.known_prefix = old_batch or cache.known_prefix
@@ -142,7 +156,7 @@ def _reuse_tokens(
         prompts.compute_keys(identity, batch)
         if not needs_empty_cache:
             prompts.restore()
-    media.drop(cache._count_tokens())
+    media.drop(max(num_kept, prompts.num_restored * cache.options.page_size))
     return batch
 
 

@@ -61,13 +61,17 @@ def digest_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Layer
 
 
 class StoredPrompts:
-    """The full pages of a batch of prompts, which are restored from a store and written to it."""
+    """The full pages of a batch of prompts, which are restored from a store and written to it.
+
+    `num_restored` is the number of pages of each prompt that were read from the store.
+    """
 
     def __init__(self, store: PrefixStore | None, cache: Any) -> None:
         self._store: Any = store
         self._cache = cache
         self._keys: list[list[str]] = []  # key of each page, by prompt
         self._batch = UNKNOWN
+        self.num_restored = 0
 
     def compute_keys(self, identity: str, batch: Tokens) -> None:
         """Compute the keys of all pages. A batch without consecutive positions has no keys.
@@ -108,11 +112,20 @@ class StoredPrompts:
             cache.adopt(self._unpack_pages(num_pages, pages))
         except OutOfPagesError:
             return  # computing the tokens raises this error with a better message
+        self.num_restored = num_pages
         num_tokens = num_prompts * num_pages * page_size
         cache.restored_tokens += num_tokens
         store.add_counts(hits=num_prompts, tokens_found=num_tokens)
         for prompt_keys in self._keys:
             store.touch(prompt_keys[:num_pages])
+
+    def undo_restore(self, error: Exception) -> None:
+        """Empty the cache and refuse its restored pages, because the model cannot use them."""
+        cache, num_pages = self._cache, self.num_restored
+        cache.reset()
+        cache.restored_tokens -= len(self._keys) * num_pages * cache.options.page_size
+        for key in dict.fromkeys(key for keys in self._keys for key in keys[:num_pages]):
+            self._store.refuse(key, error)
 
     @contextmanager
     def store_after_prefill(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Protection, the layers of a storage plan that keep 16 bits, and their effect."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -20,12 +21,13 @@ class Protection:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Protection":
         """Return the protection of JSON values from `asdict`. Invalid values raise any error."""
-        return cls(
-            float(data["kl"]),
-            float(data["unprotected_kl"]),
-            float(data["extra_bytes"]),
-            tuple(map(str, data["sides"])),
-        )
+        protection = cls(**data)
+        numbers = protection.kl, protection.unprotected_kl, protection.extra_bytes
+        is_valid = all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        sides = data["sides"]
+        if not is_valid or type(sides) is not list or any(type(side) is not str for side in sides):
+            raise ValueError(f"protection: expected finite numbers and names, got {data}")
+        return replace(protection, sides=tuple(sides))
 
     def __str__(self) -> str:
         text = f"KL after a stored prompt {self.kl:.1e}"

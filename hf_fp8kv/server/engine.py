@@ -146,9 +146,9 @@ class Engine:
         return None if error is None else str(error)
 
     def is_alive(self) -> bool:
-        """Return whether the engine's thread runs and accepts requests."""
-        status = self._manager.background_thread_status
-        return status.can_accept_new_requests() is None and self._manager.is_running()
+        """Return whether the engine's thread runs and has not failed."""
+        # A thread that fails refuses requests before it records its error.
+        return self._manager.is_running() and self.failure is None
 
     def read_usage(self) -> Usage | None:
         """Return the usage of the pages, or None if the engine does not run."""

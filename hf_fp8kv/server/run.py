@@ -54,16 +54,22 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
             restart the process.
     """
     with contextlib.ExitStack() as stack:
-        logging.getLogger("uvicorn.access").addFilter(_is_logged)
+        access_log = logging.getLogger("uvicorn.access")
+        access_log.addFilter(_is_logged)
+        stack.callback(access_log.removeFilter, _is_logged)
         stack.push(lambda _type, error, _traceback: _end_process(app, error))
         stack.callback(app.stop)
         app.start()  # before uvicorn, so that an error is one line and a signal ends the process
+        engine = app.engine
+        assert engine is not None
         server = _Server(app, lambda: on_ready(_format_url(sock)))
         server.run(sockets=[sock])  # stops `app` at its end
-        if server.failure is not None:
+        # The engine may fail after the last tick, or record its error after its end.
+        failure = engine.failure or server.failure
+        if failure is not None:
             raise EngineError(
-                f"the engine ended: {server.failure}. Start the server again, and report its log "
-                "if it ends again"
+                f"the engine ended: {failure}. Start the server again, and report its log if it "
+                "ends again"
             )
 
 
