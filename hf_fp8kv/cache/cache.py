@@ -25,6 +25,7 @@ from ..modeling.model_support import (
 )
 from ..modeling.tensor_parallel import TensorParallel
 from ..modeling.tensor_parallel import tensor_parallel as find_split
+from ..ops.page_layout import make_page_layout
 from ..scales import KVScales, describe_kv_scales
 from ..utils.files import convert_read_errors
 from ..utils.warn_once import warn_once
@@ -662,18 +663,22 @@ class FP8PagedCache(DynamicCache):
         """
         dense_bytes = stored_bytes = 0.0
         for layer in self.paged_layers:
-            sizes = None if self.config is None else find_kv_sizes(self.config, layer.index)
+            pool = layer.store.pool
+            size = self.options.page_size
+            plan = layer.store.encoding.plan
+            shape = None if self.config is None else find_kv_sizes(self.config, layer.index)
             if layer.store.is_initialized:
-                shape = serialization.describe_pool(layer.store.pool)["shape"]
-            elif sizes is not None:
-                shape = [sizes[0] // self.options.tensor_parallel.size, *sizes[1:]]
-            else:
+                shape = pool.num_heads, pool.k_dim, pool.v_dim
+            elif shape is not None:
+                shape = shape[0] // self.options.tensor_parallel.size, *shape[1:]
+            if shape is None:
                 return None
-            fields = {"dtypes": ["bfloat16", "bfloat16"], "shape": shape}
-            pool = serialization.make_pool(fields, self.options, layer.index, torch.device("cpu"))
+            dtypes = [side.find_dtype(torch.bfloat16) for side in plan]
+            has_scales = self.options.has_dynamic_scales and not all(x.is_auto for x in plan)
+            layout = make_page_layout(shape[0], size, *shape[1:], dtypes[0], dtypes[1], has_scales)
             num_kept = min(num_tokens, layer.sliding_window or num_tokens)
-            stored_bytes += num_kept * pool.layout.size / pool.page_size
-            dense_bytes += 2 * num_kept * pool.num_heads * (pool.k_dim + pool.v_dim)
+            stored_bytes += num_kept * layout.size / size
+            dense_bytes += 2 * num_kept * shape[0] * (shape[1] + shape[2])
         return (dense_bytes, stored_bytes) if dense_bytes else None
 
     def memory_footprint(self) -> MemoryFootprint:

@@ -176,13 +176,6 @@ def test_unsupported_models_are_rejected(name, model_folder, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_changed_settings_discard_saved_parts(tmp_path):
-    """A card never combines results for different caches or weights."""
-    for name, result, expected in (("default", 1, 1), ("default", {}, 1), ("fp8", 2, 2)):
-        parts = measure.Parts(tmp_path / "parts.json", {"caches": [name]})
-        assert parts.get("one", mock.Mock(return_value=result)) == expected
-
-
 class TokenLosingCache(FP8PagedCache):
     """A cache that loses the token at position 40."""
 

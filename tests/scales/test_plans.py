@@ -1,5 +1,6 @@
 """Tests of scales with a storage plan: validation, files, and formats that cannot store them."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
     assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
 
 
+PROTECTION = {"kl": 1, "unprotected_kl": 1, "extra_bytes": 0, "sides": []}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -47,11 +51,13 @@ def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -
         ({"version": 3}, "Update hf_fp8kv"),
         ({"weights_digest": "ax"}, "a file of scales as save_pretrained writes it"),
         ({"dtype": "int8"}, "Update hf_fp8kv"),
-        ({"protection": {"kl": 0.25}}, "as save_pretrained writes it, got KeyError"),
+        ({"protection": {"kl": 0.25}}, "as save_pretrained writes it, got TypeError"),
         ({"protection": [1]}, "as save_pretrained writes it, got TypeError"),
-        (
-            {"protection": {"kl": 10**400, "unprotected_kl": 1, "extra_bytes": 0, "sides": []}},
-            "as save_pretrained writes it, got OverflowError",
+        ({"protection": PROTECTION | {"more": 1}}, "as save_pretrained writes it, got TypeError"),
+        ({"protection": PROTECTION | {"kl": 10**400}}, "as save_pretrained .* got OverflowError"),
+        *(
+            ({"protection": PROTECTION | fields}, "expected finite numbers and names")
+            for fields in ({"kl": math.nan}, {"kl": True}, {"kl": "0.5"}, {"sides": "abc"})
         ),
     ],
     ids=str,

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from hf_fp8kv import ConfigError
 from hf_fp8kv.serving import capacity
@@ -66,10 +67,19 @@ def test_the_command_prints_the_tokens_of_a_model(monkeypatch, capsys, tmp_path)
     paged = rows["fp8, dynamic scales"]
     assert paged["bytes_per_token"] == 2 * 2 * 2 * 18
     assert paged["ratio"] == paged["tokens"] / rows["bf16, flash"]["tokens"]
+    assert rows["int6, dynamic scales"]["bytes_per_token"] == 2 * 2 * 2 * 14
+    assert rows["bf16, sdpa"]["tokens"] < rows["bf16, flash"]["tokens"]
     code, output, error = run(*options)
     assert code == 0, error
     assert "Tokens that fit into 9 GiB" in output
     assert f"{rows['bf16, flash']['tokens']:,}" in output
-    code, output, error = run("capacity", "/no/such/model")
-    assert (code, output) == (1, "")
-    assert "/no/such/model" in error
+    for name, message in (
+        ("/no/such/model", "no such folder"), ("t5", "with an encoder"),
+        ("deepseek_v3", "with latents (MLA)"), ("jamba", "full_attention and sliding_attention"),
+    ):  # fmt: skip
+        if name[0] != "/":
+            AutoConfig.for_model(name).save_pretrained(tmp_path / name)
+            name = str(tmp_path / name)
+        code, output, error = run("capacity", name)
+        assert (code, output) == (1, "")
+        assert message in error

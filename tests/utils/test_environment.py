@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_fp8kv.utils.environment import describe_run, find_commit, measure_other_load
+from hf_fp8kv.utils.timing import compute_ratios
 
 
 def test_the_description_of_a_run_has_commit_machine_and_load(monkeypatch):
@@ -55,3 +56,8 @@ def test_the_commit_is_found_in_the_repository_of_the_package(tmp_path: Path):
     assert find_commit(package) == commit_id
     (package / "__init__.py").write_text("one = 2\n")
     assert find_commit(package) == f"{commit_id}-dirty"
+
+
+def test_a_ratio_is_the_time_over_the_time_of_the_baseline():
+    seconds = {"fast": [1.0, 2.0], "slow": [4.0, 4.0]}
+    assert compute_ratios(seconds, "fast", "slow") == [0.25, 0.5]
