@@ -68,7 +68,8 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.is_open_ended = config is None
-        self._has_cross_layers = hasattr(config, "cross_attention_layers")
+        # `hasattr` would take longer than the other attributes together.
+        self._has_cross_layers = config is not None and "cross_attention_layers" in vars(config)
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []

@@ -138,23 +138,29 @@ class BlockTable:
         try:
             if copy is not None:
                 copy((shared_pages, separate_pages))
+        except BaseException:
+            self.allocator.free(new_pages)
+            raise
+        self._mark_changed()
+        self.rows[entries] = separate_pages
+        self.allocator.free(shared_pages)
+        if num_new_columns:
             # Assign pages sequence by sequence, so that the pages of a sequence are adjacent.
             new_rows = new_pages[:num_added].reshape(batch, num_new_columns)
             gap = np.full((batch, new_start - self.num_columns), NO_PAGE, np.int32)
-            old_rows = self.rows.reshape(batch, -1)  # an empty table has 0 rows
-            rows = np.concatenate([old_rows, gap, new_rows], axis=1)
-            rows[entries] = separate_pages
             if self.first_page == self.num_columns:
                 self.first_page = new_start
-            self.replace_rows(rows, self.first_page)
-        finally:
-            self.allocator.free(new_pages)  # the rows now hold them, unless `copy` failed
+            old_rows = self.rows.reshape(batch, -1)  # an empty table has 0 rows
+            self.rows = np.concatenate([old_rows, gap, new_rows], axis=1)
 
     def free_from(self, length: int) -> None:
         """Free the pages that only have tokens from `length` on."""
         num_kept = max(self._count_pages(length), self.first_page)
         if num_kept < self.num_columns:
-            self.replace_rows(self.rows[:, :num_kept], self.first_page)
+            freed_pages = self.rows[:, num_kept:]
+            self._mark_changed()
+            self.rows = self.rows[:, :num_kept]
+            self.allocator.free(freed_pages)
 
     def count_freed_before(self, token: int) -> int:
         """Return the number of pages that `free_before` would free."""
@@ -183,9 +189,12 @@ class BlockTable:
         """Free the pages that only have tokens before `token`."""
         first_kept = min(token // self.page_size, self.num_columns)
         if first_kept > self.first_page:
-            rows = self.rows.copy()
-            rows[:, :first_kept] = NO_PAGE
-            self.replace_rows(rows, first_kept)
+            freed_columns = self.rows[:, self.first_page : first_kept]
+            freed_pages = freed_columns.copy()
+            self._mark_changed()
+            self.first_page = first_kept
+            freed_columns[:] = NO_PAGE
+            self.allocator.free(freed_pages)
 
     def replace_rows(self, rows: IntArray, first_page: int) -> None:
         """Replace the rows. Columns of the new rows from `first_page` on are in use.

@@ -126,13 +126,12 @@ class PageAllocator:
 
     def share(self, pages: IntArray) -> None:
         """Add a reference to the page of each entry of `pages`, except NO_PAGE."""
-        numbers = pages[pages != NO_PAGE]
-        self.reference_counts += np.bincount(numbers, minlength=self.capacity)
+        np.add.at(self.reference_counts, pages[pages != NO_PAGE], 1)
 
     def free(self, pages: IntArray) -> None:
         """Remove a reference to the page of each entry. Pages without references become free."""
         numbers = pages[pages != NO_PAGE]
-        self.reference_counts -= np.bincount(numbers, minlength=self.capacity)
+        np.subtract.at(self.reference_counts, numbers, 1)
         freed_pages = set(numbers[self.reference_counts[numbers] == 0].tolist())
         self._free.extend(sorted(freed_pages, reverse=True))
 
@@ -142,7 +141,7 @@ class PageAllocator:
         counts = np.zeros_like(self.reference_counts)
         for table in self.tables:
             pages = table.get_used_rows()
-            counts += np.bincount(pages[pages != NO_PAGE], minlength=self.capacity)
+            np.add.at(counts, pages[pages != NO_PAGE], 1)
         self.reference_counts, self._free = counts, np.flatnonzero(counts == 0)[::-1].tolist()
 
     def abandon(self, pages: IntArray) -> None:

@@ -252,7 +252,7 @@ MUTANTS = (
     ),
     Mutant(
         "fork: a failed copy keeps its page", TABLE,
-        "            self.allocator.free(new_pages)", "            pass",
+        "            self.allocator.free(new_pages)\n            raise", "            raise",
         "tests/paging/test_block_table.py",
     ),
     Mutant(
