@@ -25,7 +25,7 @@ from ..modeling.layer_specs import (
     release_states,
     reuses_kv,
 )
-from ..modeling.model_support import ATTENTION
+from ..modeling.model_support import ATTENTION, has_cross_layers
 from ..modeling.tensor_parallel import check_divides, count_heads, count_kv_heads
 from ..paging.fixed_pages import FixedPages
 from ..paging.layer_group import LayerGroup
@@ -68,8 +68,7 @@ class PagedLayers:
         self.layers: list[FP8PagedLayer] = []
         self.stores: list[LayerStore] = []
         self.is_open_ended = config is None
-        # `hasattr` would take longer than the other attributes together.
-        self._has_cross_layers = config is not None and "cross_attention_layers" in vars(config)
+        self._has_cross_layers = config is not None and has_cross_layers(config)
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []

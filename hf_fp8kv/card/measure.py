@@ -155,9 +155,11 @@ def measure_card(
             f"positions, got {type(model).__name__} with {reason}. Choose another model"
         )
     size = size.fit(max_positions)
+    # Unusable texts and scales raise their errors before a plan is chosen.
+    card_texts = _read_all_texts(model, tokenizer, size, texts)
     loaded_scales: Any = resolve_scales(scales)
     contenders, refusals = choose_contenders(model, caches, loaded_scales)
-    card = _Card(model, _read_all_texts(model, tokenizer, size, texts), size, contenders)
+    card = _Card(model, card_texts, size, contenders)
     settings = {
         "model": name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -200,8 +202,8 @@ def _read_all_texts(
 ) -> dict[str, list[torch.Tensor]]:
     """Return the texts of each kind, or `texts` as one kind, in tokens `[1, N]`, int64.
 
-    N is the last position of `size`. `texts` are joined, and cut into at most as many texts as the
-    five kinds have together. Each begins with the token that the tokenizer adds before a text.
+    N is the last position of `size`. `texts` are joined, and cut into at most five times
+    `size.texts_per_kind` texts. Each begins with the token that the tokenizer adds before a text.
 
     Raises:
         ConfigError: `texts` have fewer than N tokens.
@@ -266,10 +268,10 @@ class _Card:
         """Return the keys and values of the first text, by layer."""
         return prefill(self.model, self.first_text).states
 
-    @cached_property
+    @property
     def sample_states(self) -> list[States]:
         """Return the keys and values of the first tokens, by layer."""
-        return prefill(self.model, self.first_text[:, :_SAMPLE_TOKENS]).states
+        return [(k[:, :, :_SAMPLE_TOKENS], v[:, :, :_SAMPLE_TOKENS]) for k, v in self.states]
 
     def _count_token_bytes(self) -> dict[str, float]:
         caches = self.all_caches.items()
@@ -302,8 +304,9 @@ class _Card:
 
     def _time_steps(self, position: int) -> dict[str, Any]:
         """Return the milliseconds of a decode step, and the ratio to a step with DynamicCache."""
-        repeats = 1, 1, -(-position // self.sample_states[0][0].shape[2]), 1
-        states = [(k.repeat(repeats), v.repeat(repeats)) for k, v in self.sample_states]
+        sample = self.sample_states
+        repeats = 1, 1, -(-position // sample[0][0].shape[2]), 1
+        states = [(k.repeat(repeats), v.repeat(repeats)) for k, v in sample]
         steps: dict[str, Step] = {
             name: partial(
                 compute_logits,

@@ -121,6 +121,12 @@ def find_max_positions(model: PreTrainedModel) -> int:
     return min(limits, default=sys.maxsize)
 
 
+def has_cross_layers(config: PreTrainedConfig) -> bool:
+    """Return whether some layers of a decoder attend to images instead of tokens (Mllama)."""
+    # Each fork of a cache calls this, and `hasattr` takes several microseconds.
+    return "cross_attention_layers" in vars(config)
+
+
 def has_rope(model: PreTrainedModel) -> bool:
     """Return whether the config has RoPE parameters, for all layers or for each layer type."""
     return bool(get_field(model.config.get_text_config(decoder=True), "rope_parameters"))

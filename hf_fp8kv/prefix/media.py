@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..modeling.methods import ModelMethod
-from ..modeling.model_support import CACHE
+from ..modeling.model_support import CACHE, has_cross_layers
 from ..utils.digests import compute_digest
 
 # Arguments of a model that do not change the keys and values of its tokens.
@@ -115,7 +115,7 @@ class PromptMedia:
             self.image_digests = self._digest_images(ids, inputs)
             # With cross-attention, the text before an image depends on whether images follow.
             decoder = model_config.get_text_config(decoder=True)
-            self.is_comparable &= not hasattr(decoder, "cross_attention_layers")
+            self.is_comparable &= not has_cross_layers(decoder)
             self.is_comparable &= model_config.model_type not in _JOINT_IMAGES
         elif inputs:
             self.is_comparable = False
