@@ -94,6 +94,7 @@ class PagedLayers:
         pool: PagePool | None = None,
         *,
         has_indexer: bool = False,
+        source: LayerStore | None = None,
     ) -> FP8PagedLayer:
         """Create a paged layer, add it to the group of its window, and return it.
 
@@ -102,12 +103,16 @@ class PagedLayers:
             window: Size of the sliding window, or None.
             pool: Pages that a fork shares, or None for new pages.
             has_indexer: Whether the layer has an indexer.
+            source: Store of the layer that this layer copies, or None.
         """
         group = self._get_group(window)
         num_kv_heads = None
         num_query_heads = 0
         num_processes = self.options.tensor_parallel.size
-        if self.config is not None:
+        if source is not None:  # transformers takes microseconds to read a config
+            num_query_heads = source.num_query_heads
+            num_kv_heads = source.encoding.num_model_heads
+        elif self.config is not None:
             num_query_heads = (count_heads(self.config, index) or 0) // num_processes
             num_kv_heads = count_kv_heads(self.config, index) if num_processes > 1 else None
         encoding = Encoding(index, self.options, num_kv_heads)
@@ -233,7 +238,9 @@ class PagedLayers:
         for store in self.stores:
             pool = store.pool if groups and store.is_initialized else None
             has_indexer = store.indexer is not None
-            copy.add_layer(store.encoding.index, store.group.window, pool, has_indexer=has_indexer)
+            index = store.encoding.index
+            window = store.group.window
+            copy.add_layer(index, window, pool, has_indexer=has_indexer, source=store)
         return copy
 
     def _match_widths(self, layers: list[Any]) -> None:

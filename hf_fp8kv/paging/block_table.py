@@ -210,7 +210,8 @@ class BlockTable:
     def fork(self) -> "BlockTable":
         """Return a table that shares all pages with this one."""
         fork = BlockTable(self.allocator)
-        fork.replace_rows(self.rows.copy(), self.first_page)
+        self.allocator.share(self.get_used_rows())
+        fork.rows, fork.first_page = self.rows.copy(), self.first_page
         return fork
 
     def clear(self) -> None:

@@ -676,7 +676,8 @@ Lines find_lines(
   return {memory, transposed ? count : side.dim, memory, count * side.dim};
 }
 
-void read_values(const char* from, int64_t kind, int64_t count, float* to) {
+__attribute__((always_inline)) inline void read_values(
+    const char* from, int64_t kind, int64_t count, float* to) {
   with_reader(kind, {}, false, [&](const auto& read) { decode_line(read, from, count, to); });
 }
 
@@ -935,9 +936,13 @@ void write_vector(
   }
   char* begin = const_cast<char*>(side.find_codes(page, head));
   const int64_t size = side.vector_size();
-  if (!is_value) std::memcpy(begin + slot * size, x, size);
-  for (int64_t i = 0; is_value && i < size; i += width)
-    std::memcpy(begin + i * page_size + slot * width, x + i, width);
+  if (!is_value)
+    std::memcpy(begin + slot * size, x, size);
+  else if (width == 1)
+    for (int64_t i = 0; i < size; i++) begin[i * page_size + slot] = x[i];
+  else
+    for (int64_t i = 0; i < size; i += width)
+      std::memcpy(begin + i * page_size + slot * width, x + i, width);
 }
 
 // ---- gather -------------------------------------------------------------------------------------
