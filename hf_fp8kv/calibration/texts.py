@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,8 @@ logger = logging.getLogger(__name__)
 
 # A window of one token has no previous token to attend to.
 _MIN_TOKENS = 2
-# Lines longer than `max(max_length // 8, 32)` characters are cut, at a space if possible, so that
-# texts can fill their windows.
-_LINES_PER_WINDOW, _UNCUT_CHARACTERS = 8, 32
-# Number of lines that are tokenized in one call, and of characters that are read at once.
-_LINES_PER_CALL = 1024
-_CHARACTERS_PER_READ = 1 << 16
+# Number of characters of a text file that are read for each token. English has four per token.
+_CHARACTERS_PER_TOKEN = 16
 
 
 def read_model_windows(
@@ -80,8 +75,8 @@ def read_windows(
         texts: The path of a `.txt` file (UTF-8) or of a `.jsonl` file, or an iterable such as a
             list or a `datasets` dataset. An item, or the JSON value of a line, is a text, a list of
             messages with `role` and `content`, token ids, or a row with such a value in
-            `text_column` (or in `messages`, if `text_column` is "text"). A text file is cut into
-            texts of about a window, at the ends of paragraphs.
+            `text_column` (or in `messages`, if `text_column` is "text"). A `.txt` file is one text,
+            of which at most 16 characters are read for each of `max_tokens`.
         tokenizer: A tokenizer of transformers, or None if all items are token ids.
         max_tokens: Maximum number of tokens. Reading stops there.
         max_length: Maximum number of tokens in a window.
@@ -95,7 +90,7 @@ def read_windows(
     encoder = _Encoder(tokenizer, text_column, chat_template)
     windows: list[torch.Tensor] = []
     num_tokens_left = max_tokens
-    for label, item in _iterate_items(texts, encoder, max_length):
+    for label, item in _iterate_items(texts, max_tokens * _CHARACTERS_PER_TOKEN):
         ids = encoder.encode(label, item)
         if ids is None:
             continue
@@ -161,21 +156,15 @@ class _Encoder:
             )
         # A chat template contains the special tokens.
         text = self._render_chat(label, item) if is_chat else item
-        (ids,) = self.tokenize(label, [text], special=not is_chat)
-        return torch.tensor(ids, dtype=torch.int32, device="cpu")
-
-    def tokenize(self, label: str, texts: list[str], *, special: bool) -> list[list[int]]:
-        """Return the token ids of each text, with special tokens if `special`."""
         try:
             # Not verbose: a text may be longer than the model's context.
-            ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+            encoding = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)
         except (TypeError, UnicodeError) as error:
-            text = next((t for t in texts if t.encode(errors="ignore").decode() != t), texts[0])
             raise ConfigError(
                 f"{label}: expected text that UTF-8 can encode, got {ascii(text)[:120]}. Replace "
                 "its characters: text.encode('utf-8', 'replace').decode()"
             ) from error
-        return list(ids)
+        return torch.tensor(encoding["input_ids"], dtype=torch.int32, device="cpu")
 
     def _render_chat(self, label: str, messages: Sequence[Any]) -> str:
         if self._chat_template is False:
@@ -219,8 +208,11 @@ class _Encoder:
         return torch.tensor(ids.tolist(), dtype=torch.int32, device="cpu")
 
 
-def _iterate_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[tuple[str, Any]]:
-    """Yield a label of each item, for error messages, and the item."""
+def _iterate_items(texts: Any, max_characters: int) -> Iterator[tuple[str, Any]]:
+    """Yield a label of each item, for error messages, and the item.
+
+    A text file is one item, of which at most `max_characters` are read.
+    """
     if not isinstance(texts, str | os.PathLike):
         if isinstance(texts, Mapping) or not hasattr(texts, "__iter__"):
             raise ConfigError(
@@ -236,98 +228,37 @@ def _iterate_items(texts: Any, encoder: _Encoder, max_length: int) -> Iterator[t
             f"texts: expected a file or a list of texts, got {format_value(str(path))}. Pass "
             "[text] for one text, or the path of an existing file"
         )
-    if path.suffix.lower() == ".jsonl":
-        for number, line in enumerate(_read_lines(path), 1):
-            if not line.strip():
-                continue
-            label = f"{path}, line {number}"
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"{label}: expected one JSON value, got {type(error).__name__}: {error}. Write "
-                    "each text as one line of JSON, or name the file .txt"
-                ) from error
-            yield label, value
-    elif path.suffix.lower() == ".txt":
-        yield from ((str(path), text) for text in _read_text_file(path, encoder, max_length))
-    else:
+    suffix = path.suffix.lower()
+    if suffix not in (".txt", ".jsonl"):
         raise ConfigError(
             f"{path}: expected a .txt file, or a .jsonl file with a JSON value in each line, got "
             f"{path.suffix or 'no suffix'}. Rename it, or pass its texts as a list or a dataset"
         )
-
-
-def _read_lines(path: Path, max_characters: int = -1) -> Iterator[str]:
-    """Yield the lines of a file. A line of more than `max_characters` is yielded in parts."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            yield from iter(lambda: file.readline(max_characters), "")
+            if suffix == ".txt":
+                yield str(path), file.read(max_characters)
+            else:
+                yield from _read_json_lines(path, file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: expected UTF-8, got {error}. Save the file as UTF-8 text"
         ) from error
 
 
-def _read_text_file(path: Path, encoder: _Encoder, max_length: int) -> Iterator[str]:
-    """Yield a text file as consecutive texts, each of about a window.
-
-    A text ends at a paragraph's end if it is then at least half full. Otherwise it ends at a
-    line's end, or else after a space. Only white space around texts is lost.
-    """
-    sample_ids = encoder.encode(str(path), "a")
-    max_tokens = max(max_length - (0 if sample_ids is None else len(sample_ids)), 1)
-    max_characters = max(max_length // _LINES_PER_WINDOW, _UNCUT_CHARACTERS)
-    line_parts = _cut_lines(_read_lines(path, _CHARACTERS_PER_READ), max_characters)
-    buffer: list[tuple[str, int]] = []
-    buffer_tokens = 0
-    while batch := list(islice(line_parts, _LINES_PER_CALL)):
-        parts = [part for part in batch if not part.isspace()]
-        ids = iter(encoder.tokenize(str(path), parts, special=False) if parts else ())
-        for part in batch:
-            # A blank line counts as one token, so that a long run of blank lines is cut.
-            num_tokens = 1 if part.isspace() else max(len(next(ids)), 1)
-            while buffer and buffer_tokens + num_tokens > max_tokens:
-                num_parts = _find_text_end(buffer, buffer_tokens)
-                yield _join_parts(buffer[:num_parts])
-                buffer = buffer[num_parts:]
-                buffer_tokens = sum(n for _, n in buffer)
-            buffer.append((part, num_tokens))
-            buffer_tokens += num_tokens
-    yield _join_parts(buffer)
-
-
-def _cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
-    """Yield each line in parts of limited length, which are cut after a space if possible."""
-    remainder = ""
-    for line_part in lines:
-        line = remainder + line_part
-        start = 0
-        while len(line) - start > max_characters:
-            end = line.rfind(" ", start, start + max_characters) + 1 or start + max_characters
-            yield line[start:end]
-            start = end
-        remainder = line[start:]
-        if remainder.endswith("\n"):
-            yield remainder
-            remainder = ""
-    if remainder:
-        yield remainder
-
-
-def _find_text_end(parts: Sequence[tuple[str, int]], num_tokens: int) -> int:
-    """Return the number of parts up to the last end of a paragraph or line in the second half."""
-    totals = accumulate(n for _, n in parts)
-    possible_ends = [end for end, total in enumerate(totals, 1) if 2 * total >= num_tokens]
-    for is_end in (str.isspace, lambda part: part.endswith("\n")):
-        if ends := [end for end in possible_ends if is_end(parts[end - 1][0])]:
-            return ends[-1]
-    return len(parts)
-
-
-def _join_parts(parts: Sequence[tuple[str, int]]) -> str:
-    # The text includes the indent of its first line, but no line break before it.
-    return "".join(part for part, _ in parts).strip("\n").rstrip()
+def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        label = f"{path}, line {number}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{label}: expected one JSON value, got {type(error).__name__}: {error}. Write "
+                "each text as one line of JSON, or name the file .txt"
+            ) from error
+        yield label, value
 
 
 def _to_bytes(window: torch.Tensor) -> bytes:

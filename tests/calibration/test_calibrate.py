@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from benchmarks.divergence import compare_caches
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, calibrate, choose_plan
 from hf_fp8kv.calibration import plan_choice
 from hf_fp8kv.calibration.queries import Queries
@@ -16,6 +15,7 @@ from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.codec import decode, encode
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.modeling.model_support import caches_latents
+from tests.helpers.divergence import compare_caches
 from tests.helpers.tiny_models import VOCAB, build_variant, list_types
 
 pytestmark = pytest.mark.text

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache, cache_utils
 
-from benchmarks.divergence import UNQUANTIZED, compare_caches
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.switching import paged_attention
+from tests.helpers.divergence import UNQUANTIZED, compare_caches
 from tests.helpers.tiny_models import VOCAB, build_variant
 
 pytestmark = pytest.mark.text

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.divergence import compare_caches
 from benchmarks.outliers import _plant_outliers, planted_outliers
 from hf_fp8kv import ConfigError, FP8PagedCache, StoragePlan, choose_plan, enable, serving
 from hf_fp8kv.attention.switching import paged_attention
@@ -17,6 +16,7 @@ from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from tests.calibration.test_calibrate import LONG_CONTEXT, make_texts
 from tests.calibration.test_default_plans import make_protected_model
 from tests.calibration.test_texts import make_tokenizer
+from tests.helpers.divergence import compare_caches
 from tests.helpers.tiny_models import VOCAB, build_variant, list_types
 
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_fp8kv.calibration import texts as texts_module
 from hf_fp8kv.calibration.texts import read_windows
 from hf_fp8kv.errors import ConfigError
 
@@ -137,47 +136,10 @@ def test_each_json_line_is_a_text_or_a_conversation(tmp_path, name, newline, bom
     ("name", "newline", "bom"),
     [("x.txt", "\n", b""), ("x.TXT", "\r\n", b"\xef\xbb\xbf"), ("x.txt", "\r", b"")],
 )
-def test_a_text_file_is_split_between_paragraphs(tmp_path, name, newline, bom):
-    text = "a a a\n\nb b\nb b\n\nc c c c c c c c c\n\nd"
-    (path := tmp_path / name).write_bytes(bom + text.replace("\n", newline).encode())
-    assert list_window_ids(read_texts(path, make_tokenizer(bos=True), max_length=12)) == [
-        [BOS, *[C] * 9], [BOS, *[A] * 3, *[B] * 4], [BOS, D],
-    ]  # fmt: skip
-
-
-LONG_WORDS = " ".join(["b" * 15] * 12)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a a a a a a\n\nb b\nb b b", ["a a a a a a", "b b\nb b b"]),
-        # A split after a paragraph that ends in the first half would leave a short text.
-        ("a\n\nb b b\nb b b\nc c c", ["a\n\nb b b\nb b b", "c c c"]),
-        (f"a a a a a a\n{LONG_WORDS[:79]}", ["a a a a a a", LONG_WORDS[:79]]),
-        (LONG_WORDS, [LONG_WORDS[:159], LONG_WORDS[160:]]),
-    ],
-)
-def test_a_text_file_is_split_near_the_end_of_a_window(tmp_path, text, expected):
-    (path := tmp_path / "x.txt").write_text(text)
-    # max_length reserves a token for special tokens.
-    assert sorted(list_window_ids(read_texts(path, max_length=11))) == sorted(
-        TOKENIZER(chunk)["input_ids"] for chunk in expected
-    )
-
-
-@given(text=st.text("abcd\n\n  é日\r", max_size=600), max_length=st.integers(2, 40))
-def test_all_letters_of_a_text_file_are_read(tmp_path_factory, text, max_length):
-    text = f"ab cd\n{text}"
-    (path := tmp_path_factory.mktemp("text") / "x.txt").write_bytes(text.encode())
-    windows = read_texts(path, make_tokenizer(by_letter=True), max_length=max_length)
-    letter_counts = Counter(i for window in list_window_ids(windows) for i in window if i != UNK)
-    expected = Counter({A + n: text.count(letter) for n, letter in enumerate("abcd")})
-    assert letter_counts <= expected
-    # A window of one token is dropped, at most one of each text.
-    encoder = texts_module._Encoder(make_tokenizer(by_letter=True), "text", None)
-    num_texts = len(list(texts_module._read_text_file(path, encoder, max_length)))
-    assert (expected - letter_counts).total() <= num_texts
+def test_a_text_file_is_one_text(tmp_path, name, newline, bom):
+    (path := tmp_path / name).write_bytes(bom + newline.join(["a", "", "b b", "c d"]).encode())
+    windows = list_window_ids(read_texts(path, make_tokenizer(bos=True), max_length=4))
+    assert windows == [[BOS, A, B, B], [C, D]]
 
 
 @pytest.mark.parametrize("text", ["x" * 8, "a b c d\n"])

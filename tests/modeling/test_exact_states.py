@@ -13,7 +13,6 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_fp8kv
-from benchmarks.divergence import compare_caches
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate, check_model, serving
 from hf_fp8kv.modeling import exact_states as exact_states_module
 from hf_fp8kv.modeling.exact_states import ROUNDING_NOTE, describe_rounding, exact_states
@@ -26,6 +25,7 @@ from tests.helpers.declared import (
     save_plain,
     save_w8a8,
 )
+from tests.helpers.divergence import compare_caches
 from tests.helpers.serving_tools import generate_batch, prompts
 
 pytest.importorskip("compressed_tensors")

@@ -1,4 +1,4 @@
-"""Compare the predictions of a model under several caches, for tests and benchmarks."""
+"""Compare the predictions of a model under several caches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
