@@ -36,6 +36,7 @@ MAX_REGEX_LENGTH = 8_192  # maximum number of characters of a regular expression
 _MAX_FIELD_VALUES = 16_384  # maximum number of values in all lists and objects of a field
 _MAX_CONFIG_LENGTH = 16_384  # maximum number of characters of a generation_config
 _MAX_ERROR_LENGTH = 60  # maximum number of characters of an invalid value in an error
+_MAX_RULES_LENGTH = 200  # maximum number of characters of the expected values in an error
 
 # Fields of other servers, with the value that agrees with this server's behavior. The fields of a
 # body take precedence.
@@ -162,7 +163,9 @@ def walk_values(value: Any) -> Iterator[Any]:
 _MAX_INT64 = 2**63 - 1
 _Count = Annotated[int, Field(ge=1, le=_MAX_INT64)]
 _Token = Annotated[int, Field(ge=0, le=_MAX_INT64)]
-_OrMinusOne = Annotated[int, Field(ge=-1, le=_MAX_INT64)]
+_TokenOrMinusOne = Annotated[int, Field(ge=-1, le=_MAX_INT64)]  # -1 means no token
+_TokensOrMinusOne = Annotated[list[_TokenOrMinusOne], Field(max_length=128)]
+_TopK = Annotated[int, Field(ge=-1, le=_MAX_INT64)]  # -1 means all tokens
 _ChoiceCount = Annotated[int, Field(ge=1, le=128)]
 _TopCount = Annotated[int, Field(ge=0, le=20)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -171,8 +174,6 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Temperature = Annotated[float, Field(ge=0, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _TokenString = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-_ShortText = Annotated[str, Field(max_length=512)]
-_TextMap = Annotated[dict[Annotated[str, Field(max_length=64)], _ShortText], Field(max_length=16)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 # OpenAI allows 4 stop strings, which are too few for some tasks of lm_eval.
 _Stops = Annotated[
@@ -201,11 +202,14 @@ def _nest_in(value: Any, name: str) -> Any:
     if not isinstance(value, dict) or name in value or not value.keys() - {"type"}:
         return value
     nested = {field: x for field, x in value.items() if field != "type"}
-    return {field: value[field] for field in value.keys() & {"type"}} | {name: nested}
+    outer = {"type": value["type"]} if "type" in value else {}
+    return outer | {name: nested}
 
 
 class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    UNUSED_FIELDS: ClassVar[tuple[str, ...]] = ()  # accepted with any value
 
 
 Model = TypeVar("Model", bound=_StrictModel)
@@ -214,7 +218,7 @@ Model = TypeVar("Model", bound=_StrictModel)
 class Settings(_StrictModel):
     """The settings in a request's `generation_config`, which replace the model's settings."""
 
-    _UNUSED_FIELDS: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
+    UNUSED_FIELDS: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
     temperature: _Temperature | None = None
@@ -222,7 +226,7 @@ class Settings(_StrictModel):
     top_k: _Token | None = None
     min_p: _Fraction | None = None
     max_new_tokens: _Count | None = None
-    eos_token_id: _OrMinusOne | Annotated[list[_OrMinusOne], Field(max_length=128)] | None = None
+    eos_token_id: _TokenOrMinusOne | _TokensOrMinusOne | None = None
 
     @classmethod
     def parse(cls, text: Any) -> "Settings":
@@ -238,8 +242,7 @@ class Settings(_StrictModel):
         fields = {
             field: value
             for field, value in config.items()
-            if field in cls.model_fields
-            or not (value is None or value is False or field in cls._UNUSED_FIELDS)
+            if field in cls.model_fields or not (value is None or value is False)
         }
         return validate(cls, fields, prefix=f"{name}.")
 
@@ -417,6 +420,16 @@ class _StreamOptions(_StrictModel):
 class Body(_StrictModel):
     """The fields that all paths have. `parse_body` removes fields that are null."""
 
+    UNUSED_FIELDS: ClassVar = (
+        "user",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "metadata",
+        "store",
+    )
     model: str | None = None
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
@@ -429,7 +442,7 @@ class Body(_StrictModel):
     generation_config: Annotated[Settings | None, BeforeValidator(Settings.parse)] = None
     temperature: _Temperature | None = None
     top_p: _PositiveFraction | None = None
-    top_k: _OrMinusOne | None = None
+    top_k: _TopK | None = None
     min_p: _Fraction | None = None
     seed: Annotated[int, Field(ge=-_MAX_INT64 - 1, le=_MAX_INT64)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -437,16 +450,8 @@ class Body(_StrictModel):
     frequency_penalty: _Penalty = 0.0
     # The number is limited because each bias slows the steps of all requests.
     logit_bias: Annotated[dict[_TokenString, _Bias], Field(max_length=1024)] = {}
-    # Fields that do not change answers.
+    # This field does not change answers.
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    user: _ShortText | None = None
-    safety_identifier: _ShortText | None = None
-    service_tier: _ShortText | None = None
-    prompt_cache_key: _ShortText | None = None
-    prompt_cache_retention: _ShortText | None = None
-    prompt_cache_options: _TextMap | None = None
-    metadata: _TextMap | None = None
-    store: bool | None = None
 
     @property
     def token_limit(self) -> tuple[str | None, int | None]:
@@ -607,7 +612,8 @@ class ResponseBody(ToolBody):
             else:
                 messages.append(item.template_message)
                 if reasoning is not None and item.role == "assistant":
-                    messages[-1]["reasoning_content"], reasoning = reasoning, None
+                    messages[-1]["reasoning_content"] = reasoning
+                    reasoning = None
         if self.instructions:
             if messages and messages[0]["role"] == "system":
                 del messages[0]
@@ -654,10 +660,13 @@ def validate(
     ignored_names = list[str]()
     for name, value in sorted(body.items()):
         field = prefix + name
-        # `value` itself is the first of these values, and is not counted.
-        excess_values = itertools.islice(walk_values(value), _MAX_FIELD_VALUES + 1, None)
-        if name != "prompt" and any(True for _ in excess_values):
+        # One value more than the maximum is enough. `value` itself is not counted.
+        counted_values = itertools.islice(walk_values(value), _MAX_FIELD_VALUES + 2)
+        num_values = sum(1 for _ in counted_values) - 1
+        if name != "prompt" and num_values > _MAX_FIELD_VALUES:
             raise make_value_error(field, f"at most {_MAX_FIELD_VALUES} values in total", value)
+        if name in model.UNUSED_FIELDS:
+            continue
         if name in model.model_fields:
             fields[name] = value
         elif name in _NEUTRAL_FIELDS:
@@ -675,13 +684,15 @@ def validate(
         logger.warning("ignored the unknown fields %.200r of a request", ignored_names)
     try:
         return model.model_validate(fields)
-    except ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False)
+    except ValidationError as failure:
+        errors = failure.errors(include_url=False, include_context=False)
         first_error = errors[0]
-        field = _get_field(errors[0])
-        rules = dict.fromkeys(_describe_rule(x) for x in errors if _get_field(x) == field)
+        field = _get_field(first_error)
+        # A value may break the rules of several types, some of which are the same.
+        rules = [_describe_rule(error) for error in errors if _get_field(error) == field]
+        expected = " or ".join(dict.fromkeys(rules))[:_MAX_RULES_LENGTH]
         value = None if first_error["type"] == "missing" else first_error["input"]
-        raise make_value_error(prefix + field, " or ".join(rules)[:200], value) from None
+        raise make_value_error(prefix + field, expected, value) from None
 
 
 def _describe_rule(error: Mapping[str, Any]) -> str:
