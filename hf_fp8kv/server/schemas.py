@@ -174,6 +174,8 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Temperature = Annotated[float, Field(ge=0, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _TokenString = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_ShortText = Annotated[str, Field(max_length=512)]
+_TextMap = Annotated[dict[Annotated[str, Field(max_length=64)], _ShortText], Field(max_length=16)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 # OpenAI allows 4 stop strings, which are too few for some tasks of lm_eval.
 _Stops = Annotated[
@@ -209,8 +211,6 @@ def _nest_in(value: Any, name: str) -> Any:
 class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    UNUSED_FIELDS: ClassVar[tuple[str, ...]] = ()  # accepted with any value
-
 
 Model = TypeVar("Model", bound=_StrictModel)
 
@@ -218,7 +218,7 @@ Model = TypeVar("Model", bound=_StrictModel)
 class Settings(_StrictModel):
     """The settings in a request's `generation_config`, which replace the model's settings."""
 
-    UNUSED_FIELDS: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
+    _UNUSED_FIELDS: ClassVar = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
 
     do_sample: bool | None = None
     temperature: _Temperature | None = None
@@ -242,7 +242,8 @@ class Settings(_StrictModel):
         fields = {
             field: value
             for field, value in config.items()
-            if field in cls.model_fields or not (value is None or value is False)
+            if field in cls.model_fields
+            or not (value is None or value is False or field in cls._UNUSED_FIELDS)
         }
         return validate(cls, fields, prefix=f"{name}.")
 
@@ -420,16 +421,6 @@ class _StreamOptions(_StrictModel):
 class Body(_StrictModel):
     """The fields that all paths have. `parse_body` removes fields that are null."""
 
-    UNUSED_FIELDS: ClassVar = (
-        "user",
-        "safety_identifier",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "metadata",
-        "store",
-    )
     model: str | None = None
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
@@ -450,8 +441,16 @@ class Body(_StrictModel):
     frequency_penalty: _Penalty = 0.0
     # The number is limited because each bias slows the steps of all requests.
     logit_bias: Annotated[dict[_TokenString, _Bias], Field(max_length=1024)] = {}
-    # This field does not change answers.
+    # Fields that do not change answers.
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    user: _ShortText | None = None
+    safety_identifier: _ShortText | None = None
+    service_tier: _ShortText | None = None
+    prompt_cache_key: _ShortText | None = None
+    prompt_cache_retention: _ShortText | None = None
+    prompt_cache_options: _TextMap | None = None
+    metadata: _TextMap | None = None
+    store: bool | None = None
 
     @property
     def token_limit(self) -> tuple[str | None, int | None]:
@@ -665,8 +664,6 @@ def validate(
         num_values = sum(1 for _ in counted_values) - 1
         if name != "prompt" and num_values > _MAX_FIELD_VALUES:
             raise make_value_error(field, f"at most {_MAX_FIELD_VALUES} values in total", value)
-        if name in model.UNUSED_FIELDS:
-            continue
         if name in model.model_fields:
             fields[name] = value
         elif name in _NEUTRAL_FIELDS:

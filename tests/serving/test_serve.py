@@ -209,7 +209,7 @@ INVALID_REQUESTS = [
     (CHAT, "structured_outputs.json", 400, {"structured_outputs": {"json": HUGE_MULTIPLE}}),
     (CHAT, "top_logprobs", 400, {"top_logprobs": 3}),
     (CHAT, "cache_salt", 400, {"cache_salt": ""}),
-    (RESPONSES, "metadata", 400, {"metadata": [0] * 16385}),
+    (RESPONSES, "metadata", 400, {"metadata": {str(n): "x" for n in range(17)}}),
     (CHAT, "generation_config", 400, {"generation_config": "{"}),
     (CHAT, "generation_config.num_beams", 400, {"generation_config": '{"num_beams": 4}'}),
     (CHAT, "chat_template_kwargs.chat_template", 400, {
@@ -244,7 +244,7 @@ def test_an_error_names_the_rejected_field(server, path, field, status, change):
         {
             "tools": [TOOL], "tool_choice": "none", "cache_salt": "x" * 512, "suffix": "", "n": 1,
             "stop": [f"no {number}" for number in range(16)], "user": "x" * 512, "seed": 3,
-            "metadata": {f"{n:64}": "x" * 512 for n in range(16)}, "store": True,
+            "metadata": {f"{n:64}": "x" * 512 for n in range(16)}, "store": False,
         },
         {
             "tools": [], "parallel_tool_calls": False, "logprobs": 0, "top_logprobs": 0,
