@@ -29,11 +29,10 @@ from ..scales.kv_scales import resolve_scales
 from ..utils.digests import compute_digest, digest_weights
 from ..utils.environment import describe_run
 from ..utils.files import write_atomically
-from ..utils.text import format_list
 from ..utils.timing import Step, compute_ratios, take_turns
 from .caches import UNQUANTIZED, Contender, States, choose_contenders, count_token_bytes
 from .long_texts import KINDS, read_texts
-from .predictions import EXACT, STORED, compare_states, prefill, score_text
+from .predictions import EXACT, STORED, prefill, score_text
 
 ALL_KINDS = "all"
 OWN_KIND = "own texts"  # the kind of texts that a user passes
@@ -42,8 +41,6 @@ TIERS = {"very close": 1e-3, "close": 1e-2, "visible": 1e-1, "broken": math.inf}
 _SAMPLE_TOKENS = 128  # number of tokens whose states fill the caches that are timed
 _TIMED_STEPS = 5  # number of timed decode steps of a cache
 _MIN_POSITIONS = 512  # minimum number of positions of a model
-# Largest tolerated gain of stored states, and ratio of the error of K to its error without centers.
-_MAX_GAIN, _MAX_CENTER_ERROR = 5e-3, 1.1
 
 
 @dataclass(frozen=True)
@@ -258,7 +255,6 @@ class _Card:
         for kind, texts in self.texts.items():
             for index, ids in enumerate(texts):
                 parts[f"text: {kind} {index + 1}"] = partial(self._score_text, ids)
-        parts["stored states"] = self._compare_states
         for position in self.size.step_positions:
             parts[f"steps: {position} tokens"] = partial(self._time_steps, position)
         return parts
@@ -296,12 +292,6 @@ class _Card:
             for key, text_scores in scores
         }
 
-    def _compare_states(self) -> dict[str, Any]:
-        return {
-            name: compare_states(contender, self.model, self.states)
-            for name, contender in self.contenders.items()
-        }
-
     def _time_steps(self, position: int) -> dict[str, Any]:
         """Return the milliseconds of a decode step, and the ratio to a step with DynamicCache."""
         sample = self.sample_states
@@ -333,7 +323,6 @@ class _Card:
             "title": self.contenders[name].title,
             "bytes_per_token": self.results["bytes"][name],
             "predictions": self._summarize_predictions(name),
-            "stored": self.results["stored states"][name],
             "steps": {
                 str(position): self.results[f"steps: {position} tokens"].get(name)
                 for position in self.size.step_positions
@@ -381,26 +370,11 @@ def judge_cache(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the verdict on a cache from its entry in the card.
 
     Returns:
-        `kl`, the largest of the mean divergences after exact prompts, `tier`, the key of `TIERS`
-        for this divergence, and `findings`, a sentence about each defect.
+        `kl`, the largest of the mean divergences after exact prompts, and `tier`, the key of
+        `TIERS` for this divergence.
     """
-    stored_errors = entry["stored"]
-    findings = []
     kl = max(row["kl"] for row in select_rows(entry, EXACT))
-    if stored_errors is not None:
-        for side in "kv":
-            if abs(gain := stored_errors[f"{side}_gain"]) > _MAX_GAIN:
-                direction = "large" if gain > 0 else "small"
-                findings.append(f"{side.upper()} is stored {abs(gain):.1%} too {direction}.")
-        if positions := stored_errors["lost"]:
-            first_positions = format_list(positions, 3)
-            findings.append(f"{len(positions)} stored tokens are lost (at {first_positions}).")
-        if stored_errors["center"] > _MAX_CENTER_ERROR:
-            findings.append(
-                f"The centers do not fit: the error of K is {stored_errors['center']:.1f} times "
-                "the error without centers."
-            )
-    return {"tier": find_tier(kl), "kl": kl, "findings": findings}
+    return {"tier": find_tier(kl), "kl": kl}
 
 
 def find_tier(kl: float) -> str:

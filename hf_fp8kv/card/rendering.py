@@ -20,15 +20,15 @@ def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
     bytes_ratio = cache["bytes_per_token"] / card["bf16_bytes_per_token"]
     max_kl = TIERS[verdict["tier"]]
     bound = f"up to {max_kl:g}" if math.isfinite(max_kl) else f"above {TIERS['visible']:g}"
-    sentences = verdict["findings"] or ["No other problems were found."]
+    text = (
+        f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier {bound}), "
+        f"{bytes_ratio:.2f} of the bytes of bf16."
+    )
     if _list_stored_positions(card):
         stored_kl = max((row["kl"] for row in select_rows(cache, STORED)), default=None)
         loss = "refused" if stored_kl is None else f"{find_tier(stored_kl)} ({stored_kl:.1e})"
-        sentences = [f"After stored prompts: {loss}.", *sentences]
-    return (
-        f"{cache['title']}: {verdict['tier']} (mean KL {verdict['kl']:.1e}, tier {bound}), "
-        f"{bytes_ratio:.2f} of the bytes of bf16. {' '.join(sentences)}"
-    )
+        text += f" After stored prompts: {loss}."
+    return text
 
 
 def _list_stored_positions(card: Mapping[str, Any]) -> list[int]:
