@@ -108,7 +108,7 @@ def enable(
     prefix_store: PrefixStore | None = None,
     **cache_keywords: Any,
 ) -> _Model:
-    """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
+    """Make `model.generate()`, and pipelines of this model, use an FP8 cache.
 
     Each call creates a new cache, unless it passes a cache, selects another type of cache, or
     uses no cache. The attention is set to "fp8_paged" if the model supports it. Call `enable` again
@@ -156,11 +156,13 @@ def enable(
     base = find_generating_model(find_base_model(model, "generate", _PREPARE_METHOD))
     _check_arguments(base, cache_keywords, reuse_prefix=reuse_prefix, prefix_store=prefix_store)
     check_bits(bits)  # raises an error for None, which only `resolve_plan` accepts
-    passed = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
-    cache_keywords = resolve_plan(base, {**passed, "bits": bits}, prefix_store=prefix_store)
+    passed_keywords = {"tensor_parallel": tensor_parallel(base), "dtype": dtype, **cache_keywords}
+    cache_keywords = resolve_plan(
+        base, {**passed_keywords, "bits": bits}, prefix_store=prefix_store
+    )
     # By default, `resolve_plan` adds a plan, or a format if no plan can be chosen.
     is_default = any(
-        cache_keywords.get(name) is not None and passed.get(name) in (None, ADAPTIVE)
+        cache_keywords.get(name) is not None and passed_keywords.get(name) in (None, ADAPTIVE)
         for name in ("dtype", "plan")
     )
     if training is not None or prefix_store is not None or deterministic:
@@ -173,7 +175,8 @@ def enable(
     if cache.options.is_preallocated:
         exact = {"dtype": "model", "plan": None, "tensor_parallel": tensor_parallel(base)}
         probe_preallocated(
-            base, lambda size: _make_generate_cache(base, {**exact, "max_cache_len": size})
+            base,
+            lambda num_tokens: _make_generate_cache(base, {**exact, "max_cache_len": num_tokens}),
         )
     if deterministic:
         probe_deterministic(base, cache.options, find_stock_layers(cache))
@@ -197,8 +200,11 @@ def enable(
     install_rounding(roundings)
     if deterministic:
         install_deterministic(base, __name__)
+    note = ""
     sizes = cache.count_bytes()
-    note = "" if sizes is None else f", {sizes[1]:,.0f} bytes per token, {sizes[0]:,.0f} in bf16"
+    if sizes is not None:
+        bf16_bytes, stored_bytes = sizes
+        note = f", {stored_bytes:,.0f} bytes per token, {bf16_bytes:,.0f} in bf16"
     logger.info(
         "generate() of %s stores %s%s", type(base).__name__, summarize_plan(cache.plan), note
     )
@@ -224,7 +230,10 @@ def _check_arguments(
             "the model without enable()"
         )
     if prefix_store is not None and not reuse_prefix:
-        raise ConfigError("prefix_store: expected reuse_prefix=True, got False. Pass only one")
+        raise ConfigError(
+            "prefix_store: expected a call that compares prompts with caches, got "
+            "reuse_prefix=False. Leave reuse_prefix or prefix_store out"
+        )
 
 
 def _choose_methods(
@@ -294,7 +303,9 @@ class _LastUse:
             num_tokens = cache.host_length()
             sizes = cache.count_bytes(num_tokens) or (0.0, 0.0)
             num_sequences = footprint.tokens // max(num_tokens, 1)
-            bf16_bytes, stored_bytes = (x * num_sequences + footprint.other_bytes for x in sizes)
+            bf16_bytes, stored_bytes = (
+                size * num_sequences + footprint.other_bytes for size in sizes
+            )
             self._sizes = footprint, stored_bytes, bf16_bytes
         return self._sizes
 
@@ -345,11 +356,12 @@ def _prepare_cache(
     This method is replaced instead of `generate`, because some models (Whisper, for long audio)
     generate several times in one call.
     """
-    model, (keywords, num_layers) = method.model, method.arguments
+    model = method.model
+    keywords, num_layers = method.arguments
     if _uses_default_cache(generation_config, model_kwargs):
         if generation_config.cache_implementation == OFFLOADED:
             keywords = {**keywords, "offloading": keywords.get("offloading") or True}
-            # transformers rejects this option if a cache is passed.
+            # transformers refuses this option if a cache is passed.
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None
         is_draft = getattr(generation_config, "is_assistant", False)
@@ -385,8 +397,7 @@ def _install_prefix_conversion(model: PreTrainedModel, keywords: dict[str, Any])
         prefix = _get_self_attention_cache(inputs.get(CACHE))
         if type(prefix) is DynamicCache:
             cache = inputs[CACHE] = _make_generate_cache(model, keywords)
-            layers: list[Any] = prefix.layers
-            for index, layer in enumerate(layers):
+            for index, layer in enumerate(prefix.layers):
                 if getattr(layer, "keys", None) is not None:
                     _get_self_attention_cache(cache).update(*_pad_to_full_length(layer), index)
         return inputs
@@ -414,11 +425,11 @@ def _pad_to_full_length(layer: Any) -> list[torch.Tensor]:
 
     No query attends to these tokens.
     """
-    states = []
     num_tokens = layer.get_seq_length()
-    for dense in (layer.keys, layer.values):
-        states.append(torch.nn.functional.pad(dense, (0, 0, num_tokens - dense.shape[2], 0)))
-    return states
+    return [
+        torch.nn.functional.pad(dense, (0, 0, num_tokens - dense.shape[2], 0))
+        for dense in (layer.keys, layer.values)
+    ]
 
 
 def _uses_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -451,7 +462,7 @@ def _make_generate_cache(
         cache = _make_paged_cache(whole_config, keywords)
         first_layers = range(len(DynamicCache(config=config).layers))
         plans = {index: plan for index, plan in cache.plan.items() if index in first_layers}
-        stock_layers = [i for i in find_stock_layers(cache) if i in first_layers]
+        stock_layers = [index for index in find_stock_layers(cache) if index in first_layers]
         return FP8PagedCache.from_options(config, replace(cache.options, plan=plans), stock_layers)
     cache = _make_paged_cache(config, keywords)
     if not config.is_encoder_decoder:

@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 from .arguments import Device, Json, Model
-from .shared import choose_device, load_weights, make_console
+from .shared import choose_device, load_model, make_console
 
 
 def check(model: Model = None, device: Device = "cpu", as_json: Json = False) -> None:
-    """Show versions, backends and bytes per token. With --model, also how each layer is stored.
+    """Show versions, backends and bytes per token. With --model, also show how layers are stored.
 
     Without --model, the bytes are for Llama-3.1-8B.
     """
@@ -27,23 +27,23 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         "backends": backends,
     }
     report = None
-    name = model or "Llama-3.1-8B"
+    model_name = model or "Llama-3.1-8B"
     if model is None:
-        config = capacity.get_config(name)
+        config = capacity.get_config(model_name)
     else:
-        loaded_model = load_weights(model, device)
+        loaded_model = load_model(model, device)
         report = check_model(loaded_model)
         config = loaded_model.config
         output["model"] = report.to_dict()
-    sizes = None if report and report.refused else FP8PagedCache(config).count_bytes()
+    sizes = None if report and report.refusal else FP8PagedCache(config).count_bytes()
     rows = {**list_versions(), "gpus": ", ".join(output["gpus"]) or "none"}
     rows |= {f"backend {name}": status for name, status in backends.items()}
     if sizes is not None:
-        names = "bf16", "8-bit pages"
-        output["token_bytes"] = dict(zip(names, sizes, strict=True))
-        for title, size in output["token_bytes"].items():
-            fits = f"{2**30 / size:,.0f} tokens per GiB"
-            rows[f"{name}, {title}"] = f"{format_size(size)} per token, {fits}"
+        output["token_bytes"] = dict(zip(("bf16", "8-bit pages"), sizes, strict=True))
+        for storage_name, size in output["token_bytes"].items():
+            tokens_per_gib = f"{2**30 / size:,.0f} tokens per GiB"
+            row_name = f"{model_name}, {storage_name}"
+            rows[row_name] = f"{format_size(size)} per token, {tokens_per_gib}"
     if as_json:
         print(json.dumps(output, default=str))
         return

@@ -44,8 +44,10 @@ from ..utils.warn_once import warn_once
 ENVIRONMENT_VARIABLE = "HF_FP8KV_CAPTURE"
 # Minimum number of new tokens that a call must allow. The first three steps are not replayed.
 MIN_NEW_TOKENS = 16
-# Minimum number of tokens per sequence to reserve pages for, and divisor of the stored tokens.
-MIN_RESERVED_TOKENS, RESERVED_DIVISOR = 1024, 8
+# Pages are reserved for at least this number of tokens per sequence, and for at least the number of
+# stored tokens divided by `RESERVED_DIVISOR`.
+MIN_RESERVED_TOKENS = 1024
+RESERVED_DIVISOR = 8
 # Maximum number of times that the inputs of a call may change their shapes.
 MAX_KEY_CHANGES = 4
 # Maximum relative error of the logits of a step, from a different order of sums. In 16 bits it is
@@ -130,7 +132,8 @@ class StepDescription(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, list[Any]]] = []
         self.obstacle = ""
-        self._device, self._is_reserved = device, is_reserved
+        self._device = device
+        self._is_reserved = is_reserved
         # Index of the operation that produced a storage, by the storage's number. A weak reference
         # reserves the number, even if the storage is freed during the step.
         self._producers: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -146,41 +149,41 @@ class StepDescription(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, structure = tree_flatten((args, kwargs or {}))
         is_gather = func._schema.name.startswith("hf_fp8kv::gather")
+        # The sixth argument of a gather is `ragged`.
         reads_dense = (is_gather and args[5]) or any(
-            isinstance(x, PagedKV) and x.is_ragged for x in leaves
+            isinstance(leaf, PagedKV) and leaf.is_ragged for leaf in leaves
         )
         if reads_dense and self._is_reserved:
             raise CaptureError("it reads dense keys and values of reserved positions")
         # A tensor of Python numbers is new in each step, so its values are compared.
         is_constant = func is torch.ops.aten.lift_fresh.default
-        descriptions = [x.tolist() if is_constant else self._describe(x) for x in leaves]
+        descriptions = [leaf.tolist() if is_constant else self._describe(leaf) for leaf in leaves]
         result = func(*args, **(kwargs or {}))
-        results = _find_tensors(tree_leaves(result))
+        outputs = _find_tensors(tree_leaves(result))
         if not is_constant:
-            self._check(func, args, _find_tensors(leaves), results)
+            self._check(func, args, _find_tensors(leaves), outputs)
         if func._schema.is_mutable:
-            written_tensors = _find_tensors(args[:1])
-            self._written |= {x.untyped_storage()._cdata for x in written_tensors}
-        for storage in (x.untyped_storage() for x in results):
-            number = storage._cdata
+            self._written.update(map(_number_storage, _find_tensors(args[:1])))
+        for output in outputs:
+            number = _number_storage(output)
             if number not in self._old_storages and number not in self._producers:
-                self._producers[number] = len(self.calls), StorageWeakRef(storage)
+                self._producers[number] = len(self.calls), StorageWeakRef(output.untyped_storage())
         self.calls.append((str(func), [structure, *descriptions]))
         return result
 
-    def _check(self, func: Any, args: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
+    def _check(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Set `obstacle` if a graph cannot repeat an operation."""
         tags = [tag for tag in _TAGS if tag in func.tags]
         if func._schema.name in _INDEX_OPERATIONS:
-            has_mask = any(x.dtype in _MASK_DTYPES for x in inputs[1:])
+            has_mask = any(index.dtype in _MASK_DTYPES for index in inputs[1:])
             tags = [torch.Tag.dynamic_output_shape] if has_mask else []
-        names = [argument.name for argument in func._schema.arguments]
-        for index, name in enumerate(names):
-            if name in ("dropout_p", "train") and args[index : index + 1] in ((), (False,)):
+        for position, parameter in enumerate(func._schema.arguments):
+            is_dropout = parameter.name in ("dropout_p", "train")
+            if is_dropout and args[position : position + 1] in ((), (False,)):
                 tags = []  # without dropout, an operation draws no numbers
-        devices = {x.device for x in (*inputs, *results) if x.ndim}
+        devices = {tensor.device for tensor in (*inputs, *outputs) if tensor.ndim}
         reads_old_memory = any(
-            x.untyped_storage()._cdata in self._old_storages for x in inputs if x.is_cpu
+            _number_storage(tensor) in self._old_storages for tensor in inputs if tensor.is_cpu
         )
         for tag in tags:
             self.report(f"{func} {_TAGS[tag]}")
@@ -191,33 +194,34 @@ class StepDescription(TorchDispatchMode):
         """Return a description of an argument. A tensor has an origin, and its layout."""
         if not isinstance(x, Tensor):
             return type(x), repr(x) if isinstance(x, float) else x
-        if wrapped := _flatten(x):
-            inner = [self._describe(getattr(x, name)) for name in wrapped[0]]
-            return type(x), wrapped[1], x.shape, inner
-        storage = x.untyped_storage()
-        producer = self._producers.get(storage._cdata)
+        inner_names, constants = _flatten(x)
+        if inner_names:
+            inner = [self._describe(getattr(x, name)) for name in inner_names]
+            return type(x), constants, x.shape, inner
+        number = _number_storage(x)
+        producer = self._producers.get(number)
         if producer is None:
-            self._old_storages[storage._cdata] = storage
-        origin = ("memory", storage._cdata) if producer is None else ("operation", producer[0])
+            self._old_storages[number] = x.untyped_storage()
+        origin = ("memory", number) if producer is None else ("operation", producer[0])
         return Tensor, origin, (x.storage_offset(), x.shape, x.stride(), x.dtype, x.device)
 
     def writes_to(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether an operation has changed one of `tensors`."""
-        return any(x.untyped_storage()._cdata in self._written for x in _find_tensors(tensors))
+        return any(_number_storage(tensor) in self._written for tensor in _find_tensors(tensors))
 
     def add_result(self, result: Any) -> None:
         """Describe the result of the step. Only the logits may be a new tensor."""
         tensors = _find_tensors(tree_leaves(result))
-        self.calls.append(("the result", [self._describe(x) for x in tensors]))
-        other_tensors = [x for x in tensors if x is not getattr(result, "logits", None)]
-        if any(x.untyped_storage()._cdata in self._producers for x in other_tensors):
+        self.calls.append(("the result", list(map(self._describe, tensors))))
+        logits = getattr(result, "logits", None)
+        other_tensors = [tensor for tensor in tensors if tensor is not logits]
+        if any(_number_storage(tensor) in self._producers for tensor in other_tensors):
             self.report("the model returns new tensors in addition to the logits")
 
     def find_difference(self, previous: "StepDescription") -> str:
         """Return the first difference from the description of the previous step, or ""."""
-        for (name, arguments), (old_name, old_arguments) in zip(
-            self.calls, previous.calls, strict=False
-        ):
+        pairs = zip(self.calls, previous.calls, strict=False)
+        for (name, arguments), (old_name, old_arguments) in pairs:
             if name != old_name:
                 return f"a step calls {name} where the previous step calls {old_name}"
             for argument, old_argument in zip(arguments, old_arguments, strict=False):
@@ -229,25 +233,30 @@ class StepDescription(TorchDispatchMode):
                         else f"{old_argument}, then {argument}"
                     )
                     return f"{name} reads {change:.100}"
-        is_longer = len(self.calls) != len(previous.calls)
-        return "steps have different numbers of operations" if is_longer else ""
+        has_other_length = len(self.calls) != len(previous.calls)
+        return "steps have different numbers of operations" if has_other_length else ""
 
 
-def _flatten(x: Any) -> Any:
+def _number_storage(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage, which no other storage has at the same time."""
+    return tensor.untyped_storage()._cdata
+
+
+def _flatten(x: Any) -> tuple[Any, Any]:
     """Return the names of the tensors inside a wrapper such as a compact mask, and its constants.
 
-    Return None for any other object.
+    Return no names for any other object.
     """
-    return x.__tensor_flatten__() if is_traceable_wrapper_subclass(x) else None
+    return x.__tensor_flatten__() if is_traceable_wrapper_subclass(x) else ((), None)
 
 
 def _find_tensors(objects: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among objects, and the tensors inside wrappers instead of the wrappers."""
     tensors = list[Tensor]()
     for x in objects:
-        if wrapped := _flatten(x):
-            tensors += _find_tensors(getattr(x, name) for name in wrapped[0])
-        elif isinstance(x, Tensor):
+        inner_names, _ = _flatten(x)
+        tensors += _find_tensors(getattr(x, name) for name in inner_names)
+        if isinstance(x, Tensor) and not inner_names:
             tensors.append(x)
     return tensors
 
@@ -256,11 +265,12 @@ def _copy(x: Any) -> Any:
     """Return a contiguous copy of a tensor, and any other object unchanged."""
     if not isinstance(x, Tensor):
         return x
-    if not (wrapped := _flatten(x)):
+    inner_names, constants = _flatten(x)
+    if not inner_names:
         return x.clone(memory_format=torch.contiguous_format)
-    copies = {name: _copy(getattr(x, name)) for name in wrapped[0]}
-    wrapper: Any = type(x)
-    return wrapper.__tensor_unflatten__(copies, wrapped[1], x.shape, x.stride())
+    copies = {name: _copy(getattr(x, name)) for name in inner_names}
+    wrapper_class: Any = type(x)
+    return wrapper_class.__tensor_unflatten__(copies, constants, x.shape, x.stride())
 
 
 def _make_key(x: Any) -> Any:
@@ -308,9 +318,9 @@ class CapturedStep:
         if not any(group.record_past for group in self.cache._paged.groups.values()):
             if not self.cache.options.is_preallocated:
                 self._backup = self.cache.fork()
-                modules = self.model.modules()
-                states = [state for m in modules for state in (vars(m), m._buffers)]
-                self._attributes = [(state, dict(state)) for state in states]
+                for module in self.model.modules():
+                    for attributes in (vars(module), module._buffers):
+                        self._attributes.append((attributes, dict(attributes)))
             self.reserve()
 
     def end(self) -> None:
@@ -324,15 +334,16 @@ class CapturedStep:
         """Reserve pages for the next steps, whose addresses are then constant."""
         self._forget()
         self._num_reserved = self._num_key_changes = 0
-        cache, paged = self.cache, self.cache._paged
+        cache = self.cache
+        paged = cache._paged
         paged.unreserve()
         length = cache._count_tokens()
         capacity = cache.options.max_cache_len
-        counting_layers = [
-            type(layer).__name__ for layer in cache.stock_layers if counts_on_host(layer)
-        ]
-        if counting_layers or not (paged.stores or capacity):
-            self.refuse(f"{(*counting_layers, 'the model')[0]} counts tokens on the host")
+        counting_class = next(
+            (type(layer).__name__ for layer in cache.stock_layers if counts_on_host(layer)), ""
+        )
+        if counting_class or not (paged.stores or capacity):
+            self.refuse(f"{counting_class or 'the model'} counts tokens on the host")
         elif {length, *paged.read_lengths()} != {length}:
             self.refuse("the layers of the cache have different lengths")
         elif not 0 < length <= self.max_length + 1 - MIN_NEW_TOKENS:
@@ -340,7 +351,7 @@ class CapturedStep:
         elif capacity is not None:
             self._num_reserved = capacity - length
         else:
-            # Only this method frees pages of a window that no step reads anymore.
+            # Only this method frees pages of a window that no later step reads.
             has_windows = any(window is not None for window in paged.groups)
             share = 0 if has_windows else length // RESERVED_DIVISOR
             capacity = min(length + max(MIN_RESERVED_TOKENS, share), self.max_length)
@@ -392,16 +403,16 @@ class CapturedStep:
         ids = inputs.get("input_ids", inputs.get("decoder_input_ids"))
         is_single_token = ids is not None and ids.shape[1] == 1
         if is_single_token and self.cache.is_compileable:
-            result = self._compute(inputs)
+            outputs = self._compute(inputs)
             self._num_reserved -= 1
         else:
-            result = self.model(**inputs)
+            outputs = self.model(**inputs)
             self._num_reserved = 0
         if not is_single_token:
             self.refuse("a step has several tokens per sequence")
         elif self._num_reserved < 1 and not self.reason:
             self.reserve()
-        return result
+        return outputs
 
     def _compute(self, inputs: dict[str, Any]) -> Any:
         """Describe, capture or replay a step of one token per sequence."""
@@ -412,7 +423,9 @@ class CapturedStep:
         if key != self._key or not all(map(operator.is_, offsets, self._offsets)):
             self._forget()
             self._num_key_changes += 1
-            self._key, self._offsets, self._inputs = key, offsets, tree_map(_copy, inputs)
+            self._key = key
+            self._offsets = offsets
+            self._inputs = tree_map(_copy, inputs)
             self._buffers = _find_tensors(tree_leaves(self._inputs))
         torch._foreach_copy_(self._buffers, tensors)
         if self._graph is not None:
@@ -432,19 +445,20 @@ class CapturedStep:
 
     def _describe(self) -> Any:
         """Compute a step eagerly, and decide whether a graph can repeat it."""
-        is_reserved = not self.cache.options.is_preallocated
-        description = StepDescription(self.model.device, is_reserved=is_reserved)
+        description = StepDescription(
+            self.model.device, is_reserved=not self.cache.options.is_preallocated
+        )
         try:
             with description:
-                result = self.model(**self._inputs)
+                outputs = self.model(**self._inputs)
         except Exception as error:
             self._undo_first_step(error)
             return self.model(**self._prepare(), return_dict=True)
-        description.add_result(result)
+        description.add_result(outputs)
         if description.writes_to(self.model.buffers()):
             description.report("the model changes its buffers")
         elif self._backup is not None and _RANDOM not in description.obstacle:
-            result = self._compare(result, self._backup)
+            outputs = self._compare(outputs, self._backup)
         self._backup = None
         if self._num_key_changes > MAX_KEY_CHANGES:
             description.report("its inputs have different shapes or constants in each step")
@@ -453,9 +467,9 @@ class CapturedStep:
         self._descriptions.append(description)
         if description.obstacle and not self.reason:
             self.refuse(description.obstacle)
-        return result
+        return outputs
 
-    def _compare(self, reserved_result: Any, backup: FP8PagedCache) -> Any:
+    def _compare(self, reserved_outputs: Any, backup: FP8PagedCache) -> Any:
         """Compute the first step again with the growing cache, and return its result.
 
         Results may differ because masks for preallocated caches have other shapes, and a model may
@@ -464,14 +478,14 @@ class CapturedStep:
         """
         reserved_cache = dict(vars(self.cache))
         self._restore(backup)
-        result = self.model(**self._prepare(), return_dict=True)
-        logits = result.logits.float()
-        error = (reserved_result.logits.float() - logits).norm() / logits.norm()
-        if error <= PRECISE_ERRORS.get(result.logits.dtype, MAX_ERROR):
+        outputs = self.model(**self._prepare(), return_dict=True)
+        logits = outputs.logits.float()
+        error = (reserved_outputs.logits.float() - logits).norm() / logits.norm()
+        if error <= PRECISE_ERRORS.get(outputs.logits.dtype, MAX_ERROR):
             vars(self.cache).update(reserved_cache)
         else:
             self.refuse("its results differ with a preallocated cache")
-        return result
+        return outputs
 
 
 def counts_on_host(layer: Any) -> bool:
@@ -579,9 +593,9 @@ def decode(method: ModelMethod) -> Iterator[None]:
 def find_refusal(model: Any) -> str:
     """Return why no step of a model can be captured, or ""."""
     modules = list(model.modules())
-    hooks = [
-        x for m in modules for x in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
-    ]
+    hooks: list[Any] = []
+    for module in modules:
+        hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     packages = {getattr(hook, "__module__", "").split(".")[0] for hook in hooks}
     quantizer = getattr(model, "hf_quantizer", None)
     reasons = {

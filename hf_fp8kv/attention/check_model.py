@@ -48,13 +48,13 @@ class LayerReport:
         path: "fused" if attention reads the stored bytes, "fused, latent" if it reads stored
             latents that the model would expand, "dense" if it reads decoded K and V, or "stock" for
             a layer of transformers in the model's dtype.
-        why: Reason for a path that is not fused, as a sentence.
+        reason: Reason for a path that is not fused, or "".
     """
 
     index: int
     kind: str
     path: str
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ModelReport:
     Attributes:
         model: Class of the model.
         layers: A report for each layer. Empty if the model cannot use the cache.
-        refused: Reason why the model cannot use the cache, or "".
+        refusal: Reason why the model cannot use the cache, or "".
         probed: Whether the model was run. Otherwise, only its class and config were read.
         note: Additional information about the model, or "".
         capture_obstacle: Reason why `enable(model, capture=True)` does not capture its steps. "" if
@@ -73,7 +73,7 @@ class ModelReport:
 
     model: str
     layers: tuple[LayerReport, ...]
-    refused: str = ""
+    refusal: str = ""
     probed: bool = False
     note: str = ""
     capture_obstacle: str = ""
@@ -86,25 +86,24 @@ class ModelReport:
     @property
     def path(self) -> str:
         """Path of the slowest paged layer, "stock" if no layer is paged, or "refused"."""
-        if self.refused:
+        if self.refusal:
             return REFUSED
         return next((path for path in (DENSE, FUSED, LATENT, STOCK) if path in self.counts), STOCK)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""
-        layers = [asdict(layer) for layer in self.layers]
-        return {**asdict(self), "path": self.path, "counts": self.counts, "layers": layers}
+        return {**asdict(self), "path": self.path, "counts": self.counts}
 
     def __str__(self) -> str:
-        if self.refused:
-            return f"{self.model}: refused: {self.refused}"
+        if self.refusal:
+            return f"{self.model}: refused: {self.refusal}"
         counts = ", ".join(f"{count} {path}" for path, count in self.counts.items())
         lines = [f"{self.model}: {len(self.layers)} layers: {counts}"]
         shown_reasons: set[tuple[str, str]] = set()
         for layer in self.layers:
-            if layer.why and (layer.path, layer.why) not in shown_reasons:
-                shown_reasons.add((layer.path, layer.why))
-                lines.append(f"  {layer.path} (layer {layer.index}, {layer.kind}): {layer.why}")
+            if layer.reason and (layer.path, layer.reason) not in shown_reasons:
+                shown_reasons.add((layer.path, layer.reason))
+                lines.append(f"  {layer.path} (layer {layer.index}, {layer.kind}): {layer.reason}")
         if self.note:
             lines.append(f"  note: {self.note}")
         if self.capture_obstacle:
@@ -128,8 +127,8 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     model = find_base_model(model)
     model_class: type = type(model)
     class_name = model_class.__name__
-    if reason := find_refusal(model_class):
-        return ModelReport(class_name, (), reason)
+    if refusal := find_refusal(model_class):
+        return ModelReport(class_name, (), refusal)
     try:
         cache = FP8PagedCache(model.config, backend="torch")
     except FP8KVError as error:
@@ -144,8 +143,13 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         for index, layer in enumerate(cache.layers)
     )
     notes = describe_rounding(model), describe_cache_replacement(model.config)
-    note = ". ".join(filter(None, notes))
-    return ModelReport(class_name, layers, "", paths is not None, note, obstacle)
+    return ModelReport(
+        class_name,
+        layers,
+        probed=paths is not None,
+        note=". ".join(filter(None, notes)),
+        capture_obstacle=obstacle,
+    )
 
 
 def _report_layer(
@@ -153,26 +157,32 @@ def _report_layer(
 ) -> LayerReport:
     kind = type(layer).__name__
     path = DENSE
-    why = ""
+    reason = ""
     is_latent = caches_latents(config.get_text_config(decoder=True))
     if not isinstance(layer, FP8PagedLayer):
         path = STOCK
-        why = "not plain attention: a layer of transformers stores it, unquantized"
+        reason = "not plain attention: a layer of transformers stores it, unquantized"
         if kind == "DummyLayer":
-            why = "it stores nothing: no attention, or attention to another layer's keys and values"
+            reason = (
+                "it stores nothing: no attention, or attention to another layer's keys and values"
+            )
     elif not uses_interface:
-        why = (
+        reason = (
             "the model has its own attention code and does not use transformers' attention registry"
         )
     elif paths is None:
         path = LATENT if is_latent else FUSED
     elif index not in paths:
-        why = "the model does not call the attention function it is set to use"
-    elif (path := paths[index]) == DENSE and is_latent:
-        why = "the model expands its latents by more than a multiplication by weights (kv_b_proj)"
-    elif path == DENSE:
-        why = "the model changes keys or values between the cache and attention"
-    return LayerReport(index, kind, path, why)
+        reason = "the model does not call the attention function it is set to use"
+    elif paths[index] != DENSE:
+        path = paths[index]
+    elif is_latent:
+        reason = (
+            "the model expands its latents by more than a multiplication by weights (kv_b_proj)"
+        )
+    else:
+        reason = "the model changes keys or values between the cache and attention"
+    return LayerReport(index, kind, path, reason)
 
 
 def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, str]:
@@ -223,6 +233,7 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
             tokens, or a growing cache for None.
     """
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    # Two prompts of 13 tokens. The factor and the offset spread their ids over the vocabulary.
     ids = (torch.arange(26, device=model.device).view(2, -1) * 37 + 11) % vocab_size
     mask = torch.ones_like(ids)
     ids[0, :3] = mask[0, :3] = 0
@@ -244,6 +255,7 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
             logger.info("%s could not be probed: %s", type(model).__name__, error)
             return
         try:
+            # Enough positions for 16 tokens, and many without tokens.
             errors = (compute_logits(64) - reference).norm(dim=-1) / reference.norm(dim=-1)
             if errors.max() > PRECISE_ERRORS.get(model.dtype, LOGITS_TOLERANCE):
                 reason = f"has logits that differ by {errors.max():.1%}"
@@ -258,4 +270,4 @@ def probe_preallocated(model: PreTrainedModel, make_cache: Callable[[int | None]
 
 def find_stock_layers(cache: FP8PagedCache) -> list[int]:
     """Return the indices of a cache's layers that are not paged."""
-    return [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]
+    return [index for index, layer in enumerate(cache.layers) if layer not in cache.paged_layers]

@@ -54,19 +54,15 @@ class CompactMask(LazyTensor):
                 f"tokens {self.start} to {self.start + width - 1}. Pass a mask over the cached and "
                 "the new tokens"
             )
-        return (
-            self.token_mask
-            if stop_column - first_column == width
-            else self.token_mask[..., first_column:stop_column]
-        )
+        if stop_column - first_column == width:
+            return self.token_mask
+        return self.token_mask[..., first_column:stop_column]
 
     def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
         lengths = self.lengths + self.start - start
-        is_token = self.get_columns(start, stop).bool()
-        return (
-            find_visible(lengths, self.shape[2], 0, stop - start, True, window)[:, None] & is_token
-        )
+        is_visible = find_visible(lengths, self.shape[2], 0, stop - start, True, window)
+        return is_visible[:, None] & self.get_columns(start, stop).bool()
 
     def dense(self) -> Tensor:
         """Return the complete mask."""
@@ -80,11 +76,12 @@ class CompactMask(LazyTensor):
         is_copy = func is torch.ops.aten._to_copy.default
         if is_copy and copy_options.pop("dtype", None) in (None, torch.bool):
             # A model on several devices moves a mask to the device of each layer.
-            (tensors, context), mask = args[0].__tensor_flatten__(), args[0]
+            mask = args[0]
+            inner_names, constants = mask.__tensor_flatten__()
             copies = {
-                name: func(getattr(mask, name), **copy_options, dtype=None) for name in tensors
+                name: func(getattr(mask, name), **copy_options, dtype=None) for name in inner_names
             }
-            return cls.__tensor_unflatten__(copies, context, mask.shape, mask.stride())
+            return cls.__tensor_unflatten__(copies, constants, mask.shape, mask.stride())
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -117,8 +114,9 @@ def make_compact(
         "start": start,
         "window": window,
     }
-    shape = (batch, 1, num_queries, num_columns)
-    return CompactMask.wrap(attributes, shape, torch.bool, is_token.device)
+    return CompactMask.wrap(
+        attributes, (batch, 1, num_queries, num_columns), torch.bool, is_token.device
+    )
 
 
 torch._dynamo.allow_in_graph(make_compact)  # Dynamo cannot trace it, as with `make_handles`

@@ -49,7 +49,7 @@ def compute_in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, axis: i
     Rows are copied, because strides and the alignment of memory affect the order of sums.
     """
     num_rows = rows.shape[axis]
-    padding_shape = [*rows.shape]
+    padding_shape = list(rows.shape)
     padding_shape[axis] = -num_rows % BLOCK_ROWS
     rows = torch.cat([rows, rows.new_zeros(padding_shape)], axis)
     outputs = torch.cat([compute(block) for block in rows.split(BLOCK_ROWS, axis)], axis)

@@ -201,8 +201,7 @@ def _attend(
         warn_once(_DENSE_WARNING.format(type(module).__name__))
     # Dynamo guards a missing attribute of a module, but not a missing key of its `__dict__`.
     elif (rounding := getattr(module, ROUNDING.name, None)) is not None:
-        rounded: tuple[Tensor, Tensor | None] = rounding.attend(call)
-        return rounded
+        return rounding.attend(call)  # type: ignore[no-any-return]
     return attend_with_transformers(call)
 
 
@@ -321,7 +320,8 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     kwargs_without_indices = {
         name: argument for name, argument in kwargs.items() if name != "indices"
     }
-    projections, reason = None, ""
+    projections = None
+    reason = ""
     # Stored latents have no gradient, but expanding them has a gradient for the weights.
     if latent.needs_gradient(module, query):
         if module.training:
@@ -462,8 +462,7 @@ def _attend_in_engine(call: Call, engine_cache: Any) -> Tensor:
             f"({', '.join(unsupported) or 'position_bias'}), which continuous batching does not "
             "support. Use generate() with FP8PagedCache"
         )
-    sinks = _detach_sinks(spec.sinks)
-    spec = spec._replace(causal=True, window=0, sinks=sinks, mask=None)
+    spec = spec._replace(causal=True, window=0, sinks=_detach_sinks(spec.sinks), mask=None)
     output: Tensor = engine_cache.attend_stored(module, query, key, value, spec, kwargs)
     return output
 
@@ -489,10 +488,10 @@ def attend_with_transformers(call: Call) -> tuple[Tensor, Tensor | None]:
     indices = kwargs.pop("indices", None)
     if indices is not None:
         mask = masks.keep_selected_keys(mask, indices, query, key)
-    extra_kwargs = {name: kwargs.get(name) for name in _MODEL_ARGUMENTS}
-    extra_kwargs |= {"softcap": spec.softcap or None, "s_aux": spec.sinks}
+    eager_arguments = {name: kwargs.get(name) for name in _MODEL_ARGUMENTS}
+    eager_arguments |= {"softcap": spec.softcap or None, "s_aux": spec.sinks}
     extra_kwargs = {
-        name: argument for name, argument in extra_kwargs.items() if argument is not None
+        name: argument for name, argument in eager_arguments.items() if argument is not None
     }
     if extra_kwargs or kwargs.get("output_attentions"):
         attend_eagerly = _find_eager_attention(type(module).__module__)
@@ -502,16 +501,31 @@ def attend_with_transformers(call: Call) -> tuple[Tensor, Tensor | None]:
             mask = masks.make_causal(query, key)
         kwargs = {**kwargs, **extra_kwargs}
         return attend_eagerly(  # type: ignore[no-any-return]
-            module, query, key, value, masks.make_additive(mask, query.dtype), scaling=spec.scaling,
-            dropout=dropout, sliding_window=spec.window or None, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            masks.make_additive(mask, query.dtype),
+            scaling=spec.scaling,
+            dropout=dropout,
+            sliding_window=spec.window or None,
+            **kwargs,
+        )
     is_causal_prompt = mask is None and spec.bias is None and spec.causal and not dropout
     backends = list_sdpa_backends(query, key.shape[2]) if is_causal_prompt else []
     with sdpa_kernel(backends, set_priority=True) if backends else nullcontext():
         return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=spec.scaling,
-            is_causal=spec.causal, position_bias=spec.bias, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=spec.scaling,
+            is_causal=spec.causal,
+            position_bias=spec.bias,
+            **kwargs,
+        )
 
 
 @functools.cache

@@ -128,8 +128,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
         return
     if _READS_STORED.is_set(module) or EXPAND_METHOD in vars(module):
         return
-    projection = getattr(module, _PROJECTION_NAME, None)
-    weight = _find_plain_weight(projection)
+    weight = _find_plain_weight(getattr(module, _PROJECTION_NAME, None))
     if weight is not None:
         like = weight  # under autocast K may have a different dtype than latents
     elif like is None:
@@ -183,10 +182,8 @@ def _pass_stored_latents(
 
 def expand(module: Any, latent: Tensor, rope_part: Tensor) -> tuple[Tensor, Tensor]:
     """Expand latents by the module's class to K `[B, H, n, N + P]` and V `[B, H, n, V]`."""
-    expanded: tuple[Tensor, Tensor] = getattr(type(module), EXPAND_METHOD)(
-        module, latent, rope_part
-    )
-    return expanded
+    expand_kv = getattr(type(module), EXPAND_METHOD)
+    return expand_kv(module, latent, rope_part)  # type: ignore[no-any-return]
 
 
 def needs_gradient(module: Any, query: Tensor) -> bool:
@@ -270,7 +267,8 @@ class _CachedWeight:
     def __init__(
         self, state: object = None, sources: Iterable[Any] = (), weight: Tensor | None = None
     ) -> None:
-        self._state, self._sources = state, [weakref.ref(source) for source in sources]
+        self._state = state
+        self._sources = [weakref.ref(source) for source in sources]
         self.weight = weight
 
     def is_current(self, state: object, sources: list[Any]) -> bool:
@@ -285,11 +283,13 @@ class _CachedWeight:
 
 def _describe_state(projection: Any, tensors: list[Tensor], like: Tensor) -> tuple[Any, ...]:
     """Return everything that the weight depends on: tensor versions, hooks and PEFT's adapters."""
-    modules = list(projection.modules())
-    versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
-    hook_ids = [i for x in modules for i in (*x._forward_hooks, *x._forward_pre_hooks)]
-    adapters = [str(getattr(x, name, None)) for x in modules for name in ADAPTER_FIELDS]
-    return like.dtype, like.device, projection.training, *versions, *hook_ids, *adapters
+    state: list[object] = [like.dtype, like.device, projection.training]
+    for tensor in tensors:
+        state += [tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version]
+    for module in projection.modules():
+        adapter = [str(getattr(module, name, None)) for name in ADAPTER_FIELDS]
+        state += [*module._forward_hooks, *module._forward_pre_hooks, adapter]
+    return tuple(state)
 
 
 def _expands_by_formulas(module: Any, like: Tensor) -> bool | None:
@@ -321,5 +321,5 @@ def _expands_by_formulas(module: Any, like: Tensor) -> bool | None:
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
     if actual.shape != expected.shape:
         return False
-    error, norm = (float(x.float().norm()) for x in (actual - expected, expected))
+    error, norm = (float(states.float().norm()) for states in (actual - expected, expected))
     return error <= _TOLERANCE * norm

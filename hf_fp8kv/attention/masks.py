@@ -82,11 +82,12 @@ def fp8_paged_mask(
     window = find_window(
         mask_function, is_unpacked=is_unpacked, local_size=kwargs.get("local_size")
     )
-    sizes = (q_length, kv_length, q_offset, kv_offset)
     make_mask: Callable[..., Tensor | None] | None = None
     if adds_mask(config):
         make_mask = eager_mask
-    elif window is None or _needs_complete_mask(window, request, *sizes):
+    elif window is None or _needs_complete_mask(
+        window, request, q_length, kv_length, q_offset, kv_offset
+    ):
         make_mask = sdpa_mask
     if make_mask is not None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -107,9 +108,11 @@ def fp8_paged_mask(
     if attention_mask is None:
         if may_be_none:
             return None
-        shape = (batch_size, kv_offset + kv_length)
-        device = kwargs.get("device", "cpu")
-        attention_mask = torch.ones(shape, dtype=torch.bool, device=device)
+        attention_mask = torch.ones(
+            (batch_size, kv_offset + kv_length),
+            dtype=torch.bool,
+            device=kwargs.get("device", "cpu"),
+        )
     is_token = _select_columns(attention_mask, kv_offset, kv_length, is_growing=request.is_growing)
     if may_be_none and _reads_values(is_token, q_length, request) and is_token.all():
         return None
@@ -222,7 +225,7 @@ def keep_selected_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key:
     """
     batch, num_queries = indices.shape[:2]
     is_selected = query.new_zeros((batch, num_queries, key.shape[2] + 1), dtype=torch.bool)
-    # Negative indices select an extra column, which is then cut off.
+    # Negative indices select an extra column, which is cut off.
     columns = indices.long()
     is_selected.scatter_(-1, columns.where(columns >= 0, key.shape[2]), True)
     is_selected = is_selected[:, None, :, :-1]
@@ -256,9 +259,8 @@ def find_window(
     if function is causal_mask_function:
         return 0
     if torch.compiler.is_compiling():
-        return (
-            local_size if is_unpacked and getattr(function, "__name__", "") == "and_mask" else None
-        )
+        is_window = is_unpacked and getattr(function, "__name__", "") == "and_mask"
+        return local_size if is_window else None
     functions: list[Any] = [function]
     windows = list[int]()
     is_causal = False

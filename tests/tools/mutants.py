@@ -456,7 +456,7 @@ MUTANTS = (
     ),
     Mutant(
         "capture: the first step is not compared", "attention/capture.py",
-        "            result = self._compare(result, self._backup)\n", "            pass\n",
+        "            outputs = self._compare(outputs, self._backup)\n", "            pass\n",
         "tests/attention/test_capture.py",
     ),
 )  # fmt: skip
