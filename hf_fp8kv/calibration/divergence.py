@@ -1,7 +1,7 @@
 """Measure how far a model's predictions with a cache diverge from its unquantized predictions."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,14 @@ class Scores:
     total_variation: Tensor
 
     @classmethod
-    def concat(cls, scores: Iterable["Scores"]) -> "Scores":
+    def concat(cls, scores: Sequence["Scores"]) -> "Scores":
         """Concatenate the scores of several chunks or texts."""
-        fields = ((x.kl, x.top1_match, x.nll, x.total_variation) for x in scores)
-        return cls(*map(torch.cat, zip(*fields, strict=True)))
+        return cls(
+            kl=torch.cat([part.kl for part in scores]),
+            top1_match=torch.cat([part.top1_match for part in scores]),
+            nll=torch.cat([part.nll for part in scores]),
+            total_variation=torch.cat([part.total_variation for part in scores]),
+        )
 
 
 @torch.no_grad()
@@ -41,9 +45,9 @@ def compute_logits(model: PreTrainedModel, ids: Tensor, cache: Any, *, scored: b
     `ids` is `[B, T]`, int64, the tokens after the tokens in the cache. Without `scored`, the logits
     may be of the last token only. With `scored`, a model that omits logits raises ConfigError.
     """
-    options = with_cache(model, cache) | ({} if scored else make_last_logit_kwargs(model))
+    logit_kwargs = {} if scored else make_last_logit_kwargs(model)
     with exact_states():  # needed even for the unquantized cache
-        logits: Tensor = model(input_ids=ids, **options).logits
+        logits: Tensor = model(input_ids=ids, **with_cache(model, cache), **logit_kwargs).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
@@ -64,13 +68,16 @@ def compute_scores(expected: Tensor, logits: Tensor, next_ids: Tensor) -> Scores
         next_ids: Next tokens of the text, `[B, T or T - 1]`, int64.
     """
     # Temporary tensors of a few tokens stay in a CPU's caches, which cuts the time to a third.
-    results = map(_compare_logits, expected.split(_SLICE_TOKENS, 1), logits.split(_SLICE_TOKENS, 1))
-    fields = (torch.cat(slices, 1) for slices in zip(*results, strict=True))
-    kl, top1_match, logsumexp, total_variation = fields
+    expected_slices = expected.split(_SLICE_TOKENS, 1)
+    slice_scores = map(_compare_logits, expected_slices, logits.split(_SLICE_TOKENS, 1))
+    kl, top1_match, logsumexp, total_variation = (
+        torch.cat(slices, 1) for slices in zip(*slice_scores, strict=True)
+    )
     num_next = next_ids.shape[1]
     next_logits = logits[:, :num_next].gather(-1, next_ids[..., None].to(logits.device))[..., 0]
     nll = logsumexp[:, :num_next] - next_logits
-    return Scores(*(x.flatten().double().cpu() for x in (kl, top1_match, nll, total_variation)))
+    scores = (kl, top1_match, nll, total_variation)
+    return Scores(*(score.flatten().double().cpu() for score in scores))
 
 
 def _compare_logits(expected: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
@@ -80,6 +87,8 @@ def _compare_logits(expected: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     expected, logits = expected.to(dtype), logits.to(dtype)
+    # KL = log(sum(p * exp(d - mean))), with p the expected probabilities, d the differences of the
+    # logits, and mean = sum(p * d). The logarithms of both sums of exponentials cancel.
     p = expected.softmax(-1)
     # A token with an expected logit of -inf adds nothing here. `scaled_p` adds its probability.
     logit_diff = torch.where(p > 0, logits - expected, 0.0)

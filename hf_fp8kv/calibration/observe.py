@@ -41,17 +41,22 @@ class Batch:
 
 def make_batches(windows: Sequence[Tensor], batch_size: int) -> list[Batch]:
     """Return the windows in batches of `batch_size`, in the same order."""
-    return [Batch(tuple(windows[i : i + batch_size])) for i in range(0, len(windows), batch_size)]
+    starts = range(0, len(windows), batch_size)
+    return [Batch(tuple(windows[start : start + batch_size])) for start in starts]
 
 
 class _ObservedCache(DynamicCache):
     """A `DynamicCache` that also passes K and V of the observed layers to a callback."""
 
     def __init__(
-        self, config: Any, layers: frozenset[int], on_states: StatesCallback, is_token: Any
+        self,
+        config: Any,
+        layer_indices: frozenset[int],
+        on_states: StatesCallback,
+        is_token: Tensor | None,
     ) -> None:
         super().__init__(config=config)
-        self._observed_layers = layers
+        self._observed_indices = layer_indices
         self._on_states = on_states
         self._is_token = is_token
 
@@ -65,21 +70,24 @@ class _ObservedCache(DynamicCache):
             is_token = self._is_token
             return rows.flatten(0, 1) if is_token is None else rows[is_token.to(rows.device)]
 
-        if layer_idx in self._observed_layers:
+        if layer_idx in self._observed_indices:
             self._on_states(layer_idx, remove_padding(key_states), remove_padding(value_states))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def make_nan_error(layer: int, states: str) -> ConfigError:
-    """Return the error for NaN or infinity in the `states` of a layer: "K", "V" or both."""
+def make_nonfinite_error(layer_index: int, side_name: str) -> ConfigError:
+    """Return the error for NaN or infinity in a layer. `side_name` is "K", "V" or "K and V"."""
     return ConfigError(
-        f"layer {layer}: expected finite {states}, got NaN or infinity. Load the model in bfloat16 "
-        "or float32, and check the text"
+        f"layer {layer_index}: expected finite {side_name}, got NaN or infinity. Load the model in "
+        "bfloat16 or float32, and check the text"
     )
 
 
 def find_paged_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Return the layers that a cache stores in 8 bits. Raise ConfigError for unsuitable models."""
+    """Return the indices of the layers that a cache stores in 8 bits.
+
+    Raise ConfigError if the model has no such layers, does not read text, or lacks heads.
+    """
     num_ranks = tensor_parallel(model).size
     if model.main_input_name != "input_ids":
         raise ConfigError(
@@ -104,7 +112,7 @@ def find_paged_layers(model: PreTrainedModel) -> frozenset[int]:
 
 
 def observe(
-    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_states: StatesCallback
+    model: PreTrainedModel, batch: Batch, layer_indices: frozenset[int], on_states: StatesCallback
 ) -> None:
     """Run a model in eval mode once, on an empty cache, and call `on_states` for each layer.
 
@@ -114,7 +122,7 @@ def observe(
     device = find_input_device(model)
     ids = batch.ids.to(device)
     is_token = None if batch.is_token is None else batch.is_token.to(device)
-    cache: Any = _ObservedCache(model.config, layers, on_states, is_token)
+    cache: Any = _ObservedCache(model.config, layer_indices, on_states, is_token)
     inputs: dict[str, Any] = {"input_ids": ids}
     if is_token is not None:
         inputs["attention_mask"] = is_token.long()
@@ -145,7 +153,9 @@ def find_input_device(model: PreTrainedModel) -> torch.device:
     )
 
 
-def center_and_rotate(x: Tensor, center: Tensor | None, *, rotated: bool) -> Tensor:
-    """Return `x`, `[N, Hkv, D]`, in float32. Subtract a center `[Hkv, D]`, then rotate."""
-    x = x.float() if center is None else x.float() - center.to(x.device)
-    return rotate(x) if rotated else x
+def center_and_rotate(states: Tensor, center: Tensor | None, *, rotated: bool) -> Tensor:
+    """Return K or V, `[N, Hkv, D]`, in float32, minus a center `[Hkv, D]`, and then rotated."""
+    states = states.float()
+    if center is not None:
+        states = states - center.to(states.device)
+    return rotate(states) if rotated else states

@@ -10,8 +10,8 @@ import numbers
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -45,8 +45,14 @@ from ..prefix.store import PrefixStore
 from ..scales.kv_scales import StoragePlan
 from ..scales.layer_scales import LayerScales
 from ..utils.digests import compute_digest, digest_decoder
-from .observe import Batch, center_and_rotate, find_input_device, find_paged_layers, make_nan_error
-from .plan_files import find_plan_file, read_plan, share_plan, write_plan
+from .observe import (
+    Batch,
+    center_and_rotate,
+    find_input_device,
+    find_paged_layers,
+    make_nonfinite_error,
+)
+from .plan_files import make_plan_path, read_plan, share_plan, write_plan
 from .protection import MAX_BITS, MAX_KL, MAX_TRIES, MIN_BITS, protect_layers, widen_layers
 from .queries import Queries, observe_queries
 from .texts import read_model_windows
@@ -66,6 +72,7 @@ _RECHECK_COST_RATIO = 1 / 3
 # Maximum ratio of K with these scales, which a cache searches for. They reduce the cost of E3M4 by
 # a quarter for Gaussian values, and by two thirds if two channels are 50 times larger.
 _MAX_SEARCHED_COST_RATIO = 3 / 4
+_EPSILON = 1e-30  # smallest cost, so that no ratio of costs divides by zero
 _FALLBACK = SidePlan(DEFAULT_DTYPE)
 # Formats of K and V of six bits per value.
 _NARROW_FORMATS = (("int6", "int6"), ("int8", "int4"))
@@ -197,18 +204,17 @@ def resolve_plan(
     bits = keywords.pop("bits", None)
     if bits is not None:
         check_bits(bits)
-    dtype = keywords.get("dtype")
-    is_adaptive = isinstance(dtype, str) and dtype == ADAPTIVE
-    storage_names = [
-        name for name in _STORAGE_ARGUMENTS[is_adaptive:] if keywords.get(name) is not None
-    ]
+    is_adaptive = isinstance(keywords.get("dtype"), str) and keywords["dtype"] == ADAPTIVE
+    if is_adaptive:
+        del keywords["dtype"]  # the name of the default, which does not define the storage
+    storage_names = [name for name in _STORAGE_ARGUMENTS if keywords.get(name) is not None]
     has_fewer_bits = bits is not None and bits < MAX_BITS
     must_choose = is_adaptive or has_fewer_bits
     if must_choose and storage_names:
         request = f"bits={bits}" if has_fewer_bits else f"dtype={ADAPTIVE!r}"
         raise ConfigError(
             f"{storage_names[0]}: expected None with {request}, got "
-            f"{keywords[storage_names[0]]!r}. Pass one of them"
+            f"{keywords[storage_names[0]]!r}. Pass only {request}, or only {storage_names[0]}"
         )
     if storage_names:
         return {**keywords, "plan": parse_plan(keywords.get("plan"))}
@@ -222,7 +228,7 @@ def resolve_plan(
             plan = _find_plan(model, prefix_store, bits, is_split=is_split, must_choose=must_choose)
     elif isinstance(plan, StoragePlan) and prefix_store is not None:
         # Later processes read it. If the folder has another plan, the model keeps this plan.
-        share_plan(_find_shared_file(model, prefix_store, bits), plan, prefix_store)
+        share_plan(_make_shared_path(model, prefix_store, bits), plan, prefix_store)
     return {**keywords, "dtype": DEFAULT_DTYPE if plan is None else None, "plan": plan}
 
 
@@ -291,10 +297,11 @@ def _find_plan(
     """
     choices = _CHOICES.get(model) or {}
     choice = choices.get(bits, _PlanChoice("unknown", None))
-    key, shared_path = "", None
+    key = ""
+    shared_path = None
     try:
         if store is not None:
-            shared_path = _find_shared_file(model, store, bits)
+            shared_path = _make_shared_path(model, store, bits)
             if (plan := read_plan(shared_path)) is not None:
                 return plan
         passes = Passes() if must_choose else _choose_cpu_passes(model)
@@ -307,7 +314,7 @@ def _find_plan(
                 raise ConfigError("the model is split over processes")
             if passes is None:
                 raise ConfigError("a CPU would take too long for a model of this size")
-            path = find_plan_file(Path(constants.HF_HOME) / "hf_fp8kv", key, model)
+            path = make_plan_path(Path(constants.HF_HOME) / "hf_fp8kv", key, model)
             plan = read_plan(path)
             if plan is None:
                 plan = _choose(model, None, passes, _MAX_EXTRA_BYTES, bits)
@@ -338,9 +345,9 @@ def _compute_key(model: PreTrainedModel, bits: float) -> str:
     return compute_digest(sample_model(model), facts)
 
 
-def _find_shared_file(model: PreTrainedModel, store: PrefixStore, bits: float) -> Path | None:
+def _make_shared_path(model: PreTrainedModel, store: PrefixStore, bits: float) -> Path | None:
     """Return the file of the model's plan in a store's folder, for all types of devices."""
-    return find_plan_file(store.path, _compute_key(model, bits), model)
+    return make_plan_path(store.path, _compute_key(model, bits), model)
 
 
 def _choose_cpu_passes(model: PreTrainedModel) -> Passes | None:
@@ -359,7 +366,10 @@ def _is_split(model: PreTrainedModel) -> bool:
     """Return whether several processes have parts of the model."""
     mesh = getattr(model, "_device_mesh", None)  # of tensor parallelism in transformers
     # Attributes of DTensor, and of DeepSpeed's parameters in ZeRO-3, which have no elements.
-    has_parts = any(hasattr(x, "placements") or hasattr(x, "ds_tensor") for x in model.parameters())
+    has_parts = any(
+        hasattr(parameter, "placements") or hasattr(parameter, "ds_tensor")
+        for parameter in model.parameters()
+    )
     return has_parts or (mesh is not None and mesh.size() > 1)
 
 
@@ -371,7 +381,7 @@ def _draw_window(model: PreTrainedModel) -> Tensor:
     config = model.config.get_text_config(decoder=True)
     num_embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
     sizes = (num_embeddings, get_field(config, "vocab_size"))
-    vocab_size = min((n for n in sizes if isinstance(n, int) and n > 0), default=1)
+    vocab_size = min((size for size in sizes if isinstance(size, int) and size > 0), default=1)
     generator = torch.Generator("cpu").manual_seed(0)
     num_tokens = min(_MAX_WINDOW_TOKENS, find_max_positions(model))
     ids = torch.randint(vocab_size, (num_tokens,), generator=generator, device="cpu")
@@ -401,28 +411,28 @@ def _choose(
 
     The state of the model and of random generators is restored, even after an error.
     """
-    layers = find_paged_layers(model)
+    layer_indices = find_paged_layers(model)
     random_window = _draw_window(model)
     kind = "tokens of text" if windows else "random tokens"
     windows = windows or [random_window]
     source = f"chosen on {sum(map(len, windows))} {kind}"
     is_latent = caches_latents(model.config.get_text_config(decoder=True))
-    gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    # Compiling a model takes longer than the passes. Only an imported module has compiled code.
-    has_compiler = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
-    with torch.inference_mode(False), torch.random.fork_rng(gpus), eager:
+    with _isolated(model):
         with eval_mode(model):
-            call_states, may_transform_k = read_states(model, layers, windows, passes.num_positions)
-        layer_scales, k_costs = {}, {}
-        narrow_scales, errors = {}, {}
+            call_states, may_transform_k = read_states(
+                model, layer_indices, windows, passes.num_positions
+            )
+        layer_scales = {}
+        k_costs = {}
+        narrow_scales = {}
+        errors = {}
         cache = FP8PagedCache(model.config, scales=1.0, backend="torch")  # for shapes of layers
-        for index in sorted(layers):
+        for index in sorted(layer_indices):
             center = None
             layer_plan = LayerPlan(_FALLBACK, SidePlan(AUTO) if is_latent else _FALLBACK)
             k_costs[index] = 0.0  # unknown
             all_states = [states.pop(index) for states in call_states if index in states]
-            is_visible = all_states and all(queries is not None for *_, queries in all_states)
+            is_visible = bool(all_states) and all(states[2] is not None for states in all_states)
             if is_visible:
                 center, layer_plan, k_costs[index] = _choose_layer_plan(
                     index, all_states, may_transform_k, is_latent
@@ -447,12 +457,23 @@ def _choose(
         if bits < MAX_BITS:
             six_bit_plan = replace(plan, layers=narrow_scales)
             plan = widen_layers(six_bit_plan, plan, cache, errors, bits, max_extra_bytes)
-            return _describe_losses(model, plan, six_bit_plan, random_window, errors, bits)
+            return _record_losses(model, plan, six_bit_plan, random_window, errors, bits)
         if not passes.max_tries:
             return plan
         return protect_layers(
             model, plan, random_window, k_costs, max_extra_bytes, passes.max_tries
         )
+
+
+@contextmanager
+def _isolated(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model in this block without compiling it. Restore random generators after it."""
+    gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    # Compiling a model takes longer than the passes. Only an imported module has compiled code.
+    has_compiler = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
+    with torch.inference_mode(False), torch.random.fork_rng(gpus), eager:
+        yield
 
 
 def _list_first_positions(model: PreTrainedModel, num_tokens: int) -> list[int | None]:
@@ -473,7 +494,7 @@ def sample_windows(windows: Sequence[Tensor]) -> list[Tensor]:
 
 def read_states(
     model: PreTrainedModel,
-    layers: frozenset[int],
+    layer_indices: frozenset[int],
     windows: Sequence[Tensor],
     max_positions: int = len(_FIRST_POSITIONS),
 ) -> tuple[list[dict[int, LayerStates]], bool]:
@@ -492,7 +513,8 @@ def read_states(
         for first_position in first_positions:
             call_states.append({})
             try:
-                observe_queries(model, Batch((window,), first_position), layers, add_states)
+                batch = Batch((window,), first_position)
+                observe_queries(model, batch, layer_indices, add_states)
             except ConfigError as error:
                 if first_position is None:
                     raise
@@ -515,15 +537,18 @@ def _choose_layer_plan(
     k_costs = _compute_costs("k", all_states, center, k_plans).tolist()
     v_costs = _compute_costs("v", all_states, None, v_plans).tolist()
     if not all(map(math.isfinite, chain(*k_costs, *v_costs))):
-        raise make_nan_error(index, "K and V")
+        raise make_nonfinite_error(index, "K and V")
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
-    if _pick_candidate([k_costs[0], k_costs[k_index]], _RECHECK_COST_RATIO) == 0 < k_index:
-        plans = [k_plans[0], k_plans[k_index]]
-        searched_costs = _compute_costs("k", all_states, center, plans, searched=True)
-        k_index *= _pick_candidate(searched_costs.tolist(), _MAX_SEARCHED_COST_RATIO)
+    costs_much_less = _is_good(k_costs[k_index], k_costs[0], _RECHECK_COST_RATIO)
+    if k_index > 0 and not costs_much_less:
+        candidates = [k_plans[0], k_plans[k_index]]
+        searched_costs = _compute_costs("k", all_states, center, candidates, searched=True)
+        if _pick_candidate(searched_costs.tolist(), _MAX_SEARCHED_COST_RATIO) == 0:
+            k_index = 0
     if k_index == 0:  # a center may cost more than no center
         plain_index = k_plans.index(_FALLBACK)
-        k_index = plain_index * _pick_candidate([k_costs[0], k_costs[plain_index]], 1.0)
+        if _pick_candidate([k_costs[0], k_costs[plain_index]], 1.0) == 1:
+            k_index = plain_index
     k_plan = k_plans[k_index]
     v_plan = SidePlan(AUTO) if is_latent else v_plans[_pick_candidate(v_costs, _MAX_COST_RATIO)]
     used_center = center.cpu() if k_plan.centered else None
@@ -541,15 +566,16 @@ def _choose_narrow_plan(
         LayerPlan(replace(k_plan, format=k_format, rotated=True), SidePlan(v_format, rotated=True))
         for k_format, v_format in _NARROW_FORMATS
     ]
-    *losses, e4m3_loss = _measure_losses(all_states, center, [*plans, _E4M3]).clamp(1e-30)
-    best_index = min(range(len(plans)), key=lambda i: losses[i][:2].sum())
-    k_loss, v_loss, square = losses[best_index]
-    return plans[best_index], torch.stack([
-        k_loss / square, v_loss / square, (k_loss + v_loss) / e4m3_loss[:2].sum(0),
-    ])  # fmt: skip
+    costs = _compute_output_costs(all_states, center, [*plans, _E4M3])
+    *plan_costs, e4m3_costs = costs.clamp(_EPSILON)
+    best_index = min(range(len(plans)), key=lambda index: plan_costs[index][:2].sum())
+    k_cost, v_cost, output_square = plan_costs[best_index]
+    e4m3_ratio = (k_cost + v_cost) / e4m3_costs[:2].sum(0)
+    errors = torch.stack([k_cost / output_square, v_cost / output_square, e4m3_ratio])
+    return plans[best_index], errors
 
 
-def _describe_losses(
+def _record_losses(
     model: PreTrainedModel,
     plan: StoragePlan,
     narrow_plan: StoragePlan,
@@ -562,13 +588,12 @@ def _describe_losses(
     Sides with other formats than in `narrow_plan` are expected to have no error.
     """
     plan = protect_layers(model, plan, window, {}, 0.0)  # only measures the KL
-    e4m3_plan = replace(plan, layers={
+    e4m3_layers = {
         index: replace(layer, plan=_E4M3, k_center=None) for index, layer in plan.layers.items()
-    })  # fmt: skip
-    e4m3_plan = protect_layers(model, e4m3_plan, window, {}, 0.0)
-    kl, e4m3_kl = (
-        measured.protection.kl if measured.protection else 0.0 for measured in (plan, e4m3_plan)
-    )
+    }
+    e4m3_plan = protect_layers(model, replace(plan, layers=e4m3_layers), window, {}, 0.0)
+    kl = plan.protection.kl if plan.protection else 0.0
+    e4m3_kl = e4m3_plan.protection.kl if e4m3_plan.protection else 0.0
     if kl > max(MAX_KL, e4m3_kl):
         logger.warning(
             "bits=%s: the KL after a stored prompt is %.1e, larger than in E4M3 (%.1e). Pass more "
@@ -577,23 +602,16 @@ def _describe_losses(
             kl,
             e4m3_kl,
         )
-    wide_plans, narrow_plans = plan.plan or {}, narrow_plan.plan or {}
-    is_narrow = {
-        index: [
-            [wide == narrow]
-            for wide, narrow in zip(wide_plans[index], narrow_plans[index], strict=True)
-        ]
-        for index in errors
-    }
-    squares = {
-        index: (layer_errors[:2] * torch.tensor(is_narrow[index])).sum(0).max()
-        for index, layer_errors in errors.items()
-    }
-    worst_index = max(squares, key=lambda index: squares[index])
-    return replace(plan, origin=(
-        f"{plan.origin}, largest expected error of attention "
-        f"{squares[worst_index].sqrt():.1%} in layer {worst_index}"
-    ))  # fmt: skip
+    squared_errors = {}
+    for index, layer_errors in errors.items():
+        sides = zip(
+            plan.layers[index].plan or (), narrow_plan.layers[index].plan or (), strict=True
+        )
+        is_narrow = torch.tensor([side == narrow_side for side, narrow_side in sides])
+        squared_errors[index] = layer_errors[:2][is_narrow].sum(0).max()
+    worst_index = max(squared_errors, key=lambda index: squared_errors[index])
+    worst_error = f"{squared_errors[worst_index].sqrt():.1%} in layer {worst_index}"
+    return replace(plan, origin=f"{plan.origin}, largest expected error of attention {worst_error}")
 
 
 def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
@@ -603,36 +621,34 @@ def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
     `max_ratio` times the cost of the first candidate.
     """
     good_indices = [
-        index
-        for index, head_costs in enumerate(costs)
-        if all(
-            cost <= max_ratio * fallback
-            for cost, fallback in zip(head_costs, costs[0], strict=True)
-        )
+        index for index, head_costs in enumerate(costs) if _is_good(head_costs, costs[0], max_ratio)
     ]
     return min(good_indices, key=lambda index: sum(costs[index]), default=0)
 
 
-def _measure_losses(
+def _is_good(costs: Sequence[float], fallback_costs: Sequence[float], max_ratio: float) -> bool:
+    pairs = zip(costs, fallback_costs, strict=True)
+    return all(cost <= max_ratio * fallback_cost for cost, fallback_cost in pairs)
+
+
+def _compute_output_costs(
     all_states: Sequence[LayerStates], center: Tensor | None, plans: Sequence[LayerPlan]
 ) -> Tensor:
     """Return the squared errors of the output due to K and V, and the square of the output.
 
     The result is for each plan and head, `[plans, 3, Hkv]`, on the CPU, with the scales of a cache.
     """
-    losses = torch.zeros(len(plans), 3, all_states[0][0].shape[1], device="cpu")
+    costs = torch.zeros(len(plans), 3, all_states[0][0].shape[1], device="cpu")
     for k, v, queries in all_states:
         assert queries is not None
         v = v.float()
-        for loss, plan in zip(losses, plans, strict=True):
+        output_square = queries.compute_cost("v", v)
+        for plan_costs, plan in zip(costs, plans, strict=True):
             k_error = _compute_error(k, center, plan.k, searched=True)
-            v_error = _compute_error(v, None, plan.v)
-            loss += torch.stack([
-                queries.compute_cost("k", k_error, v),
-                queries.compute_cost("v", v_error),
-                queries.compute_cost("v", v),
-            ]).cpu()  # fmt: skip
-    return losses
+            k_cost = queries.compute_cost("k", k_error, v)
+            v_cost = queries.compute_cost("v", _compute_error(v, None, plan.v))
+            plan_costs += torch.stack([k_cost, v_cost, output_square]).cpu()
+    return costs
 
 
 def _compute_costs(
@@ -648,22 +664,24 @@ def _compute_costs(
     costs = torch.zeros(len(plans), first_k.shape[1], device=first_k.device)
     for k, v, queries in all_states:
         assert queries is not None
-        x = k if side == "k" else v
+        states = k if side == "k" else v
         for cost, plan in zip(costs, plans, strict=True):
-            error = _compute_error(x, center, plan, searched=searched)
+            error = _compute_error(states, center, plan, searched=searched)
             cost += queries.compute_cost(side, error)
     return costs
 
 
 def _compute_error(
-    x: Tensor, center: Tensor | None, plan: SidePlan, *, searched: bool = False
+    states: Tensor, center: Tensor | None, plan: SidePlan, *, searched: bool = False
 ) -> Tensor:
     """Return the errors of K or V, `[N, Hkv, D]`, stored by a plan.
 
     With `searched`, scales are searched, as a cache does for K.
     """
-    x = center_and_rotate(x, center if plan.centered else None, rotated=plan.rotated)
+    used_center = center if plan.centered else None
+    scaled_states = center_and_rotate(states, used_center, rotated=plan.rotated)
     fmt = FORMATS[plan.format]
-    scale = search_scale(x, fmt) if searched else compute_dynamic_scale(x, fmt)
-    error = compute_rounding_error(x, scale.float()[..., None], fmt)
+    find_scale = search_scale if searched else compute_dynamic_scale
+    scale = find_scale(scaled_states, fmt).float()[..., None]
+    error = compute_rounding_error(scaled_states, scale, fmt)
     return rotate(error) if plan.rotated else error  # rotation is its own inverse

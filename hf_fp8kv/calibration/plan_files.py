@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 _MAX_BYTES = 1 << 28
 
 
-def find_plan_file(folder: Path, key: str, model: torch.nn.Module) -> Path | None:
-    """Return the path of a model's plan.
+def make_plan_path(folder: Path, key: str, model: torch.nn.Module) -> Path | None:
+    """Return the path of a model's plan in a folder, or None if its weights cannot be sampled.
 
-    It is None if the model's weights cannot be sampled, because then the key is random.
-    In the folder of a prefix store, the path is not the path of a page.
+    Without samples of the weights, the key is random, so no process would find the file again. In
+    the folder of a prefix store, no page has this path.
     """
     return folder / "plans" / f"{key}.plan" if can_sample(model) else None
 
@@ -38,10 +38,10 @@ def read_plan(path: Path | None) -> StoragePlan | None:
     if path is None:
         return None
     try:
-        contents = read_regular_file(path, _MAX_BYTES)
-        digest = contents[: hashlib.sha256().digest_size]
-        contents = contents[len(digest) :]
-        if digest != _digest(path, contents):
+        file_bytes = read_regular_file(path, _MAX_BYTES)
+        digest = file_bytes[: hashlib.sha256().digest_size]
+        contents = file_bytes[len(digest) :]
+        if digest != _compute_digest(path, contents):
             raise ValueError("its bytes or its name have changed since it was written")
         origin = json.loads(parse_metadata(contents)[METADATA_KEY])["origin"]
         plan = wrap_scales(parse_kv_scales(contents, origin))
@@ -59,7 +59,7 @@ def write_plan(path: Path | None, plan: StoragePlan) -> None:
         return
     contents = HfFp8kv().make_files(plan)[KV_FILE]
     try:
-        write_atomically({path: _digest(path, contents) + contents})
+        write_atomically({path: _compute_digest(path, contents) + contents})
     except OSError as error:
         logger.debug("the plan is not written to %s: %s", path, error)
 
@@ -79,5 +79,5 @@ def share_plan(path: Path | None, plan: StoragePlan, store: PrefixStore) -> Stor
     return plan
 
 
-def _digest(path: Path, contents: bytes) -> bytes:
+def _compute_digest(path: Path, contents: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + contents).digest()

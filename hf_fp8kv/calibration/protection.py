@@ -97,15 +97,16 @@ def _choose_sides(
     max_kl = _MAX_KL_BFLOAT16 if model.dtype == torch.bfloat16 else MAX_KL
     protection = Protection(kl, kl, 0.0)
     sides = product(sorted(costs, key=lambda index: -costs[index]), "kv")
-    for index, side in islice(sides, max_tries if kl > max_kl else 0):
+    num_tries = max_tries if kl > max_kl else 0
+    for index, side in islice(sides, num_tries):
         candidate = _replace_side(plan, index, side, SidePlan(AUTO))
         extra_bytes = _count_bytes(cache, candidate) / old_bytes - 1
         # A side that already has the model's dtype adds no bytes.
         if protection.extra_bytes < extra_bytes <= max_extra_bytes:
             kl, _ = measure(candidate)
             if kl <= _MAX_KL_RATIO * protection.kl:
-                names = (*protection.sides, f"{side.upper()} of layer {index}")
-                protection = Protection(kl, protection.unprotected_kl, extra_bytes, names)
+                side_names = (*protection.sides, f"{side.upper()} of layer {index}")
+                protection = Protection(kl, protection.unprotected_kl, extra_bytes, side_names)
                 plan = candidate
     return replace(plan, protection=protection)
 
@@ -147,15 +148,18 @@ def widen_layers(
         (bits - MIN_BITS) * bytes_per_bit, max_extra_bytes * bytes_before
     )
     gains = {}
-    for index, side in product(errors, "kv"):
-        candidate = _replace_side(plan, index, side, getattr(wide_plan.layers[index].plan, side))
-        num_bytes = _count_bytes(cache, candidate) - bytes_before
-        if num_bytes > 0:
-            gains[index, side] = float(errors[index]["kv".index(side)].mean()) / num_bytes
+    for index, layer_errors in errors.items():
+        for side, side_errors in zip("kv", layer_errors[:2], strict=True):
+            wide_side = getattr(wide_plan.layers[index].plan, side)
+            candidate = _replace_side(plan, index, side, wide_side)
+            added_bytes = _count_bytes(cache, candidate) - bytes_before
+            if added_bytes > 0:
+                gains[index, side] = float(side_errors.mean()) / added_bytes
+    error_ratios = {index: layer_errors[2].max() for index, layer_errors in errors.items()}
     lossy_layers = {
         index: wide_plan.layers[index]
-        for index, layer_errors in errors.items()
-        if layer_errors[2].max() > _MAX_ERROR_RATIO
+        for index, error_ratio in error_ratios.items()
+        if error_ratio > _MAX_ERROR_RATIO
     }
     plan = replace(plan, layers={**plan.layers, **lossy_layers})
     num_bytes = _count_bytes(cache, plan)
@@ -164,8 +168,7 @@ def widen_layers(
         raise ConfigError(
             f"bits: expected at least {math.ceil(100 * min_bits) / 100} for this model, got "
             f"{bits}, because in {len(lossy_layers)} of {len(errors)} layers six bits have up to "
-            f"{max(layer_errors[2].max() for layer_errors in errors.values()):.0f} times the "
-            "squared error of E4M3. Leave it out for 8"
+            f"{max(error_ratios.values()):.0f} times the squared error of E4M3. Leave it out for 8"
         )
     for index, side in sorted(gains, key=lambda key: -gains[key]):
         candidate = _replace_side(plan, index, side, getattr(wide_plan.layers[index].plan, side))

@@ -63,7 +63,10 @@ class Queries:
 
 
 def observe_queries(
-    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_layer: Callable[..., None]
+    model: PreTrainedModel,
+    batch: Batch,
+    layer_indices: frozenset[int],
+    on_layer: Callable[..., None],
 ) -> None:
     """Run the model, and call `on_layer` with a layer's index, K, V, and its queries or None.
 
@@ -75,7 +78,7 @@ def observe_queries(
         states[index] = (k, v)
 
     def on_attention(
-        module: Any, query: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+        module: Any, query: Tensor, _key: Tensor, _value: Tensor, options: dict[str, Any]
     ) -> None:
         if module.layer_idx in states:
             k, v = states.pop(module.layer_idx)
@@ -83,7 +86,7 @@ def observe_queries(
 
     hides_queries = model.config.is_encoder_decoder or not model._can_set_attn_implementation()
     with nullcontext() if hides_queries else watched_attention(model, on_attention):
-        observe(model, batch, layers, on_states)
+        observe(model, batch, layer_indices, on_states)
     for index in sorted(states):  # layers without visible queries
         on_layer(index, *states[index], None)
 

@@ -32,7 +32,13 @@ from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.arguments import check_count
 from ..utils.digests import digest_decoder
 from ..utils.text import format_list, format_value
-from .observe import center_and_rotate, find_paged_layers, make_batches, make_nan_error, observe
+from .observe import (
+    center_and_rotate,
+    find_paged_layers,
+    make_batches,
+    make_nonfinite_error,
+    observe,
+)
 from .plan_choice import LayerStates, read_states, sample_windows
 from .texts import read_model_windows
 
@@ -103,17 +109,17 @@ def calibrate(
         batch_size: Number of windows in a call.
         text_column: The column of a row that has the text.
         chat_template: None renders conversations with the tokenizer's chat template. True also
-            renders plain texts, as a user's turn. False rejects conversations.
+            renders plain texts, as a user's turn. False refuses conversations.
         progress: Whether to show a progress bar with tokens per second on stderr.
 
     Raises:
         ConfigError: An argument, a text, or the model cannot be used.
     """
     model = find_base_model(model)
-    layers = find_paged_layers(model)
+    layer_indices = find_paged_layers(model)
     _check_options(granularity, center, margin)
     check_count("batch_size", batch_size)
-    storages = _parse_storages(model, layers, plan, center=center)
+    storages = _parse_storages(model, layer_indices, plan, center=center)
     windows = read_model_windows(
         model,
         texts,
@@ -129,7 +135,7 @@ def calibrate(
         tqdm(total=num_tokens, disable=not progress, unit="tok", unit_scale=True) as bar,
     ):
         sample = [window[:_MAX_SAMPLE_TOKENS] for window in sample_windows(windows)]
-        call_states, may_transform_k = read_states(model, layers, sample)
+        call_states, may_transform_k = read_states(model, layer_indices, sample)
         is_latent = caches_latents(model.config.get_text_config(decoder=True))
         may_center = center and plan is None and may_transform_k and not is_latent
         storages = _add_centers(storages, call_states, may_center=may_center)
@@ -145,9 +151,9 @@ def calibrate(
             for index, (k, v, _) in states.items():
                 observe_layer(index, k, v)
         for batch in make_batches(windows, batch_size):
-            observe(model, batch, layers, observe_layer)
+            observe(model, batch, layer_indices, observe_layer)
             bar.update(batch.num_tokens)
-    _warn_of_missing_layers(layers, layer_amax)
+    _warn_of_missing_layers(layer_indices, layer_amax)
     if granularity == "channel" and not may_transform_k:
         logger.warning(
             "K has a scale for each head, not for each channel, because a channel may leave its "
@@ -157,18 +163,18 @@ def calibrate(
     source = f"calibrated on {num_tokens} tokens"
     layer_scales = {}
     for index, (k_amax, v_amax) in sorted(layer_amax.items()):
-        layer_plan, layer_center = storages[index]
-        is_mixed = storages[index].rotates("k") or not may_transform_k
+        storage = storages[index]
+        is_mixed = storage.rotates("k") or not may_transform_k
         k_granularity = _coarsen_granularity(granularity, is_mixed=is_mixed)
-        v_granularity = _coarsen_granularity(granularity, is_mixed=storages[index].rotates("v"))
+        v_granularity = _coarsen_granularity(granularity, is_mixed=storage.rotates("v"))
         k_scale = compute_scale(k_amax * margin, k_granularity)
         v_scale = compute_scale(v_amax * margin, v_granularity)
         layer_states = [states[index] for states in call_states if index in states]
         has_queries = all(queries is not None for *_, queries in layer_states)
-        if granularity == "head" and layer_center is None and has_queries:
-            k_scale = search_head_scales("k", k_scale, layer_states, layer_plan)
-            v_scale = search_head_scales("v", v_scale, layer_states, layer_plan)
-        layer_scales[index] = LayerScales(k_scale, v_scale, layer_center, source, layer_plan)
+        if granularity == "head" and storage.center is None and has_queries:
+            k_scale = search_head_scales("k", k_scale, layer_states, storage.plan)
+            v_scale = search_head_scales("v", v_scale, layer_states, storage.plan)
+        layer_scales[index] = LayerScales(k_scale, v_scale, storage.center, source, storage.plan)
     return KVScales(
         layer_scales,
         model_type=model.config.model_type,
@@ -206,13 +212,13 @@ def search_head_scales(
     costs = torch.zeros(SEARCH_STEPS, len(min_scale), device="cpu")
     for k, v, queries in layer_states:
         assert queries is not None
-        x = center_and_rotate(k if side == "k" else v, None, rotated=plan.rotated)
+        states = center_and_rotate(k if side == "k" else v, None, rotated=plan.rotated)
         # Rotated queries and errors have the same products. Rotation changes no cost of V.
         q = rotate(queries.q) if plan.rotated and side == "k" else queries.q
         transformed_queries = replace(queries, q=q)
         for cost, scale in zip(costs, scales, strict=True):
-            format_scale = (scale * fmt.scale_from_e4m3).to(x.device)
-            error = compute_rounding_error(x, format_scale, fmt)
+            format_scale = (scale * fmt.scale_from_e4m3).to(states.device)
+            error = compute_rounding_error(states, format_scale, fmt)
             cost += transformed_queries.compute_cost(side, error).cpu()
     steps = costs.argmin(0)  # the first of several equal costs
     return torch.stack(scales)[steps, torch.arange(len(min_scale), device="cpu")]
@@ -239,12 +245,12 @@ def _check_options(granularity: object, center: object, margin: object) -> None:
 
 
 def _parse_storages(
-    model: PreTrainedModel, layers: frozenset[int], plan: Any, *, center: bool
+    model: PreTrainedModel, layer_indices: frozenset[int], plan: Any, *, center: bool
 ) -> dict[int, _Storage]:
     """Return the plan of each layer with its center, if the plan has it."""
     parsed_plan = parse_plan(plan)
     if parsed_plan is None:
-        return dict.fromkeys(layers, _Storage(None, None))
+        return dict.fromkeys(layer_indices, _Storage(None, None))
     centers: dict[int, Tensor | None] = {}
     if isinstance(parsed_plan, StoragePlan):
         centers = {index: layer.k_center for index, layer in parsed_plan.layers.items()}
@@ -293,12 +299,14 @@ def _compute_amax(index: int, k: Tensor, v: Tensor, storage: _Storage) -> _Layer
     v_amax = center_and_rotate(v, None, rotated=storage.rotates("v")).abs().amax(0).cpu()
     for side, amax in (("K", k_amax), ("V", v_amax)):
         if not torch.isfinite(amax).all():
-            raise make_nan_error(index, side)
+            raise make_nonfinite_error(index, side)
     return k_amax, v_amax
 
 
-def _warn_of_missing_layers(layers: frozenset[int], layer_amax: Mapping[int, _LayerAmax]) -> None:
-    if missing_layers := sorted(layers - layer_amax.keys()):
+def _warn_of_missing_layers(
+    layer_indices: frozenset[int], layer_amax: Mapping[int, _LayerAmax]
+) -> None:
+    if missing_layers := sorted(layer_indices - layer_amax.keys()):
         logger.warning(
             "layers %s stored nothing while the model read the texts, and have no scales. A cache "
             "with these scales needs skip_layers=%s",

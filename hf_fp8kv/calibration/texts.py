@@ -36,15 +36,15 @@ def read_model_windows(
     Raises:
         ConfigError: As `read_windows`, or the model has no embedding for a token id.
     """
-    name = getattr(model, "name_or_path", "")
-    if tokenizer is None and name:
+    model_name = getattr(model, "name_or_path", "")
+    if tokenizer is None and model_name:
         from transformers import AutoTokenizer  # loads many modules
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(model_name)
         except (OSError, ValueError, ImportError) as error:
             # Token ids need no tokenizer. Other texts raise an error without one.
-            logger.info("no tokenizer in %s: %s", name, error)
+            logger.info("no tokenizer in %s: %s", model_name, error)
     max_length = min(max_length, find_max_positions(model))
     windows = read_windows(texts, tokenizer, max_length=max_length, **options)
     vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", None)
@@ -131,13 +131,14 @@ class _Encoder:
     def encode(self, label: str, item: Any) -> torch.Tensor | None:
         """Return the token ids of an item, int32 `[N]` on the CPU, or None for a blank item."""
         if isinstance(item, Mapping):
-            names = [self._text_column] + ["messages"] * (self._text_column == "text")
-            column = next((name for name in names if name in item), None)
+            has_default_column = self._text_column == "text"
+            columns = ("text", "messages") if has_default_column else (self._text_column,)
+            column = next((name for name in columns if name in item), None)
             if column is None:
                 raise ConfigError(
-                    f"{label}: expected a column {' or '.join(map(repr, names))}, got the columns "
-                    f"{format_list(map(repr, item), 20)}. Name the column with text_column, and "
-                    "pass a conversation as a list"
+                    f"{label}: expected a column {' or '.join(map(repr, columns))}, got the "
+                    f"columns {format_list(map(repr, item), 20)}. Name the column with "
+                    "text_column, and pass a conversation as a list"
                 )
             label = f"{label}, column {column!r}"
             item = item[column]
@@ -180,7 +181,7 @@ class _Encoder:
                     f"{format_value(message)}. Rename its keys, or pass each text as one item"
                 )
         try:
-            return str(self._tokenizer.apply_chat_template([*messages], tokenize=False))
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False))
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise ConfigError(
                 f"{label}: expected a conversation that fits the tokenizer's chat template, got "
@@ -219,7 +220,7 @@ def _iterate_items(texts: Any, max_characters: int) -> Iterator[tuple[str, Any]]
                 f"texts: expected a file or a list of texts, got {format_value(texts)}. Pass a "
                 "path, a list of str, or one split of a dataset"
             )
-        yield from ((f"texts[{number}]", item) for number, item in enumerate(texts))
+        yield from ((f"texts[{index}]", item) for index, item in enumerate(texts))
         return
     path = Path(os.fsdecode(texts))
     # A file or a pipe. Path would raise an error for a long name.
@@ -247,10 +248,10 @@ def _iterate_items(texts: Any, max_characters: int) -> Iterator[tuple[str, Any]]
 
 
 def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        label = f"{path}, line {number}"
+        label = f"{path}, line {line_number}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
