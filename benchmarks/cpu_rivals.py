@@ -29,7 +29,7 @@ from hf_fp8kv.modeling.model_support import with_cache
 from hf_fp8kv.utils.demo_model import find_gguf_file
 from hf_fp8kv.utils.environment import find_version
 from hf_fp8kv.utils.timing import compute_ratios, take_turns
-from hf_fp8kv_cli.shared import load_model
+from hf_fp8kv_cli.shared import load_model_and_tokenizer
 
 from .layers import AttentionLayer, Heads, make_config
 from .rival_cpu_kernels import Attend, make_rival_steps
@@ -181,7 +181,7 @@ def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> d
 
 def measure_slopes(turns: int, dtype: str, llama_timers: StepTimers) -> list[Result]:
     """Return a row for each cache of the demo model in `dtype`, and for each of `llama_timers`."""
-    model, _ = load_model(None, "cpu", dtype)
+    model, _ = load_model_and_tokenizer(None, "cpu", dtype)
     config = model.config
     cache_makers: dict[str, Callable[[], Cache]] = {
         DYNAMIC: lambda: DynamicCache(config=config),

@@ -27,7 +27,7 @@ from transformers import (
 
 from hf_fp8kv import FP8PagedCache, PrefixStore, disable, enable, serving
 from hf_fp8kv.modeling.model_support import with_cache
-from hf_fp8kv_cli.shared import DEMO_NAME, load_model
+from hf_fp8kv_cli.shared import DEMO_NAME, load_model_and_tokenizer
 
 from .shared import Result, main
 
@@ -247,7 +247,7 @@ def compare_logits(actual: Tensor, expected: Tensor) -> Comparison:
 def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the demo model, or a small model with random weights."""
     if name == DEMO_NAME:
-        demo_model: PreTrainedModel = load_model(None, device, dtype)[0]
+        demo_model: PreTrainedModel = load_model_and_tokenizer(None, device, dtype)[0]
         return demo_model
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**_SMALL_CONFIG, **MODELS[name]})

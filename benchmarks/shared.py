@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from hf_fp8kv.errors import FP8KVError
 from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv.utils.terminal import build_table
-from hf_fp8kv_cli.shared import load_model, make_console, print_note
+from hf_fp8kv_cli.shared import load_model_and_tokenizer, make_console, print_note
 
 Result = dict[str, Any]
 # Keyword arguments of `argparse.ArgumentParser.add_argument` by the name of the option.
@@ -70,7 +70,7 @@ def load_model_before(measure: Callable[..., Result]) -> Callable[..., Result]:
     def load_and_measure(
         model: str | None = None, device: str = "auto", **arguments: Any
     ) -> Result:
-        loaded_model, tokenizer = load_model(model, device, "float32")
+        loaded_model, tokenizer = load_model_and_tokenizer(model, device, "float32")
         return measure(loaded_model, tokenizer, **arguments)
 
     return load_and_measure

@@ -48,7 +48,7 @@ def main() -> None:
             # `python -m` needs the same name, because shell completion derives a variable from it.
             app(prog_name=NAME)
         finally:
-            # Flush here, because Python would print a traceback for a closed pipe at its exit.
+            # Flush here, because Python prints a traceback if it finds a closed pipe when it exits.
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,13 +64,13 @@ def main() -> None:
 
         if not isinstance(error, (FP8KVError, OSError, torch.OutOfMemoryError)):
             raise
-        message = str(error)
+        message = f"{NAME}: error: {error}"
         if isinstance(error, torch.OutOfMemoryError):
             message = (
-                f"out of device memory: {error}. Use a smaller --max-length or --batch-size, or "
-                "another --device"
+                f"{NAME}: error: out of device memory: {error}. Reduce --max-length or "
+                "--batch-size, or choose another --device"
             )
-        print(f"{NAME}: error: {message}", file=sys.stderr)
+        print(message, file=sys.stderr)
         sys.exit(1)
 
 

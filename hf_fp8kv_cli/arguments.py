@@ -48,13 +48,18 @@ def make_choice(values: Collection[str], aliases: Mapping[str, str] = {}) -> dic
     return {"parser": parse, "autocompletion": suggest(values_by_name), "metavar": "NAME"}
 
 
+# Exponents of 1000 or 1024 for the prefixes of a unit.
+_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
 def parse_size(text: str) -> int:
     """Parse a number of bytes such as "8GiB", "16 GB", "512M" or "1000000"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if match is None:
         raise typer.BadParameter(f"expected a size such as 8GiB or 500MB, got {text!r}")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+    number, prefix, binary_mark = match.groups()
+    base = 1024 if binary_mark else 1000
+    return int(float(number) * base ** _EXPONENTS[prefix.lower()])
 
 
 def parse_scales(text: str) -> str | float:
@@ -66,6 +71,7 @@ def parse_scales(text: str) -> str | float:
 
 
 _SIDE_OPTION = make_choice((*FORMATS, AUTO), ALIASES)
+_FORMAT_ALIASES = [f"{alias} = {name}" for alias, name in ALIASES.items() if name in FORMATS]
 
 SIZE: dict[str, Any] = {"metavar": "SIZE", "parser": parse_size}
 
@@ -91,7 +97,7 @@ CacheDtype = Annotated[
     str | None,
     typer.Option(
         help=f"{', '.join(FORMATS)}, model (the model's dtype), or {ADAPTIVE} (a plan, chosen once "
-        f"for the model). {', '.join(f'{x} = {y}' for x, y in ALIASES.items() if y in FORMATS)}. "
+        f"for the model). {', '.join(_FORMAT_ALIASES)}. "
         f"Default: {ADAPTIVE}, {STATIC_DTYPE} with --scales, or {DEFAULT_DTYPE} with only "
         "--key-dtype or --value-dtype.",
         **make_choice((*FORMATS, AUTO, ADAPTIVE), ALIASES),
@@ -152,13 +158,14 @@ def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
     """
     from hf_fp8kv.errors import ConfigError
 
-    names = ("kv_cache_dtype", "key_dtype", "value_dtype", "plan", "scales")
-    given = [name for name in names if ctx.params[name] not in (None, ADAPTIVE)]
+    storage_names = ("kv_cache_dtype", "key_dtype", "value_dtype", "plan", "scales")
+    given_names = [name for name in storage_names if ctx.params[name] not in (None, ADAPTIVE)]
     bits = ctx.params["bits"]
-    if bits not in (None, 8) and given:
+    if bits not in (None, 8) and given_names:
+        option = f"--{given_names[0].replace('_', '-')}"
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: expected no value with --bits {bits:g}, which "
-            f"chooses a plan, got {ctx.params[given[0]]!r}. Pass one of them"
+            f"{option}: expected no value with --bits {bits:g}, which chooses a plan, got "
+            f"{ctx.params[given_names[0]]!r}. Pass {option} or --bits"
         )
-    options = {name: ctx.params[name] for name in (*names[1:], "bits", "backend")}
+    options = {name: ctx.params[name] for name in (*storage_names[1:], "bits", "backend")}
     return {"dtype": ctx.params["kv_cache_dtype"], **options}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import arguments
-from .shared import WarningLog, handle_log, load_model, print_note
+from .shared import WarningLog, handle_log, load_model_and_tokenizer, print_note
 
 COPY_FOLDER = "checkpoint"
 
@@ -103,11 +103,17 @@ def calibrate(
 
     from .scales_table import describe_scales
 
-    names = inspect.signature(calibration.calibrate).parameters.keys() - {"model", "texts"}
-    options = {name: x for name, x in ctx.params.items() if name in names and x is not None}
+    option_names = inspect.signature(calibration.calibrate).parameters.keys() - {"model", "texts"}
+    options = {
+        name: value
+        for name, value in ctx.params.items()
+        if name in option_names and value is not None
+    }
     if plan is not None and not SCALE_FORMATS[format_name].holds_centers:
-        message = f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan"
-        raise typer.BadParameter(message, param_hint="--plan")
+        raise typer.BadParameter(
+            f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan",
+            param_hint="--plan",
+        )
     if not SCALE_FORMATS[format_name].holds_centers:
         options = {"center": False, "granularity": SCALE_FORMATS[format_name].granularity} | options
     folder = Path(out)
@@ -118,12 +124,12 @@ def calibrate(
         out_format = "hf_fp8kv" if checkpoint else format_name
         # The calibration takes minutes, so first check that the scales can be written. OUT must not
         # contain other scales, although some formats can share a folder.
-        file_names = SCALE_FORMATS[out_format].make_files(KVScales.uniform(1))
-        checked_names = {JSON_FILE, SCALES_SHARD, *file_names}
+        checked_names = {JSON_FILE, SCALES_SHARD}
+        checked_names |= SCALE_FORMATS[out_format].make_files(KVScales.uniform(1)).keys()
         read_base(folder, SCALE_FORMATS[out_format], checked_names, None, overwrite=overwrite)
         if checkpoint is not None:
             read_base(copy_folder, SCALE_FORMATS[format_name], (), checkpoint, overwrite=overwrite)
-        loaded_model, tokenizer = load_model(model, device, model_dtype)
+        loaded_model, tokenizer = load_model_and_tokenizer(model, device, model_dtype)
         scales = calibration.calibrate(loaded_model, corpus, tokenizer=tokenizer, **options)
         try:
             paths = scales.save_pretrained(folder, format=out_format, overwrite=overwrite)
@@ -137,8 +143,9 @@ def calibrate(
             paths += scales.save_pretrained(
                 copy_folder, format=format_name, checkpoint=checkpoint, overwrite=overwrite
             )
-    files = list(map(str, paths))
+    file_names = list(map(str, paths))
     if as_json:
-        print(json.dumps({**describe_scales(scales), "files": files, "warnings": log.messages}))
+        output = {**describe_scales(scales), "files": file_names, "warnings": log.messages}
+        print(json.dumps(output))
         return
-    print("\n".join(files))
+    print("\n".join(file_names))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import arguments
-from .shared import DEMO_NAME, load_model, make_console, print_note
+from .shared import DEMO_NAME, load_model_and_tokenizer, make_console, print_note
 
 
 def card(
@@ -59,12 +59,14 @@ def card(
         raise typer.BadParameter("expected --quick or --long, got both")
     name = DEMO_NAME if model is None else Path(os.path.abspath(model)).name
     folder = out or Path(f"card-{name.split()[0]}")
-    size = "quick" if quick else "long" if long else "normal"
+    size = "quick" if quick else "normal"
+    if long:
+        size = "long"
     parts_path = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
     loaded_texts = None if texts is None else arguments.load_texts(texts)
-    loaded_model, tokenizer = load_model(model, device, "float32")
+    loaded_model, tokenizer = load_model_and_tokenizer(model, device, "float32")
     cache_names = [part.strip() for part in caches.split(",") if part.strip()]
-    result = measure_card(
+    content = measure_card(
         loaded_model,
         tokenizer,
         name=name,
@@ -76,12 +78,12 @@ def card(
         memory_gib=memory / 2**30,
     )
     files = {
-        folder / "card.json": (json.dumps(result, indent=2) + "\n").encode(),
-        folder / "card.md": format_markdown(result).encode(),
+        folder / "card.json": (json.dumps(content, indent=2) + "\n").encode(),
+        folder / "card.md": format_markdown(content).encode(),
     }
     write_atomically({**files, parts_path: None})
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps(content))
     else:
-        make_console(piped_width=200).print(format_table(result))
+        make_console(piped_width=200).print(format_table(content))
     print_note(f"The card is in {folder}.")

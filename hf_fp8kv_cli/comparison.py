@@ -57,8 +57,9 @@ def encode_prompt(
     max_tokens = None
     if prompt is None:
         text = topics["typesseq"]
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        max_tokens = max(min(_DEFAULT_PROMPT_TOKENS, (limit or 2**31) - num_new), 1)
+        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        free_positions = (max_positions or 2**31) - num_new
+        max_tokens = max(min(_DEFAULT_PROMPT_TOKENS, free_positions), 1)
     if not chat:
         encoding = tokenizer(text, return_tensors="pt", truncation=False)
     elif tokenizer.chat_template is None:
@@ -80,29 +81,43 @@ def encode_prompt(
 
 
 def run_caches(
-    model: Any, tokenizer: Any, inputs: Mapping[str, torch.Tensor], sampling: Mapping[str, Any],
-    seed: int, memory_bytes: int, page_options: Mapping[str, Any], attention: str, model_name: str,
-) -> tuple[list[Run], float | None]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    inputs: Mapping[str, torch.Tensor],
+    sampling: Mapping[str, Any],
+    *,
+    seed: int,
+    memory_bytes: int,
+    page_options: Mapping[str, Any],
+    attention: str,
+    model_name: str,
+) -> tuple[list[Run], float | None]:
     """Return the runs with the default cache and with pages, and the KL of their predictions.
 
-    The default cache runs with the model's default attention.
+    The run with the default cache uses the model's default attention. The run with pages uses
+    `attention`.
     """
-    names = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name))
-    if attention not in names:
+    # Names with "|" are the functions of transformers' engine, such as "paged|sdpa".
+    registered_names = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    attention_names = ("eager", *(name for name in registered_names if "|" not in name))
+    if attention not in attention_names:
         raise ConfigError(
-            f"--attn: expected one of {', '.join(names)}, got {attention!r}."
-            f"{suggest(attention, names)}"
+            f"--attn: expected one of {', '.join(attention_names)}, got {attention!r}."
+            f"{suggest(attention, attention_names)}"
         )
     measure = partial(run_cache, model, tokenizer, inputs, sampling, seed, memory_bytes)
-    dense_run, dense = measure(partial(DynamicCache, config=model.config))
+    dense_run, dense_logprobs = measure(partial(DynamicCache, config=model.config))
     try:
         model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot use --attn {attention} with {model_name}: {error}") from error
     make_cache = partial(FP8PagedCache, model, **page_options)
-    paged_run, paged = measure(make_cache, page_options.get("scales"))
-    kl = (dense.exp() * (dense - paged)).sum(-1).mean() if dense.numel() else None
-    return [dense_run, paged_run], None if kl is None else float(kl)
+    paged_run, paged_logprobs = measure(make_cache, page_options.get("scales"))
+    kl = None
+    if dense_logprobs.numel():
+        token_kl = (dense_logprobs.exp() * (dense_logprobs - paged_logprobs)).sum(-1)
+        kl = float(token_kl.mean())
+    return [dense_run, paged_run], kl
 
 
 def run_cache(
@@ -125,13 +140,7 @@ def run_cache(
     )
     # Kernels are compiled at their first use, so run the model and two tokens before timing.
     ids = inputs["input_ids"]
-    cache = make_cache()
-    num_scored = min(_SCORED_TOKENS, ids.shape[1] - 1)
-    with torch.no_grad():
-        model(ids[:, : ids.shape[1] - num_scored], **with_cache(model, cache))
-        logits = torch.empty(0)
-        if num_scored:
-            logits = model(ids[:, -num_scored:], **with_cache(model, cache)).logits.float()
+    logprobs = _score_prompt(model, ids, make_cache())
     warm_up = {CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
     model.generate(ids[:, :1], **warm_up)
     torch.manual_seed(seed)
@@ -151,8 +160,9 @@ def run_cache(
         # The last page is partly filled, so count a token as its share of a full page.
         num_slots = -(-num_tokens // page_size) * page_size
         token_bytes = footprint.used_bytes / num_slots + footprint.other_bytes / num_tokens
-        plans = [*footprint.layers_by_plan]
-        cache_title = f"pages of {page_size}, {plans[0] if len(plans) == 1 else 'plans by layer'}"
+        plans = list(footprint.layers_by_plan)
+        plan_title = plans[0] if len(plans) == 1 else "plans by layer"
+        cache_title = f"pages of {page_size}, {plan_title}"
         is_auto = all(side.is_auto for plan in cache.plan.values() for side in plan)
         scales_title = "none" if is_auto else str(scales or "dynamic")
     else:
@@ -173,7 +183,19 @@ def run_cache(
         bytes_per_token=token_bytes,
         tokens_that_fit=int(memory_bytes / token_bytes),
     )
-    return run, logits.log_softmax(-1)
+    return run, logprobs
+
+
+def _score_prompt(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Return log probabilities after the last prompt tokens, read in a second call."""
+    num_scored = min(_SCORED_TOKENS, ids.shape[1] - 1)
+    num_read = ids.shape[1] - num_scored
+    with torch.no_grad():
+        model(ids[:, :num_read], **with_cache(model, cache))
+        if not num_scored:
+            return torch.empty(0)
+        logits: torch.Tensor = model(ids[:, num_read:], **with_cache(model, cache)).logits
+    return logits.float().log_softmax(-1)
 
 
 def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
@@ -185,8 +207,8 @@ def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
         dense_id == paged_id
         for dense_id, paged_id in zip_longest(dense_run.token_ids, paged_run.token_ids)
     ]
-    index = None if all(matches) else matches.index(False)
-    return {"equal": sum(matches), "positions": len(matches), "first_difference": index}
+    first_difference = None if all(matches) else matches.index(False)
+    return {"equal": sum(matches), "positions": len(matches), "first_difference": first_difference}
 
 
 def make_comparison(

@@ -50,8 +50,9 @@ def convert(
     Scales that the format cannot hold are reduced with a warning, so that nothing saturates.
     """
     if Path(out).suffix in (".json", ".safetensors"):
-        message = f"expected a folder (the format names the files in it), got {out!r}"
-        raise typer.BadParameter(message, param_hint="OUT")
+        raise typer.BadParameter(
+            f"expected a folder (the format names the files in it), got {out!r}", param_hint="OUT"
+        )
     if weights == "link" and checkpoint is None:
         raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
     from hf_fp8kv.errors import ScaleError
@@ -66,8 +67,8 @@ def convert(
         if model_type not in (None, source.model_type):
             typed_scales = replace(source, model_type=model_type)
             if source.model_type is not None:
-                got = repr(source.model_type)
-                message = f"{source.origin}: expected scales of {model_type!r}, got {got}"
+                rule = f"expected scales of {model_type!r}, got {source.model_type!r}"
+                message = f"{source.origin}: {rule}"
                 if not lenient:
                     raise ScaleError(f"{message}. Omit --model-type, or pass --lenient")
                 logger.warning("%s: written as %r", message, model_type)
@@ -79,14 +80,15 @@ def convert(
             overwrite=overwrite,
             tp_size=tp_size,
         )
-    files = [str(path) for path in paths]
+    file_names = [str(path) for path in paths]
     if as_json:
         target = {"format": to, "folder": out}
-        output = {"from": description, "to": target, "files": files, "warnings": log.messages}
-        print(json.dumps(output))
+        scales_output = {"from": description, "to": target}
+        print(json.dumps({**scales_output, "files": file_names, "warnings": log.messages}))
         return
+    centering = ", K centered" if source.centered else ""
     print_note(
         f"{source.format} -> {to}: {len(source.layers)} layers, per {source.granularity}"
-        f"{', K centered' * source.centered}, {typed_scales.model_type or 'model type unknown'}"
+        f"{centering}, {typed_scales.model_type or 'model type unknown'}"
     )
-    print("\n".join(files))
+    print("\n".join(file_names))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import arguments
-from .shared import DEMO_NAME, load_model, make_console, print_note
+from .shared import DEMO_NAME, load_model_and_tokenizer, make_console, print_note
 
 
 def generate(
@@ -68,21 +68,40 @@ def generate(
 
         with convert_read_errors("stdin", "text in UTF-8", ConfigError):
             prompt = sys.stdin.read().strip()
-    _compare(prompt, model, device, page_options, sampling, attn, chat, seed, memory, as_json)
+    _compare(
+        prompt,
+        model,
+        device,
+        page_options,
+        sampling,
+        attention=attn,
+        chat=chat,
+        seed=seed,
+        memory_bytes=memory,
+        as_json=as_json,
+    )
 
 
 def demo(device: arguments.Device = "auto", as_json: arguments.Json = False) -> None:
     """Show memory, predictions and answers of a small model with both caches, in a minute."""
     sampling = {"max_new_tokens": 24, "do_sample": False}
-    _compare(None, None, device, {}, sampling, as_json=as_json)
+    _compare(None, None, device, page_options={}, sampling=sampling, as_json=as_json)
     print_note("In your script: hf_fp8kv.enable(model). Quality of your model: hf-fp8kv card MODEL")
 
 
 def _compare(
-    prompt: str | None, name: str | None, device: str, page_options: Mapping[str, Any],
-    sampling: Mapping[str, Any], attention: str = "fp8_paged", chat: bool = False, seed: int = 0,
-    memory: int = 8 * 2**30, as_json: bool = False,
-) -> None:  # fmt: skip
+    prompt: str | None,
+    name: str | None,
+    device: str,
+    page_options: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    *,
+    attention: str = "fp8_paged",
+    chat: bool = False,
+    seed: int = 0,
+    memory_bytes: int = 8 * 2**30,
+    as_json: bool = False,
+) -> None:
     """Run a model with both caches, and print the comparison.
 
     A prompt of None means the default prompt, a name of None the demo model.
@@ -96,18 +115,26 @@ def _compare(
         # model shows whether it is valid.
         FP8PagedCache(**{**page_options, "bits": None})
     model_name = name or DEMO_NAME
-    model, tokenizer = load_model(name, device)
+    model, tokenizer = load_model_and_tokenizer(name, device)
     inputs, text = comparison.encode_prompt(
         model, tokenizer, prompt, model_name, sampling["max_new_tokens"], chat=chat
     )
     runs, kl = comparison.run_caches(
-        model, tokenizer, inputs, sampling, seed, memory, page_options, attention, model_name
+        model,
+        tokenizer,
+        inputs,
+        sampling,
+        seed=seed,
+        memory_bytes=memory_bytes,
+        page_options=page_options,
+        attention=attention,
+        model_name=model_name,
     )
     if as_json:
-        settings = {"model": model_name, "options": page_options, "memory_bytes": memory}
+        settings = {"model": model_name, "options": page_options, "memory_bytes": memory_bytes}
         agreement = comparison.compare_tokens(*runs) | {"kl": kl}
         answers = {"agreement": agreement, "runs": [asdict(run) for run in runs]}
         print(json.dumps({"prompt": text, **settings, **answers}))
     else:
-        table = comparison.make_comparison(model_name, text, runs, kl, memory)
+        table = comparison.make_comparison(model_name, text, runs, kl, memory_bytes)
         make_console().print(*table, sep="\n")

@@ -27,7 +27,7 @@ def inspect(scales: arguments.Scales, as_json: arguments.Json = False) -> None:
         output = {
             **describe_scales(kv_scales),
             "layers": describe_layers(kv_scales),
-            "remarks": [*list_remarks(kv_scales)],
+            "remarks": list(list_remarks(kv_scales)),
             "warnings": log.messages,
         }
         print(json.dumps(output))

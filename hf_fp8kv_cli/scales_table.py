@@ -82,12 +82,14 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
             "K and V have the same scale in every layer, which wastes range on the smaller side. "
             "Calibrate separate scales for K and V"
         )
-    for n, side in enumerate("KV"):
-        largest_scales = {index: float(x[n].max()) for index, x in sides_by_layer.items()}
+    for position, side in enumerate("KV"):
+        largest_scales = {
+            index: float(sides[position].max()) for index, sides in sides_by_layer.items()
+        }
         median = statistics.median(largest_scales.values())
-        if outliers := [
-            i for i, scale in largest_scales.items() if scale > _OUTLIER_FACTOR * median
-        ]:
+        limit = _OUTLIER_FACTOR * median
+        outliers = [index for index, scale in largest_scales.items() if scale > limit]
+        if outliers:
             yield (
                 f"{side} of {_name_layers(outliers)}: the scale is over {_OUTLIER_FACTOR} times "
                 f"the median of all layers ({format_number(median)}), because of a few huge values "
@@ -142,16 +144,18 @@ def _list_headings(scales: KVScales) -> Iterator[str]:
 def _list_rows(scales: KVScales) -> Iterator[dict[str, str]]:
     """Yield the cells of K and of V of each layer by heading. Cells without a value are empty."""
     for index, layer in describe_layers(scales).items():
-        for n, side in enumerate("kv"):
+        # Show the names of the tensors, without the name of their file. K and V may share one.
+        tensor_names = layer["source"].rpartition(": ")[2].split(", ")
+        center = "centered" if layer["centered"] else ""
+        plans = layer["plan"] or (center, "")
+        sides = zip("kv", plans, (tensor_names[0], tensor_names[-1]), strict=True)
+        for side, plan, tensor_name in sides:
             values = layer[side] or {}
-            center = "centered" if layer["centered"] and side == "k" else ""
-            plan = center if layer["plan"] is None else layer["plan"][n]
             limits = dict.fromkeys(values[name] for name in ("min", "max") if name in values)
             yield {
                 "layer": index,
                 "stored": f"{side.upper()} {plan}".rstrip(),
                 "scale": " .. ".join(map(format_number, limits)),
                 f"{_E4M3_MAX:g} x scale": format_number(values["amax"]) if values else "",
-                # Show the name of the tensor, without the name of its file.
-                "source": layer["source"].rpartition(": ")[2].split(", ")[-n],
+                "source": tensor_name,
             }

@@ -19,7 +19,8 @@ def choose_device(text: str) -> str:
 
     from hf_fp8kv.errors import ConfigError
 
-    device = text if text != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device if text == "auto" else text
     try:
         torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError) as error:
@@ -31,24 +32,24 @@ def choose_device(text: str) -> str:
     return device
 
 
-def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+def load_model_and_tokenizer(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Return the model on a device, and its tokenizer. Without a name, load the demo model."""
     from transformers import AutoTokenizer
 
     from hf_fp8kv.errors import ConfigError
 
-    model = load_weights(name, device, dtype)
+    model = load_model(name, device, dtype)
     folder = name or str(model.name_or_path)
     try:
         return model, AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, ImportError) as error:
         message = f"cannot load the tokenizer of {folder!r}: {error}"
-        if Path(folder).is_dir() and not [*Path(folder).glob("*token*")]:
+        if Path(folder).is_dir() and not any(Path(folder).glob("*token*")):
             message = f"expected a tokenizer in {folder}, got none. Save one with save_pretrained"
         raise ConfigError(message) from error
 
 
-def load_weights(name: str | None, device: str, dtype: str = "auto") -> Any:
+def load_model(name: str | None, device: str, dtype: str = "auto") -> Any:
     """Return the model on a device, without its tokenizer."""
     from transformers import AutoModelForCausalLM
 
@@ -81,7 +82,7 @@ def print_note(message: str) -> None:
 
 @contextmanager
 def handle_log(handler: logging.Handler) -> Iterator[None]:
-    """Pass messages of the library's log to a handler, from the handler's level on."""
+    """Pass the library's log messages of at least the handler's level to the handler."""
     logger = logging.getLogger("hf_fp8kv")
     old_level = logger.level
     logger.addHandler(handler)
