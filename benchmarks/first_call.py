@@ -35,7 +35,8 @@ class OperationCounter(TorchDispatchMode):
         if func.namespace == "hf_fp8kv":
             with self:
                 return api.FUNCTIONS[func._opname](*args, **(kwargs or {}))
-        self.count += not func.is_view
+        if not func.is_view:
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
 

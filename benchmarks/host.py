@@ -14,6 +14,7 @@ A separate process is measured, because Triton keeps the driver until its proces
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -58,12 +59,16 @@ def make_driver() -> SimpleNamespace:
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", int(GPU.removeprefix("sm_")), 32)
+
+    def ignore_launch(*_arguments: object) -> None:
+        """Accept the arguments of a launch."""
+
     return SimpleNamespace(
         get_current_target=lambda: target,
         get_active_torch_device=lambda: torch.device("cpu"),
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
-        launcher_cls=lambda _source, _metadata: lambda *_arguments: None,
+        launcher_cls=lambda _source, _metadata: ignore_launch,
         utils=SimpleNamespace(
             get_device_properties=lambda _device: {"max_shared_mem": 1 << 20},
             # Module, function, registers, spills, and the maximum number of threads of a program.
@@ -84,15 +89,18 @@ class LayerStack:
         num_layers: int,
         batch: int = 1,
     ) -> None:
-        self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
-        num_heads, num_kv_heads, dim = heads
+        self.cache = cache
+        self.attention = ALL_ATTENTION_FUNCTIONS[attention]
+        num_query_heads, num_kv_heads, dim = heads
         self.modules = [
-            AttentionLayer(num_heads // num_kv_heads, i).eval() for i in range(num_layers)
+            AttentionLayer(num_query_heads // num_kv_heads, index).eval()
+            for index in range(num_layers)
         ]
         # The strides are the same as after a projection and RoPE.
-        self.query = torch.randn(batch, 1, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
-        self.key = torch.randn(batch, num_kv_heads, 1, dim, dtype=torch.bfloat16)
-        self.value = torch.randn(batch, 1, num_kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+        randn = partial(torch.randn, dtype=torch.bfloat16)
+        self.query = randn(batch, 1, num_query_heads, dim).transpose(1, 2)
+        self.key = randn(batch, num_kv_heads, 1, dim)
+        self.value = randn(batch, 1, num_kv_heads, dim).transpose(1, 2)
         self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
         self.num_steps = CALLS_PER_TURN // num_layers
         # The first token of each sequence of a batch is padding, so each step makes a mask.
@@ -101,8 +109,8 @@ class LayerStack:
         self.is_token = torch.ones(batch, num_tokens + CALLS_PER_TURN + 1, dtype=torch.bool)
         self.is_token[:, 0] = False
         states = torch.zeros(batch, num_kv_heads, num_tokens, dim, dtype=torch.bfloat16)
-        for layer in range(num_layers):
-            cache.update(states, states, layer)
+        for index in range(num_layers):
+            cache.update(states, states, index)
 
     def make_mask(self) -> torch.Tensor | None:
         """Return the mask of a step of a padded batch, or None for a single sequence."""
@@ -149,10 +157,11 @@ def _measure_turns(turns: int) -> list[Result]:
 
     torch.set_num_threads(1)
     with ExitStack() as contexts:
-        heads, num_tokens, suffix = HEADS, STORED_TOKENS, ""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cpu":
-            heads, num_tokens, suffix = TINY_HEADS, TINY_STORED_TOKENS, ", tiny"
+        is_tiny = device == "cpu"
+        sizes = (TINY_HEADS, TINY_STORED_TOKENS) if is_tiny else (HEADS, STORED_TOKENS)
+        stock_name = f"{STOCK}, tiny" if is_tiny else STOCK
+        if is_tiny:
             triton.runtime.driver.set_active(make_driver())
             contexts.enter_context(assuming(Target.parse(GPU)))
         stacks: dict[str, LayerStack] = {}
@@ -160,9 +169,8 @@ def _measure_turns(turns: int) -> list[Result]:
         with torch.device(device):
             for batch, label in ((1, ""), (PADDED_BATCH, ", padded")):
                 stacks[PAGED + label] = make_stack(NUM_LAYERS, batch)
-                cache = DynamicCache(config=make_config(heads, NUM_LAYERS))
-                stack = LayerStack(cache, "sdpa", heads, num_tokens, NUM_LAYERS, batch)
-                stacks[STOCK + suffix + label] = stack
+                cache = DynamicCache(config=make_config(sizes[0], NUM_LAYERS))
+                stacks[stock_name + label] = LayerStack(cache, "sdpa", *sizes, NUM_LAYERS, batch)
         turn_us = [[stack.measure_turn() for stack in stacks.values()] for _ in range(turns + 1)]
     return [  # without the first turn, which compiles the kernels
         {"cache": name, "value": min(stack_us), "unit": "µs per layer"}

@@ -57,28 +57,30 @@ def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[]
 
 
 def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
-    num_heads, num_kv_heads, dim = loop.heads
+    num_query_heads, num_kv_heads, dim = loop.heads
     config = LlamaConfig(
-        num_hidden_layers=loop.num_layers, num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads, head_dim=dim, hidden_size=num_heads * dim, vocab_size=8,
-        intermediate_size=8,
+        num_hidden_layers=loop.num_layers, num_attention_heads=num_query_heads,
+        num_key_value_heads=num_kv_heads, head_dim=dim, hidden_size=num_query_heads * dim,
+        vocab_size=8, intermediate_size=8,
     )  # fmt: skip
     cache = FP8PagedCache(config, backend=backend, **loop.options)
     attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
     modules: list[Any] = [torch.nn.Module() for _ in range(loop.num_layers)]
-    query = torch.randn(1, num_heads, 1, dim, dtype=torch.bfloat16)
+    query = torch.randn(1, num_query_heads, 1, dim, dtype=torch.bfloat16)
     key = torch.randn(1, num_kv_heads, 1, dim, dtype=torch.bfloat16)
     history = torch.randn(1, num_kv_heads, loop.num_tokens, dim, dtype=torch.bfloat16)
-    for layer, module in enumerate(modules):
-        module.is_causal, module.layer_idx = True, layer
-        module.num_key_value_groups = num_heads // num_kv_heads
-        cache.update(history, history, layer)
+    for index, module in enumerate(modules):
+        module.is_causal = True
+        module.layer_idx = index
+        module.num_key_value_groups = num_query_heads // num_kv_heads
+        cache.update(history, history, index)
 
     @torch.inference_mode()
     def run_loop() -> float:
         start = time.perf_counter()
         for _ in range(loop.num_steps):
-            step_cache, states = cache, key
+            step_cache = cache
+            states = key
             if loop.action == "fork":
                 step_cache = cache.fork()
             elif loop.action == "crop":
@@ -86,8 +88,8 @@ def _make_loop(loop: Loop, backend: str) -> Callable[[], float]:
             elif loop.action == "prefill":
                 cache.reset()
                 states = history
-            for layer, module in enumerate(modules):
-                keys, values = step_cache.update(states, states, layer)
+            for index, module in enumerate(modules):
+                keys, values = step_cache.update(states, states, index)
                 if loop.has_attention:
                     attend(module, query, keys, values, None, scaling=dim**-0.5)
         seconds = time.perf_counter() - start

@@ -7,10 +7,10 @@ from transformers import LlamaConfig
 
 
 class Heads(NamedTuple):
-    """Number of query heads, number of KV heads, and head size."""
+    """Numbers of heads of a layer, and the head size."""
 
-    query: int
-    kv: int
+    num_query_heads: int
+    num_kv_heads: int
     dim: int
 
 
@@ -25,7 +25,7 @@ class AttentionLayer(torch.nn.Module):
         self.num_key_value_groups = num_groups
 
 
-def make_config(heads: tuple[int, int, int], num_layers: int = 1) -> LlamaConfig:
+def make_config(heads: Heads, num_layers: int = 1) -> LlamaConfig:
     """Return the config of a model whose layers have these `Heads`."""
     num_query_heads, num_kv_heads, dim = heads
     return LlamaConfig(

@@ -72,8 +72,9 @@ def measure_windows(
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     for name in models:
         progress(name)
-        task = [name, prompt_lengths, backend]
-        rows += run_process("benchmarks.memory:_measure_model", task, environment)
+        rows += run_process(
+            "benchmarks.memory:_measure_model", [name, prompt_lengths, backend], environment
+        )
     return {"rows": rows}
 
 
@@ -118,8 +119,8 @@ def _store_prompt(
     bytes_before = _reset_peak()
     for start in range(0, key.shape[2], chunk_size):
         chunk_slice = slice(start, start + chunk_size)
-        for layer in range(len(cache.layers)):
-            cache.update(key[:, :, chunk_slice], value[:, :, chunk_slice], layer)
+        for index in range(len(cache.layers)):
+            cache.update(key[:, :, chunk_slice], value[:, :, chunk_slice], index)
     # Linux updates its counters late, so the peak after a small prompt may seem below the start.
     peak_growth = None if bytes_before is None else max(_read_peak() - bytes_before, 0)
     return count_bytes(cache), peak_growth

@@ -18,7 +18,7 @@ from hf_fp8kv.errors import ConfigError
 _TOLERANCE = 0.01
 _PROBE_TOKENS = 32
 # Attributes by which attention modules are found.
-_REQUIRED_ATTRIBUTES = ("q_proj", "k_proj", "head_dim", "layer_idx")
+_REQUIRED_ATTRIBUTES = frozenset(("q_proj", "k_proj", "head_dim", "layer_idx"))
 
 
 @contextmanager
@@ -39,9 +39,7 @@ def planted_outliers(model: PreTrainedModel, factor: float, head_stride: int = 1
             not pair channels i and i + D / 2.
     """
     modules: list[Any] = [
-        module
-        for module in model.modules()
-        if all(hasattr(module, name) for name in _REQUIRED_ATTRIBUTES)
+        module for module in model.modules() if _REQUIRED_ATTRIBUTES.issubset(dir(module))
     ]
     projections = [getattr(module, name) for module in modules for name in ("q_proj", "k_proj")]
     weights = [weight for projection in projections for weight in projection.parameters()]
@@ -70,15 +68,15 @@ def _compute_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _plant_outliers(module: Any, factor: float, head_stride: int) -> None:
-    """Plant outliers in one attention module."""
-    layer = module.layer_idx
+    index = module.layer_idx
     dim = module.head_dim
     num_pairs = dim // 2
     num_heads = module.k_proj.out_features // dim
     group_size = module.q_proj.out_features // dim // num_heads  # query heads of a KV head
-    for head in range(layer % min(head_stride, num_heads), num_heads, head_stride):
+    for head in range(index % min(head_stride, num_heads), num_heads, head_stride):
         # Together, the outliers of all layers have every frequency of RoPE.
-        for pair in {(5 + 7 * layer) % num_pairs, (20 + 3 * layer + head) % num_pairs}:
+        pairs = {(5 + 7 * index) % num_pairs, (20 + 3 * index + head) % num_pairs}
+        for pair in pairs:
             for channel in (pair, pair + num_pairs):
                 _scale_row(module.k_proj, head * dim + channel, factor)
                 for query_head in range(head * group_size, (head + 1) * group_size):

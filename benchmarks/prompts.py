@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,22 @@ def measure_prompts(
     planting = planted_outliers(model, factor, head_stride) if factor != 1 else nullcontext()
     with planting, paged_attention(model):
         for length, (standard_passages, standard_caches) in cases.items():
-            names = [name.strip() for name in caches.split(",") if name.strip()] or standard_caches
-            for cache in names:
+            cache_names = caches.split(",") if caches else standard_caches
+            for cache in cache_names:
                 if cache not in storages:
                     progress(f"preparing {cache}")
                     storages[cache] = make_storage(model, cache)
             count = num_passages or standard_passages
-            kl: Divergences = {(cache, prompt): [] for cache in names for prompt in PROMPTS}
+            kl: Divergences = {
+                (cache, prompt): [] for cache, prompt in product(cache_names, PROMPTS)
+            }
             passages = read_passages(tokenizer, count, length + SCORED_TOKENS, text_folder)
             for index, (passage, ids) in enumerate(passages.items()):
                 progress(f"{length} tokens, {index + 1} of {count}: {passage}")
                 measure_passage(model, ids.to(model.device), storages, kl)
             rows += [
                 {"tokens": length, "passages": count, **summarize(cache, storages[cache], kl)}
-                for cache in names
+                for cache in cache_names
             ]
     return {
         "rows": rows, "weights": digest_weights(model),
@@ -125,10 +128,10 @@ def read_passages(
         for index, kind in enumerate(KINDS):
             num_texts = len(range(index, num_passages, len(KINDS)))
             texts = read_texts(tokenizer, kind, num_texts, length + _SKIPPED_TOKENS)
-            for number, ids in enumerate(texts):
+            for number, ids in enumerate(texts, 1):
                 # Every second passage begins inside a text, because the first token matters.
-                start = _SKIPPED_TOKENS * ((index + number) % 2)
-                passages[f"{kind} {number + 1}"] = ids[:, start : start + length]
+                start = _SKIPPED_TOKENS if (index + number) % 2 == 0 else 0
+                passages[f"{kind} {number}"] = ids[:, start : start + length]
         return passages
     for path in sorted(Path(folder).iterdir()):
         ids = tokenizer(path.read_text(), return_tensors="pt").input_ids[:, :length]
@@ -146,8 +149,8 @@ def make_storage(model: PreTrainedModel, name: str) -> Storage:
     """Return the storage of a cache, whose name is an element of `caches` of `measure_prompts`."""
     plan = None
     if name.startswith(_PLAN_PREFIX):
-        share = float(name.removeprefix(_PLAN_PREFIX).removesuffix("%")) / 100
-        plan = choose_plan(model, max_extra_bytes=share)
+        percentage = float(name.removeprefix(_PLAN_PREFIX).removesuffix("%"))
+        plan = choose_plan(model, max_extra_bytes=percentage / 100)
     elif name.startswith(_BITS_PREFIX):
         plan = choose_plan(model, bits=float(name.removeprefix(_BITS_PREFIX)), max_extra_bytes=0)
     elif Path(name).exists():
@@ -185,11 +188,11 @@ def summarize(cache: str, storage: Storage, kl: Divergences) -> Result:
     """
     row: Result = {"cache": cache, "more_bytes": storage.more_bytes}
     for prompt in PROMPTS:
-        values = kl[cache, prompt]
-        row[f"{prompt}_kl"] = values
-        scaled_values = [1e3 * value for value in values]
-        row[f"{prompt}, 1e-3"] = compute_interval(scaled_values) if values else "refused"
-        row[f"{prompt}, of {BASELINE}"] = compute_ratio(values, kl.get((BASELINE, prompt), []))
+        passage_kl = kl[cache, prompt]
+        row[f"{prompt}_kl"] = passage_kl
+        scaled_kl = [1e3 * value for value in passage_kl]
+        row[f"{prompt}, 1e-3"] = compute_interval(scaled_kl) if passage_kl else "refused"
+        row[f"{prompt}, of {BASELINE}"] = compute_ratio(passage_kl, kl.get((BASELINE, prompt), []))
     return row
 
 
@@ -218,8 +221,10 @@ def compute_ratio(kl: Sequence[float], baseline: Sequence[float]) -> tuple[float
     """Return the geometric mean of the ratios of each passage, and its 95% interval."""
     if not kl or not baseline or kl == baseline:
         return None
-    pairs = zip(kl, baseline, strict=True)
-    logarithms = [math.log(max(first, _MIN_KL) / max(second, _MIN_KL)) for first, second in pairs]
+    logarithms = [
+        math.log(max(cache_kl, _MIN_KL) / max(baseline_kl, _MIN_KL))
+        for cache_kl, baseline_kl in zip(kl, baseline, strict=True)
+    ]
     return tuple(map(math.exp, compute_interval(logarithms)))
 
 

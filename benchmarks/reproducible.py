@@ -32,8 +32,11 @@ from hf_fp8kv_cli.shared import DEMO_NAME, load_model_and_tokenizer
 from .shared import Result, main
 
 Tensor = torch.Tensor
-PAGE_SIZE, VOCABULARY = 64, 200
-ENGINE_PAGE_SIZE, ANSWER_TOKENS = 32, 24  # tokens of a page and of an answer in an engine
+PAGE_SIZE = 64
+VOCABULARY = 200
+# Tokens of a page, and of an answer, in an engine.
+ENGINE_PAGE_SIZE = 32
+ANSWER_TOKENS = 24
 # Number of tokens of a text, and number of texts. Attention sums spans of 512 tokens separately.
 TEXT_SIZES, DEMO_TEXT_SIZES = (600, 16), (512, 3)
 # Number of positions at which log-probabilities of decode and prefill are compared, as in SGLang's
@@ -77,7 +80,9 @@ class Reader:
     ) -> None:
         self.model: Any = model
         self.storage: dict[str, Any] = {"plan": plan} if plan else {}
-        self.rng, self.num_tokens, self.num_texts = rng, num_tokens, num_texts
+        self.rng = rng
+        self.num_tokens = num_tokens
+        self.num_texts = num_texts
         self.enable_pages()
         self.texts = torch.randint(3, VOCABULARY, (num_texts, num_tokens)).to(model.device)
         self.has_windows = any(layer.is_sliding for layer in self.make_cache().layers)
@@ -192,11 +197,10 @@ class Reader:
     def serve_in_engine(self) -> Comparison:
         """Answer in an engine that evicts, recomputes and cancels decoding requests."""
         length = self.rng.randint(1, self.num_tokens)
-        num_requests = self.rng.randint(1, self.num_texts)
         prompt = self.texts[0, :length].tolist()
         other_prompts = [
-            self.texts[i, : self.rng.randint(1, self.num_tokens)].tolist()
-            for i in range(1, num_requests)
+            text[: self.rng.randint(1, self.num_tokens)].tolist()
+            for text in self.texts[1 : self.rng.randint(1, self.num_texts)]
         ]
         max_length = max(map(len, [prompt, *other_prompts])) + ANSWER_TOKENS
 
@@ -232,8 +236,7 @@ class Reader:
     @torch.no_grad()
     def decode_tokens(self) -> Comparison:
         """Compare log-probabilities of prefill and decode at each position."""
-        ids = self.texts[:1, :NUM_POSITIONS]
-        logits, _ = self.read(ids, [1] * NUM_POSITIONS)
+        logits, _ = self.read(self.texts[:1, :NUM_POSITIONS], [1] * NUM_POSITIONS)
         actual, expected = (
             row[:NUM_POSITIONS].float().log_softmax(-1) for row in (logits, self.logits)
         )
@@ -247,8 +250,7 @@ def compare_logits(actual: Tensor, expected: Tensor) -> Comparison:
 def build_model(name: str, dtype: str, device: str) -> PreTrainedModel:
     """Return the demo model, or a small model with random weights."""
     if name == DEMO_NAME:
-        demo_model: PreTrainedModel = load_model_and_tokenizer(None, device, dtype)[0]
-        return demo_model
+        return load_model_and_tokenizer(None, device, dtype)[0]  # type: ignore[no-any-return]
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**_SMALL_CONFIG, **MODELS[name]})
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -281,10 +283,12 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
         "decode step, 8 texts": (partial(read, ids[:, :1]), 8),
         "8 requests in an engine": (serve, 0),
     }
-    # Seconds without and with determinism.
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    # Seconds of a call without (False) and with (True) determinism.
+    seconds: dict[tuple[str, bool], list[float]] = {
+        case: [] for case in itertools.product(calls, (False, True))
+    }
     for turn in range(turns * 2 + 2):
-        is_deterministic = bool(turn % 2)
+        is_deterministic = turn % 2 == 1
         enable(model, deterministic=is_deterministic, prefill="stored")
         serving.enable(model, deterministic=is_deterministic, probe=False)
         for name, (call, batch) in calls.items():
@@ -296,14 +300,16 @@ def measure_cost(dtype: str, device: str, turns: int = 7) -> list[dict[str, Any]
             call(cache)
             synchronize()
             if turn > 1:  # the first turns warm up
-                seconds[name][is_deterministic].append(time.perf_counter() - start)
+                seconds[name, is_deterministic].append(time.perf_counter() - start)
     return [
         {
-            "call": name, "dtype": dtype, "seconds": round(statistics.median(default), 4),
-            "deterministic": round(statistics.median(deterministic), 4),
-            "ratio": round(statistics.median(map(operator.truediv, deterministic, default)), 2),
+            "call": name, "dtype": dtype,
+            "seconds": round(statistics.median(seconds[name, False]), 4),
+            "deterministic": round(statistics.median(seconds[name, True]), 4),
+            "ratio": round(statistics.median(
+                map(operator.truediv, seconds[name, True], seconds[name, False])), 2),
         }
-        for name, (default, deterministic) in seconds.items()
+        for name in calls
     ]  # fmt: skip
 
 
@@ -325,8 +331,9 @@ def measure_reproducibility(
     """
     rows = []
     full_names = {name.split("-")[0]: name for name in (*MODELS, DEMO_NAME)}
-    names = [full_names[name] for name in (models.split(",") if models else full_names)]
-    cases = list(itertools.product(names, dtypes.split(",")))
+    short_names = models.split(",") if models else list(full_names)
+    model_names = [full_names[name] for name in short_names]
+    cases = list(itertools.product(model_names, dtypes.split(",")))
     for index, (name, dtype) in enumerate(cases):
         torch.manual_seed(seed)
         model = build_model(name, dtype, device)
@@ -345,7 +352,8 @@ def measure_reproducibility(
         # The demo model takes far longer, so it gets half the number, and each kind at least once.
         num_draws = combinations // len(cases) // (2 if name == DEMO_NAME else 1)
         counts = Counter(kinds + reader.rng.choices(kinds, k=max(0, num_draws - len(kinds) - 1)))
-        compare_by_kind["decode"], counts["decode"] = reader.decode_tokens, 1
+        compare_by_kind["decode"] = reader.decode_tokens
+        counts["decode"] = 1
         for kind, count in counts.items():
             progress(f"{index / len(cases):.0%} {name}, {dtype}, {kind}")
             start = time.perf_counter()
@@ -356,7 +364,8 @@ def measure_reproducibility(
                 "seconds": round(time.perf_counter() - start, 1),
             })  # fmt: skip
         disable(model)
-    costs = [row for dtype in dtypes.split(",") if cost for row in measure_cost(dtype, device)]
+    cost_dtypes = dtypes.split(",") if cost else []
+    costs = [row for dtype in cost_dtypes for row in measure_cost(dtype, device)]
     return {"rows": rows, "costs": costs}
 
 

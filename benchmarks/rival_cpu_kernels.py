@@ -50,7 +50,7 @@ def _make_vllm_step(
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    batch, num_heads, num_new, dim = query.shape
+    batch, num_query_heads, num_new, dim = query.shape
     num_kv_heads, num_stored = history.shape[2:4]
     isa = _get_attn_isa(query.dtype, _VLLM_PAGE_TOKENS, dim, dtype)
     num_pages = -(-(num_stored + num_new) // _VLLM_PAGE_TOKENS)
@@ -63,6 +63,7 @@ def _make_vllm_step(
     offsets = torch.arange(batch)[:, None] * num_pages * _VLLM_PAGE_TOKENS
 
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        # The scales of K and V are 1.0.
         ops.cpu_attn_reshape_and_cache(keys, values, k_pages, v_pages, slots, isa, 1.0, 1.0, dtype)
 
     stored_slots = (offsets + torch.arange(num_stored)).flatten()
@@ -72,8 +73,8 @@ def _make_vllm_step(
     lengths = torch.full((batch,), num_stored + num_new, dtype=torch.int32)
     starts = torch.arange(batch + 1, dtype=torch.int32) * num_new
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        batch, num_heads, num_kv_heads, dim, lengths, query.dtype, starts, is_causal, no_window,
-        isa, True, None, dtype,
+        batch, num_query_heads, num_kv_heads, dim, lengths, query.dtype, starts, is_causal,
+        no_window, isa, True, None, dtype,
     )  # fmt: skip
     new_slots = (offsets + num_stored + torch.arange(num_new)).flatten()
     queries, keys, values = map(_flatten, (query, *states))
@@ -85,7 +86,7 @@ def _make_vllm_step(
             queries, k_pages, v_pages, output, starts, lengths, dim**-0.5, is_causal, None,
             no_window, block_table, 0.0, schedule, None, None, 1.0, 1.0, dtype,
         )  # fmt: skip
-        return output.view(batch, num_new, num_heads, dim).transpose(1, 2)
+        return output.view(batch, num_new, num_query_heads, dim).transpose(1, 2)
 
     return step
 
@@ -101,18 +102,20 @@ def _make_openvino_step(
     from openvino import opset13
     from openvino.op import Parameter, _PagedAttentionExtension
 
-    batch, num_heads, num_new, dim = query.shape
+    batch, num_query_heads, num_new, dim = query.shape
     num_kv_heads, num_stored = history.shape[2:4]
-    float32, int32 = torch.float32, torch.int32
+    float32 = torch.float32
 
     def make_input(shape: list[int], dtype: openvino.Type = openvino.Type.i32) -> openvino.Node:
         return Parameter(dtype, openvino.PartialShape(shape))
 
-    def make_constant(value: object, dtype: torch.dtype = int32) -> openvino.Node:
+    def make_constant(value: object, dtype: torch.dtype = torch.int32) -> openvino.Node:
         return opset13.constant(torch.tensor(value, dtype=dtype).numpy())
 
-    token_inputs = [make_input([-1, count * dim], openvino.Type.f32) for count in
-                    (num_heads, num_kv_heads, num_kv_heads)]  # fmt: skip
+    token_inputs = [
+        make_input([-1, head_count * dim], openvino.Type.f32)
+        for head_count in (num_query_heads, num_kv_heads, num_kv_heads)
+    ]
     page_inputs = [make_input([-1, num_kv_heads, -1, -1], openvino.Type.dynamic) for _ in "kv"]
     # Stored tokens, first rows of sequences, pages, first pages of sequences, largest length.
     index_inputs = [*(make_input([-1]) for _ in range(4)), make_input([])]
@@ -140,15 +143,15 @@ def _make_openvino_step(
     }  # fmt: skip
     compiled_model = openvino.Core().compile_model(model, "CPU", settings)
     page_ports = compiled_model.inputs[3:5]
-    page_shapes = [
-        [size.get_length() for size in list(port.partial_shape)[1:]] for port in page_ports
-    ]
-    _, page_size, _ = page_shapes[1]
+    # V has a page of `[Hkv, page_size, bytes]`.
+    page_size = list(page_ports[1].partial_shape)[2].get_length()
     num_pages = -(-(num_stored + num_new) // page_size)
-    pools = [openvino.Tensor(port.element_type, openvino.Shape([batch * num_pages, *shape]))
-             for port, shape in zip(page_ports, page_shapes, strict=True)]  # fmt: skip
-    for pool in pools:
-        pool.data[:] = 0  # scales in unused memory could otherwise be infinite or NaN
+    pools = []
+    for port in page_ports:
+        page_shape = [size.get_length() for size in list(port.partial_shape)[1:]]
+        shape = openvino.Shape([batch * num_pages, *page_shape])
+        pools.append(openvino.Tensor(port.element_type, shape))
+        pools[-1].data[:] = 0  # scales in unused memory could otherwise be infinite or NaN
     request = compiled_model.create_infer_request()
 
     def set_inputs(
@@ -157,7 +160,7 @@ def _make_openvino_step(
     ) -> None:  # fmt: skip
         indices = (stored_counts, first_rows, pages, first_pages, max_length)
         tensors = [_flatten(vectors).flatten(1).float() for vectors in tokens]
-        tensors += [torch.tensor(values, dtype=int32) for values in indices]
+        tensors += [torch.tensor(index_list, dtype=torch.int32) for index_list in indices]
         for index, tensor in zip((0, 1, 2, 5, 6, 7, 8, 9), tensors, strict=True):
             request.set_input_tensor(index, openvino.Tensor(tensor.numpy()))
         for index, pool in enumerate(pools, 3):
@@ -167,21 +170,25 @@ def _make_openvino_step(
     starts = range(0, num_stored, page_size)
     page_lengths = [min(page_size, num_stored - start) for start in starts] * batch
     first_rows = torch.tensor([0, *page_lengths]).cumsum(0).tolist()
-    pages = [b * num_pages + n for b in range(batch) for n in range(len(starts))]
-    zeros = query.new_zeros(batch, num_heads, num_stored, dim)
+    page_numbers = torch.arange(batch * num_pages).view(batch, num_pages)
+    pages = page_numbers[:, : len(starts)].flatten().tolist()
+    zeros = query.new_zeros(batch, num_query_heads, num_stored, dim)
     set_inputs(
-        [zeros, *history], [0] * len(pages), first_rows, pages, [*range(len(pages) + 1)], page_size
-    )
+        [zeros, *history], stored_counts=[0] * len(pages), first_rows=first_rows, pages=pages,
+        first_pages=list(range(len(pages) + 1)), max_length=page_size,
+    )  # fmt: skip
     request.infer()
     set_inputs(
-        [query, *states], [num_stored] * batch, [*range(0, (batch + 1) * num_new, num_new)],
-        [*range(batch * num_pages)], [*range(0, (batch + 1) * num_pages, num_pages)],
-        num_stored + num_new,
+        [query, *states], stored_counts=[num_stored] * batch,
+        first_rows=list(range(0, (batch + 1) * num_new, num_new)),
+        pages=page_numbers.flatten().tolist(),
+        first_pages=list(range(0, (batch + 1) * num_pages, num_pages)),
+        max_length=num_stored + num_new,
     )  # fmt: skip
 
     def step() -> torch.Tensor:
         request.infer()
         output = torch.from_numpy(request.get_output_tensor(0).data)
-        return output.view(batch, num_new, num_heads, dim).transpose(1, 2)
+        return output.view(batch, num_new, num_query_heads, dim).transpose(1, 2)
 
     return step

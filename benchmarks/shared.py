@@ -86,18 +86,23 @@ def compute_quartiles(values: Sequence[float]) -> tuple[float, float | None, flo
 
 def format_rows(result: Result) -> RenderableType:
     """Return a table of the rows, without lists, and the conditions of the run."""
-    rows = [
-        {name: value for name, value in row.items() if not isinstance(value, list | None)}
-        for row in result["rows"]
-    ]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = ([_format_cell(row.get(name, "")) for name in names] for row in rows)
-    table = build_table(dict.fromkeys(names, "left"), lines)
+    columns = dict.fromkeys(
+        name
+        for row in result["rows"] for name, value in row.items()
+        if not isinstance(value, list | None)
+    )  # fmt: skip
+    table_rows = [[_format_cell(row.get(name)) for name in columns] for row in result["rows"]]
     notes = [f"{name}: {result[name]}" for name in ("suite", "settings", "date", "commit", "idle")]
-    return Group(table, *notes, f"cpu: {result['hardware']['cpu']}")
+    return Group(
+        build_table(dict.fromkeys(columns, "left"), table_rows),
+        *notes,
+        f"cpu: {result['hardware']['cpu']}",
+    )
 
 
 def _format_cell(value: object) -> str:
+    if isinstance(value, list | None):
+        return ""
     if isinstance(value, tuple):  # a mean and its interval
         return "{:.3g} [{:.3g}, {:.3g}]".format(*value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -111,8 +116,7 @@ def make_environment() -> dict[str, str]:
         if not name.startswith("TRITON_") or name in ("TRITON_CACHE_DIR", "TRITON_HOME")
     }  # fmt: skip
     # The new process must find the package where this process found it.
-    path = os.pathsep.join(folder for folder in sys.path if folder)
-    return {**variables, "PYTHONPATH": path}
+    return {**variables, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
 
 
 def exchange_line(process: "subprocess.Popen[str]", line: str = "") -> Any:

@@ -66,8 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
     elif not options.dry and device == "cpu":
         parser.error("expected a CUDA or ROCm device. Pass --dry to run without one.")
     elif options.first:
-        results = options.json or Path("build/gpu/first.jsonl")
-        return run_steps(results, options.rivals, is_dry=options.dry, report=print_note)
+        return run_steps(
+            options.json or Path("build/gpu/first.jsonl"), options.rivals, is_dry=options.dry,
+            report=print_note,
+        )  # fmt: skip
     else:
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         backend = "triton" if device == "cuda" or is_interpreted else "torch"

@@ -22,11 +22,13 @@ def measure_decode(record: Record, sizes: RunSizes, backend: str) -> None:
     """Add a row for each decode case and each contender, the most important rows first."""
     for index, case in enumerate(sizes.decode_cases):
         is_full = index < sizes.num_full_cases
-        for fmt in (E4M3, INT8, E3M4, BF16) if is_full else (E4M3, E3M4, BF16):
+        formats = (E4M3, INT8, E3M4, BF16) if is_full else (E4M3, E3M4, BF16)
+        for fmt in formats:
             measure_attention(record, "decode", case, fmt, backend)
             if str(case) in sizes.padded_cases and fmt is not INT8:
-                name = f"{fmt.name} left padded"
-                measure_attention(record, "decode", case.pad_left(), fmt, backend, name)
+                measure_attention(
+                    record, "decode", case.pad_left(), fmt, backend, f"{fmt.name} left padded"
+                )
         baselines.measure_decode(record, case, with_gqa=is_full)
 
 
@@ -72,9 +74,10 @@ def measure_pages(
         ]
         with poison_memory():
             output = steps[-1]()
-        error = compute_output_error(output, query, layer_pages[-1], case)
-        fields = {"error": error, "moved": num_bytes, **case.describe(), "layers": num_layers}
-        return stage.time_steps(steps) | fields
+        return {
+            "error": compute_output_error(output, query, layer_pages[-1], case),
+            "moved": num_bytes, **case.describe(), "layers": num_layers, **stage.time_steps(steps),
+        }  # fmt: skip
 
     record.measure(section, case, name or fmt.name, measure_row)
 
@@ -99,11 +102,11 @@ def make_schedule(stage: Stage, case: Case, backend: str) -> tuple[Step, Any, to
         the step must not be called.
     """
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-    num_heads = case.heads.num_kv_heads
+    num_kv_heads = case.heads.num_kv_heads
     # A cache passes its length, because all of its sequences have the same length.
     length = case.tokens_read // len(case.lengths) if len(set(case.lengths)) == 1 else None
-    num_query_rows = case.heads.num_query_heads // num_heads * case.num_new_tokens
-    arguments = lengths, case.num_new_tokens, case.window, 0, num_heads, backend
+    num_query_rows = case.heads.num_query_heads // num_kv_heads * case.num_new_tokens
+    arguments = (lengths, case.num_new_tokens, case.window, 0, num_kv_heads, backend)
     schedule = ops.create_schedule(*arguments, length, num_query_rows)
     return functools.partial(ops.fill_schedule, schedule, *arguments), schedule, lengths
 
@@ -117,7 +120,7 @@ def attend(
     backend: str,
 ) -> torch.Tensor:
     """Attend with the operation of this package, and return the output, `[B, T, Hq, D]`."""
-    spec = case.attention_spec()
     return ops.attend(
-        query, pages, lengths, 0, max(case.lengths), spec, schedule=schedule, backend=backend
-    )
+        query, pages, lengths, 0, max(case.lengths), case.attention_spec(), schedule=schedule,
+        backend=backend,
+    )  # fmt: skip

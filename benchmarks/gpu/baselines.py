@@ -69,7 +69,6 @@ def _measure_sdpa(
     attention: AttentionFunction,
 ) -> None:  # fmt: skip
     stage = record.stage
-    heads = case.heads
     num_bytes = case.bytes_read(BF16)
     if stage.is_compiling:  # a baseline has no kernels of this package
         return
@@ -81,7 +80,7 @@ def _measure_sdpa(
     def measure_row() -> dict[str, Any]:
         kv_pairs = make_dense(stage, case, stage.count_buffers(int(num_bytes)))
         query = stage.randn(
-            len(case.lengths), heads.num_query_heads, case.num_new_tokens, heads.dim
+            len(case.lengths), case.heads.num_query_heads, case.num_new_tokens, case.heads.dim
         )
         steps: list[Step] = [functools.partial(attend, query, k, v) for k, v in kv_pairs]
         error = compute_dense_error(attend(query, *kv_pairs[-1]), query, *kv_pairs[-1], case)

@@ -10,7 +10,7 @@ from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import get_pages
 
-from ..layers import AttentionLayer, make_config
+from ..layers import AttentionLayer, Heads, make_config
 from .random_data import compute_output_error, poison_memory
 from .record import Record
 from .shapes import Case, PageFormat, RunSizes
@@ -42,7 +42,7 @@ class CacheSteps:
         self.preallocated = preallocated
         self.stored_tokens = length - case.num_new_tokens
         self.config = make_config(
-            (heads.num_query_heads, heads.num_kv_heads, heads.dim), num_layers
+            Heads(heads.num_query_heads, heads.num_kv_heads, heads.dim), num_layers
         )
         self.config._attn_implementation = "fp8_paged"
         self.cache = FP8PagedCache(
@@ -53,17 +53,17 @@ class CacheSteps:
         padding = torch.tensor(case.padding or [0])[:, None]
         self.padding_mask = (positions >= padding).long().to(stage.device)
         self._make_mask(0, self.stored_tokens)
-        for layer in range(num_layers):
-            shape = (batch, heads.num_kv_heads, self.stored_tokens, heads.dim)
-            self.cache.update(stage.randn(*shape), stage.randn(*shape), layer)
+        shape = (batch, heads.num_kv_heads, self.stored_tokens, heads.dim)
+        for index in range(num_layers):
+            self.cache.update(stage.randn(*shape), stage.randn(*shape), index)
         # A model transposes heads and tokens in the same way.
         self.query, self._key, self._value = (
             stage.randn(batch, case.num_new_tokens, num_heads, heads.dim).transpose(1, 2)
             for num_heads in (heads.num_query_heads, heads.num_kv_heads, heads.num_kv_heads)
         )
         self.modules = [
-            AttentionLayer(heads.num_query_heads // heads.num_kv_heads, layer)
-            for layer in range(num_layers)
+            AttentionLayer(heads.num_query_heads // heads.num_kv_heads, index)
+            for index in range(num_layers)
         ]
         self.mask: torch.Tensor | None = None
         self.key: Any = None
@@ -73,28 +73,30 @@ class CacheSteps:
         shape = (len(self.padding_mask), num_tokens, 1)
         embeddings = torch.empty(shape, dtype=torch.bfloat16, device=device)
         positions = torch.arange(start, start + num_tokens, device=device)[None]
-        padding_mask = self.padding_mask[:, : start + num_tokens]
-        return create_causal_mask(self.config, embeddings, padding_mask, self.cache, positions)
+        return create_causal_mask(
+            self.config, embeddings, self.padding_mask[:, : start + num_tokens], self.cache,
+            positions,
+        )  # fmt: skip
 
     def begin_step(self) -> None:
         """Make the mask of a step, which all layers share."""
         start = self.stored_tokens if self.preallocated else self.cache.get_seq_length()
         self.mask = self._make_mask(start, self.query.shape[2])
 
-    def update(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new tokens in a layer, and return the handles of its keys and values."""
-        return self.cache.update(self._key, self._value, layer)
+        return self.cache.update(self._key, self._value, index)
 
-    def attend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, index: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the attention output of a layer, `[B, T, Hq, D]`."""
         self.key = key
-        return fp8_paged_attention(self.modules[layer], self.query, key, value, self.mask)[0]
+        return fp8_paged_attention(self.modules[index], self.query, key, value, self.mask)[0]
 
-    def step(self, layer: int) -> torch.Tensor:
+    def step(self, index: int) -> torch.Tensor:
         """Run one layer of a step, and return its output. The first layer also makes the mask."""
-        if layer == 0:
+        if index == 0:
             self.begin_step()
-        return self.attend(layer, *self.update(layer))
+        return self.attend(index, *self.update(index))
 
 
 def measure_attention(
@@ -113,21 +115,22 @@ def measure_attention(
         num_layers = stage.count_buffers(int(num_bytes))
         cache_steps = CacheSteps(stage, fmt, case, num_layers, backend, preallocated=preallocated)
         if is_full_step:
-            steps = [functools.partial(cache_steps.step, layer) for layer in range(num_layers)]
+            steps = [functools.partial(cache_steps.step, index) for index in range(num_layers)]
         else:
             cache_steps.begin_step()
-            handles = [cache_steps.update(layer) for layer in range(num_layers)]
             steps = [
-                functools.partial(cache_steps.attend, layer, *kv)
-                for layer, kv in enumerate(handles)
+                functools.partial(cache_steps.attend, index, *cache_steps.update(index))
+                for index in range(num_layers)
             ]
         with poison_memory():
             for step in steps:
                 output = step()
         error = compute_output_error(output, cache_steps.query, get_pages(cache_steps.key), case)
-        fields = {"error": error, "moved": num_bytes, **case.describe(), "layers": num_layers}
-        fields |= stage.time_steps(steps, is_eager=is_eager)
-        return fields | {"launches": stage.count_launches(steps) if is_full_step else None}
+        return {
+            "error": error, "moved": num_bytes, **case.describe(), "layers": num_layers,
+            **stage.time_steps(steps, is_eager=is_eager),
+            "launches": stage.count_launches(steps) if is_full_step else None,
+        }  # fmt: skip
 
     record.measure(section, case, name or fmt.name, measure_row)
 

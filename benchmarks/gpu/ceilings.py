@@ -30,10 +30,11 @@ def measure(record: Record, _sizes: RunSizes, backend: str) -> None:
     if backend == "triton":
         from .read_kernel import read_all
 
-        for arguments in ((4, 256, 8),) if stage.is_dry else READ_ARGUMENTS:
+        all_arguments = ((4, 256, 8),) if stage.is_dry else READ_ARGUMENTS
+        for arguments in all_arguments:
             name = "triton {} x {} x {}".format(*arguments)
             add_row("read", name, functools.partial(read_all, source, *arguments), moved=num_bytes)
     size = 64 if stage.is_dry else 8192
-    a, b = stage.randn(size, size), stage.randn(size, size)
+    a, b = (stage.randn(size, size) for _ in range(2))
     out = torch.empty_like(a)
     add_row("matmul", f"bf16 {size}", lambda: torch.matmul(a, b, out=out), flops=2 * size**3)

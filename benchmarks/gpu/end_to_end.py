@@ -100,10 +100,11 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
         contender for contender in CONTENDERS if sizes.with_compiled or not contender.is_compiled
     ]
     other_contenders = OTHER_CONTENDERS if sizes.with_compiled else []
-    for contenders, cases in (
+    order = (
         (main_contenders, shapes[:2]), (other_contenders, shapes[:1]),
         (main_contenders, shapes[2:]), (other_contenders, shapes[1:]),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for contenders, cases in order:
         _measure_contenders(record, SECTION, model, sizes, backend, contenders, cases)
 
 
@@ -135,7 +136,8 @@ def _measure_contenders(
             row = record.measure(
                 section, f"{batch} x {format_tokens(context)}", contender.name, run.begin
             )
-            runs += [] if row is None else [(row, run)]
+            if row is not None:
+                runs.append((row, run))
         for index in range(sizes.num_rounds):
             for row, run in runs:
                 if "failed" in row or (index and record.seconds_left() <= 0):
@@ -169,12 +171,13 @@ def _measure_first_calls(record: Record, model: Any, sizes: RunSizes, backend: s
         seconds = take_turns({"call": generate}, 6, str(stage.device))["call"][1:]
         return {"first_ms": 1e3 * statistics.median(seconds), "peak_bytes": stage.peak_bytes()}
 
-    for name, attention, make_cache in (
+    case = f"first token after {format_tokens(sizes.prompt_tokens)}"
+    contenders: tuple[tuple[str, str, Callable[[], Cache]], ...] = (
         ("FP8PagedCache eager", "fp8_paged", paged),
         ("FP8PagedCache e4m3 eager", "fp8_paged", functools.partial(paged, dtype="fp8_e4m3")),
         ("DynamicCache eager", "sdpa", DynamicCache),
-    ):
-        case = f"first token after {format_tokens(sizes.prompt_tokens)}"
+    )
+    for name, attention, make_cache in contenders:
         record.measure(SECTION, case, name, functools.partial(measure_row, make_cache, attention))
 
 
@@ -238,7 +241,10 @@ class Run:
         self, stage: Stage, model: Any, contender: Contender, sizes: RunSizes, backend: str,
         batch: int, context: int,
     ) -> None:  # fmt: skip
-        self.stage, self.model, self.contender, self.sizes = stage, model, contender, sizes
+        self.stage = stage
+        self.model = model
+        self.contender = contender
+        self.sizes = sizes
         self.ids = torch.randint(1, sizes.vocab_size, (batch, context + 1), device=stage.device)
         self.options = dict(contender.options)
         if contender.cache_class is FP8PagedCache:
@@ -246,7 +252,8 @@ class Run:
         if self.options.get("offloading") == "half":
             self.options["offloading"] = -(-context // PAGE_SIZE) * batch // 2
         if contender.is_compiled:
-            num_calls = 1 + (2 if contender.cache_class is FP8PagedCache else 1) * sizes.num_rounds
+            calls_per_round = 2 if contender.cache_class is FP8PagedCache else 1
+            num_calls = 1 + calls_per_round * sizes.num_rounds
             num_positions = num_calls * sizes.round_tokens + SPARE_POSITIONS
             self.options["max_cache_len"] = context + num_positions
         # The median seconds of a step in each round, also with a late stop check.
@@ -261,15 +268,18 @@ class Run:
         self.stage.reset_peak()
         old_bytes = self.stage.peak_bytes() or 0
         self.cache = self.contender.cache_class(config=self.model.config, **self.options)
-        (batch, num_tokens), heads = self.ids.shape, self.sizes.heads
+        batch, num_tokens = self.ids.shape
+        heads = self.sizes.heads
         shape = (batch, heads.num_kv_heads, num_tokens - 1, heads.dim)
-        for layer in range(self.sizes.num_layers):
-            self.cache.update(self.stage.randn(*shape), self.stage.randn(*shape), layer)
+        for index in range(self.sizes.num_layers):
+            self.cache.update(self.stage.randn(*shape), self.stage.randn(*shape), index)
         step_seconds = self._generate()
         typical_seconds = statistics.median(step_seconds)
         early_seconds = step_seconds[: len(step_seconds) // 2]
         slow_steps = [
-            i for i, seconds in enumerate(early_seconds, 1) if seconds > 1.25 * typical_seconds
+            step
+            for step, seconds in enumerate(early_seconds, 1)
+            if seconds > 1.25 * typical_seconds
         ]
         # The memory of the other contenders of the case does not count. On a CPU the result is 0.
         own_bytes = (self.stage.peak_bytes() or 0) - old_bytes
@@ -305,35 +315,34 @@ class Run:
 
     def _generate(self) -> list[float]:
         """Generate the tokens of a round, and return the seconds until each token."""
-        contender, stage, model = self.contender, self.stage, self.model
-        is_captured = contender.is_captured
-        timer = _TokenTimer(stage)
-        model.set_attn_implementation(contender.attention)
-        if is_captured:
-            enable(model, capture=True)
+        contender = self.contender
+        timer = _TokenTimer(self.stage)
+        self.model.set_attn_implementation(contender.attention)
+        if contender.is_captured:
+            enable(self.model, capture=True)
         # The contender `FLASH` must use torch's flash attention, and no other kernel of SDPA.
-        is_flash = contender.name == FLASH and stage.is_gpu and not stage.is_dry
+        is_flash = contender.name == FLASH and self.stage.is_gpu and not self.stage.is_dry
         sdpa_context = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else nullcontext()
         try:
             with torch.no_grad(), sdpa_context:
-                self.ids = model.generate(
+                self.ids = self.model.generate(
                     input_ids=self.ids, attention_mask=torch.ones_like(self.ids),
                     past_key_values=self.cache, do_sample=False, pad_token_id=0,
                     logits_processor=LogitsProcessorList([timer]),
                     max_new_tokens=self.sizes.round_tokens,
-                    **({} if is_captured else _make_compile_options(contender.is_compiled, stage)),
+                    **_make_compile_options(contender, self.stage),
                 )  # fmt: skip
         finally:
-            disable(model)
+            disable(self.model)
         if not bool(timer.scores.isfinite().all()):
             raise RuntimeError("expected finite logits, got NaN or infinity")
         return timer.list_step_seconds()
 
 
-def _make_compile_options(is_compiled: bool, stage: Stage) -> dict[str, Any]:
-    if not is_compiled:
+def _make_compile_options(contender: Contender, stage: Stage) -> dict[str, Any]:
+    if not contender.is_captured and not contender.is_compiled:
         return {"disable_compile": True}
-    if stage.is_gpu:  # generate() compiles with mode="reduce-overhead" by default
+    if contender.is_captured or stage.is_gpu:  # by default, generate() compiles for CUDA graphs
         return {}
     config = CompileConfig(fullgraph=False, dynamic=False, backend="aot_eager", mode=None)  # type: ignore[arg-type]
     config._compile_all_devices = True  # type: ignore[assignment]

@@ -65,8 +65,8 @@ def run_steps(
     results_file = results_file.resolve()
     results_file.parent.mkdir(parents=True, exist_ok=True)
     old_text = results_file.read_text() if results_file.exists() else ""
-    lines = [json.loads(line) for line in old_text.splitlines()]
-    exit_codes = {line["step"]: line["exit_code"] for line in lines if "exit_code" in line}
+    entries = [json.loads(line) for line in old_text.splitlines()]
+    exit_codes = {entry["step"]: entry["exit_code"] for entry in entries if "exit_code" in entry}
     os.environ.update(find_rival_files(rival_folder) if rival_folder is not None else {})
 
     def write(step: str, **fields: Any) -> None:
@@ -82,13 +82,13 @@ def run_steps(
         exit_codes[step.name], rows = _run_step(step, results_file, is_dry)
         for row in rows:
             write(step.name, row=row)
-        seconds = round(time.monotonic() - start, 1)
-        write(step.name, exit_code=exit_codes[step.name], seconds=seconds)
+        write(
+            step.name, exit_code=exit_codes[step.name], seconds=round(time.monotonic() - start, 1)
+        )
     return max(exit_codes.values())
 
 
 def _run_step(step: Step, results_file: Path, is_dry: bool) -> tuple[int, list[Row]]:
-    """Run a step, and return its exit code and its rows."""
     if step.tool and not shutil.which(SANITIZER):
         return 0, [{"name": SANITIZER, "note": "not installed"}]
     step_path = results_file.with_name(f"{results_file.stem}-{step.name.replace(' ', '-')}")
@@ -98,8 +98,9 @@ def _run_step(step: Step, results_file: Path, is_dry: bool) -> tuple[int, list[R
     limit = DRY_SECONDS if is_dry else step.seconds
     if step.sections:
         arguments = ["--short", "--json", str(rows_file), "--sections", *step.sections]
-        arguments += ["--seconds", str(limit - IMPORT_SECONDS), *["--dry"] * is_dry]
-        exit_code = run_python([*make_benchmark_command(), *arguments], log, limit)
+        arguments += ["--seconds", str(limit - IMPORT_SECONDS)]
+        dry_option = ["--dry"] if is_dry else []
+        exit_code = run_python([*make_benchmark_command(), *arguments, *dry_option], log, limit)
         return exit_code, _read_sections(rows_file)
     if step.tests:
         os.environ["HF_FP8KV_RESULTS"] = str(rows_file)
@@ -111,22 +112,21 @@ def _run_step(step: Step, results_file: Path, is_dry: bool) -> tuple[int, list[R
         exit_code = run_python(["-m", "pytest", *options, *step.tests], log, limit)
         return exit_code, _count_outcomes(rows_file)
     tool = [SANITIZER, "--tool", step.tool, "--error-exitcode", "1"]
-    command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", "six"]
-    exit_code = run_python(command, log, limit, tool)
+    exit_code = run_python(["-W", "ignore", "-m", "tests.tools.gpu.smoke", "six"], log, limit, tool)
     return exit_code, [{"name": step.tool, "summary": read_tail(log, 3).splitlines()}]
 
 
 def _read_sections(file: Path) -> list[Row]:
-    """Return the rows of a result of the benchmark, and a row for each that was skipped."""
+    """Return the rows of a result of the benchmark, and a row for each skipped row."""
     if not file.exists():
         return []
     result = json.loads(file.read_text())
-    skipped = [
-        {"section": section["name"], "name": name, "note": note.strip()}
-        for section in result["sections"]
-        for name, _, note in (message.partition(":") for message in section["skipped"])
-    ]
-    return [*result["rows"], *skipped]
+    skipped_rows = [
+        {"section": section["name"], "name": message.partition(":")[0],
+         "note": message.partition(":")[2].strip()}
+        for section in result["sections"] for message in section["skipped"]
+    ]  # fmt: skip
+    return result["rows"] + skipped_rows
 
 
 def _count_outcomes(file: Path) -> list[Row]:
@@ -135,10 +135,9 @@ def _count_outcomes(file: Path) -> list[Row]:
     outcomes: dict[str, list[Row]] = {}
     for row in map(json.loads, lines):
         outcomes.setdefault(row["name"].partition("[")[0], []).append(row)
-    return [
-        {
-            "name": name, **Counter(row["outcome"] for row in rows),
-            "messages": sorted({row["message"] for row in rows if row["outcome"] == "failed"}),
-        }
-        for name, rows in outcomes.items()
-    ]  # fmt: skip
+    counted_rows: list[Row] = []
+    for name, rows in outcomes.items():
+        counts = Counter(row["outcome"] for row in rows)
+        messages = sorted({row["message"] for row in rows if row["outcome"] == "failed"})
+        counted_rows.append({"name": name, **counts, "messages": messages})
+    return counted_rows

@@ -48,18 +48,18 @@ def measure(record: Record, sizes: RunSizes, backend: str) -> None:
             measure_pages(record, sizes, backend, SECTION, case, fmt, f"{fmt.name} kernel")
 
 
-def make_module(num_heads: int, rank: int, rope_dim: int, num_layers: int, layer: int) -> Any:
+def make_module(num_heads: int, rank: int, rope_dim: int, num_layers: int, index: int) -> Any:
     """Return a random attention layer of DeepSeek V3, bfloat16, that stores latents.
 
-    `rank` and `rope_dim` are the sizes of a latent and of its RoPE part. The layer has the index
-    `layer` in a model of `num_layers` layers.
+    `rank` and `rope_dim` are the sizes of a latent and of its RoPE part. `index` is the index of
+    the layer in a model of `num_layers` layers.
     """
     config = DeepseekV3Config(
         hidden_size=256, num_attention_heads=num_heads, num_key_value_heads=num_heads,
         kv_lora_rank=rank, qk_rope_head_dim=rope_dim, q_lora_rank=64, num_hidden_layers=num_layers,
         attn_implementation=ATTENTION,
     )  # fmt: skip
-    module = DeepseekV3Attention(config, layer).to(torch.bfloat16).eval().requires_grad_(False)
+    module = DeepseekV3Attention(config, index).to(torch.bfloat16).eval().requires_grad_(False)
     torch.nn.init.normal_(module.kv_b_proj.weight, std=rank**-0.5)
     latent.install(module)
     return module
@@ -76,11 +76,12 @@ class LatentLayers:
     """
 
     def __init__(self, stage: Stage, case: Case, num_layers: int) -> None:
-        self.stage, heads = stage, case.heads
+        self.stage = stage
+        heads = case.heads
         with stage.device:
             self.modules: list[Any] = [
-                make_module(heads.num_query_heads, heads.dim, heads.rope_dim, num_layers, layer)
-                for layer in range(num_layers)
+                make_module(heads.num_query_heads, heads.dim, heads.rope_dim, num_layers, index)
+                for index in range(num_layers)
             ]
         dim = self.modules[0].qk_head_dim
         self.query = stage.randn(len(case.lengths), 1, heads.num_query_heads, dim).transpose(1, 2)
@@ -88,7 +89,8 @@ class LatentLayers:
         self.new_latents = self.draw_latents(1)
 
     def draw_latents(self, num_tokens: int) -> Latents:
-        heads, shape = self.case.heads, (len(self.case.lengths), 1, num_tokens)
+        heads = self.case.heads
+        shape = (len(self.case.lengths), 1, num_tokens)
         return self.stage.randn(*shape, heads.dim), self.stage.randn(*shape, heads.rope_dim)
 
     def fill(self, cache: Cache, attend: Callable[..., Any]) -> tuple[list[Step], list[Any]]:
@@ -102,8 +104,7 @@ class LatentLayers:
         def step(module: Any) -> torch.Tensor:
             stored[:] = cache.update(*self.new_latents, module.layer_idx)
             states = module.expand_kv(*stored)
-            output, _ = attend(module, self.query, *states, None, scaling=module.scaling)
-            return output  # type: ignore[no-any-return]
+            return attend(module, self.query, *states, None, scaling=module.scaling)[0]
 
         for module in self.modules:
             cache.update(*self.draw_latents(self.case.lengths[0] - 1), module.layer_idx)
@@ -118,16 +119,18 @@ class LatentLayers:
         projections = _make_projections(self.modules[-1], torch.float32)
         query = projections.absorb(self.query.float())
         if isinstance(latents, PagedKV):
-            pages = get_pages(latents)
-            return compute_output_error(output, query, pages, self.case, projections.value)
+            return compute_output_error(
+                output, query, get_pages(latents), self.case, projections.value
+            )
         return compute_dense_error(
             output.transpose(1, 2), query, latents, rope_parts, self.case, projections.value
         )
 
 
 def _make_projections(module: Any, dtype: torch.dtype) -> Projections:
-    weight = module.kv_b_proj.weight.to(dtype)
-    return Projections(weight, module.qk_nope_head_dim, module.v_head_dim)
+    return Projections(
+        module.kv_b_proj.weight.to(dtype), module.qk_nope_head_dim, module.v_head_dim
+    )
 
 
 def _measure_step(
@@ -135,15 +138,15 @@ def _measure_step(
     measure_steps: Callable[[LatentLayers], dict[str, Any]], buffer_bytes: int = 0,
 ) -> None:  # fmt: skip
     """Add a row for a step that uses `buffer_bytes` bytes, by default the bytes that it reads."""
-    stage = record.stage
-    heads = case.heads
     # A step reads the stored tokens, and 128 + 128 rows of weights for each head.
-    bytes_read = case.bytes_read(fmt) + 2 * heads.num_query_heads * 256 * heads.dim
-    num_layers = stage.count_buffers(buffer_bytes or int(bytes_read))
+    bytes_read = case.bytes_read(fmt) + 2 * case.heads.num_query_heads * 256 * case.heads.dim
+    num_layers = record.stage.count_buffers(buffer_bytes or int(bytes_read))
 
     def measure_row() -> dict[str, Any]:
-        fields = measure_steps(LatentLayers(stage, case, num_layers))
-        return {"moved": bytes_read, **case.describe(), "layers": num_layers, **fields}
+        layers = LatentLayers(record.stage, case, num_layers)
+        return {
+            "moved": bytes_read, **case.describe(), "layers": num_layers, **measure_steps(layers),
+        }  # fmt: skip
 
     record.measure(SECTION, case, name, measure_row)
 
@@ -157,8 +160,10 @@ def _measure_paged(record: Record, case: Case, fmt: PageFormat, backend: str) ->
                 output = step()
         if not latent.reads_stored_latents(layers.modules[-1]):
             raise RuntimeError("expected attention to stored latents, got expanded K and V")
-        fields = {"error": layers.measure_error(output, *stored), **record.stage.time_steps(steps)}
-        return fields | {"launches": record.stage.count_launches(steps)}
+        return {
+            "error": layers.measure_error(output, *stored), **record.stage.time_steps(steps),
+            "launches": record.stage.count_launches(steps),
+        }  # fmt: skip
 
     _measure_step(record, case, fmt.name, fmt, measure_steps)
 
@@ -170,9 +175,11 @@ def _measure_stock(record: Record, case: Case) -> None:
         steps, stored = layers.fill(DynamicCache(), sdpa_attention_forward)
         for step in steps:
             output = step()
-        error = layers.measure_error(output, *stored)
         # `case.describe()` counts operations of the absorbed form, which this step does not use.
-        return {**record.stage.time_steps(steps), "error": error, "flops": None}
+        return {
+            "error": layers.measure_error(output, *stored), **record.stage.time_steps(steps),
+            "flops": None,
+        }  # fmt: skip
 
     # For each token and head, the projection writes 256 values of K and V. Then the 128 values of K
     # are copied next to the RoPE part.
@@ -186,8 +193,9 @@ def _measure_absorbed(record: Record, case: Case) -> None:
     """Add a row for the absorbed form in torch, on 16-bit latents in a preallocated buffer."""
 
     def measure_steps(layers: LatentLayers) -> dict[str, Any]:
-        length = case.lengths[0]
-        buffers = [torch.cat(layers.draw_latents(length), -1)[:, 0] for _ in layers.modules]
+        buffers = [
+            torch.cat(layers.draw_latents(case.lengths[0]), -1)[:, 0] for _ in layers.modules
+        ]
         new_latents = torch.cat(layers.new_latents, -1)[:, 0]
         steps = [
             functools.partial(attend_absorbed, module, layers.query, new_latents, buffer)
@@ -195,8 +203,7 @@ def _measure_absorbed(record: Record, case: Case) -> None:
         ]
         output = steps[-1]()
         stored = buffers[-1][:, None].split([case.heads.dim, case.heads.rope_dim], -1)
-        error = layers.measure_error(output, *stored)
-        return {"error": error, **record.stage.time_steps(steps)}
+        return {"error": layers.measure_error(output, *stored), **record.stage.time_steps(steps)}
 
     _measure_step(record, case, ABSORBED, BF16, measure_steps)
 

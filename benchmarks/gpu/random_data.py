@@ -29,16 +29,22 @@ KVPair = tuple[torch.Tensor, torch.Tensor]
 @functools.lru_cache(maxsize=4)
 def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.device) -> Pages:
     """Return `num_pages` pages of normal random values, written by the reference."""
-    v_dim, v_format = (heads.rope_dim, AUTO) if heads.rope_dim else (heads.dim, fmt.dtype)
+    # V of a layer with latents is the RoPE part in 16 bits.
+    v_dim = heads.rope_dim or heads.dim
+    v_format = AUTO if heads.rope_dim else fmt.dtype
     num_tokens = num_pages * PAGE_SIZE
 
-    def make_side(dim: int, format_name: str, *factors: float) -> StoredSide:
-        """Return the metadata of K or V. `factors` multiply the scales of the outer heads."""
+    def make_side(
+        dim: int, format_name: str, first_factor: float, last_factor: float
+    ) -> StoredSide:
+        """Return the metadata of K or V. The factors multiply the first and last head's scale."""
         if format_name == AUTO or not fmt.is_static:
             return StoredSide(None, None, format_name, dim)
         # Each head has a different scale. Normal random values reach about 5.
         scale = 5.5 / FORMATS[format_name].max
-        scales = scale * torch.linspace(*factors, heads.num_kv_heads, device=device)
+        scales = scale * torch.linspace(
+            first_factor, last_factor, heads.num_kv_heads, device=device
+        )
         return StoredSide(scales[:, None].expand(-1, dim).contiguous(), None, format_name, dim)
 
     sides = [make_side(heads.dim, fmt.dtype, 1, 1.5), make_side(v_dim, v_format, 1.5, 1)]
@@ -48,15 +54,9 @@ def _make_sample(fmt: PageFormat, heads: Heads, num_pages: int, device: torch.de
     block = torch.zeros((num_pages, layout.size), dtype=torch.uint8, device=device)
     table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
     pages = Pages(
-        *sides,
-        block,
-        table,
-        locate_pages([block]),
-        heads.num_kv_heads,
-        PAGE_SIZE,
-        *dtypes,
+        *sides, block, table, locate_pages([block]), heads.num_kv_heads, PAGE_SIZE, *dtypes,
         has_scales,
-    )
+    )  # fmt: skip
     key, value = (
         torch.randn(1, heads.num_kv_heads, num_tokens, dim, dtype=torch.bfloat16, device=device)
         for dim in (heads.dim, v_dim)
@@ -78,8 +78,8 @@ def make_layer_pages(
     table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1)
     layer_pages = []
     for _ in range(num_layers):
-        sample_ids = torch.randint(0, num_pages, (sum(page_counts),), device=stage.device)
-        block = sample.block.index_select(0, sample_ids)
+        sample_pages = torch.randint(0, num_pages, (sum(page_counts),), device=stage.device)
+        block = sample.block.index_select(0, sample_pages)
         layer_pages.append(sample._replace(block=block, offsets=locate_pages([block]), table=table))
     return layer_pages
 
@@ -93,8 +93,8 @@ def make_dense(stage: Stage, case: Case, num_layers: int) -> list[KVPair]:
 def compute_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest relative RMS error of a sequence, infinite if a value is not finite."""
     axes = tuple(range(1, output.ndim))
-    output, expected = output.double(), expected.double()
-    error = ((output - expected).square().mean(axes) / expected.square().mean(axes)).sqrt().max()
+    difference = output.double() - expected.double()
+    error = (difference.square().mean(axes) / expected.double().square().mean(axes)).sqrt().max()
     return float(error) if bool(error.isfinite()) else float("inf")
 
 
@@ -105,8 +105,9 @@ def compute_output_error(
     """Return the error of an output relative to the reference on the same bytes.
 
     The first, the last, the longest and a random sequence are compared, each in one KV head. If the
-    head has many query heads, some of these are compared, because the reference for all heads does
-    not fit in memory. The error is infinite if any value of the output is not finite.
+    head has many query heads, only `MAX_COMPARED_HEADS` query heads are compared, because the
+    reference for all heads does not fit in memory. The error is infinite if any value of the output
+    is not finite.
 
     Args:
         output: Output of the contender, `[B, T, Hq, D]`.

@@ -14,6 +14,10 @@ from .stage import Stage
 TOLERANCE = 0.01
 
 Row = dict[str, Any]
+# Fields of a row: an amount, its rate, and the amount per microsecond that makes a rate of 1.
+_RATES = (("moved", "gb_per_s", 1e3), ("flops", "tflops", 1e6))
+# The rate that is a ceiling, by the case of the section "ceilings".
+_CEILING_RATES = {"copy": "gb_per_s", "read": "gb_per_s", "matmul": "tflops"}
 
 
 class Record:
@@ -35,7 +39,10 @@ class Record:
         save: Callable[[], None] = lambda: None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        self.stage, self.report, self.save, self._shard = stage, report, save, shard
+        self.stage = stage
+        self.report = report
+        self.save = save
+        self._shard = shard
         self.rows: list[Row] = []
         self.skipped: list[str] = []
         self._deadline = float("inf")
@@ -80,12 +87,12 @@ class Record:
         device_error = None
         is_out_of_memory = False
         try:
-            row |= {key: value for key, value in measure_row().items() if value is not None}
+            row |= {field: value for field, value in measure_row().items() if value is not None}
         except torch.OutOfMemoryError:
             is_out_of_memory = True
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            row["failed"] = f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
+            message_lines = str(error).strip().splitlines() or [""]
+            row["failed"] = f"{type(error).__name__}: {' '.join(message_lines[:2])}"[:300]
             device_error = error if self.stage.is_lost() else None
         if is_out_of_memory or ("failed" in row and device_error is None):
             # The handlers cannot free memory, because an exception refers to its frames' tensors.
@@ -111,14 +118,14 @@ class Record:
 
 
 def complete(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with `ceilings`, and the rates of each row and their shares."""
+    """Return a copy with `ceilings`, the rates of each row, and the rates' shares of a ceiling."""
     rows = [dict(row) for row in result["rows"]]
     for row in rows:
-        for amount, rate, scale in (("moved", "gb_per_s", 1e3), ("flops", "tflops", 1e6)):
+        for amount, rate, per_us in _RATES:
             if row.get("us") and amount in row:
-                row[rate] = row[amount] / row["us"] / scale
+                row[rate] = row[amount] / row["us"] / per_us
     ceilings: dict[str, float | None] = {}
-    for case, rate in (("copy", "gb_per_s"), ("read", "gb_per_s"), ("matmul", "tflops")):
+    for case, rate in _CEILING_RATES.items():
         ceiling_rows = [row for row in rows if (row["section"], row["case"]) == ("ceilings", case)]
         ceiling = max((row[rate] for row in ceiling_rows if rate in row), default=None)
         ceilings[f"{case}_{rate}"] = ceiling
@@ -133,7 +140,7 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
     return {
         "gpu": result["hardware"].get("gpu"),
         "dry": result["settings"]["dry"],
-        **{name: value and round(value, 1) for name, value in result["ceilings"].items()},
+        **{name: rate and round(rate, 1) for name, rate in result["ceilings"].items()},
         "rows": len(result["rows"]),
         "failed": sum("failed" in row for row in result["rows"]),
         "errors": [section["name"] for section in result["sections"] if section["error"]],

@@ -79,13 +79,12 @@ def _make_tables(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[T
     tables = []
     for start in range(0, len(all_names), MAX_COLUMNS):
         names = all_names[start : start + MAX_COLUMNS]
-        lines = [
-            [case, *(_format_cell(rows_by_key.get((case, name)), fields) for name in names)]
-            for case in dict.fromkeys(row["case"] for row in rows)
-            if any((case, name) in rows_by_key for name in names)
-        ]
+        table_rows = []
+        for case in dict.fromkeys(row["case"] for row in rows if row["name"] in names):
+            cells = [_format_cell(rows_by_key.get((case, name)), fields) for name in names]
+            table_rows.append([case, *cells])
         tables.append(build_table(
-            {"": "left", **{name.replace(" ", "\n"): "right" for name in names}}, lines,
+            {"": "left", **{name.replace(" ", "\n"): "right" for name in names}}, table_rows,
             title=f"\n{title} (more)" if start else f"\n{title}", title_justify="left",
             pad_edge=False, box=SIMPLE_HEAD, show_edge=False,
         ))  # fmt: skip

@@ -61,12 +61,12 @@ class _FalsyModule(ModuleType):
 
 def find_rival_files(folder: Path) -> dict[str, str]:
     """Return the environment variables with the paths of the kernels' files in a folder."""
+    paths = sorted(folder.rglob("*.py"))
     return {
         rival.variable: str(path)
-        for rival in (VLLM, SGLANG)
-        for path in sorted(folder.rglob(f"{rival.module.rpartition('.')[2]}.py"))
-        if rival.function in path.read_text()
-    }
+        for rival in (VLLM, SGLANG) for path in paths
+        if path.stem == rival.module.rpartition(".")[2] and rival.function in path.read_text()
+    }  # fmt: skip
 
 
 def load_rival(rival: RivalFile) -> Any:
@@ -108,9 +108,10 @@ def _make_stand_ins(package: str, folder: Path) -> Mapping[str, ModuleType]:
     modules = {name: ModuleType(name) for name in attributes}
     for name, module in modules.items():
         vars(module).update(attributes[name])
-    settings = ("vllm.envs", "sglang.srt.environ", "sglang.srt.utils")
-    modules |= {name: _FalsyModule(name) for name in settings}
-    for name in settings:  # `import vllm.envs; vllm.envs.X` reads the attribute of the package
+    settings_modules = ("vllm.envs", "sglang.srt.environ", "sglang.srt.utils")
+    modules |= {name: _FalsyModule(name) for name in settings_modules}
+    # `import vllm.envs; vllm.envs.X` reads the attribute of the package.
+    for name in settings_modules:
         parent, _, child = name.rpartition(".")
         setattr(modules.setdefault(parent, ModuleType(parent)), child, modules[name])
     return modules

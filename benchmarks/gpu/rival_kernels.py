@@ -6,6 +6,7 @@ Environment variables may name the files of vLLM's and SGLang's kernels (`rival_
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ from .shapes import Case, RunSizes
 from .stage import Stage
 
 # vLLM splits each sequence into `NUM_SPLITS` parts, unless a batch has `MIN_GRID_SIZE` programs.
-NUM_SPLITS, MIN_GRID_SIZE = 16, 128
+NUM_SPLITS = 16
+MIN_GRID_SIZE = 128
 # SGLang splits each sequence into 8 parts by default (`--triton-attention-num-kv-splits`).
 SGLANG_SPLITS = (8, 32)
 FLASHINFER_WORKSPACE_BYTES = 128 << 20
@@ -64,10 +66,11 @@ class Kernel:
 def measure(record: Record, sizes: RunSizes, _backend: str) -> None:
     """Add a row for each decode case and each format of pages, and for each case of latents."""
     kernels: list[Kernel] = []
-    for name, list_kernels in (
-        ("vllm", _list_vllm), ("sglang", _list_sglang), ("flashinfer", _list_flashinfer),
-        ("flash_mla", _list_flash_mla),
-    ):  # fmt: skip
+    listers = {
+        "vllm": _list_vllm, "sglang": _list_sglang, "flashinfer": _list_flashinfer,
+        "flash_mla": _list_flash_mla,
+    }  # fmt: skip
+    for name, list_kernels in listers.items():
         try:
             kernels += list_kernels()
         except Exception as error:  # the import runs code of a rival
@@ -95,14 +98,14 @@ def _list_vllm() -> list[Kernel]:
 
 def _list_sglang() -> list[Kernel]:
     sglang = load_rival(SGLANG)
+    formats = {"e4m3": E4M3, "bf16": BF16}
     return [
         Kernel(
-            f"sglang triton {name}, {num_splits} splits", dtype,
+            f"sglang triton {name}, {num_splits} splits", formats[name],
             functools.partial(_make_sglang_attend, sglang, num_splits),
-            rounds_weights=dtype == E4M3,
+            rounds_weights=name == "e4m3",
         )
-        for name, dtype in (("e4m3", E4M3), ("bf16", BF16))
-        for num_splits in SGLANG_SPLITS
+        for name, num_splits in itertools.product(formats, SGLANG_SPLITS)
     ]  # fmt: skip
 
 
@@ -121,16 +124,15 @@ def _measure_kernel(record: Record, case: Case, kernel: Kernel) -> None:
     stage = record.stage
     heads = case.heads
     num_values = heads.query_dim if kernel.reads_latents else 2 * heads.num_kv_heads * heads.dim
-    scale_bytes = 2 * heads.num_kv_heads * 4 * kernel.has_token_scales
+    scale_bytes = 2 * heads.num_kv_heads * 4 if kernel.has_token_scales else 0
     num_bytes = case.tokens_read * (num_values * kernel.dtype.itemsize + scale_bytes)
 
     def measure_row() -> dict[str, Any]:
         inputs = _make_inputs(stage, case, kernel, stage.count_buffers(num_bytes))
         attend = kernel.make_attend(case, inputs)
-        output = attend(inputs.pools[-1])
-        error = compute_output_error(
-            output[:, None], inputs.query[:, :, None], _convert_pages(inputs, heads.dim), case
-        )
+        output = attend(inputs.pools[-1])[:, None]
+        pages = _convert_pages(inputs, heads.dim)
+        error = compute_output_error(output, inputs.query[:, :, None], pages, case)
         if kernel.rounds_weights and error > MAX_ROUNDING_ERROR:
             raise ValueError(f"expected an error of at most {MAX_ROUNDING_ERROR}, got {error:.1e}")
         error_name = "error_of_rounding" if kernel.rounds_weights else "error"
@@ -148,25 +150,26 @@ def _make_inputs(stage: Stage, case: Case, kernel: Kernel, num_layers: int) -> I
     table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
     token_shape = (sum(page_counts), PAGE_SIZE, heads.num_kv_heads)
     draw = functools.partial(_draw_codes, stage, kernel.dtype)
-    pools: list[Any]
     if kernel.reads_latents:
         latents = (draw(*token_shape, heads.query_dim) for _ in range(num_layers))
         pools = [(pool, pool[..., heads.dim :]) for pool in latents]
     else:
         pools = [draw(2, *token_shape, heads.dim).unbind() for _ in range(num_layers)]
     unit = 1 / INT8_STD if kernel.dtype == torch.int8 else 1.0
-    k, v = ((torch.rand(token_shape, device=stage.device) + 0.5) * unit for _ in "kv")
+    k_scales, v_scales = ((torch.rand(token_shape, device=stage.device) + 0.5) * unit for _ in "kv")
     query = stage.randn(len(lengths), heads.num_query_heads, heads.query_dim)
-    table, lengths = table.to(stage.device), lengths.to(stage.device)
-    return Inputs(query, table, lengths, pools, (k, v) if kernel.has_token_scales else None)
+    return Inputs(
+        query, table.to(stage.device), lengths.to(stage.device), pools,
+        scales=(k_scales, v_scales) if kernel.has_token_scales else None,
+    )  # fmt: skip
 
 
 def _draw_codes(stage: Stage, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Return random values of a dtype. Integers have a standard deviation of `INT8_STD`."""
-    values = stage.randn(*shape)
+    codes = stage.randn(*shape)
     if dtype == torch.int8:
-        values = (values * INT8_STD).round().clamp(-127, 127)
-    return values.to(dtype)
+        codes = (codes * INT8_STD).round().clamp(-127, 127)
+    return codes.to(dtype)
 
 
 def _convert_pages(inputs: Inputs, dim: int) -> Pages:
@@ -177,7 +180,8 @@ def _convert_pages(inputs: Inputs, dim: int) -> Pages:
     k, v = (states.to(BF16) for states in inputs.pools[-1])
     if inputs.scales is not None:
         k_scales, v_scales = inputs.scales
-        k, v = (k * k_scales[..., None]).to(BF16), (v * v_scales[..., None]).to(BF16)
+        k = (k * k_scales[..., None]).to(BF16)
+        v = (v * v_scales[..., None]).to(BF16)
     k_side, v_side = (StoredSide(None, None, AUTO, size) for size in (dim, v.shape[-1]))
     k_codes = k[..., :dim].transpose(1, 2)
     return pack_pages(k_side, k_codes, v_side, v.permute(0, 2, 3, 1), None, inputs.table)
@@ -224,7 +228,9 @@ def _make_sglang_attend(sglang: Any, num_splits: int, case: Case, inputs: Inputs
     offsets = torch.arange(PAGE_SIZE, device=device)
     table_slots = (inputs.table[:, :, None] * PAGE_SIZE + offsets).flatten(1)
     # The slots of all tokens, and the start of each sequence in this list.
-    slots = torch.cat([row[:n] for row, n in zip(table_slots, case.lengths, strict=True)]).int()
+    slots = torch.cat(
+        [row[:length] for row, length in zip(table_slots, case.lengths, strict=True)]
+    ).int()
     starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0)).int()
     out = torch.empty_like(inputs.query)
     shape = (len(case.lengths), heads.num_query_heads, num_splits)
@@ -234,7 +240,7 @@ def _make_sglang_attend(sglang: Any, num_splits: int, case: Case, inputs: Inputs
 
     def attend(pool: KVPair) -> torch.Tensor:
         k, v = (states.flatten(0, 1) for states in pool)
-        sglang.decode_attention_fwd(
+        sglang.decode_attention_fwd(  # scaling, and scales of K and V, come last
             inputs.query, k, v, out, starts, slots, partial_sums, partial_lse,
             splits_by_sequence, num_splits, heads.dim**-0.5, 1.0, 1.0,
         )  # fmt: skip
@@ -249,7 +255,7 @@ def _make_flashinfer_attend(flashinfer: Any, case: Case, inputs: Inputs) -> Atte
     workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     page_counts = [-(-length // PAGE_SIZE) for length in case.lengths]
-    pages = torch.cat([row[:n] for row, n in zip(inputs.table, page_counts, strict=True)])
+    pages = torch.cat([row[:count] for row, count in zip(inputs.table, page_counts, strict=True)])
     starts = torch.tensor([0, *page_counts], device=device).cumsum(0).int()
     last_lengths = (inputs.lengths - 1) % PAGE_SIZE + 1
     wrapper.plan(
@@ -259,8 +265,7 @@ def _make_flashinfer_attend(flashinfer: Any, case: Case, inputs: Inputs) -> Atte
     )  # fmt: skip
 
     def attend(pool: KVPair) -> torch.Tensor:
-        out: torch.Tensor = wrapper.run(inputs.query, pool, k_scale=1.0, v_scale=1.0)
-        return out
+        return wrapper.run(inputs.query, pool, k_scale=1.0, v_scale=1.0)
 
     return attend
 
@@ -270,10 +275,10 @@ def _make_flash_mla_attend(flash_mla: Any, case: Case, inputs: Inputs) -> Attend
     metadata, num_splits = flash_mla.get_mla_metadata(inputs.lengths, case.heads.num_query_heads, 1)
 
     def attend(pool: KVPair) -> torch.Tensor:
-        out: torch.Tensor = flash_mla.flash_mla_with_kvcache(
+        out, _ = flash_mla.flash_mla_with_kvcache(
             inputs.query[:, None], pool[0], inputs.table, inputs.lengths, case.heads.dim, metadata,
-            num_splits, scaling, True,
-        )[0]  # fmt: skip
+            num_splits, scaling, causal=True,
+        )  # fmt: skip
         return out[:, 0]
 
     return attend

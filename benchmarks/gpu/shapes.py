@@ -1,7 +1,7 @@
 """Define the cases of the GPU benchmark, at full size and for a dry run."""
 
+import itertools
 from dataclasses import dataclass, replace
-from itertools import product
 
 from hf_fp8kv.formats import AUTO, DISTINCT_FORMATS
 from hf_fp8kv.ops import AttentionSpec
@@ -45,14 +45,14 @@ class PageFormat:
 
 
 BF16 = PageFormat("bf16 pages", AUTO)
-# Values of `is_static` with which a format is measured. All other formats have dynamic scales.
-_STATIC_FLAGS = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 PAGE_FORMATS = (
     *(
-        PageFormat(fmt.name.removeprefix("fp8_") + " static" * is_static, fmt.name, is_static)
+        PageFormat(fmt.name.removeprefix("fp8_"), fmt.name)
         for fmt in DISTINCT_FORMATS
-        for is_static in _STATIC_FLAGS.get(fmt.name, (False,))
+        if fmt.name != "fp8_e5m2"
     ),
+    PageFormat("e4m3 static", "fp8_e4m3", is_static=True),
+    PageFormat("e5m2 static", "fp8_e5m2", is_static=True),
     BF16,
 )
 _FORMATS_BY_NAME = {fmt.name: fmt for fmt in PAGE_FORMATS}
@@ -98,8 +98,11 @@ class Case:
     def pad_left(self) -> "Case":
         """Return the case with left padding of up to half of each sequence, as in a batch."""
         batch = len(self.lengths)
-        padding = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
-        return replace(self, label=str(self), padding=tuple(padding))
+        # The padding grows with the row. A single sequence is padded by half of its length.
+        padding = tuple(
+            length * row // (2 * batch) for row, length in enumerate(self.lengths, batch % 2)
+        )
+        return replace(self, label=str(self), padding=padding)
 
     def attention_spec(self) -> AttentionSpec:
         return AttentionSpec(
@@ -150,15 +153,18 @@ _DECODE_CASES = tuple(
 # Numbers of query heads of DeepSeek's models (MLA).
 _LATENT_CASES = tuple(
     Case((1024 * n,) * batch, Heads(heads, 1, 512, 64), label=f"{heads} heads, {batch} x {n}k")
-    for batch, n in ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
-    for heads in (16, 128)
+    for (batch, n), heads in itertools.product(
+        ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4)), (16, 128)
+    )
 )
 FULL = RunSizes(
     decode_cases=_DECODE_CASES, padded_cases=("16 x 32k", "98 x 4k", "1 x 32k"), num_full_cases=4,
-    layer_cases=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
+    layer_cases=tuple(
+        Case((1024 * n,) * batch) for batch, n in ((1, 1), (8, 32), (1, 32), (64, 4))
+    ),
     layer_formats=(E3M4, E4M3, BF16), latent_cases=_LATENT_CASES,
     write_batches=(1, 4, 16, 64), written_tokens=8192,
-    extend_shapes=tuple(product((8192, 0, 32768), (2048, 512, 64, 8192))),
+    extend_shapes=tuple(itertools.product((8192, 0, 32768), (2048, 512, 64, 8192))),
     num_layers=32, vocab_size=128256, heads=Heads(32, 8, 128),
     generate_shapes=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), prompt_tokens=8192,
     num_rounds=8, round_tokens=40, offloaded_shapes=((1, 32768), (1, 131072)), num_pages=64,
@@ -199,10 +205,10 @@ def shorten_sizes(sizes: RunSizes) -> RunSizes:
     """Return sizes with shorter sequences, and without cases that need no additional kernel."""
 
     def shorten_cases(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-        short_cases = (
-            replace(case, lengths=tuple(min(n, _COMPILED_TOKENS) for n in case.lengths), label="")
-            for case in cases
-        )
+        short_cases = []
+        for case in cases:
+            lengths = tuple(min(length, _COMPILED_TOKENS) for length in case.lengths)
+            short_cases.append(replace(case, lengths=lengths, label=""))
         return tuple(dict.fromkeys(short_cases))
 
     decode_cases = shorten_cases(sizes.decode_cases)

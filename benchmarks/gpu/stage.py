@@ -31,7 +31,8 @@ class Stage:
         self, device: str | torch.device, *, is_dry: bool = False, is_compiling: bool = False
     ) -> None:
         self.device = torch.device(device)
-        self.is_dry, self.is_compiling = is_dry, is_compiling
+        self.is_dry = is_dry
+        self.is_compiling = is_compiling
 
     @property
     def is_gpu(self) -> bool:
