@@ -11,7 +11,7 @@ import pytest
 
 import hf_fp8kv
 from hf_fp8kv import demo_model_path
-from tests.helpers.argument_names import use_installed_names
+from tests.helpers.argument_names import rename_arguments
 from tests.helpers.shallow import num_layers, save_first_layers  # noqa: F401
 
 pytestmark = [
@@ -54,7 +54,7 @@ def run_blocks(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
             if kind == "diff":  # a user's script, whose model is not available here
                 block = re.sub("^[ +]", "", block, flags=re.MULTILINE)
                 block = re.sub('"meta-llama/.*"', repr(str(demo_model_path())), block)
-            block = use_installed_names(block)
+            block = rename_arguments(block)
             exec(compile(block, f"{page}, block {number}", "exec"), namespace)
             block_lines = capsys.readouterr().out.splitlines()
             for comment in re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE):

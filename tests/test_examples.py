@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hf_fp8kv import demo_model_path
-from tests.helpers.argument_names import use_installed_names
+from tests.helpers.argument_names import rename_arguments
 from tests.helpers.serve_process import save_chat_model
 from tests.helpers.shallow import num_layers, save_first_layers, shallow_model_path  # noqa: F401
 
@@ -55,7 +55,7 @@ def run_example(num_layers: int, monkeypatch, capsys) -> Callable[..., str]:  # 
     def run_script(name: str, *arguments: str) -> str:
         argv = [str(EXAMPLES / name), *(arguments or ARGUMENTS[name])]
         monkeypatch.setattr(sys, "argv", argv)
-        source = use_installed_names(Path(argv[0]).read_text())
+        source = rename_arguments(Path(argv[0]).read_text())
         exec(compile(source, argv[0], "exec"), {"__name__": "__main__", "__file__": argv[0]})
         return capsys.readouterr().out
 

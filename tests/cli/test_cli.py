@@ -10,7 +10,7 @@ import torch
 from hf_fp8kv.utils.environment import find_version
 from hf_fp8kv_cli.arguments import parse_size
 from tests.helpers import command_line
-from tests.scales.test_export import random_scales
+from tests.scales.test_export import make_random_scales
 
 pytestmark = pytest.mark.text
 
@@ -132,7 +132,7 @@ def test_usage_errors_exit_with_2_and_other_errors_with_1(
     run, model_folder, tmp_path, code, command, message
 ):
     output_folder = tmp_path / "out"
-    random_scales("tensor").save_pretrained(tmp_path / "scales")
+    make_random_scales("tensor").save_pretrained(tmp_path / "scales")
     words = {"SCALES": str(tmp_path / "scales"), "OUT": str(output_folder), "MODEL": model_folder}
     words |= {"EMPTY_FOLDER": str(tmp_path / "empty"), "EMPTY": "", "LATIN1": str(tmp_path / "a")}
     (tmp_path / "empty").mkdir()

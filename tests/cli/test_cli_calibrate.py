@@ -9,7 +9,7 @@ import torch
 import hf_fp8kv.calibration
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.scales import KVScales
-from tests.scales.test_export import random_scales
+from tests.scales.test_export import make_random_scales
 
 from .conftest import Command
 
@@ -17,7 +17,7 @@ from .conftest import Command
 @pytest.fixture
 def calibration(monkeypatch) -> mock.Mock:
     """Replace `calibrate` with a mock that returns scales."""
-    scales = random_scales("head", num_layers=2)
+    scales = make_random_scales("head", num_layers=2)
     calibrate = mock.create_autospec(hf_fp8kv.calibration.calibrate, return_value=scales)
     monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", calibrate)
     return calibrate
@@ -81,7 +81,7 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(
     run_calibrate, calibration, model_folder, tmp_path
 ):
     old_folder = tmp_path / "old"
-    random_scales("tensor", num_layers=2).save_pretrained(
+    make_random_scales("tensor", num_layers=2).save_pretrained(
         old_folder, format="compressed-tensors", checkpoint=model_folder
     )
     options = ("--checkpoint", old_folder, "--format", "compressed-tensors")
@@ -99,14 +99,14 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(
 def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(
     run_calibrate, calibration, tmp_path
 ):
-    layers = random_scales("tensor").layers
+    layers = make_random_scales("tensor").layers
     calibration.return_value = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
     assert f"The scales are in {tmp_path / 'out'}" in run_calibrate.fails("--format", "vllm-json")
     assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
 
 
 def test_existing_scales_are_rejected_before_calibration(run_calibrate, calibration, tmp_path):
-    existing_scales = random_scales("tensor")
+    existing_scales = make_random_scales("tensor")
     existing_scales.save_pretrained(tmp_path / "out")
     assert "--overwrite" in run_calibrate.fails()
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == existing_scales.layers[0].k

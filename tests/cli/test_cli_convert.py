@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from hf_fp8kv.scales import KVScales
-from tests.scales.test_export import assert_holds, random_scales, reduce_scales
+from tests.scales.test_export import assert_holds, make_random_scales, reduce_scales
 
 
 def test_scales_are_converted_to_a_format_and_back(run, tmp_path):
     source, converted, final = (tmp_path / name for name in ("source", "converted", "final"))
-    scales = random_scales("centered-head")
+    scales = make_random_scales("centered-head")
     scales.save_pretrained(source)
     printed, stderr = run("convert", source, converted, "--to", "compressed-tensors")
     assert sorted(map(Path, printed.splitlines())) == sorted(converted.iterdir())
@@ -25,7 +25,7 @@ def test_scales_are_converted_to_a_format_and_back(run, tmp_path):
 
 def test_scales_are_converted_into_a_checkpoint(run, tmp_path, model_folder):
     source, target = (tmp_path / name for name in ("source", "target"))
-    scales = random_scales("tensor", num_layers=2)
+    scales = make_random_scales("tensor", num_layers=2)
     scales.save_pretrained(source)
     out, _ = run(
         "convert", source, target, "--to", "compressed-tensors", "--checkpoint", model_folder,
@@ -41,7 +41,7 @@ def test_scales_are_converted_into_a_checkpoint(run, tmp_path, model_folder):
 
 def test_model_type_and_tp_size_and_overwrite_reach_the_library(run, tmp_path):
     source, target = (tmp_path / name for name in ("source", "target"))
-    KVScales(random_scales("tensor").layers).save_pretrained(source)
+    KVScales(make_random_scales("tensor").layers).save_pretrained(source)
     arguments = ("convert", source, target, "--to", "vllm-json", "--tp-size", 2)
     assert "model_type is unknown" in run(*arguments)[1]
     assert "--overwrite" in run.fails(*arguments)
@@ -54,7 +54,7 @@ def test_model_type_and_tp_size_and_overwrite_reach_the_library(run, tmp_path):
 
 def test_scales_of_another_model_require_lenient(run, tmp_path):
     source, target = (tmp_path / name for name in ("source", "target"))
-    random_scales("tensor").save_pretrained(source)
+    make_random_scales("tensor").save_pretrained(source)
     arguments = ["convert", source, target, "--to", "tgi", "--model-type", "qwen2"]
     assert "--lenient" in run.fails(*arguments)
     assert any("'llama'" in message for message in run.json(*arguments, "--lenient")["warnings"])

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from tests.helpers.planned import PLANS, planned_scales
-from tests.scales.test_export import random_scales
+from tests.helpers.planned import PLANS, make_planned_scales
+from tests.scales.test_export import make_random_scales
 
 
 @pytest.mark.parametrize("kind", ["head", "centered-channel"])
 def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
-    scales = random_scales(kind)
+    scales = make_random_scales(kind)
     scales.save_pretrained(tmp_path)
     output = run.json("inspect", tmp_path)
     assert (output["format"], output["model_type"]) == ("hf_fp8kv", "llama")
@@ -29,7 +29,7 @@ def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_plan_is_shown(run, tmp_path, is_dynamic):
-    planned_scales(is_dynamic=is_dynamic).save_pretrained(tmp_path)
+    make_planned_scales(is_dynamic=is_dynamic).save_pretrained(tmp_path)
     printed, _ = run("inspect", tmp_path)
     assert "per token" in printed if is_dynamic else "per head" in printed
     assert all(f"1 x {plan}" in printed for plan in PLANS)
@@ -40,7 +40,7 @@ def test_a_plan_is_shown(run, tmp_path, is_dynamic):
 
 
 def test_the_plan_of_a_saved_cache_is_shown(run, tmp_path):
-    cache = FP8PagedCache(scales=planned_scales(2, 4, 8))
+    cache = FP8PagedCache(scales=make_planned_scales(2, 4, 8))
     for index in range(2):
         cache.update(torch.ones(1, 4, 5, 8), torch.ones(1, 4, 5, 8), index)
     path = cache.save(tmp_path / "prompt.safetensors")

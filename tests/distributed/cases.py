@@ -18,7 +18,7 @@ from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_mode
 from hf_fp8kv.calibration.plan_choice import resolve_plan
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
 from hf_fp8kv.serving import fp8_manager
-from tests.helpers.serving_tools import generate_batch, open_manager, prompts
+from tests.helpers.serving_tools import draw_prompts, generate_batch, open_manager
 from tests.helpers.tiny_models import build_variant, make_prompt
 
 NUM_LAYERS, HEAD_SIZE = 2, 16
@@ -125,7 +125,7 @@ def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
 def serve(model: Any, ranks: RankOptions, folder: Path) -> Any:
     serving.enable(model, scales=make_scales("centers", model))
     try:
-        return generate_batch(model, prompts(VOCAB_SIZE), max_batch_tokens=16)
+        return generate_batch(model, draw_prompts(VOCAB_SIZE), max_batch_tokens=16)
     finally:
         serving.disable(model)
 

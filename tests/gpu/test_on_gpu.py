@@ -39,7 +39,7 @@ from tests.gpu.gpu_tools import (
     make_medium_model,
     needs_gpu,
 )
-from tests.helpers.planned import centered_scales
+from tests.helpers.planned import make_centered_scales
 from tests.helpers.tiny_models import build_variant
 
 if ops.explain_backends()["triton"] is not None:
@@ -78,7 +78,7 @@ def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 MODEL_NAMES = ("medium", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
 CACHE_OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
-    "static scales": {"scales": centered_scales(0.02)},
+    "static scales": {"scales": make_centered_scales(0.02)},
     "e3m4, stored": {"dtype": "fp8_e3m4", "prefill": "stored"},
 }
 

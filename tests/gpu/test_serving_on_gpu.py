@@ -16,7 +16,12 @@ import torch
 from hf_fp8kv import ops, serving
 from tests.gpu.gpu_tools import DEVICE, MARKS, ON_GPU, make_llama, needs_gpu
 from tests.helpers import serving_tools
-from tests.helpers.serving_tools import generate_batch, generate_each, head_scales, record_offloads
+from tests.helpers.serving_tools import (
+    draw_head_scales,
+    generate_batch,
+    generate_each,
+    record_offloads,
+)
 from tests.helpers.tiny_models import build_variant
 
 if ops.explain_backends()["triton"] is not None:
@@ -73,7 +78,7 @@ def run_prompts(model: Any, prompts: list[list[int]], **options: Any) -> list[li
 def make_reference(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
     """Return a model, options of a cache with static scales, and the answers of generate()."""
     model = MODEL_MAKERS[name]()
-    cache_options = {"scales": head_scales(model), **TRITON}
+    cache_options = {"scales": draw_head_scales(model), **TRITON}
     return model, cache_options, generate_each(model, make_prompts(), **cache_options)
 
 
@@ -168,7 +173,7 @@ def test_offloaded_requests_resume(
     offloads = record_offloads(monkeypatch)
     model = MODEL_MAKERS[name]()
     cache_options = (
-        {"scales": head_scales(model)} if cache_kind == "static" else {"dtype": "fp8_e5m2"}
+        {"scales": draw_head_scales(model)} if cache_kind == "static" else {"dtype": "fp8_e5m2"}
     )
     prompts = [prompt[:30] for prompt in make_prompts() if len(prompt) > 12]
     expected = generate_each(model, prompts, **TRITON, **cache_options)
@@ -187,7 +192,7 @@ def test_offloaded_requests_resume(
 def test_memory_stays_within_the_plan() -> None:
     """Pages use a fifth of the free memory, and steps have the largest size."""
     model = make_llama()
-    serving.enable(model, scales=head_scales(model, center=True), **TRITON)
+    serving.enable(model, scales=draw_head_scales(model, center=True), **TRITON)
     generator = torch.Generator().manual_seed(0)
     lengths = (3000, 2200, 1500, 1100, 900, 700, 500, 300)
     prompts = [torch.randint(3, 99, (n,), generator=generator).tolist() for n in lengths]

@@ -5,7 +5,7 @@ import re
 from hf_fp8kv.modeling.model_support import CACHE
 
 
-def use_installed_names(source: str) -> str:
+def rename_arguments(source: str) -> str:
     """Return code for transformers 5.24 with the names that the installed version accepts."""
     if CACHE == "cache":
         return source

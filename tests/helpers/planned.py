@@ -23,7 +23,7 @@ PLANS = (
 )
 
 
-def planned_scales(
+def make_planned_scales(
     num_layers: int = 3, num_heads: int = 2, dim: int = 16,
     *, is_dynamic: bool = False, is_coarse: bool = False,
 ) -> KVScales:  # fmt: skip
@@ -52,7 +52,7 @@ def planned_scales(
     return scales_class(layer_scales, model_type="llama", origin="planned", weights_digest="ab" * 8)
 
 
-def centered_scales(scale: float = 0.05, num_layers: int = 8) -> KVScales:
+def make_centered_scales(scale: float = 0.05, num_layers: int = 8) -> KVScales:
     """Return static scales with a center of K in each layer, for 2 heads of 16 channels."""
     generator = torch.Generator().manual_seed(7)
     centers = torch.randn(num_layers, 2, 16, generator=generator)
@@ -62,18 +62,20 @@ def centered_scales(scale: float = 0.05, num_layers: int = 8) -> KVScales:
     )
 
 
-def as_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
+def make_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
     """Return scales as a keyword argument of a cache: `plan` for a StoragePlan, else `scales`."""
     return {"plan" if isinstance(scales, StoragePlan) else "scales": scales}
 
 
-def planned_scales_for(model: PreTrainedModel, **options: bool) -> KVScales:
-    """Return `planned_scales` with the number of layers, heads and channels of a model."""
+def make_planned_scales_for(model: PreTrainedModel, **options: bool) -> KVScales:
+    """Return `make_planned_scales` with the number of layers, heads and channels of a model."""
     config = model.config.get_text_config()
-    return planned_scales(config.num_hidden_layers, *read_kv_sizes(config), **options)
+    return make_planned_scales(config.num_hidden_layers, *read_kv_sizes(config), **options)
 
 
-def protected_plan_for(model: PreTrainedModel, sides: str = "K", layer: int = 0) -> StoragePlan:
-    """Return the plan of `planned_scales_for`, in which `layer` has `PROTECTED_PLANS[sides]`."""
-    layers = planned_scales_for(model, is_dynamic=True).layers
-    return StoragePlan(layers | {layer: LayerScales(None, None, plan=PROTECTED_PLANS[sides])})
+def make_protected_plan_for(
+    model: PreTrainedModel, sides: str = "K", index: int = 0
+) -> StoragePlan:
+    """Return the plan of `make_planned_scales_for`, with protected `sides` in the layer `index`."""
+    layers = make_planned_scales_for(model, is_dynamic=True).layers
+    return StoragePlan(layers | {index: LayerScales(None, None, plan=PROTECTED_PLANS[sides])})

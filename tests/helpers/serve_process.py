@@ -122,10 +122,10 @@ def parse_events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def text_in(response: Any) -> str:
+def read_answer(response: Any) -> str:
     """Return the text of a parsed response of any endpoint, or of the events of a stream."""
     if isinstance(response, list):
-        return "".join(map(text_in, response))
+        return "".join(map(read_answer, response))
     if "output" in response:
         return response["output"][0]["content"][0]["text"]
     choice = response["choices"][0]

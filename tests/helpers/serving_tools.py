@@ -53,7 +53,7 @@ def greedy(**options: Any) -> GenerationConfig:
     return config
 
 
-def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
+def draw_head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     """Return scales that differ between K and V, all layers and all heads.
 
     They are so large that most codes are subnormal. This coarse rounding changes the tokens.
@@ -77,7 +77,7 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
     )
 
 
-def prompts(vocab_size: int = 99, seed: int = 6) -> TokenLists:
+def draw_prompts(vocab_size: int = 99, seed: int = 6) -> TokenLists:
     """Return eight prompts of 3 to 64 tokens. Three begin with the same 48 tokens."""
     # The default is the first seed for which the answers of all tested models have wide margins,
     # with all kinds of scales.

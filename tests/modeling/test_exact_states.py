@@ -26,7 +26,7 @@ from tests.helpers.declared import (
     save_w8a8,
 )
 from tests.helpers.divergence import compare_caches
-from tests.helpers.serving_tools import generate_batch, prompts
+from tests.helpers.serving_tools import draw_prompts, generate_batch
 
 pytest.importorskip("compressed_tensors")
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
@@ -183,7 +183,7 @@ def test_calibration_and_scores_use_unrounded_k_and_v(models):
 
 @needs_rounding
 def test_serving_gives_the_answers_of_the_original_weights(models):
-    (_, declared), chosen_prompts, answers = models, prompts()[:4], []
+    (_, declared), chosen_prompts, answers = models, draw_prompts()[:4], []
     for model in models:
         serving.enable(model)
         answers.append(generate_batch(model, chosen_prompts))

@@ -13,7 +13,7 @@ import torch
 
 from hf_fp8kv import FP8PagedCache, ops
 from tests.helpers.assertions import assert_same
-from tests.helpers.planned import centered_scales
+from tests.helpers.planned import make_centered_scales
 from tests.helpers.tiny_models import build_variant
 
 if ops.explain_backends()["triton"] is not None:
@@ -43,7 +43,7 @@ def generate_tokens(
 
 
 PREALLOCATED = {"max_cache_len": 40}
-CENTERED = {"scales": centered_scales()}
+CENTERED = {"scales": make_centered_scales()}
 
 
 # All architectures but sinks run with a growing and a preallocated cache, each format with either.

@@ -15,7 +15,7 @@ from hf_fp8kv.prefix import engine_blocks as engine_module
 from hf_fp8kv.prefix.file import Page, pack
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE_SIZE
-from tests.helpers.serve_process import HostedServer, generate_paged, save_chat_model, text_in
+from tests.helpers.serve_process import HostedServer, generate_paged, read_answer, save_chat_model
 from tests.helpers.serving_tools import PAGE_SIZE, open_manager, request_answer
 from tests.helpers.tiny_models import build_variant
 
@@ -201,7 +201,7 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     options = (model, "--prefix-store", str(folder))
     with HostedServer(*options) as first_server, HostedServer(*options) as second_server:
         for server in (first_server, second_server):
-            answers.append(text_in(server.answer("/v1/chat/completions", **request_body)))
+            answers.append(read_answer(server.answer("/v1/chat/completions", **request_body)))
             store_tokens.append(server.metrics()["store_tokens_total"])
     assert answers[0] == answers[1] == generate_paged(model, question, 8)
     # The prompt is "u:", the question and ";a:". Its last token is always computed.

@@ -31,7 +31,7 @@ DIM = 4  # head size
 KV_PATH = "kv_scales/kv_scales.safetensors"
 
 
-def random_scales(kind: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> KVScales:
+def make_random_scales(kind: str, seed: int = 0, num_layers: int = NUM_LAYERS) -> KVScales:
     """Return random scales of a kind in `KINDS`. All values are different."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -98,7 +98,7 @@ def folder(model_folder, tmp_path) -> Path:
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_saved_scales_are_loaded(tmp_path, caplog, format):
     for kind in KINDS:
-        folder, scales = tmp_path / kind, random_scales(kind)
+        folder, scales = tmp_path / kind, make_random_scales(kind)
         caplog.clear()
         assert sorted(scales.save_pretrained(folder, format=format)) == sorted(folder.iterdir())
         is_lossy = reduce_scales(scales, format).digest != scales.digest
@@ -110,7 +110,7 @@ def test_saved_scales_are_loaded(tmp_path, caplog, format):
 
 
 def test_each_rank_of_the_json_has_the_larger_scale(tmp_path, model_folder):
-    scales, folder = random_scales("centered-head"), tmp_path / "out"
+    scales, folder = make_random_scales("centered-head"), tmp_path / "out"
     scales.save_pretrained(folder, format="vllm-json", tp_size=3, checkpoint=model_folder)
     expected = reduce_scales(scales, "vllm-json")
     for rank in range(3):
@@ -137,7 +137,7 @@ INVALID_OPTIONS = {
 @pytest.mark.parametrize(("options", "message"), INVALID_OPTIONS.values(), ids=INVALID_OPTIONS)
 def test_invalid_options_write_no_files(tmp_path, options, message):
     with scale_error(message):
-        KVScales({1: random_scales("tensor").layers[0]}).save_pretrained(
+        KVScales({1: make_random_scales("tensor").layers[0]}).save_pretrained(
             tmp_path / "out", **options
         )
     assert not (tmp_path / "out").exists()
@@ -145,7 +145,7 @@ def test_invalid_options_write_no_files(tmp_path, options, message):
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_existing_files_are_replaced_only_with_overwrite(tmp_path, monkeypatch, format):
-    scales, new_scales = random_scales("tensor", 1), random_scales("tensor", 2)
+    scales, new_scales = make_random_scales("tensor", 1), make_random_scales("tensor", 2)
     scales.save_pretrained(tmp_path, format=format)
     old_content = read_content(tmp_path)
     with scale_error("pass overwrite=True"):
@@ -196,7 +196,7 @@ def read_weights(folder: Path) -> dict[str, bytes]:
 
 def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **options) -> Path:
     """Copy a checkpoint, add random scales to the copy, and return the path of the copy."""
-    random_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
+    make_random_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
     return target
 
 
@@ -218,17 +218,17 @@ def test_scales_are_saved_with_a_model(tmp_path, request, source, old_format, fo
     source = request.getfixturevalue(source)
     folder = Path(shutil.copytree(source, tmp_path / "folder"))
     if old_format is not None:
-        random_scales("tensor", 9).save_pretrained(folder, format=old_format, overwrite=True)
+        make_random_scales("tensor", 9).save_pretrained(folder, format=old_format, overwrite=True)
     old_content = read_content(folder)
     kind = "tensor" if format in READERS else "centered-head"
     target = tmp_path / "copy" if is_copy else folder
     options = {"checkpoint": folder} if is_copy else {}
-    random_scales(kind).save_pretrained(target, format=format, overwrite=True, **options)
+    make_random_scales(kind).save_pretrained(target, format=format, overwrite=True, **options)
     if is_copy:
         assert read_content(folder) == old_content
         assert not (target / ".cache").exists()
     assert read_weights(target) == read_weights(source)
-    assert_holds(target, random_scales(kind), format)
+    assert_holds(target, make_random_scales(kind), format)
     # Without old scales, and as a copy, the config and the names of tensors would be the same.
     direct = add_scales(source, tmp_path / "direct", format, kind)
     config, direct_config = (
@@ -335,13 +335,13 @@ def test_other_files_in_the_folder_of_a_model_are_kept(model_folder, folder):
     for name, text in other_files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text)
-    random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
+    make_random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
     assert read_content(folder).items() >= other_files.items()
     assert_loads_the_same(model_folder, folder)
 
 
 def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(folder):
-    old_content, scales = read_content(folder), random_scales("centered-head")
+    old_content, scales = read_content(folder), make_random_scales("centered-head")
     with scale_error(r"expected a place without config\.json"):
         scales.save_pretrained(folder, format="tgi")
     assert scales.save_pretrained(folder) == [folder / KV_PATH]
@@ -355,7 +355,7 @@ def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(folder):
 
 def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path):
     folder = tmp_path / "scales"
-    random_scales("tensor").save_pretrained(folder, format="tgi")
+    make_random_scales("tensor").save_pretrained(folder, format="tgi")
     content = read_content(folder)
     with scale_error("without scales among its tensors, .* read before kv_cache_scales.json"):
         KVScales.uniform(2).save_pretrained(folder, format="vllm-json", overwrite=True)
@@ -374,11 +374,11 @@ def test_a_folder_of_links_is_copied(tmp_path, folder):
     (folder / "circle").symlink_to(folder)
     for weights in ("copy", "link"):
         copy = add_scales(folder, tmp_path / weights, "tgi", weights=weights)
-        assert_holds(copy, random_scales("tensor"), "tgi")
+        assert_holds(copy, make_random_scales("tensor"), "tgi")
         assert (folder / "model.safetensors").samefile(
             copy / "model-00001-of-00001.safetensors"
         ) == (weights == "link")
-    random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
+    make_random_scales("tensor").save_pretrained(folder, format="tgi", overwrite=True)
     assert read_content(blobs) == blob_content
 
 
@@ -399,7 +399,7 @@ def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, is_ne
     if format == "quark":
         assert block["layer_quant_config"]["*k_proj"]["weight"] == {"dtype": "fp8_e4m3"}
     assert ("quantization_config" in new_config) == (not is_nested)
-    assert list_sides(KVScales.from_pretrained(copy)) == list_sides(random_scales("tensor"))
+    assert list_sides(KVScales.from_pretrained(copy)) == list_sides(make_random_scales("tensor"))
 
 
 def test_a_second_config_that_declares_the_weights_is_extended(tmp_path, folder):
@@ -436,7 +436,7 @@ def test_an_unsuitable_checkpoint_is_rejected(tmp_path, folder, spoil, message):
     """No copy is written, and no file is added to the folder."""
     spoil(folder)
     old_content = read_content(folder)
-    scales, options = random_scales("tensor"), {"format": "autofp8"}
+    scales, options = make_random_scales("tensor"), {"format": "autofp8"}
     calls = [lambda: scales.save_pretrained(tmp_path / "copy", checkpoint=folder, **options)]
     if "without KV scales" not in message:  # overwrite=True replaces such scales
         calls.append(lambda: scales.save_pretrained(folder, overwrite=True, **options))

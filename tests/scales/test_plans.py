@@ -10,7 +10,7 @@ from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint.checkpoint import KV_FILE
-from tests.helpers.planned import PLANS, planned_scales
+from tests.helpers.planned import PLANS, make_planned_scales
 from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_weights_digest import edit_metadata, read_metadata
 
@@ -21,7 +21,7 @@ PLAIN_PLAN = LayerPlan.parse("int8", "int8")
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 def test_a_plan_is_saved_in_the_package_file(tmp_path: Path, is_dynamic: bool) -> None:
-    scales = planned_scales(is_dynamic=is_dynamic)
+    scales = make_planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
     for loaded in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / KV_FILE)):
         assert_same_scales(loaded, scales)
@@ -63,7 +63,7 @@ PROTECTION = {"kl": 1, "unprotected_kl": 1, "extra_bytes": 0, "sides": []}
     ids=str,
 )
 def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) -> None:
-    planned_scales().save_pretrained(tmp_path)
+    make_planned_scales().save_pretrained(tmp_path)
     path = tmp_path / KV_FILE
     edit_metadata(path, lambda metadata: metadata | change)
     with pytest.raises(ScaleError, match=message):
@@ -106,7 +106,7 @@ def test_all_layers_or_none_have_a_plan_and_static_scales(layers: list[LayerScal
 @pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
 def test_rotated_and_dynamic_scales_are_not_saved_for_servers(tmp_path: Path, format: str) -> None:
     with pytest.raises(ScaleError, match=r"rotated values in layers 0, 1, 2.*Save as 'hf_fp8kv'"):
-        planned_scales().save_pretrained(tmp_path, format=format)
+        make_planned_scales().save_pretrained(tmp_path, format=format)
     with pytest.raises(ScaleError, match=r"each token.*Save as 'hf_fp8kv'"):
         KVScales({0: LayerScales(None, None, plan=PLAIN_PLAN)}).save_pretrained(
             tmp_path, format=format

@@ -23,14 +23,14 @@ from tests.helpers.declared import (
     save_plain,
     save_w8a8,
 )
-from tests.scales.test_export import random_scales, read_content
+from tests.scales.test_export import make_random_scales, read_content
 from tests.scales.test_scales import assert_same_scales
 from tests.scales.test_sources import scale_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 INDEX_FILE = "model.safetensors.index.json"
-NEW_SCALES = random_scales("head", seed=5, num_layers=NUM_LAYERS)
+NEW_SCALES = make_random_scales("head", seed=5, num_layers=NUM_LAYERS)
 
 
 def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 from tests.helpers.margins import require_wide_margins
-from tests.helpers.serve_process import Endpoint, HostedServer, generate_dense, text_in
+from tests.helpers.serve_process import Endpoint, HostedServer, generate_dense, read_answer
 
 pytestmark = pytest.mark.text
 
@@ -77,7 +77,7 @@ def server(folder):
 
 def complete(server: Endpoint, index: int, kind: str) -> str:
     fields = {"prompt": PROMPTS[index], "max_tokens": NEW_TOKENS, **KIND_FIELDS[kind](index)}
-    return text_in(server.answer(COMPLETIONS, **fields))
+    return read_answer(server.answer(COMPLETIONS, **fields))
 
 
 def disconnect(server: Endpoint, index: int) -> None:

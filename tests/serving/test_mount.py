@@ -9,7 +9,13 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausal
 
 from hf_fp8kv import make_application, serving
 from hf_fp8kv.errors import ConfigError
-from tests.helpers.serve_process import NUM_PAGES, PAGE_SIZE, generate_paged, parse_events, text_in
+from tests.helpers.serve_process import (
+    NUM_PAGES,
+    PAGE_SIZE,
+    generate_paged,
+    parse_events,
+    read_answer,
+)
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from starlette.applications import Starlette
@@ -78,7 +84,7 @@ def test_a_mounted_application_answers_like_generate(build_application, folder, 
         assert response.status_code == 200, response.text
         stream_text = client.post(f"{path}{CHAT}", json={**REQUEST, "stream": True}).text
         expected = generate_paged(folder, QUESTION, 12)
-        assert text_in(response.json()) == text_in(parse_events(stream_text)) == expected
+        assert read_answer(response.json()) == read_answer(parse_events(stream_text)) == expected
         assert client.get(f"{path}/health").json()["status"] == "ok"
         assert 'hf_fp8kv_requests_total{status="200"} 2.0' in client.get(f"{path}/metrics").text
         assert "<textarea" in client.get(f"{path}/").text
@@ -149,7 +155,7 @@ def test_unknown_fields_are_ignored_and_logged_on_request(lenient_client, caplog
             lenient_client.post(path, json=request | fields).json()
             for fields in ({}, {"bogus": 1, "x" * 999: [], "n": None})
         )
-        assert text_in(answer) == text_in(expected)
+        assert read_answer(answer) == read_answer(expected)
         (message,) = [
             record.getMessage()
             for record in caplog.records

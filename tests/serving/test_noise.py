@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_fp8kv import serving
 from hf_fp8kv.serving.engines.noise import NoiseLogitsWarper
-from tests.helpers.serving_tools import NEW_TOKENS, PAGE_SIZE, generate_batch, prompts
+from tests.helpers.serving_tools import NEW_TOKENS, PAGE_SIZE, draw_prompts, generate_batch
 from tests.helpers.tiny_models import build_variant
 
 pytestmark = pytest.mark.text
@@ -33,7 +33,7 @@ def sample_tokens(
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:
     """Other requests have different lengths. They share steps, split prompts and evict pages."""
-    prompt_ids, other_prompt_ids = prompts(), prompts(seed=7)
+    prompt_ids, other_prompt_ids = draw_prompts(), draw_prompts(seed=7)
     tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == len(prompt_ids)
     assert sample_tokens(model, prompt_ids, max_batch_tokens=16) == tokens
@@ -45,7 +45,7 @@ def test_other_requests_do_not_change_tokens(model: Any) -> None:
 
 
 def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> None:
-    prompt_ids = [prompts()[1]] * 4
+    prompt_ids = [draw_prompts()[1]] * 4
     tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == 4
     assert not set(map(tuple, sample_tokens(model, prompt_ids, seed=4))) & set(map(tuple, tokens))
@@ -54,9 +54,9 @@ def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> 
         sample_tokens(model, prompt_ids, seed=seed, config=config) for seed in (1, 2)
     )
     assert first_tokens == second_tokens != tokens  # the seed of the config overrides torch's seed
-    answers = sample_tokens(model, prompts()[:3], num_answers=3)
+    answers = sample_tokens(model, draw_prompts()[:3], num_answers=3)
     assert len(set(map(tuple, answers))) == 9
-    assert sample_tokens(model, prompts()[:1], num_answers=3) == answers[:3]
+    assert sample_tokens(model, draw_prompts()[:1], num_answers=3) == answers[:3]
 
 
 def test_logprobs_contain_no_noise() -> None:

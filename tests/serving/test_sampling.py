@@ -12,8 +12,8 @@ from tests.helpers.serve_process import (
     HostedServer,
     add_nan_token,
     make_step_requests,
+    read_answer,
     save_chat_model,
-    text_in,
 )  # fmt: skip
 
 pytestmark = pytest.mark.text
@@ -110,7 +110,7 @@ def server(tmp_path_factory):
 
 
 def complete(server: Endpoint, prompt: str, **fields: object) -> str:
-    return text_in(server.answer(COMPLETIONS, **{"prompt": prompt, "max_tokens": 12} | fields))
+    return read_answer(server.answer(COMPLETIONS, **{"prompt": prompt, "max_tokens": 12} | fields))
 
 
 def test_requests_without_a_seed_do_not_reuse_other_seeds(server):

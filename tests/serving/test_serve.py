@@ -40,8 +40,8 @@ from tests.helpers.serve_process import (
     Server,
     generate_paged,
     parse_events,
+    read_answer,
     save_chat_model,
-    text_in,
 )  # fmt: skip
 
 pytestmark = pytest.mark.text
@@ -98,7 +98,7 @@ def ask_for_error(server, path: str, fields: object = None, **options: object) -
 def get_text(server, question: str, **options: object) -> str:
     answer = server.answer(CHAT, **make_chat(question, **options))
     assert isinstance(answer, dict) or len(answer) > 2  # an answer, or the events of a stream
-    return text_in(answer)
+    return read_answer(answer)
 
 
 def test_a_chosen_plan_and_a_saved_plan_give_the_same_answers(folder, tmp_path):
@@ -502,7 +502,7 @@ def test_unsupported_paths_and_content_types_are_rejected(server):
 def test_requests_with_the_same_id_get_their_own_answers(server):
     def ask(letter: str) -> tuple[str, str]:
         _, text, headers = server.ask(CHAT, make_chat(letter), headers={"x-request-id": "same"})
-        return headers["x-request-id"], text_in(json.loads(text))
+        return headers["x-request-id"], read_answer(json.loads(text))
 
     with ThreadPoolExecutor(4) as pool:
         answers = pool.map(ask, "abcd")

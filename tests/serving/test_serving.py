@@ -24,20 +24,24 @@ from hf_fp8kv.serving.engines import common, order_streams
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, make_decode_work
 from tests.helpers.margins import compute_greedy_deficit
-from tests.helpers.planned import planned_scales, planned_scales_for, protected_plan_for
+from tests.helpers.planned import (
+    make_planned_scales,
+    make_planned_scales_for,
+    make_protected_plan_for,
+)
 from tests.helpers.serving_tools import (
     NEW_TOKENS,
     PAGE_SIZE,
     are_exact,
     batching,
+    draw_head_scales,
+    draw_prompts,
     enable,
     generate_batch,
     generate_each,
     generate_forked,
     greedy,
-    head_scales,
     open_manager,
-    prompts,
     request_answer,
     request_answers,
     run_manager,
@@ -78,7 +82,7 @@ def served_llama(llama: Any) -> Any:
 
 
 def make_head_options(model: Any) -> dict[str, Any]:
-    return {"scales": head_scales(model)}
+    return {"scales": draw_head_scales(model)}
 
 
 # The model, a function that makes the keywords of `serving.enable`, and whether the tokens equal
@@ -87,17 +91,17 @@ CASES: list[tuple[str, Callable[[Any], dict[str, Any]], bool | None]] = [
     ("gpt_oss", make_head_options, False),
     ("gemma2", lambda model: {"dtype": "fp8_e5m2"}, None),
     ("qwen3", lambda model: {"dtype": "auto"}, True),
-    ("gemma2", lambda model: {"scales": head_scales(model, center=True)}, False),
+    ("gemma2", lambda model: {"scales": draw_head_scales(model, center=True)}, False),
     # The scales are so coarse that a wrong plan for a layer changes the tokens.
-    ("llama", lambda model: {"scales": planned_scales_for(model, is_coarse=True)}, False),
-    ("gemma2", lambda model: {"plan": planned_scales_for(model, is_dynamic=True)}, None),
+    ("llama", lambda model: {"scales": make_planned_scales_for(model, is_coarse=True)}, False),
+    ("gemma2", lambda model: {"plan": make_planned_scales_for(model, is_dynamic=True)}, None),
     # Layer 0 keeps K, or K and V, in the model's dtype. Kinds have blocks of different sizes.
-    ("gemma2", lambda model: {"plan": protected_plan_for(model, "K")}, None),
-    ("llama", lambda model: {"plan": protected_plan_for(model, "K and V")}, None),
+    ("gemma2", lambda model: {"plan": make_protected_plan_for(model, "K")}, None),
+    ("llama", lambda model: {"plan": make_protected_plan_for(model, "K and V")}, None),
     ("llama", lambda model: {**make_head_options(model), "backend": "torch"}, False),
 ]
 SLOW_CASES = [
-    ("gpt_oss", lambda model: {"plan": protected_plan_for(model, "V")}, None),
+    ("gpt_oss", lambda model: {"plan": make_protected_plan_for(model, "V")}, None),
     ("llama", lambda model: {**make_head_options(model), "backend": "triton"}, None),
 ]
 
@@ -113,7 +117,7 @@ class TestSameTokens:
         model = make_model(name)
         options = make_options(model)
         # Triton's interpreter takes a minute for three prompts.
-        prompt_ids = prompts()[:3] if options.get("backend") == "triton" else prompts()
+        prompt_ids = draw_prompts()[:3] if options.get("backend") == "triton" else draw_prompts()
         expected = enable(model, prompt_ids, **options)
         for max_tokens in (256, 16):  # whole prompts, and chunks
             assert generate_batch(model, prompt_ids, max_batch_tokens=max_tokens) == expected
@@ -126,8 +130,8 @@ class TestSameTokens:
         reference = copy.deepcopy(model).float()
         reference.set_attn_implementation("sdpa")
         serving.enable(model, dtype="auto")
-        answers = generate_batch(model, prompts())
-        for index, (prompt, answer) in enumerate(zip(prompts(), answers, strict=True)):
+        answers = generate_batch(model, draw_prompts())
+        for index, (prompt, answer) in enumerate(zip(draw_prompts(), answers, strict=True)):
             assert compute_greedy_deficit(reference, prompt, answer) < 0.1
             # The answers of another prompt have a larger deficit.
             assert compute_greedy_deficit(reference, prompt, answers[(index + 1) % 8]) > 0.3
@@ -135,27 +139,27 @@ class TestSameTokens:
     @pytest.mark.parametrize(
         "make_options",
         [
-            lambda model: {"scales": head_scales(model, center=True), "dtype": "fp8_e4m3"},
-            lambda model: {"plan": protected_plan_for(model)},
+            lambda model: {"scales": draw_head_scales(model, center=True), "dtype": "fp8_e4m3"},
+            lambda model: {"plan": make_protected_plan_for(model)},
         ],
     )
     def test_decode_steps_with_block_tables_give_the_same_tokens(
         self, llama: Any, make_options: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The steps are eager. As in CUDA graphs, the host reads no tensors of a step."""
-        expected = enable(llama, prompts(), **make_options(llama))
+        expected = enable(llama, draw_prompts(), **make_options(llama))
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         make_work = mock.Mock(side_effect=make_decode_work)
         monkeypatch.setattr(common, "make_decode_work", make_work)
         with run_manager(manager):
-            assert request_answers(manager, prompts()) == expected
+            assert request_answers(manager, draw_prompts()) == expected
         # One call per step, not per layer.
         assert NEW_TOKENS / 2 < make_work.call_count < 2 * NEW_TOKENS
 
     def test_generate_with_a_paged_cache_gives_the_same_tokens(self, llama: Any) -> None:
-        prompt = prompts()[5]
-        (expected,) = enable(llama, [prompt], scales=head_scales(llama))
+        prompt = draw_prompts()[5]
+        (expected,) = enable(llama, [prompt], scales=draw_head_scales(llama))
         output = llama.generate(
             torch.tensor([prompt]),
             cache_implementation="paged",
@@ -170,7 +174,11 @@ def test_an_engine_stores_the_same_bytes_as_a_cache(sides: str | None) -> None:
     """Each layer follows its plan. A page is one row of a block and contains K, V and scales."""
     model, _ = build_variant("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
-    plan = planned_scales(is_dynamic=True) if sides is None else protected_plan_for(model, sides)
+    plan = (
+        make_planned_scales(is_dynamic=True)
+        if sides is None
+        else make_protected_plan_for(model, sides)
+    )
     cache = FP8PagedCache(model.config, plan=plan, page_size=8, prefill="stored")
     model(ids, past_key_values=cache)
     serving.enable(model, plan=plan)
@@ -184,8 +192,8 @@ def test_an_engine_stores_the_same_bytes_as_a_cache(sides: str | None) -> None:
 
 class TestSharedPages:
     def test_reused_prefixes_do_not_change_tokens(self, llama: Any) -> None:
-        prompt_ids = prompts()
-        expected = enable(llama, prompt_ids, scales=head_scales(llama))
+        prompt_ids = draw_prompts()
+        expected = enable(llama, prompt_ids, scales=draw_head_scales(llama))
         with open_manager(llama) as manager:
             # Requests run one at a time, so each can reuse the pages of the previous prompts.
             tokens = [request_answer(manager, ids) for ids in prompt_ids]
@@ -202,22 +210,22 @@ class TestSharedPages:
         [
             ("gemma2", {}),
             ("llama", {"dtype": "fp8_e5m2"}),  # dynamic scales are copied
-            ("gemma2", {"plan": protected_plan_for(make_model("gemma2"))}),
+            ("gemma2", {"plan": make_protected_plan_for(make_model("gemma2"))}),
         ],
     )
     def test_forks_give_the_same_tokens(self, name: str, options: dict[str, Any]) -> None:
         model = make_model(name)
-        prompt_ids = prompts()[:4]
-        expected = enable(model, prompt_ids, **options or {"scales": head_scales(model)})
+        prompt_ids = draw_prompts()[:4]
+        expected = enable(model, prompt_ids, **options or {"scales": draw_head_scales(model)})
         assert generate_forked(model, prompt_ids, 3) == [x for x in expected for _ in range(3)]
 
     @pytest.mark.parametrize("is_protected", [False, True], ids=["static scales", "layer 0 in K"])
     def test_few_pages_give_the_same_tokens(self, is_protected: bool) -> None:
         """The pages are enough for about two requests, so requests wait or restart."""
         model = make_model("gemma2")
-        prompt_ids = prompts()
-        options = {"plan": protected_plan_for(model)} if is_protected else {}
-        expected = enable(model, prompt_ids, **options or {"scales": head_scales(model)})
+        prompt_ids = draw_prompts()
+        options = {"plan": make_protected_plan_for(model)} if is_protected else {}
+        expected = enable(model, prompt_ids, **options or {"scales": draw_head_scales(model)})
         assert generate_batch(model, prompt_ids, num_pages=9, max_batch_tokens=64) == expected
 
 
@@ -267,7 +275,7 @@ class TestManagers:
 
     def test_a_running_manager_does_not_change_generate(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
-        ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
+        ids = torch.tensor([draw_prompts()[1], [0] * 9 + draw_prompts()[4]])
         mask = torch.ones_like(ids)
         mask[1, :9] = 0
 
@@ -280,7 +288,7 @@ class TestManagers:
         expected = run_generate()
         serving.enable(llama)
         with open_manager(llama) as manager:
-            manager.add_requests(prompts(), max_new_tokens=NEW_TOKENS)
+            manager.add_requests(draw_prompts(), max_new_tokens=NEW_TOKENS)
             for _ in range(3):
                 assert torch.equal(run_generate(), expected)
 
@@ -289,9 +297,9 @@ class TestManagers:
         self, llama: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The engine's hash has 64 bits and no key, so equal hashes can be computed offline."""
-        first_prompt, second_prompt = prompts()[5:7]
+        first_prompt, second_prompt = draw_prompts()[5:7]
         prompt_ids = [first_prompt, second_prompt[::-1], [first_prompt[0] + 1, *first_prompt[1:]]]
-        expected = enable(llama, prompt_ids, scales=head_scales(llama))
+        expected = enable(llama, prompt_ids, scales=draw_head_scales(llama))
         monkeypatch.setattr(
             cache_allocator, "compute_block_hash", lambda parent, tokens: (parent or 0) + 1
         )
@@ -308,13 +316,13 @@ class TestManagers:
         with open_manager(served_llama) as manager:
             for num_shared in (0, 48):
                 for keywords in options:
-                    assert count_shared_tokens(manager, prompts()[5], **keywords) == num_shared
+                    assert count_shared_tokens(manager, draw_prompts()[5], **keywords) == num_shared
             for salt in ("", b"a", 1):
                 with pytest.raises(ConfigError, match="cache_salt: expected a string"):
-                    manager.add_request(prompts()[5], cache_salt=salt)
+                    manager.add_request(draw_prompts()[5], cache_salt=salt)
 
     def test_salts_of_requests_in_one_step_are_kept_apart(self, served_llama: Any) -> None:
-        prompt, reversed_prompt = prompts()[5], prompts()[5][::-1]
+        prompt, reversed_prompt = draw_prompts()[5], draw_prompts()[5][::-1]
         with open_manager(served_llama) as manager:
             manager.add_request(prompt, cache_salt="a", max_new_tokens=2)
             manager.add_request(reversed_prompt, cache_salt="b", max_new_tokens=2)
@@ -326,7 +334,7 @@ class TestManagers:
                 assert count_shared_tokens(manager, ids, cache_salt=salt) == num_shared
 
     def test_forked_requests_keep_the_salt(self, served_llama: Any) -> None:
-        prompt = prompts()[5]
+        prompt = draw_prompts()[5]
         with open_manager(served_llama, greedy(num_return_sequences=3)) as manager:
             manager.add_request(prompt, cache_salt="a")
             answers = [*wait_for_results(manager, 3).values()]
@@ -340,7 +348,7 @@ class TestManagers:
         answers = []
         for num_hits in range(2):
             outputs = served_llama.generate_batch(
-                prompts()[5:6], greedy(), continuous_batching_config=batching(),
+                draw_prompts()[5:6], greedy(), continuous_batching_config=batching(),
                 persistent_manager=True,
             )  # fmt: skip
             answers += [output.generated_tokens for output in outputs.values()]
@@ -467,7 +475,7 @@ class TestErrors:
     def test_the_attention_is_rejected_without_enable(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
         with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
-            generate_batch(llama, prompts()[:1])
+            generate_batch(llama, draw_prompts()[:1])
 
 
 class AdapterWrapper:
@@ -487,11 +495,11 @@ class AdapterWrapper:
 class TestAdapters:
     def test_a_wrapped_model_can_be_enabled(self, llama: Any) -> None:
         wrapper = AdapterWrapper(AdapterWrapper(llama))
-        expected = generate_batch(serving.enable(llama), prompts()[:2])
+        expected = generate_batch(serving.enable(llama), draw_prompts()[:2])
         serving.disable(llama)
         assert serving.enable(wrapper) is wrapper
         assert all(map(is_enabled, (wrapper, llama)))
-        assert generate_batch(wrapper, prompts()[:2]) == expected
+        assert generate_batch(wrapper, draw_prompts()[:2]) == expected
         assert serving.disable(wrapper) is wrapper
         assert not is_enabled(llama)
 
@@ -544,7 +552,7 @@ class TestRequestLimit:
 class TestRunningEngines:
     def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
-        prompt_ids, scales = prompts(), head_scales(llama)
+        prompt_ids, scales = draw_prompts(), draw_head_scales(llama)
         expected = generate_each(llama, prompt_ids, scales=scales)
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
@@ -651,7 +659,7 @@ class TestStreams:
         self, llama: Any, max_blocks: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """An engine fills static tensors on the current stream, and computes on its own stream."""
-        expected = enable(llama, prompts())
+        expected = enable(llama, draw_prompts())
         current, compute = DelayedStream(), DelayedStream()
         prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
 
@@ -669,7 +677,7 @@ class TestStreams:
         manager = llama.init_continuous_batching(greedy(), batching())
         manager.continuous_batching_config.max_blocks_per_request = max_blocks
         with run_manager(manager):
-            assert request_answers(manager, prompts()) == expected
+            assert request_answers(manager, draw_prompts()) == expected
 
     def test_uploads_wait_for_late_fills(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Asynchronous batching resets its tensors on the current stream, and then uploads."""

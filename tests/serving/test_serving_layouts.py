@@ -17,12 +17,12 @@ from tests.helpers.serving_tools import (
     PAGE_SIZE,
     are_exact,
     batching,
+    draw_head_scales,
+    draw_prompts,
     enable,
     generate_batch,
     generate_each,
     greedy,
-    head_scales,
-    prompts,
     record_offloads,
 )
 from tests.helpers.tiny_models import build_variant
@@ -67,7 +67,7 @@ def test_layers_in_any_order_give_the_same_tokens() -> None:
     )[0]
     model.set_attn_implementation("fp8_paged")
     # With other seeds, sums in a different order round a value to an adjacent code.
-    prompt_ids, scales = prompts(seed=0), head_scales(model)
+    prompt_ids, scales = draw_prompts(seed=0), draw_head_scales(model)
     expected = generate_each(model, prompt_ids, scales=scales)
     assert not are_exact(model, prompt_ids, expected)
     serving.enable(model, scales=scales)
@@ -113,7 +113,7 @@ def test_offloaded_requests_resume(
     offloads = record_offloads(monkeypatch)
     sizes = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
     model = build_variant(name, **sizes)[0]
-    prompt_ids = [ids[:40] for ids in prompts() if len(ids) > 16]
+    prompt_ids = [ids[:40] for ids in draw_prompts() if len(ids) > 16]
     expected = enable(model, prompt_ids, **options)
     config = batching(page_size=8, num_pages=num_pages, max_batch_tokens=64, cpu_offload_space=0.01)
     assert generate_batch(model, prompt_ids, config=config) == expected

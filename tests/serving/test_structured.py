@@ -10,7 +10,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Endpoint, HostedServer, text_in
+from tests.helpers.serve_process import Endpoint, HostedServer, read_answer
 
 pytestmark = pytest.mark.text
 
@@ -83,7 +83,7 @@ def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
     answer = server.answer(COMPLETIONS, **{"prompt": "once upon", "max_tokens": 250} | fields)
     events = answer if fields.get("stream") else [answer]
     assert len(events) > 2 or not fields.get("stream")
-    return text_in(events), events[-1]["choices"][0]["finish_reason"]
+    return read_answer(events), events[-1]["choices"][0]["finish_reason"]
 
 
 def constrain(**constraint: object) -> dict[str, object]:
@@ -96,7 +96,7 @@ def test_each_endpoint_accepts_its_field(server):
         (RESPONSES, RESPONSE_FIELDS | {"text": {"format": RESPONSE_FORMAT}}),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 250} | constrain(json=json.dumps(PERSON))),
     ):
-        assert is_person(text_in(server.answer(path, **fields)))
+        assert is_person(read_answer(server.answer(path, **fields)))
     # The grammar ends a text although the model could continue it.
     json_object = {"type": "json_object"}
     for path, fields in (
@@ -104,9 +104,9 @@ def test_each_endpoint_accepts_its_field(server):
         (RESPONSES, RESPONSE_FIELDS | {"text": {"format": json_object}}),
         (CHAT, CHAT_FIELDS | constrain(json_object=True)),
     ):
-        assert text_in(server.answer(path, **fields)).startswith("{")
+        assert read_answer(server.answer(path, **fields)).startswith("{")
     text_fields = {"response_format": {"type": "text"}, "max_tokens": 5}
-    assert not text_in(server.answer(CHAT, **CHAT_FIELDS | text_fields)).startswith("{")
+    assert not read_answer(server.answer(CHAT, **CHAT_FIELDS | text_fields)).startswith("{")
 
 
 def test_an_answer_matches_its_regular_expression(server):

@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from hf_fp8kv import FP8KVError, serving
-from tests.helpers.serving_tools import generate_batch, greedy, prompts
+from tests.helpers.serving_tools import draw_prompts, generate_batch, greedy
 from tests.helpers.tiny_models import build_variant, list_types
 
 NEW_TOKENS = 6
-PROMPTS = prompts(90)[:5]
+PROMPTS = draw_prompts(90)[:5]
 
 
 def generate_alone(model: Any, ids: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.serving.config import make_layer_storage
 from hf_fp8kv.vllm.storage import check_scales, count_slot_bytes, read_options
-from tests.helpers.planned import planned_scales
+from tests.helpers.planned import make_planned_scales
 
 from .conftest import make_scales
 
@@ -68,7 +68,7 @@ class TestWithoutVLLM:
             read_passed_options("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
 
     def test_a_plan_requires_the_dynamic_dtype_without_a_format(self, tmp_path):
-        plan = planned_scales(2, dim=32, is_dynamic=True)
+        plan = make_planned_scales(2, dim=32, is_dynamic=True)
         plan.save_pretrained(tmp_path)
         options = {"plan": str(tmp_path)}
         for tp_size, tp_rank in ((1, 0), (2, 1)):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from ..helpers.planned import protected_plan_for
+from ..helpers.planned import make_protected_plan_for
 from .conftest import HEAD_DIM, generate, generate_expected, make_scales
 
 vllm = pytest.importorskip("vllm")
@@ -115,7 +115,7 @@ def test_layers_may_have_slots_of_different_sizes(
     if layout is not None:
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     model, folder = load_model(name)
-    plan = protected_plan_for(model, "K")
+    plan = make_protected_plan_for(model, "K")
     plan.save_pretrained(tmp_path)
     llm = serve(folder, "hf_fp8kv", plan=tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context

@@ -4,7 +4,7 @@ import pytest
 
 from hf_fp8kv import choose_plan
 
-from ..helpers.planned import protected_plan_for
+from ..helpers.planned import make_protected_plan_for
 from .conftest import generate, generate_expected, make_scales
 
 DYNAMIC_OPTIONS = {
@@ -88,7 +88,7 @@ def test_a_saved_plan_gives_the_tokens_of_transformers(load_model, prompts, serv
 def test_a_layer_may_keep_the_dtype_of_the_model(load_model, prompts, serve, tmp_path, name, sides):
     """Layer 0 has larger pages. The second call reads blocks of the first call."""
     model, folder = load_model(name)
-    plan = protected_plan_for(model, sides)
+    plan = make_protected_plan_for(model, sides)
     plan.save_pretrained(tmp_path)
     llm = serve(folder, "hf_fp8kv", plan=tmp_path)
     expected = generate_expected(model, prompts, plan=plan)
