@@ -20,7 +20,7 @@ from hf_fp8kv.attention import capture
 from hf_fp8kv.attention.capture import CapturedStep, CaptureError
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.capture_programs import check_program
-from tests.helpers.planned import planned_scales_for, protected_plan_for
+from tests.helpers.planned import make_planned_scales_for, make_protected_plan_for
 from tests.helpers.recorded_graph import RecordedGraph, recorded_graphs
 from tests.helpers.tiny_models import build_variant
 
@@ -71,14 +71,14 @@ def run_at(length: int, action: Callable[[], Any]) -> Callable[..., torch.Tensor
 
 
 def compare(
-    make: Callable[[], tuple[Any, Any]], *, graph: Any = RecordedGraph, **keywords: Any
+    make_model: Callable[[], tuple[Any, Any]], *, graph: Any = RecordedGraph, **keywords: Any
 ) -> CapturedStep:
     """Assert that captured steps give the bits of eager steps, and return the step.
 
-    `make` returns a new model and its inputs.
+    `make_model` returns a new model and its inputs.
     """
-    expected = run_eagerly(*make(), **keywords)
-    actual, step = run_captured(*make(), graph=graph, **keywords)
+    expected = run_eagerly(*make_model(), **keywords)
+    actual, step = run_captured(*make_model(), graph=graph, **keywords)
     assert_equal(actual, expected)
     return step
 
@@ -104,29 +104,33 @@ def test_replays_give_the_bits_of_eager_steps(name: str, keywords: Any) -> None:
 def test_the_plan_of_a_model_gives_the_bits_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans are the default, and plans with centers, rotations, and an unrounded layer."""
     model, inputs = build_variant("gqa", num_hidden_layers=4)
-    static = planned_scales_for(model)
-    for growth, options in (
-        (7, {"dtype": "adaptive"}),
-        (1024, {"dtype": None, "plan": protected_plan_for(model, "K", layer=1)}),
-        (7, {"dtype": None, "plan": protected_plan_for(model, "K and V", layer=3)}),
-        (1024, {"dtype": None, "scales": static}),
-        (7, {"dtype": None, "scales": static, "max_cache_len": 48}),
-    ):
-        monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", growth)
-        step = compare(lambda: (model, inputs), options=options)
-        is_long = growth > NEW_TOKENS or "max_cache_len" in options
-        # Of 7 steps at a time, all but three are replays, until fewer than 16 are left.
-        assert step.num_replays == (NEW_TOKENS - 4 if is_long else 2 * 4), options
+    scales = make_planned_scales_for(model)
+    # Of 7 steps at a time, all but three are replays, until fewer than 16 are left.
+    num_few_replays = 2 * (7 - 3)
+    cases: tuple[tuple[int, dict[str, Any], int], ...] = (
+        (7, {"dtype": "adaptive"}, num_few_replays),
+        (1024, {"plan": make_protected_plan_for(model, "K", index=1)}, NEW_TOKENS - 4),
+        (7, {"plan": make_protected_plan_for(model, "K and V", index=3)}, num_few_replays),
+        (1024, {"scales": scales}, NEW_TOKENS - 4),
+        (7, {"scales": scales, "max_cache_len": 48}, NEW_TOKENS - 4),
+    )
+    for num_reserved, options, num_replays in cases:
+        monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", num_reserved)
+        step = compare(lambda: (model, inputs), options={"dtype": None, **options})
+        assert step.num_replays == num_replays, options
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda x: x.model.layers[0].register_forward_hook(lambda *_: None), "have hooks"),
-        (lambda x: vars(x.model.layers[0]).update(_hf_hook=None), "accelerate"),
-        (lambda x: vars(x).update(hf_device_map={"a": 0, "b": 1}), "several devices"),
-        (lambda x: vars(x).update(hf_quantizer=SimpleNamespace(is_compileable=False)), "quantizer"),
-        (lambda x: x.model.layers[0].compile(backend="eager"), "compiled"),
+        (lambda model: model.model.layers[0].register_forward_hook(lambda *_: None), "have hooks"),
+        (lambda model: vars(model.model.layers[0]).update(_hf_hook=None), "accelerate"),
+        (lambda model: vars(model).update(hf_device_map={"a": 0, "b": 1}), "several devices"),
+        (
+            lambda model: vars(model).update(hf_quantizer=SimpleNamespace(is_compileable=False)),
+            "quantizer",
+        ),
+        (lambda model: model.model.layers[0].compile(backend="eager"), "compiled"),
     ],
 )
 def test_models_that_graphs_do_not_support_run_eagerly(
@@ -217,6 +221,16 @@ def alternate_calls(mlp: Any, states: torch.Tensor) -> torch.Tensor:
     return states * 2 if mlp.count % 2 else states.neg()
 
 
+def build_changed(change: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
+    """Return a model and its inputs. `change` changes the input of the first MLP."""
+    model, inputs = build_variant("gqa")
+    model.__class__ = type(f"Renamed{change.__name__}", (type(model),), {})
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: forward(change(mlp, states))
+    return model, inputs
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -232,28 +246,16 @@ def alternate_calls(mlp: Any, states: torch.Tensor) -> torch.Tensor:
 def test_a_step_that_a_graph_cannot_repeat_runs_eagerly(
     change: Callable[..., torch.Tensor], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def make_model() -> tuple[Any, Any]:
-        model, inputs = build_variant("gqa")
-        model.__class__ = type(f"Renamed{change.__name__}", (type(model),), {})
-        mlp = model.model.layers[0].mlp
-        forward = mlp.forward
-        mlp.forward = lambda x: forward(change(mlp, x))
-        return model, inputs
-
     with caplog.at_level("WARNING"):
-        step = compare(make_model)
+        step = compare(lambda: build_changed(change))
     assert step.num_replays == 0
     assert reason in step.reason
     assert step.reason in caplog.text
 
 
 def test_check_model_reports_why_a_step_is_not_captured() -> None:
-    model, _ = build_variant("gqa")
-    assert check_model(model).capture_obstacle == ""
-    mlp = model.model.layers[0].mlp
-    forward = mlp.forward
-    mlp.forward = lambda x: forward(read_value(mlp, x))
-    report = check_model(model)
+    assert check_model(build_variant("gqa")[0]).capture_obstacle == ""
+    report = check_model(build_changed(read_value)[0])
     assert "reads a value on the host" in report.capture_obstacle
     assert report.capture_obstacle in str(report)
 
@@ -359,11 +361,11 @@ def test_a_preallocated_cache_that_swaps_sequences_is_captured_again() -> None:
 def test_threads_have_their_own_graphs() -> None:
     """A copy of a model has its own captured steps."""
     model, inputs = build_variant("gqa")
-    prompts = [{name: tensor.roll(i, 0) for name, tensor in inputs.items()} for i in range(2)]
+    prompts = [inputs, {name: tensor.flip(0) for name, tensor in inputs.items()}]
     expected = [run_eagerly(model, prompt) for prompt in prompts]
     model = copy.deepcopy(enable(model, capture=True, **OPTIONS))
     with recorded_graphs() as steps, ThreadPoolExecutor(2) as pool:
-        outputs = [*pool.map(lambda prompt: generate(model, prompt), prompts)]
+        outputs = list(pool.map(lambda prompt: generate(model, prompt), prompts))
     for output, expected_output in zip(outputs, expected, strict=True):
         assert torch.equal(output.sequences, expected_output.sequences)
     assert [step.num_replays for step in steps] == [NEW_TOKENS - 4] * 2
@@ -398,8 +400,8 @@ def test_a_graph_is_freed_with_its_call() -> None:
 )
 def test_random_programs_give_equal_results(seeds: range) -> None:
     counts = Counter[str]()
-    problems = [problem for seed in seeds if (problem := check_program(seed, counts))]
-    assert not problems, "\n".join(problems)
+    problems = [check_program(seed, counts) for seed in seeds]
+    assert not any(problems), "\n".join(filter(None, problems))
     if len(seeds) > 2:
         assert counts["replays"] > 0.7 * counts["steps"]
 
@@ -408,24 +410,30 @@ def test_a_call_captures_again_after_its_cache_grows(monkeypatch: pytest.MonkeyP
     """Each capture reserves pages for 17 tokens. Between two captures, the cache is growing."""
     monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", 17)
     model, inputs = build_variant("sliding_and_full")
-    sizes: list[int] = []
 
-    def chat(run: Callable[..., Any]) -> list[Any]:
-        first_result = run(model, inputs, max_new_tokens=60)
-        cache = first_result[CACHE]
-        ids = torch.cat([first_result.sequences, first_result.sequences[:, -3:]], 1)
-        next_result = run(
+    def chat(run: Callable[..., Any]) -> Any:
+        first_output = run(model, inputs, max_new_tokens=60)
+        cache = first_output[CACHE]
+        ids = torch.cat([first_output.sequences, first_output.sequences[:, -3:]], 1)
+
+        def check_batch(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            assert cache._paged.batch == len(ids)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        next_output = run(
             model, {"input_ids": ids}, max_new_tokens=40, past_key_values=cache,
-            stopping_criteria=[lambda *_, **__: bool(sizes.append(cache._paged.batch))],
+            stopping_criteria=[check_batch],
         )  # fmt: skip
         assert not cache.is_compileable
-        states = [
-            handle.dense() for layer in cache.paged_layers for handle in (layer.keys, layer.values)
-        ]
-        used_bytes = cache.memory_footprint().used_bytes
-        return [first_result, next_result, cache.host_length(), used_bytes, states]
+        states = []
+        for layer in cache.paged_layers:
+            states += [layer.keys.dense(), layer.values.dense()]
+        return SimpleNamespace(
+            outputs=[first_output, next_output], length=cache.host_length(), states=states,
+            used_bytes=cache.memory_footprint().used_bytes,
+        )  # fmt: skip
 
-    *expected, states = chat(run_eagerly)
+    expected = chat(run_eagerly)
     steps: list[CapturedStep] = []
 
     def run(*args: Any, **keywords: Any) -> Any:
@@ -433,63 +441,64 @@ def test_a_call_captures_again_after_its_cache_grows(monkeypatch: pytest.MonkeyP
         steps.append(step)
         return output
 
-    *actual, captured_states = chat(run)
-    for actual_result, expected_result in zip(actual[:2], expected[:2], strict=True):
-        assert_equal(actual_result, expected_result)
-    assert actual[2] == expected[2]
-    assert actual[3] <= expected[3]  # pages that have left a window are freed after the call
-    assert all(map(torch.equal, captured_states, states))
+    actual = chat(run)
+    for output, expected_output in zip(actual.outputs, expected.outputs, strict=True):
+        assert_equal(output, expected_output)
+    assert actual.length == expected.length
+    # Pages that have left a window are freed after the call.
+    assert actual.used_bytes <= expected.used_bytes
+    assert all(map(torch.equal, actual.states, expected.states))
     # Of 17 steps at a time, all but three are replays. The last 15 steps are not captured.
     assert [step.num_replays for step in steps] == [14 * 3, 14 * 2]
 
 
-@pytest.mark.parametrize("growth", [64, pytest.param(1024, marks=pytest.mark.full)])
-def test_reserved_bytes_are_bounded(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_reserved", [64, pytest.param(1024, marks=pytest.mark.full)])
+def test_reserved_pages_are_bounded(num_reserved: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is 1.15 times the pages of all tokens, including the reserved tokens."""
-    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", growth)
+    monkeypatch.setattr(capture, "MIN_RESERVED_TOKENS", num_reserved)
     model, _ = build_variant("gqa", max_position_embeddings=4096)
     cache = FP8PagedCache(model.config, **OPTIONS)
-    sizes: list[int] = []
+    page_counts: list[int] = []
 
-    def measure(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        sizes.append(sum(len(store.pool.blocks) for store in cache._paged.stores))
+    def count_pages(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        page_counts.append(sum(len(store.pool.blocks) for store in cache._paged.stores))
         return torch.zeros(len(ids), dtype=torch.bool)
 
     prompt = {"input_ids": torch.arange(600).reshape(2, 300) % 90 + 1}
-    keywords = {"stopping_criteria": [measure], "past_key_values": cache, "max_new_tokens": 120}
+    keywords = {"stopping_criteria": [count_pages], "past_key_values": cache, "max_new_tokens": 120}
     _, step = run_captured(model, prompt, **keywords)
     assert step.num_replays > 100
-    num_pages = 2 * 2 * (420 + growth) / 8  # of two layers and two sequences
-    assert max(sizes) <= 1.15 * num_pages
+    num_pages = 2 * 2 * (420 + num_reserved) / 8  # of two layers and two sequences
+    assert max(page_counts) <= 1.15 * num_pages
 
 
 def test_a_replay_calls_few_functions_of_torch() -> None:
     """The test counts calls before the replay, except reads of shapes and devices."""
-    names: list[list[str]] = []
-    names_before_replays: list[list[str]] = []
+    calls_by_step: list[list[str]] = []
+    calls_before_replays: list[list[str]] = []
 
     class CallRecorder(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             if getattr(func, "__name__", "") != "__get__":
-                names[-1].append(str(func))
+                calls_by_step[-1].append(str(func))
             return func(*args, **(kwargs or {}))
 
     class Graph(RecordedGraph):
         def replay(self) -> None:
-            names_before_replays.append(names[-1].copy())
+            calls_before_replays.append(calls_by_step[-1].copy())
             super().replay()
 
     model, inputs = build_variant("sliding_and_full")
     enable(model, capture=True, **OPTIONS)
     call = CapturedStep.__call__
 
-    def count(step: CapturedStep, **keywords: Any) -> Any:
-        names.append([])
+    def record_calls(step: CapturedStep, **keywords: Any) -> Any:
+        calls_by_step.append([])
         with CallRecorder():
             return call(step, **keywords)
 
     with pytest.MonkeyPatch.context() as patch, recorded_graphs(Graph):
-        patch.setattr(CapturedStep, "__call__", count)
+        patch.setattr(CapturedStep, "__call__", record_calls)
         generate(model, inputs)
-    assert len(names_before_replays) == NEW_TOKENS - 4
-    assert max(map(len, names_before_replays)) <= 6, names_before_replays[-1]
+    assert len(calls_before_replays) == NEW_TOKENS - 4
+    assert max(map(len, calls_before_replays)) <= 6, calls_before_replays[-1]

@@ -3,6 +3,7 @@
 Later prompts must get correct answers.
 """
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from tests.helpers.faults import (
 )
 from tests.helpers.margins import require_wide_margins
 from tests.helpers.tiny_models import build_variant
-from tests.paging.test_block_table import check_tables
+from tests.paging.test_block_table import check_cache_tables
 
 # Python reports an exception in `__del__` as a warning and continues.
 pytestmark = [
@@ -86,9 +87,9 @@ class Chat:
         # These prompts are longer than the cached text, and share 0 and 33 tokens with it.
         shared_prompt = torch.cat([first_ids[:, :33], third_ids[:, :90]], 1)
         self.later_prompts = third_ids[:, :110], shared_prompt
+        margins = {"logits_processor": require_wide_margins(1e-5)}
         self.answers = [
-            self.generate(self.make_cache(), ids, logits_processor=require_wide_margins(1e-5))
-            for ids in self.later_prompts
+            self.generate(self.make_cache(), ids, **margins) for ids in self.later_prompts
         ]
         self.folder = folder
         # A crop frees most pages and renumbers the remaining pages. Windows allow only short crops.
@@ -142,11 +143,11 @@ CACHE_OPTIONS: dict[str, dict[str, Any]] = {
     "growing": {}, "offloaded": {"offloading": True}, "preallocated": {"max_cache_len": 160}
 }  # fmt: skip
 CASES = [
-    *(("gqa", "growing", call) for call in CALLS), ("sliding_and_full", "growing", "next prompt")
-]  # fmt: skip
-FULL_CASES = [
-    *CASES, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
-]  # fmt: skip
+    *(("gqa", "growing", call) for call in CALLS),
+    ("sliding_and_full", "growing", "next prompt"),
+    ("sliding_and_full", "offloaded", "next prompt"),
+    ("gqa", "preallocated", "next prompt"),
+]
 SLOW_CALLS = ("first prompt", "beams", "restore")
 # A case interrupts a sample of lines at their first run. The full tier interrupts every fifteenth
 # line, at its first run and, in fast calls, also at its last run. Cases share most lines, so each
@@ -154,8 +155,8 @@ SLOW_CALLS = ("first prompt", "beams", "restore")
 STRIDE = 15
 PARAMETERS = [(*case, 20, 0) for case in CASES[1:7:2]]
 PARAMETERS += [
-    pytest.param(*case, 0, 2 * i % STRIDE, marks=pytest.mark.full)
-    for i, case in enumerate(FULL_CASES)
+    pytest.param(*case, 0, 2 * number % STRIDE, marks=pytest.mark.full)
+    for number, case in enumerate(CASES)
 ]
 
 
@@ -168,12 +169,13 @@ def test_an_interrupt_at_any_line_leaves_a_usable_cache(
     cache = make_cache(chat)
     cache.fork()  # as in the loop below, because a fork makes the next write check for shared pages
     counts = run_traced(partial(run_call, chat, cache))
-    points = [
-        (*line, run_index)
-        for line, last_run in sorted(counts.items())
-        for run_index in {1, 1 if sample_size or call in SLOW_CALLS else last_run}
-    ]
-    for point in points[first_index :: len(points) // sample_size if sample_size else STRIDE]:
+    points: list[Point] = []
+    for line, num_runs in sorted(counts.items()):
+        points.append((*line, 1))
+        if num_runs > 1 and not sample_size and call not in SLOW_CALLS:
+            points.append((*line, num_runs))
+    stride = len(points) // sample_size if sample_size else STRIDE
+    for point in points[first_index::stride]:
         cache = make_cache(chat)
         fork = cache.fork()
         run_traced(partial(run_call, chat, cache), point)
@@ -189,7 +191,7 @@ def write_store(chat: Chat, cache: FP8PagedCache) -> None:
 
 def check_store(chat: Chat, place: Any) -> None:
     """Assert that no partial file is left, and that a new store counts the correct total."""
-    assert not [*chat.folder.glob(".*.part")], place
+    assert not list(chat.folder.glob(".*.part")), place
     store = PrefixStore(chat.folder)
     enable(chat.model, prefix_store=store, **chat.keywords)
     for ids, expected in zip(chat.later_prompts, chat.answers, strict=True):
@@ -213,9 +215,12 @@ FAULT_CASES = [
     ("sliding_and_full", "offloaded", "next prompt", MEMORY_FUNCTIONS),
     ("gqa", "preallocated", "fork", MEMORY_FUNCTIONS),
     ("gqa", "growing", "restore", MEMORY_FUNCTIONS), ("gqa", "growing", "write", MEMORY_FUNCTIONS),
-    *((name, kind, call, MEMORY_FUNCTIONS)
-      for name in ("gqa", "sliding_and_full") for kind in CACHE_OPTIONS
-      for call in ("first prompt", "next prompt", "beams")),
+    *(
+        (*case, MEMORY_FUNCTIONS)
+        for case in itertools.product(
+            ("gqa", "sliding_and_full"), CACHE_OPTIONS, ("first prompt", "next prompt", "beams")
+        )
+    ),
 ]  # fmt: skip
 FAULT_PARAMETERS = [
     *((*case, 4) for case in FAULT_CASES[:6]),
@@ -248,16 +253,16 @@ def test_a_failed_allocation_or_file_operation_leaves_a_usable_cache(
     faults.run(partial(run_call, chat, caches[0]))
     places = sorted(set(faults.places))
     assert places
-    for number, place in enumerate(places[:: max(len(places) // sample_size, 1)]):
+    stride = max(len(places) // sample_size, 1)
+    for place, make_error in zip(places[::stride], itertools.cycle(errors), strict=False):
         for path in filter(Path.is_file, tmp_path.glob("*")):
             path.unlink()
-        caches, faults.make_error = make_caches(), errors[number % len(errors)]
+        caches = make_caches()
+        faults.make_error = make_error
         faults.run(partial(run_call, chat, caches[0]), place)
         for cache in caches:
             chat.check_answers(cache, place)
-        tables = [group.table for cache in caches for group in cache.groups.values()]
-        for allocator in {table.allocator for table in tables}:
-            check_tables(*(table for table in tables if table.allocator is allocator))
+        check_cache_tables(caches)
         if make_cache is Chat.load_store:
             chat.prefix_store.flush()
             check_store(chat, place)
@@ -267,8 +272,9 @@ def make_equal_caches(model: Any, ids: torch.Tensor, **options: Any) -> list[FP8
     """Return two caches that contain a prompt, which may be empty."""
     options = {"dtype": "model", "prefill": "stored", "page_size": 8, **options}
     caches = [FP8PagedCache(model.config, **options) for _ in range(2)]
-    for cache in caches if ids.numel() else ():
-        model(ids, past_key_values=cache)
+    for cache in caches:
+        if ids.numel():
+            model(ids, past_key_values=cache)
     return caches
 
 
@@ -290,18 +296,20 @@ def test_a_call_that_ended_between_two_layers_is_removed_or_refused(
         uses += [lambda: cache.crop(-5), cache.fork, lambda: cache.save(tmp_path / "cache")]
         uses += [lambda: cache.batch_select_indices(torch.tensor([0]))]
     for use in uses[::-1]:
+        is_step = use is uses[0]
+        num_interruptions = 2 if is_step else 1
         hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
-        for _ in range(2 if use is uses[0] else 1):
+        for _ in range(num_interruptions):
             with pytest.raises(KeyboardInterrupt):
                 model(next_ids, past_key_values=cache)
         hook.remove()
-        if use is uses[0]:  # errors between the interruption and the use hide nothing
+        if is_step:  # errors between the interruption and the use hide nothing
             with pytest.raises(ConfigError, match="which the cache holds"):
                 model(next_ids.repeat(2, 1), past_key_values=cache)
         with pytest.raises(ConfigError, match=r"interrupted (a change|the last call)"):
             use()
-        # The call after the interruptions has moved the window on.
-        if options or (use is uses[0] and num_stored and name == "sliding_and_full"):
+        # The call after the interruptions has moved the window.
+        if options or (is_step and num_stored and name == "sliding_and_full"):
             cache.reset()
             if num_stored:
                 model(ids[:, :num_stored], past_key_values=cache)

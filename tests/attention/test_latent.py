@@ -53,9 +53,8 @@ def count_latent_layers(model: Any) -> int:
 
     Sparse attention in older versions of transformers caches dense K and V.
     """
-    return (
-        len(find_attention_modules(model)) if caches_latents(model.config.get_text_config()) else 0
-    )
+    has_latents = caches_latents(model.config.get_text_config())
+    return len(find_attention_modules(model)) if has_latents else 0
 
 
 @pytest.fixture
@@ -71,6 +70,10 @@ def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, 
     outputs = {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(**inputs, past_key_values=cache, **options, **outputs)
     return output.sequences, torch.stack(output.logits, 1)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=LOGITS_TOLERANCE, rtol=LOGITS_TOLERANCE)
 
 
 def assert_same_outputs(actual: Any, expected: Any) -> None:
@@ -112,8 +115,9 @@ def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
         assert watch.path_counts["fused, latent"] == num_reads
 
 
-FAST_CASES = [
-    (name, {"max_cache_len": 40} if n % 2 else {}) for n, name in enumerate(FAST_FAMILIES)
+FAST_CASES: list[tuple[str, dict[str, int]]] = [
+    *((name, {}) for name in FAST_FAMILIES[::2]),
+    *((name, {"max_cache_len": 40}) for name in FAST_FAMILIES[1::2]),
 ]
 
 
@@ -128,11 +132,10 @@ def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Wat
     expected = model(ids, attention_mask=mask, use_cache=False).logits
 
     def check_chunk(cache: FP8PagedCache, start: int, stop: int) -> None:
-        result = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
         is_token = mask[:, start:stop].bool()
-        actual, expected_logits = result.logits[is_token], expected[:, start:stop][is_token]
-        tolerances = {"atol": LOGITS_TOLERANCE, "rtol": LOGITS_TOLERANCE}
-        torch.testing.assert_close(actual, expected_logits, **tolerances)
+        expected_logits = expected[:, start:stop][is_token]
+        assert_close(output.logits[is_token], expected_logits)
 
     cache = make_cache(model, **options)
     if name == "dots3_note_text":
@@ -193,8 +196,8 @@ def make_biased(linear: nn.Linear) -> nn.Module:
     return layer
 
 
-def make_hooked(linear: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
-    linear.register_forward_hook(lambda *args: change(args[2]))
+def make_hooked(linear: nn.Linear, change: Any = lambda output: 0.5 * output) -> nn.Module:
+    linear.register_forward_hook(lambda _module, _args, output: change(output))
     return linear
 
 
@@ -220,7 +223,7 @@ def assert_same_as_sdpa(model: Any, inputs: Any, *, path: str | None = "fused, l
     [
         (PackedLinear, "fused, latent"), (AdapterLinear, "fused, latent"),
         (make_hooked, "fused, latent"), (make_biased, "dense"),
-        (lambda base: make_hooked(base, torch.tanh), "dense"),
+        (lambda linear: make_hooked(linear, torch.tanh), "dense"),
     ],
 )  # fmt: skip
 def test_projections_of_any_kind_are_applied(make_projection: Any, path: str) -> None:
@@ -251,8 +254,13 @@ def test_changed_weights_take_effect() -> None:
         change_projection()
         assert_same_as_sdpa(model, inputs)
     # The second of two successive hooks may have the address of the first.
-    for change in (lambda x: 0.5 * x, lambda x: x + 1):
-        hook = first_module.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
+    projection = first_module.kv_b_proj
+    hooks: tuple[Callable[..., Any], ...] = (
+        lambda _module, _args, output: 0.5 * output,
+        lambda _module, _args, output: output + 1,
+    )
+    for change_output in hooks:
+        hook = projection.register_forward_hook(change_output)
         assert_same_as_sdpa(model, inputs)
         hook.remove()
     # Two successive projections have no parameters.
@@ -303,10 +311,10 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection:
                 parameter.mul_(-2)
         assert_same_as_sdpa(model_copy, inputs)
     assert_same_as_sdpa(model, inputs)
-    weights = [weakref.ref(weight) for weight in model.parameters()]
+    references = [weakref.ref(weight) for weight in model.parameters()]
     gc.collect()
     del model
-    assert not any(weight() is not None for weight in weights)
+    assert all(reference() is None for reference in references)
 
 
 # With more than 16 heads, products in 16 bits are computed for some heads at a time.
@@ -341,7 +349,8 @@ def test_gradients_match_expanded_latents(only_projection: bool) -> None:
         model.requires_grad_(False)
         weights[0].requires_grad_()
     else:
-        weights += [p for name, p in attention.named_parameters() if name.startswith("q")]
+        parameters = dict(attention.named_parameters())
+        weights += [parameters[name] for name in parameters if name.startswith("q")]
 
     def compute_gradients(cache: Any) -> list[torch.Tensor]:
         model.zero_grad()
@@ -362,7 +371,8 @@ def test_training_through_stored_latents_is_refused() -> None:
     """Stored latents have no gradient, so the gradient would be incomplete."""
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
     model.train()
-    cache, next_ids = make_cache(model), torch.tensor([[5], [9]])
+    cache = make_cache(model)
+    next_ids = torch.tensor([[5], [9]])
     model(**inputs, past_key_values=cache).logits.square().sum().backward()
     with pytest.raises(ConfigError, match=r"Call model.eval\(\)"):
         model(next_ids, past_key_values=cache)
@@ -372,8 +382,9 @@ def test_training_through_stored_latents_is_refused() -> None:
 
 def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
-    constant, center = torch.ones(()), torch.ones(1, model.config.kv_lora_rank)
-    scales = KVScales({n: LayerScales(constant, constant, center) for n in range(2)})
+    constant = torch.ones(())
+    layer = LayerScales(constant, constant, torch.ones(1, model.config.kv_lora_rank))
+    scales = KVScales({0: layer, 1: layer})
 
     def read_warning(has_gradients: bool = False, **options: Any) -> str:
         monkeypatch.setattr(warn_once, "_logged_messages", set())
@@ -394,9 +405,6 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     assert "does more than multiply by weights" in read_warning()
 
 
-LATENT_DIM, ROPE_DIM = 16, 8
-
-
 @pytest.mark.parametrize(
     ("prompt_mode", "make_projection"), [("enabled", AdapterLinear), ("compiled", None)]
 )
@@ -407,14 +415,16 @@ def test_compiled_steps_read_latents(prompt_mode: str, make_projection: Any) -> 
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged", num_hidden_layers=1)
     if make_projection is not None:
         replace_projections(model, make_projection)
-    ids, next_ids = inputs["input_ids"], torch.tensor([[5, 6], [9, 8]])
+    ids = inputs["input_ids"]
+    next_ids = torch.tensor([[5, 6], [9, 8]])
     if prompt_mode == "enabled":
         enable(model, dtype="auto")
     widths: list[list[int]] = []
 
     def record_widths(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        reads = [node for node in graph.graph.nodes if ".attend" in str(node.target)]
-        widths.append([node.args[0].meta["example_value"].shape[-1] for node in reads])
+        attend_nodes = [node for node in graph.graph.nodes if ".attend" in str(node.target)]
+        queries = [node.args[0].meta["example_value"] for node in attend_nodes]
+        widths.append([query.shape[-1] for query in queries])
         return graph.forward
 
     reference = copy.deepcopy(model)
@@ -422,19 +432,20 @@ def test_compiled_steps_read_latents(prompt_mode: str, make_projection: Any) -> 
     cache = make_cache(model, max_cache_len=24)
     compiled(ids, past_key_values=cache)
     # Between two steps, change the weights for values of the last layer in place. No stored value
-    # depends on them.
-    value_weights = [
-        next(find_attention_modules(x)[-1].kv_b_proj.parameters()).unflatten(0, (4, 24))[:, 8:]
-        for x in (model, reference)
-    ]
+    # depends on them. Of the 24 rows of a head, the first 8 belong to keys.
+    value_weights = []
+    for each_model in (model, reference):
+        weight = next(find_attention_modules(each_model)[-1].kv_b_proj.parameters())
+        value_weights.append(weight.unflatten(0, (4, 24))[:, 8:])
     for num_next in (1, 2):
         prompt = torch.cat([ids, next_ids[:, :num_next]], 1)
         actual = compiled(prompt[:, -1:], past_key_values=cache).logits
         expected = reference(prompt, use_cache=False).logits[:, -1:]
-        torch.testing.assert_close(actual, expected, atol=LOGITS_TOLERANCE, rtol=LOGITS_TOLERANCE)
+        assert_close(actual, expected)
         for weight in value_weights:
             weight *= -3
     assert not counters["graph_break"]
     assert len(widths) == 2
-    # Queries have a latent and a RoPE part. A model that is compiled first expands the latents.
-    assert set(widths[-1]) == (set() if prompt_mode == "compiled" else {LATENT_DIM + ROPE_DIM})
+    # Queries have 16 values for latents and 8 with RoPE. A model that is compiled first expands
+    # the latents.
+    assert set(widths[-1]) == (set() if prompt_mode == "compiled" else {16 + 8})

@@ -30,37 +30,32 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
-
-PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
-    "causal": (lambda: hf.causal_mask_function, 0),
-    "window": (lambda: hf.sliding_window_causal_mask_function(7), 7),
-    "chunks": (lambda: hf.chunked_causal_mask_function(4, torch.tensor([0, 3])), None),
+# Mask functions of transformers, with the window that the cache recognizes, or None.
+PATTERNS: dict[str, tuple[Callable[..., Any], int | None]] = {
+    "causal": (hf.causal_mask_function, 0),
+    "window": (hf.sliding_window_causal_mask_function(7), 7),
+    "chunks": (hf.chunked_causal_mask_function(4, torch.tensor([0, 3])), None),
     "blocks": (
-        lambda: hf.or_masks(
-            hf.causal_mask_function, hf.blockwise_overlay(torch.zeros(2, CAPACITY).int())
-        ),
+        hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(torch.zeros(2, CAPACITY).int())),
         None,
     ),
-    "a bidirectional window": (lambda: hf.sliding_window_bidirectional_mask_function(4), None),
-    "a custom function": (lambda: lambda b, h, q, k: k <= q, None),
+    "a bidirectional window": (hf.sliding_window_bidirectional_mask_function(4), None),
+    "a custom function": (lambda batch, head, query, key: key <= query, None),
     "a custom part": (
-        lambda: hf.and_masks(hf.causal_mask_function, lambda b, h, q, k: k < q + h),
+        hf.and_masks(hf.causal_mask_function, lambda batch, head, query, key: key < query + head),
         None,
     ),
-    "a window alone": (lambda: hf.sliding_window_overlay(5), None),
+    "a window alone": (hf.sliding_window_overlay(5), None),
     "a window twice": (
-        lambda: hf.and_masks(
-            hf.sliding_window_overlay(9), hf.sliding_window_causal_mask_function(6)
-        ),
-        6,
+        hf.and_masks(hf.sliding_window_overlay(9), hf.sliding_window_causal_mask_function(6)), 6
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_causal_patterns_and_their_windows_are_recognized(name: str) -> None:
-    make_pattern, window = PATTERNS[name]
-    assert find_window(make_pattern()) == window
+    pattern, window = PATTERNS[name]
+    assert find_window(pattern) == window
 
 
 # Each row masks 12 tokens, and 0 hides a token. The rows hide no token, tokens on the left, on the
@@ -76,11 +71,10 @@ MASK_ROWS = torch.tensor(
 @pytest.mark.parametrize("start", [0, 5])
 def test_bounds_match_the_visible_tokens(start: int) -> None:
     bounds = find_mask_bounds(MASK_ROWS.bool(), start)
-    for row, (first_visible, hidden_stop) in zip(MASK_ROWS.bool(), bounds, strict=True):
-        positions = torch.arange(start, start + 12)
-        visible_positions, hidden_positions = positions[row].tolist(), positions[~row].tolist()
-        assert first_visible == min(visible_positions, default=start + 12)
-        assert hidden_stop == (max(hidden_positions) + 1 if hidden_positions else start)
+    positions = torch.arange(start, start + 12)
+    for is_visible, (first_visible, hidden_stop) in zip(MASK_ROWS.bool(), bounds, strict=True):
+        assert first_visible == min(positions[is_visible].tolist(), default=start + 12)
+        assert hidden_stop == max(positions[~is_visible].tolist(), default=start - 1) + 1
 
 
 def make_cache(num_tokens: int, capacity: int | None) -> FP8PagedCache:
@@ -94,7 +88,8 @@ def make_cache(num_tokens: int, capacity: int | None) -> FP8PagedCache:
 
 def make_arguments(cache: Any, num_tokens: int, pattern: Any, token_mask: torch.Tensor) -> tuple:
     """Return the arguments that transformers passes to a mask function, with a cache's sizes."""
-    offset, (num_columns, start) = cache.get_query_offset(0), cache.get_mask_sizes(num_tokens, 0)
+    offset = cache.get_query_offset(0)
+    num_columns, start = cache.get_mask_sizes(num_tokens, 0)
     return len(MASK_ROWS), num_tokens, num_columns, offset, start, pattern, token_mask
 
 
@@ -129,14 +124,15 @@ def test_a_compact_mask_matches_the_complete_mask(
 
 def test_a_request_applies_to_one_mask_of_one_cache() -> None:
     """Other masks are complete, because they may be for another cache."""
-    token_mask, pattern = MASK_ROWS.bool(), hf.causal_mask_function
-    cache, larger_cache = make_cache(9, 31), make_cache(9, 40)
+    token_mask = MASK_ROWS.bool()
+    pattern = hf.causal_mask_function
+    cache, larger_cache = (make_cache(9, capacity) for capacity in (31, 40))
 
     def make_masks(*all_arguments: Any) -> list[Any]:
         return [fp8_paged_mask(*arguments, config=LlamaConfig()) for arguments in all_arguments]
 
-    calls = [make_arguments(each, 3, pattern, token_mask) for each in (cache, larger_cache)]
-    masks = make_masks(*calls)
+    caches = (cache, larger_cache)
+    masks = make_masks(*(make_arguments(each, 3, pattern, token_mask) for each in caches))
     assert [isinstance(mask, CompactMask) for mask in masks] == [False, False], "different cache"
     arguments = make_arguments(cache, 3, pattern, token_mask)
     executor = ThreadPoolExecutor(1)
@@ -160,15 +156,17 @@ def test_a_compact_mask_behaves_as_the_complete_mask() -> None:
     expected = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
     assert isinstance(mask, CompactMask)
     assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
-    for operation in (
+    operations: tuple[Callable[[Any], torch.Tensor], ...] = (
         lambda x: x[:, :, -1:, :20], lambda x: ~x, lambda x: x.to(torch.float16), copy.deepcopy,
         lambda x: torch.where(x, 0.0, -1.0), lambda x: torch.cat([x, x], -1),
         lambda x: pickle.loads(pickle.dumps(x)),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for operation in operations:
         assert_same(operation(mask), operation(expected))
-    for operation in (lambda x: x.logical_not_(), lambda x: x.__setitem__((0, 0), True)):
-        with pytest.raises(ConfigError, match="writes into it"):
-            operation(mask)
+    with pytest.raises(ConfigError, match="writes into it"):
+        mask.logical_not_()
+    with pytest.raises(ConfigError, match="writes into it"):
+        mask[0, 0] = True
     assert_same(mask & True, expected)
     mask_on_meta = mask.to("meta")
     tensors = (mask_on_meta, mask_on_meta.token_mask, mask_on_meta.bounds, mask_on_meta.lengths)
@@ -201,13 +199,15 @@ def test_a_mask_serves_only_its_tokens(num_columns: int, first_token: int) -> No
 def test_masks_are_created_in_compiled_code() -> None:
     """The caller compiles `forward`, and passes five tokens after a padded prompt."""
     model, inputs = build_variant("sliding_and_full", attn_implementation="fp8_paged")
-    masks: list[Any] = []
+    mask_shapes: list[Any] = []  # shapes of the 8-bit arguments of each call of attention
 
     def record_masks(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         for node in graph.graph.nodes:
             if ".attend" in str(node.target):
-                values = [getattr(x, "meta", {}).get("example_value") for x in node.args]
-                masks.append([x.shape for x in values if x is not None and x.dtype == torch.uint8])
+                tensors = [getattr(arg, "meta", {}).get("example_value") for arg in node.args]
+                mask_shapes.append(
+                    [x.shape for x in tensors if x is not None and x.dtype == torch.uint8]
+                )
         return graph.forward
 
     step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=record_masks)
@@ -225,8 +225,8 @@ def test_masks_are_created_in_compiled_code() -> None:
         logits.append(forward(**step_inputs, past_key_values=cache).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     # A complete mask would have a row for each of the five queries.
-    assert masks
-    assert all((2, 1, 1, CAPACITY) in shapes for shapes in masks)
+    assert mask_shapes
+    assert all((2, 1, 1, CAPACITY) in shapes for shapes in mask_shapes)
 
 
 def continue_prompt(model: Any, inputs: Any, cache: Any, **keywords: Any) -> torch.Tensor:
@@ -241,10 +241,11 @@ def continue_prompt(model: Any, inputs: Any, cache: Any, **keywords: Any) -> tor
 def test_a_stock_static_cache_has_complete_masks() -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     stock_model, _ = build_variant("gqa", attn_implementation="sdpa")
-    assert_same(*(
-        continue_prompt(x, inputs, StaticCache(model.config, max_cache_len=CAPACITY))
-        for x in (model, stock_model)
-    ))  # fmt: skip
+    actual, expected = (
+        continue_prompt(each_model, inputs, StaticCache(model.config, max_cache_len=CAPACITY))
+        for each_model in (model, stock_model)
+    )
+    assert_same(actual, expected)
 
 
 @torch.no_grad()

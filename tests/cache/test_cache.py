@@ -46,8 +46,8 @@ def add_tokens(
 ) -> torch.Tensor:
     """Store tokens in all layers, and return K of layer 0. Layer i adds i / 2 to K, and V is -K."""
     k = make_keys(num_tokens, batch, seed)
-    for layer in range(NUM_LAYERS):
-        cache.update(k + layer / 2, -k - layer / 2, layer)
+    for index in range(NUM_LAYERS):
+        cache.update(k + index / 2, -k - index / 2, index)
     return k
 
 
@@ -67,14 +67,14 @@ EXACT = {"scales": 1.0, "page_size": 8}
 
 def test_forks_and_beams_of_4k_tokens_copy_no_tokens() -> None:
     cache = FP8PagedCache(make_config())
-    for layer in range(NUM_LAYERS):
-        states = torch.randn(4, NUM_HEADS, 4096, 64)
-        cache.update(states, states, layer)
+    states = torch.randn(4, NUM_HEADS, 4096, 64)
+    for index in range(NUM_LAYERS):
+        cache.update(states, states, index)
     initial_footprint = cache.memory_footprint()
     with BytesWritten() as counter:
         cache.fork()
         cache.reorder_cache(torch.tensor([2, 0, 0, 3]))
-    # A fork or a reorder copies the indices of pages of 64 tokens.
+    # A fork and a reorder copy the page numbers of 4 sequences, with at most 100 bytes per page.
     assert counter.total <= 2 * 100 * 4 * 4096 // 64
     footprint = cache.memory_footprint()
     assert footprint.pages_bytes <= initial_footprint.pages_bytes
@@ -91,7 +91,7 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
     warn_once._logged_messages.clear()
     for _ in range(2):
         FP8PagedCache(declared_config)
-    assert sum("declares static KV scales" in r.message for r in caplog.records) == 1
+    assert caplog.text.count("declares static KV scales") == 1
     FP8PagedCache(declared_config, scales=KVScales.uniform(NUM_LAYERS))
     assert len(caplog.records) == 1
 
@@ -150,7 +150,8 @@ def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scales_of_a_different_model_are_refused() -> None:
     """The config defines the heads and their sizes, so the error precedes the first call."""
-    constant, config = torch.tensor(0.1), make_config()
+    constant = torch.tensor(0.1)
+    valid_layer = LayerScales(constant, constant)
     invalid_layers = {
         "expected 2 heads, got 4": LayerScales(torch.full((4, 1), 0.1), constant),  # per query head
         "V scale .* expected 2 heads, got 3": LayerScales(constant, torch.full((3, 1), 0.1)),
@@ -162,14 +163,14 @@ def test_scales_of_a_different_model_are_refused() -> None:
         "center of K .* expected a head size": LayerScales(constant, constant, torch.zeros(2, 8)),
     }
     for message, layer in invalid_layers.items():
-        for layers in ({0: layer, 1: layer}, {0: LayerScales(constant, constant), 1: layer}):
+        for first_layer in (layer, valid_layer):
             with pytest.raises(ScaleError, match=message):
-                FP8PagedCache(config, scales=KVScales(layers))
+                FP8PagedCache(make_config(), scales=KVScales({0: first_layer, 1: layer}))
     per_query_head = KVScales(
         dict.fromkeys(range(2), LayerScales(torch.full((4, 1), 0.1), constant))
     )
     with pytest.raises(ScaleError, match=r"expected 1 heads \(or 2 of all 2 ranks\), got 4"):
-        FP8PagedCache(config, scales=per_query_head, tensor_parallel=TensorParallel(0, 2))
+        FP8PagedCache(make_config(), scales=per_query_head, tensor_parallel=TensorParallel(0, 2))
     cache = FP8PagedCache(scales=per_query_head)  # without a config, the first call defines them
     with pytest.raises(ScaleError, match="expected 2 heads, got 4"):
         cache.update(make_keys(3), make_keys(3), 0)
@@ -184,12 +185,12 @@ def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str)
     ids = inputs["input_ids"][:, :9]
     filled_cache = FP8PagedCache(model.config)
     model(ids, past_key_values=filled_cache)
-    pools = {layer.index: layer.store.pool for layer in filled_cache.paged_layers}
-    scales = KVScales({
-        i: LayerScales(torch.full((x.num_heads, x.k_dim), 0.1), torch.full((x.num_heads, 1), 0.1))
-        for i, x in pools.items()
-    })  # fmt: skip
-    cache = FP8PagedCache(model.config, scales=scales)
+    layer_scales = {}
+    for layer in filled_cache.paged_layers:
+        pool = layer.store.pool
+        k_scale = torch.full((pool.num_heads, pool.k_dim), 0.1)
+        layer_scales[layer.index] = LayerScales(k_scale, k_scale[:, :1])
+    cache = FP8PagedCache(model.config, scales=KVScales(layer_scales))
     model(ids, past_key_values=cache)
     assert cache.get_seq_length() == 9
 
@@ -213,12 +214,12 @@ def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
         "V on another device": (k_token, k_token.to("meta"), 0),
         "K on another device": (k_token.to("meta"), k_token, 0),
     }
-    for case, (key, value, layer) in invalid_calls.items():
+    for case, (key, value, layer_index) in invalid_calls.items():
         # Autocast during a single call changes the dtype, not the model.
         is_dtype = case in ("dtype", "two dtypes")
         message = r"torch\.float32.*torch\.autocast" if is_dtype else "expected"
         with pytest.raises(ConfigError, match=message) as caught:
-            cache.update(key, value, layer)
+            cache.update(key, value, layer_index)
         assert not is_dtype or "different model" not in str(caught.value)
         assert_same(read_checked_keys(cache), k, case)
 
@@ -240,12 +241,13 @@ def test_invalid_assignments_are_refused() -> None:
     add_tokens(cache, 9)
     layer = cache.layers[0]
     states = torch.randn(2, NUM_HEADS, 10, HEAD_DIM)
-    for key, value, message in (
+    invalid_states = (
         (states, states, "at most 9"),
         (states[:, :, :5], states[:, :, :4], "expected keys"),
         (states[:, :1, :5], states[:, :1, :5], "first call's"),
         (states[:1, :, :5], states[:1, :, :5], "2 sequences"),
-    ):
+    )
+    for key, value, message in invalid_states:
         layer.keys = key
         with pytest.raises(ConfigError, match=message):
             layer.values = value
@@ -257,11 +259,11 @@ def test_invalid_assignments_are_refused() -> None:
     assert layer.get_seq_length() == 3
     sliding_layer = FP8PagedCache(make_config("mistral", sliding_window=8)).layers[0]
     preallocated_layer = FP8PagedCache(make_config(), max_cache_len=20).layers[0]
-    for layer in (sliding_layer, preallocated_layer):
-        layer.update(states, states)
-        layer.keys = states[:, :, :5]
+    for refusing_layer in (sliding_layer, preallocated_layer):
+        refusing_layer.update(states, states)
+        refusing_layer.keys = states[:, :, :5]
         with pytest.raises(ConfigError, match=r"without a window|growing"):
-            layer.values = states[:, :, :5]
+            refusing_layer.values = states[:, :, :5]
 
 
 def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,27 +285,29 @@ def test_short_prompts_and_masks_are_refused() -> None:
     ids = torch.arange(2, 22)[None]
     model(input_ids=ids, past_key_values=cache)
     stored_k = cache.layers[0].keys.dense()
-    for num_tokens, num_padding, message in (
-        (4, 0, "adds no tokens"), (10, 0, "adds no tokens"), (4, 1, "adds no tokens"),
-        (12, 1, "attention_mask"), (20, 1, "attention_mask"),
-    ):  # fmt: skip
+    short_prompts = [(4, 0), (10, 0), (4, 1), (12, 1), (20, 1)]
+    for num_tokens, num_padding in short_prompts:
+        message = "adds no tokens" if num_tokens <= 10 else "attention_mask"
         mask = torch.ones(1, num_tokens, dtype=torch.long)
         mask[:, :num_padding] = 0
-        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 3}
         with pytest.raises(ConfigError, match=message):
-            model.generate(ids[:, :num_tokens], **options)
-    for inputs, message in (
-        ({"input_ids": ids[:, :0]}, "adds no tokens"),
-        ({"input_ids": ids[:, :2], "attention_mask": torch.tensor([[0, 1]])}, "attention_mask"),
-        ({"input_ids": ids[:, :2], "attention_mask": torch.ones(2, 22).long()},
-         r"a row for each of 1 sequences, got \(2, 22\)"),
-    ):  # fmt: skip
+            model.generate(
+                ids[:, :num_tokens], attention_mask=mask, past_key_values=cache, max_new_tokens=3
+            )
+    short_mask = torch.tensor([[0, 1]])
+    mask_of_two_rows = torch.ones(2, 22).long()
+    invalid_inputs = (
+        (ids[:, :0], None, "adds no tokens"),
+        (ids[:, :2], short_mask, "attention_mask"),
+        (ids[:, :2], mask_of_two_rows, r"a row for each of 1 sequences, got \(2, 22\)"),
+    )
+    for new_ids, mask, message in invalid_inputs:
         with pytest.raises(ConfigError, match=message):
-            model(**inputs, past_key_values=cache)
+            model(new_ids, attention_mask=mask, past_key_values=cache)
     assert_same(cache.layers[0].keys.dense(), stored_k)
     assert cache.get_seq_length() == 20
-    for rows in (1, 3):  # a single row applies to all sequences
-        mask = torch.ones(rows, 5, dtype=torch.long)
+    for num_rows in (1, 3):  # a single row applies to all sequences
+        mask = torch.ones(num_rows, 5, dtype=torch.long)
         logits = model(input_ids=ids[:, :5].expand(3, -1), attention_mask=mask).logits
         assert_same(logits, model(input_ids=ids[:, :5].expand(3, -1)).logits)
 
@@ -363,12 +367,11 @@ REFUSED_CALLS: dict[str, Callable[[FP8PagedCache], Any]] = {
 
 @pytest.mark.parametrize("call", REFUSED_CALLS)
 def test_a_refused_call_changes_no_layer_of_transformers(call: str) -> None:
-    windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-    fields = windows if call == "crop" else {}
-    cache = FP8PagedCache(
-        make_config("gemma3_text" if fields else "llama", **fields), dtype="auto", skip_layers=[0],
-        page_size=8, max_pages=6,
-    )  # fmt: skip
+    config = make_config()
+    if call == "crop":
+        layer_types = ["sliding_attention", "full_attention"]
+        config = make_config("gemma3_text", sliding_window=8, layer_types=layer_types)
+    cache = FP8PagedCache(config, dtype="auto", skip_layers=[0], page_size=8, max_pages=6)
     add_tokens(cache, 20)
     keys = list_dense_keys(cache)
     with pytest.raises(FP8KVError):
@@ -389,7 +392,8 @@ def test_convolution_layers_are_cropped_with_paged_layers() -> None:
     """Convolution layers have no length, and can be cropped if they record the past."""
     fields = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
     cache = FP8PagedCache(make_config("lfm2", **fields), dtype="auto", page_size=8)
-    state, keys = make_keys(20, dim=1).flatten(1, 1)[..., 0], make_keys(20)
+    state = make_keys(20, dim=1)[..., 0]
+    keys = make_keys(20)
     cache.activate_past_recording()
     cache.layers[0].lazy_initialization(conv_states=state[..., :3])
     cache.layers[0].update_conv_state(state)
@@ -416,7 +420,8 @@ def test_copies_have_the_attributes_of_a_subclass() -> None:
 
     cache = NamedCache("first")
     add_tokens(cache, 5)
-    for copied_cache in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
+    copies = [cache.fork(), copy.copy(cache), copy.deepcopy(cache)]
+    for copied_cache in copies:
         assert type(copied_cache) is NamedCache
         copied_cache.name += ", copied"
         assert copied_cache.name == "first, copied"

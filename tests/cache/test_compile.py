@@ -12,16 +12,17 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_utils
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError
 from hf_fp8kv.modeling.model_support import CACHE
 from tests.helpers.assertions import assert_same
-from tests.helpers.planned import centered_scales
+from tests.helpers.planned import make_centered_scales
 from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import build_variant
 
-STATIC = {"scales": centered_scales()}
+STATIC = {"scales": make_centered_scales()}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,
@@ -107,22 +108,24 @@ def test_a_compiled_step_fits_a_cuda_graph(
     tokens = inputs["input_ids"].to("meta")
     options = {"page_size": 16, "max_cache_len": 50, "backend": "triton"}
     cache = FP8PagedCache(model.config, **options, **keywords)
-    graph: dict[str, Any] = {}
+    graph: dict[str, Any] = {}  # facts about the traced graph
 
     def record_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         metadata = torch._guards.TracingContext.get().fw_metadata
         graph["mutated"] = list(metadata.mutated_inp_runtime_indices)
         graph["static"] = list(metadata.static_input_indices)
-        nodes = list(module.graph.nodes)
-        outputs = torch.utils._pytree.tree_leaves([node.meta.get("val") for node in nodes])
+        outputs = tree_leaves([node.meta.get("val") for node in module.graph.nodes])
         graph["devices"] = {
             output.device.type for output in outputs if isinstance(output, torch.Tensor)
         }
-        # The node of an operation that writes to its arguments has the operation as an argument.
-        operations = {target for node in nodes for target in (node.target, *node.args)}
-        unsafe_tag = torch.Tag.cudagraph_unsafe
+        operations = set()
+        for node in module.graph.nodes:
+            # The node of an operation that writes to its arguments has it as an argument.
+            operations |= {node.target, *node.args}
         graph["unsafe"] = [
-            operation for operation in operations if unsafe_tag in getattr(operation, "tags", ())
+            operation
+            for operation in operations
+            if torch.Tag.cudagraph_unsafe in getattr(operation, "tags", ())
         ]
         graph["calls"] = {
             str(operation) for operation in operations if "hf_fp8kv" in str(operation)
@@ -142,7 +145,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
         f"hf_fp8kv.{name}.default" for name in ("fill_schedule", "write", "attend")
     }
     assert not graph["unsafe"]
-    # Each layer has pages and lengths, and each window a plan.
+    # A step changes the pages and lengths of each layer, and the schedule of each window.
     assert len(graph["mutated"]) == 2 * 2 + len(cache.groups)
     traced_step: Any = SimpleNamespace(
         mutated_input_idxs=graph["mutated"], static_input_idxs=graph["static"], placeholders=[]

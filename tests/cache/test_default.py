@@ -12,7 +12,8 @@ from tests.helpers.tiny_models import make_causal_config
 
 pytestmark = pytest.mark.text
 
-E3M4, E4M3 = "fp8_e3m4", "fp8_e4m3"
+E3M4 = "fp8_e3m4"
+E4M3 = "fp8_e4m3"
 
 
 def make_cache(**keywords: Any) -> FP8PagedCache:
@@ -52,6 +53,6 @@ def test_keywords_choose_the_plan(keywords: dict[str, Any], formats: tuple[str, 
     ids=str,
 )
 def test_a_plan_without_its_centers_is_refused(keywords: dict[str, Any]) -> None:
-    for make in (make_cache, FP8PagedCache, ServingConfig.parse):
+    for accept_plan in (make_cache, FP8PagedCache, ServingConfig.parse):
         with pytest.raises(ConfigError, match=r"center of K .*choose_plan\(model\), call enable"):
-            make(**keywords)
+            accept_plan(**keywords)

@@ -32,11 +32,15 @@ DEVICES = (CPU, META, META, CPU)
 def make_scales(num_layers: int = NUM_LAYERS) -> KVScales:
     generator = torch.Generator().manual_seed(5)
 
-    def draw(dim: int) -> torch.Tensor:
-        return (0.5 + torch.rand(NUM_HEADS, dim, generator=generator)) / 448
+    def draw_factors(dim: int) -> torch.Tensor:
+        return 0.5 + torch.rand(NUM_HEADS, dim, generator=generator)
 
-    layers = [LayerScales(draw(1), draw(1), 448 * draw(HEAD_DIM)) for _ in range(num_layers)]
-    return KVScales(dict(enumerate(layers)))
+    layer_scales = {}
+    for index in range(num_layers):
+        k_scale = draw_factors(1) / 448
+        v_scale = draw_factors(1) / 448
+        layer_scales[index] = LayerScales(k_scale, v_scale, draw_factors(HEAD_DIM))
+    return KVScales(layer_scales)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -70,13 +74,11 @@ class StepRunner:
 
     def run(self, cache: FP8PagedCache, batch: int, num_tokens: int) -> list[torch.Tensor]:
         outputs = []
-        for layer, device in enumerate(self.devices):
-            head_counts = (NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS)
-            shapes = [(batch, num_heads, num_tokens, HEAD_DIM) for num_heads in head_counts]
-            k, v, query = (
-                torch.randn(shape, generator=self.generator).to(device) for shape in shapes
-            )
-            key, value = cache.update(k, v, layer)
+        for layer_index, device in enumerate(self.devices):
+            shape = batch, 4 * NUM_HEADS, num_tokens, HEAD_DIM
+            states = torch.randn(shape, generator=self.generator).to(device)
+            k, v, query = states.split([NUM_HEADS, NUM_HEADS, 2 * NUM_HEADS], 1)
+            key, value = cache.update(k, v, layer_index)
             assert key.device == value.device == device
             assert list_devices(key) == {device}
             outputs.append(attend(query, key, value, 0.25))
@@ -130,8 +132,8 @@ def test_pages_are_on_the_device_of_their_layer(options, tmp_path):
 def test_the_cpu_backend_refuses_tokens_on_a_different_device():
     cache = make_cache({}, backend="cpu")
     tokens = torch.randn(1, NUM_HEADS, 3, HEAD_DIM)
-    for layer in range(NUM_LAYERS):
-        cache.update(tokens, tokens, layer)
+    for index in range(NUM_LAYERS):
+        cache.update(tokens, tokens, index)
     with pytest.raises(BackendError, match="requires pages on the CPU, got meta"):
         cache.update(tokens.to(META), tokens.to(META), 0)
     assert cache.update(tokens, tokens, 0)[0].shape[2] == 6
@@ -148,17 +150,20 @@ def test_layers_on_disk_give_the_same_tokens(attention, capacity, tmp_path):
         "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
     }  # fmt: skip
     disk_options = {"device_map": locations, "offload_folder": tmp_path / "offloaded"}
-    inputs, outputs = make_prompt(), []
+    inputs = make_prompt()
+    answers = []
     for options in (disk_options, {}):
         model = AutoModelForCausalLM.from_pretrained(
             tmp_path / "model", attn_implementation=attention, **options
         ).eval()
-        assert {p.is_meta for p in model.model.layers[1].parameters()} == {bool(options)}
+        on_disk = options is disk_options
+        parameters = model.model.layers[1].parameters()
+        assert {parameter.is_meta for parameter in parameters} == {on_disk}
         cache = FP8PagedCache(model.config, scales=make_scales(2), **capacity)
-        outputs.append(model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
-    assert outputs[0] == outputs[1]
+        answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
+    assert answers[0] == answers[1]
     # The coarse scales change the tokens, so both models used the cache.
-    assert outputs[0] != model.generate(**inputs, **GREEDY).tolist()
+    assert answers[0] != model.generate(**inputs, **GREEDY).tolist()
 
 
 # Each case has the name of a model, options of the cache, and options of `generate`.
@@ -183,8 +188,10 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
 
     def run_calls() -> list[torch.Tensor]:
         cache = FP8PagedCache(model.config, **cache_options)
-        prompts = [{"inputs": ids[:, :n], "attention_mask": mask[:, :n]} for n in (20, 25)]
-        outputs = [model.generate(**prompt, past_key_values=cache, **options) for prompt in prompts]
+        outputs = []
+        for stop in (20, 25):
+            prompt = {"inputs": ids[:, :stop], "attention_mask": mask[:, :stop]}
+            outputs.append(model.generate(**prompt, past_key_values=cache, **options))
         if case != "recurrent":
             cache.batch_select_indices([1])
             loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))

@@ -88,7 +88,8 @@ def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> tor
 for_each_model = pytest.mark.parametrize(
     ("name", "prefill", "attention"),
     [
-        *((name, ("exact", "stored")[i % 2], "fp8_paged") for i, name in enumerate(MODELS)),
+        *((name, "exact", "fp8_paged") for name in MODELS[::2]),
+        *((name, "stored", "fp8_paged") for name in MODELS[1::2]),
         ("gqa", "stored", "stock"), ("sliding_and_full", "exact", "stock"),
     ],
 )  # fmt: skip
@@ -98,7 +99,8 @@ for_each_model = pytest.mark.parametrize(
 def test_greedy_and_beams_give_the_same_tokens(name: str, prefill: str, attention: str) -> None:
     model, inputs = get_model(name, attention)
     beams = {"num_beams": 3, "num_return_sequences": 2}
-    cases = ({}, None), (beams, None), ({"prefill_chunk_size": 5}, None), ({}, 41), (beams, 41)
+    chunks = {"prefill_chunk_size": 5}
+    cases = ({}, None), (beams, None), (chunks, None), ({}, 41), (beams, 41)
     for keywords, max_len in cases:
         cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
         tokens = generate(model, inputs, cache, disable_compile=True, **keywords)
@@ -202,8 +204,9 @@ def test_a_model_may_change_to_flex_attention_between_steps() -> None:
     cache = make_cache(model, dtype="auto", prefill="stored")
     for name in ("fp8_paged", "flex_attention", "fp8_paged", "flex_attention"):
         model.config._attn_implementation = name
-        types = [type(cache.update(*torch.randn(2, 1, 2, 1, 16), layer)[0]) for layer in (0, 1)]
-        assert [key_type is torch.Tensor for key_type in types] == [name == "flex_attention"] * 2
+        for index in (0, 1):
+            key, _ = cache.update(*torch.randn(2, 1, 2, 1, 16), index)
+            assert (type(key) is torch.Tensor) == (name == "flex_attention")
 
 
 # All pairs of values occur at least once. The last case needs a mask without padding, because
@@ -254,14 +257,15 @@ def test_a_reset_cache_accepts_any_batch(
     model, _ = share_variant(name, "fp8_paged")
     keywords = {**keywords, "dtype": "auto", "max_cache_len": max_cache_len}
     cache = make_cache(model, **keywords)
-    for num_rows, empty in ((1, cache.reset), (3, lambda: cache.crop(-100)), (1, cache.reset)):
+    calls = ((1, cache.reset), (3, lambda: cache.crop(-100)), (1, cache.reset))
+    for num_rows, empty in calls:
         prompt = {"input_ids": make_prompt(num_rows, 13, num_rows)}
         expected = generate(model, prompt, make_cache(model, **keywords), **SHORT)
         assert_same(generate(model, prompt, cache, **SHORT), expected, num_rows)
-        fork, unpickled = cache.fork(), pickle.loads(pickle.dumps(cache))
+        copies = (cache.fork(), pickle.loads(pickle.dumps(cache)))
         empty()
         cache.batch_repeat_interleave(2)  # an empty cache has no sequences
-        for copied_cache in (fork, unpickled):
+        for copied_cache in copies:
             copied_cache.reset()
             two_rows = {"input_ids": make_prompt(2, 13, num_rows)}
             expected = generate(model, two_rows, make_cache(model, **keywords), **SHORT)
@@ -275,20 +279,23 @@ def test_batch_operations_select_every_state(
 ) -> None:
     model, _ = share_variant(name, "fp8_paged")
     keywords = {**keywords, "dtype": "auto", "max_cache_len": max_cache_len}
-    prompt, later_tokens = make_prompt(3, 13, 1), make_prompt(6, 4, 2)
-    changes: dict[str, tuple[Callable[[Any], None], list[int]]] = {
-        "repeat": (lambda x: x.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        "select": (lambda x: x.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
-        "mask": (lambda x: x.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-        "reorder": (lambda x: x.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
-    }
-    for change_name, (change, rows) in changes.items():
+    prompt = make_prompt(3, 13, 1)
+    later_tokens = make_prompt(6, 4, 2)
+    is_kept = torch.tensor([True, False, True])
+    # Names of methods, their arguments, and the rows of the prompt that the cache then holds.
+    changes: tuple[tuple[str, Any, list[int]], ...] = (
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+        ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
+        ("batch_select_indices", is_kept, [0, 2]),
+        ("reorder_cache", torch.tensor([1, 1, 0]), [1, 1, 0]),
+    )
+    for method, argument, rows in changes:
         cache = make_cache(model, **keywords)
         tokens = generate(model, {"input_ids": prompt}, cache, **SHORT)
-        change(cache)
+        getattr(cache, method)(argument)
         inputs = {"input_ids": torch.cat([tokens[rows], later_tokens[: len(rows)]], 1)}
         expected = generate(model, inputs, make_cache(model, **keywords), **SHORT)
-        assert_same(generate(model, inputs, cache, **SHORT), expected, change_name)
+        assert_same(generate(model, inputs, cache, **SHORT), expected, (method, rows))
 
 
 def test_a_skipped_layer_refuses_tokens_past_its_end() -> None:
@@ -363,24 +370,21 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
     is_visible[:, :, 6:, 2] = False
     next_is_visible = torch.ones(2, 1, 3, 16, dtype=torch.bool).tril(13)
     next_is_visible[0, :, :, 5] = False
-    next_ids = ids[:, :3]
-    for convert in (
+    calls = ((ids, is_visible), (ids[:, :3], next_is_visible))
+    conversions: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         lambda mask: mask,
         lambda mask: mask.expand(-1, 4, -1, -1).clone(),
         lambda mask: mask[:1] & mask[1:],
         lambda mask: torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min),
-    ):
-        logits = []
-        for each_model, cache in (
-            (stock_model, DynamicCache(config=stock_model.config)),
-            (model, make_cache(model, dtype="auto", prefill="stored")),
-        ):
-            outputs = [
-                each_model(x, attention_mask=convert(mask), past_key_values=cache).logits
-                for x, mask in ((ids, is_visible), (next_ids, next_is_visible))
-            ]
-            logits.append(torch.cat(outputs, 1))
-        assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
+    )
+    for convert in conversions:
+        stock_cache = DynamicCache(config=stock_model.config)
+        cache = make_cache(model, dtype="auto", prefill="stored")
+        for new_ids, mask in calls:
+            options = {"attention_mask": convert(mask)}
+            expected = stock_model(new_ids, past_key_values=stock_cache, **options).logits
+            actual = model(new_ids, past_key_values=cache, **options).logits
+            assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -389,15 +393,12 @@ def test_a_custom_4d_mask_gives_the_same_logits() -> None:
 )
 def test_the_model_inside_a_wrapper_is_named(function: Any) -> None:
     model, _ = build_variant("gqa")
-    for wrapper, attribute in (
-        (SimpleNamespace(model=model), "model"),  # like a pipeline
-        (torch.nn.DataParallel(model), "module"),
-    ):
+    wrappers = {"model": SimpleNamespace(model=model), "module": torch.nn.DataParallel(model)}
+    for attribute, wrapper in wrappers.items():
         with pytest.raises(ConfigError, match=rf"^model: .*\(its attribute {attribute}\)"):
             function(wrapper)
-    for value, name in (
-        (type(model), "the class LlamaForCausalLM"), ("some/model", "str"), (None, "NoneType"),
-    ):  # fmt: skip
+    values = {"the class LlamaForCausalLM": type(model), "str": "some/model", "NoneType": None}
+    for name, value in values.items():
         with pytest.raises(ConfigError, match=f"^model: .*got {name}. Load"):
             function(value)
 
@@ -408,12 +409,14 @@ def test_errors_name_the_function_that_was_called() -> None:
         enable(model, config=8)
     assert not vars(model).keys() & {"_prepare_cache_for_generation", "init_continuous_batching"}
     enable(model)
-    prompt, model_copy = inputs["input_ids"][1:], copy.deepcopy(model)
-    for call in (
-        lambda: model.generate_batch(prompt.tolist(), progress_bar=False),
-        lambda: model.generate(prompt, cache_implementation="paged"),
+    ids = inputs["input_ids"][1:]
+    model_copy = copy.deepcopy(model)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: model.generate_batch(ids.tolist(), progress_bar=False),
+        lambda: model.generate(ids, cache_implementation="paged"),
         model_copy.init_continuous_batching,
-    ):
+    )
+    for call in calls:
         with pytest.raises(ConfigError, match=r"Call serving.enable\(model\)"):
             call()
     disable(model)
@@ -482,6 +485,7 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
         lambda _module, _args, kwargs: call_lengths.append(kwargs["input_ids"].shape[1]),
         with_kwargs=True,
     )
+    # Each case has a prompt, options of both models, and options of the model with the cache.
     cases: tuple[tuple[torch.Tensor, dict[str, Any], dict[str, Any]], ...] = (
         (ids[:, :16], {}, {}),  # the last of 11 new tokens crosses the border
         (ids[:, :24], {}, {"past_key_values": make_cache(model, dtype="model")}),
@@ -504,7 +508,8 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
         assert cache is fp8_keywords.get("past_key_values", cache)
         if fp8_keywords is not lookup:
             # Nothing is computed twice, except once at the border.
-            assert sum(length > 1 for length in call_lengths) == 1 + (prompt.shape[1] <= 24), case
+            num_prompts = 2 if prompt.shape[1] <= 24 else 1
+            assert len([length for length in call_lengths if length > 1]) == num_prompts, case
 
 
 def test_a_model_that_replaces_its_cache_is_reported(
@@ -544,11 +549,11 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     prompt = select_unpadded(inputs)
     keywords = {"prefill": "stored", **keywords}
     if "plan" in keywords:
-        formats = enumerate(("fp8_e3m4", "int8 rotated", "fp8_e4m3", "fp8_e5m2"))
-        skipped = keywords.get("skip_layers", ())
-        keywords["plan"] = {
-            i: LayerPlan.parse(k_format, "fp8_e3m4") for i, k_format in formats if i not in skipped
-        }
+        k_formats = ("fp8_e3m4", "int8 rotated", "fp8_e4m3", "fp8_e5m2")
+        plan = {index: LayerPlan.parse(name, "fp8_e3m4") for index, name in enumerate(k_formats)}
+        for index in keywords.get("skip_layers", ()):
+            del plan[index]
+        keywords["plan"] = plan
     enable(model, **keywords)
     plans: dict[int, Any] = {}
     hook = model.register_forward_hook(
@@ -561,7 +566,7 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     assert model.config.num_hidden_layers == 4
     if CHUNKS_NEED_EMPTY_CACHE and name == "softcap":
         return  # the forward pass of a draft receives a cache with all layers
-    assert plans[2] == {i: plan for i, plan in plans[4].items() if i < 2}
+    assert plans[2] == {index: plan for index, plan in plans[4].items() if index < 2}
 
 
 def test_a_failed_draft_restores_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,13 +574,13 @@ def test_a_failed_draft_restores_the_number_of_layers(monkeypatch: pytest.Monkey
     prompt = select_unpadded(inputs)
     enable(model)
     layer_call = model.model.layers[1].forward
-    for error, number in ((RuntimeError, 1), (KeyboardInterrupt, 3)):
-        effects = [*[mock.DEFAULT] * (number - 1), error]
+    for error, num_calls in ((RuntimeError, 0), (KeyboardInterrupt, 2)):
+        effects = [mock.DEFAULT] * num_calls + [error]
         fail = mock.Mock(wraps=layer_call, side_effect=effects)
         monkeypatch.setattr(model.model.layers[1], "forward", fail)
         with pytest.raises(error):
             model.generate(**prompt, **GREEDY, assistant_early_exit=2)
-        assert model.config.num_hidden_layers == 4, number
+        assert model.config.num_hidden_layers == 4, num_calls
 
 
 @pytest.mark.parametrize(
@@ -589,8 +594,8 @@ def test_check_model_reports_the_path(name: str, path: str) -> None:
     model, _ = build_variant(name)
     attention = model.config._attn_implementation
     report = check_model(model)
-    fields = json.loads(json.dumps(report.to_dict()))
-    assert fields["path"] == report.path == path, str(report)
+    report_json = json.loads(json.dumps(report.to_dict()))
+    assert report_json["path"] == report.path == path, str(report)
     assert ("dense" in str(report)) is (path == "dense")
     assert model.config._attn_implementation == attention
 
@@ -647,7 +652,10 @@ def test_flex_attention_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     from torch.nn.attention.flex_attention import flex_attention
     from transformers.integrations import flex_attention as flex_file
 
-    monkeypatch.setattr(flex_file, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    # transformers calls the class, and the returned object, which returns the function.
+    wrapper = mock.Mock()
+    wrapper.return_value.return_value = flex_attention
+    monkeypatch.setattr(flex_file, "WrappedFlexAttention", wrapper)
     model, inputs = build_variant("sliding", attn_implementation="flex_attention")
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
@@ -674,10 +682,9 @@ def test_a_reset_keeps_addresses_for_the_same_batch(name: str, skipped: tuple[in
     addresses = []
     for seed in (1, 2):
         generate(model, {"input_ids": make_prompt(2, 13, seed)}, cache, **SHORT)
-        stock_tensors = tree_leaves([vars(layer) for layer in cache.stock_layers])
-        tensors = [*list_tensors(cache), *stock_tensors]
-        addresses.append(
-            [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        )
+        stock_attributes = tree_leaves([vars(layer) for layer in cache.stock_layers])
+        tensors = list_tensors(cache)
+        tensors += [leaf for leaf in stock_attributes if isinstance(leaf, torch.Tensor)]
+        addresses.append([tensor.data_ptr() for tensor in tensors])
         cache.reset()
     assert addresses[0] == addresses[1]

@@ -35,7 +35,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def assert_same_file(actual: Path, expected: Path) -> None:
-    (meta, tensors), (expected_meta, expected_tensors) = read_file(actual), read_file(expected)
+    meta, tensors = read_file(actual)
+    expected_meta, expected_tensors = read_file(expected)
     assert meta == expected_meta
     assert tensors.keys() == expected_tensors.keys()
     for name, tensor in tensors.items():
@@ -44,15 +45,18 @@ def assert_same_file(actual: Path, expected: Path) -> None:
 
 def read_contents(cache: FP8PagedCache) -> list[Any]:
     """Return the length of a cache, and its values with their positions."""
-    handles = [handle for layer in cache.layers for handle in (layer.keys, layer.values)]
-    values = [None if handle is None else densify(handle).tolist() for handle in handles]
-    return [cache.get_seq_length(), *values]
+    contents: list[Any] = [cache.get_seq_length()]
+    for layer in cache.layers:
+        for handle in (layer.keys, layer.values):
+            contents.append(None if handle is None else densify(handle).tolist())
+    return contents
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_golden_file_loads_and_continues(name: str, tmp_path: Path) -> None:
     golden = FOLDER / f"{name}.safetensors"
-    expected_cache, cache = make_cache(name), FP8PagedCache.load(golden)
+    expected_cache = make_cache(name)
+    cache = FP8PagedCache.load(golden)
     assert_same_file(expected_cache.save(tmp_path / "original.safetensors"), golden)
     assert read_contents(cache) == read_contents(expected_cache)
     assert cache.plan == expected_cache.plan
@@ -63,8 +67,8 @@ def test_a_golden_file_loads_and_continues(name: str, tmp_path: Path) -> None:
 
 
 def test_every_golden_file_is_tested() -> None:
-    names = {path.name for path in FOLDER.glob("*.safetensors")}
-    assert names == {f"{name}{end}.safetensors" for name in CASES for end in ("", ".continued")}
+    stems = {path.stem for path in FOLDER.glob("*.safetensors")}
+    assert stems == {*CASES, *(f"{name}.continued" for name in CASES)}
 
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
@@ -96,14 +100,18 @@ def shift_window(num_pages: int) -> Change:
     """Return a function that adds `num_pages` pages before the window of all layers."""
 
     def change(meta: dict[str, Any], _: object) -> None:
-        for layer in (layer for group in meta["groups"] for layer in group["layers"]):
-            layer["length"] += num_pages * 8
+        for group in meta["groups"]:
+            for layer in group["layers"]:
+                layer["length"] += num_pages * 8
 
     return change
 
 
-TABLE, PAGES, CENTER = "groups.0.table", "layers.1.pages", "scales.0.k_center"
+TABLE = "groups.0.table"
+PAGES = "layers.1.pages"
+CENTER = "scales.0.k_center"
 LAYER = ("groups", 0, "layers", 0)
+# Each case has the name of a golden file, a change, and a part of the error.
 CHANGES: dict[str, tuple[str, Change, str]] = {
     "length beyond the table": ("dynamic", set_field(1000, *LAYER, "length"), f"{TABLE}: first"),
     "negative length": ("dynamic", set_field(-5, *LAYER, "length"), "length: .* got -5"),
@@ -169,11 +177,12 @@ def test_errors_name_the_invalid_field(name: str, tmp_path: Path) -> None:
 
 def test_unknown_formats_and_exceeded_budgets_are_refused(tmp_path: Path) -> None:
     meta, tensors = read_file(FOLDER / "dynamic.safetensors")
-    for header, message in (
+    invalid_headers = (
         ({"version": "4"}, "version: expected .*'4'.*Compute the cache again"),
         ({"format": "x"}, "format and version: expected .*'x'"),
         ({"digest": 64 * "0"}, "digest: "),
-    ):
+    )
+    for header, message in invalid_headers:
         with pytest.raises(ConfigError, match=message):
             FP8PagedCache.load(write_file(tmp_path / "x", meta, tensors, **header))
     meta["options"]["max_pages"] = 1
@@ -210,16 +219,20 @@ TENSOR_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]  # fmt: skip
 
 
-def list_paths(value: Any, parent: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    fields: Any = value.items() if isinstance(value, dict) else ()
+def list_paths(value: Any) -> list[tuple[Any, ...]]:
+    """Return the keys that lead to each value that is nested in dicts and lists."""
+    items: Any = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
-        fields = enumerate(value)
-    nested = [path for key, field in fields for path in list_paths(field, (*parent, key))]
-    return [parent, *nested] if parent else nested
+        items = enumerate(value)
+    paths = []
+    for key, nested_value in items:
+        paths += [(key,), *((key, *path) for path in list_paths(nested_value))]
+    return paths
 
 
 def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
-    name, action = rng.choice([*tensors, "new"]), rng.randrange(8)
+    name = rng.choice([*tensors, "new"])
+    action = rng.randrange(8)
     if action < 4 and name == "new":
         tensors[name] = torch.zeros(1)
     elif action == 0:
@@ -244,15 +257,18 @@ def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tenso
 @pytest.fixture(scope="module")
 def valid_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return golden files, and files of an offloaded cache and of caches with an indexer."""
-    folder, config = tmp_path_factory.mktemp("valid"), DeepseekV32Config(num_hidden_layers=2)
-    caches = [FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)]
-    caches += [FP8PagedCache(config, page_size=8, max_cache_len=n) for n in (None, 32)]
-    for cache in caches:
+    folder = tmp_path_factory.mktemp("valid")
+    offloaded_cache = FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)
+    append_tokens(offloaded_cache, 21, 0)
+    paths = [*sorted(FOLDER.glob("*.safetensors")), offloaded_cache.save(folder / "offloaded")]
+    for max_len in (None, 32):
+        config = DeepseekV32Config(num_hidden_layers=2)
+        cache = FP8PagedCache(config, page_size=8, max_cache_len=max_len)
         append_tokens(cache, 21, 0)
-    for layer in (*caches[1].layers, *caches[2].layers):
-        layer.update_indexer(torch.ones(2, 21, 4))
-    saved = [cache.save(folder / str(index)) for index, cache in enumerate(caches)]
-    return sorted(FOLDER.glob("*.safetensors")) + saved
+        for layer in cache.layers:
+            layer.update_indexer(torch.ones(2, 21, 4))
+        paths.append(cache.save(folder / f"indexer, {max_len}"))
+    return paths
 
 
 @pytest.mark.parametrize("num_changes", [200, pytest.param(2000, marks=pytest.mark.full)])
@@ -263,7 +279,7 @@ def test_changed_files_are_refused_or_load(
 
     Other files have a valid digest. Loading raises ConfigError, or needs little memory.
     """
-    path = tmp_path / "x"
+    path = tmp_path / "changed"
     num_loaded = 0
     for seed in range(num_changes):
         rng = random.Random(seed)
@@ -306,45 +322,48 @@ def test_a_load_has_bounded_memory(
     change(meta, tensors)
     path = write_file(tmp_path / "x", meta, tensors)
     # For 2 layers, 2 sequences and 2 heads: K and V of 16 bytes, and two scales of 2 bytes.
-    page_bytes = 8 * max_len * (16 + 16 + 4)
-    with limit_memory(4 * path.stat().st_size + (17 << 20) + page_bytes):
+    pages_bytes = 8 * max_len * (16 + 16 + 4)
+    with limit_memory(4 * path.stat().st_size + (17 << 20) + pages_bytes):
         FP8PagedCache.load(path)
 
 
 def test_a_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is synced before it is renamed, and the folder afterwards."""
     calls: list[tuple[str, int]] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (calls.append(("sync", os.fstat(fd).st_ino)), fsync(fd))
-    )
-    monkeypatch.setattr(
-        os, "replace",
-        lambda source, target: (
-            calls.append(("replace", os.stat(source).st_ino)), replace(source, target)
-        ),
-    )  # fmt: skip
+    fsync = os.fsync
+    replace = os.replace
+
+    def record_sync(descriptor: int) -> None:
+        calls.append(("sync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def record_replace(source: Path, target: Path) -> None:
+        calls.append(("replace", os.stat(source).st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
     for save in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
         calls.clear()
-        target = tmp_path / save.__name__
-        save(target)
-        files, folder = ([*target.glob("*")], target) if target.is_dir() else ([target], tmp_path)
-        inodes = sorted(file.stat().st_ino for file in files)
+        folder = tmp_path / save.__name__
+        folder.mkdir()
+        save(folder / "cache" if save.__name__ == "save" else folder)
+        inodes = sorted(file.stat().st_ino for file in folder.glob("*"))
         assert sorted(calls[: len(inodes)]) == [("sync", inode) for inode in inodes]
         assert sorted(calls[len(inodes) : -1]) == [("replace", inode) for inode in inodes]
         assert calls[-1] == ("sync", folder.stat().st_ino)
 
 
 def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
-    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    victim = tmp_path / "victim"
     victim.write_text("precious")
-    folder.mkdir()
-    for name in ("kv_scales.safetensors", "cache"):
-        (folder / f".{name}.{os.getpid()}.part").symlink_to(victim)
-    KVScales.uniform(2).save_pretrained(folder)
-    make_cache("empty").save(folder / "cache")
+    file_names = ("kv_scales.safetensors", "cache")
+    for name in file_names:
+        (tmp_path / f".{name}.{os.getpid()}.part").symlink_to(victim)
+    KVScales.uniform(2).save_pretrained(tmp_path)
+    make_cache("empty").save(tmp_path / "cache")
     assert victim.read_text() == "precious"
-    assert not any((folder / name).is_symlink() for name in ("kv_scales.safetensors", "cache"))
+    assert not any((tmp_path / name).is_symlink() for name in file_names)
 
 
 def test_a_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,5 +373,5 @@ def test_a_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     for target in (path, tmp_path / "new"):
         with pytest.raises(OSError, match="no room"):
             make_cache("sliding").save(target)
-    assert [*tmp_path.iterdir()] == [path]
+    assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == old_content

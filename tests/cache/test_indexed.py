@@ -58,9 +58,10 @@ def assert_same_continuation(model, cache, ids):
     """Assert that three more tokens have the same logits as in one call without a cache."""
     next_ids = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
     expected = model(torch.cat([ids, next_ids], 1), use_cache=False).logits[:, -3:]
-    actual = [model(next_ids[:, :1], past_key_values=cache).logits]
-    actual.append(model(next_ids[:, 1:], past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=1e-4)
+    first_logits = model(next_ids[:, :1], past_key_values=cache).logits
+    later_logits = model(next_ids[:, 1:], past_key_values=cache).logits
+    actual = torch.cat([first_logits, later_logits], 1)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @for_each_model
@@ -130,8 +131,8 @@ def test_a_step_that_does_not_fit_is_undone(model, ids):
 def test_assigning_some_tokens_is_refused(model, ids):
     cache = fill_cache(model, ids)
     layer = cache.paged_layers[0]
-    key, value = layer.keys.dense(), layer.values.dense()
-    layer.keys = key[:, :, 1:]
+    value = layer.values.dense()
+    layer.keys = layer.keys.dense()[:, :, 1:]
     with pytest.raises(ConfigError, match="Its indexer has keys of all tokens"):
         layer.values = value[:, :, 1:]
     assert_same_continuation(model, cache, ids)

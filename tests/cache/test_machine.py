@@ -24,7 +24,7 @@ from hf_fp8kv.paging import memory_blocks
 from tests.helpers.assertions import assert_same
 from tests.helpers.standin import replace_triton
 from tests.helpers.tiny_models import make_causal_config
-from tests.paging.test_block_table import check_tables
+from tests.paging.test_block_table import check_cache_tables
 
 # New memory contains NaN, so that a page that was not copied changes the tokens.
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
@@ -101,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
     @initialize(
-        data=st.data(), layers=st.sampled_from([*LAYER_TYPES]),
+        data=st.data(), layers=st.sampled_from(list(LAYER_TYPES)),
         window=st.sampled_from([1, 2, 7, 8, 9, 10, 20]), format_options=st.sampled_from(FORMATS),
         prefill=st.sampled_from(["exact", "stored"]), backend=st.sampled_from(["auto", "triton"]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -141,20 +141,20 @@ class CacheMachine(RuleBasedStateMachine):
         shape = batch, NUM_HEADS, num_tokens, HEAD_DIM
         return (torch.randint(-8, 9, shape, generator=self.generator) / 2).to(self.dtype)
 
-    def update(self, branch: Branch, layer: int, k: torch.Tensor) -> None:
+    def update(self, branch: Branch, index: int, k: torch.Tensor) -> None:
         """Store keys of a layer, and check the keys and values that attention gets."""
-        key, value = branch.cache.update(k, -k, layer)
-        branch.keys[layer] = keys = torch.cat([branch.keys[layer], k], 2)
-        length, num_tokens = keys.shape[2], k.shape[2]
-        is_sliding = branch.cache.layers[layer].is_sliding
-        first = max(length - num_tokens - self.window + 1, 0) if is_sliding else 0
+        key, value = branch.cache.update(k, -k, index)
+        branch.keys[index] = keys = torch.cat([branch.keys[index], k], 2)
+        length = keys.shape[2]
+        is_sliding = branch.cache.layers[index].is_sliding
+        first = max(length - k.shape[2] - self.window + 1, 0) if is_sliding else 0
         actual_k, actual_v = densify(key), densify(value)
         # Columns end at `MAX_LEN` in a preallocated cache, and at the end of a long call.
         has_unused = self.is_preallocated and actual_k.shape[2] == MAX_LEN
         stop = length if has_unused else actual_k.shape[2]
         for actual, expected in ((actual_k, keys), (actual_v, -keys)):
             span = slice(stop - (length - first), stop)
-            assert_same(actual[:, :, span], expected[:, :, first:], f"layer {layer}")
+            assert_same(actual[:, :, span], expected[:, :, first:], f"layer {index}")
 
     def check_window_pages(self, branch: Branch, num_tokens: int) -> None:
         """Assert that pages that left the window before the last `num_tokens` tokens are free."""
@@ -180,12 +180,12 @@ class CacheMachine(RuleBasedStateMachine):
         stop_page = -(-(max(branch.lengths) + num_tokens) // PAGE_SIZE)
         max_new = (stop_page - min(branch.lengths) // PAGE_SIZE) * batch * num_groups
         num_held = budget.num_held
-        for layer in range(NUM_LAYERS):
+        for index in range(NUM_LAYERS):
             try:
-                self.update(branch, layer, k + layer / 2)
+                self.update(branch, index, k + index / 2)
             except OutOfPagesError:
                 assert self.has_budget
-                assert layer == 0, "a step fits in all layers or in none"
+                assert index == 0, "a step fits in all layers or in none"
                 assert self.is_preallocated or num_held + max_new > MAX_PAGES
                 branch.keys = None if was_empty else branch.keys
                 return
@@ -207,28 +207,31 @@ class CacheMachine(RuleBasedStateMachine):
         if branch.keys is None or max(branch.lengths) + 27 > MAX_LEN:
             return
         branch.is_partial = True
-        for layer, num_tokens in calls:
-            self.update(branch, layer, self.make_keys(branch.batch or 1, num_tokens))
+        for index, num_tokens in calls:
+            self.update(branch, index, self.make_keys(branch.batch or 1, num_tokens))
 
     @rule(
-        data=st.data(), layer=st.integers(0, NUM_LAYERS - 1), num_tokens=st.sampled_from([1, 2, 30])
-    )  # fmt: skip
-    def refuse(self, data: st.DataObject, layer: int, num_tokens: int) -> None:
+        data=st.data(),
+        refusing_index=st.integers(0, NUM_LAYERS - 1),
+        num_tokens=st.sampled_from([1, 2, 30]),
+    )
+    def refuse(self, data: st.DataObject, refusing_index: int, num_tokens: int) -> None:
         """A layer refuses a step that the layers before it have stored."""
         branch = self.pick(data)
         if branch.keys is None or max(branch.lengths) + num_tokens > MAX_LEN or branch.is_partial:
             return
-        old_keys, k = [*branch.keys], self.make_keys(branch.batch or 1, num_tokens)
-        for index in range(layer):
+        old_keys = list(branch.keys)
+        k = self.make_keys(branch.batch or 1, num_tokens)
+        for index in range(refusing_index):
             try:
                 self.update(branch, index, k)
             except OutOfPagesError:
                 assert self.has_budget
                 return
         with pytest.raises(ConfigError):
-            branch.cache.update(k[..., 1:], k, layer)
-        if self.is_preallocated:  # the layers before keep the tokens, as in transformers' caches
-            branch.is_partial = layer > 0
+            branch.cache.update(k[..., 1:], k, refusing_index)
+        if self.is_preallocated:  # earlier layers keep the tokens, as in transformers' caches
+            branch.is_partial = refusing_index > 0
         else:
             branch.keys = old_keys
 
@@ -240,12 +243,12 @@ class CacheMachine(RuleBasedStateMachine):
         branch = self.pick(data)
         if branch.keys is None or not min(branch.lengths):
             return
-        for layer, keys in enumerate(branch.keys):
-            indices = torch.randperm(keys.shape[2], generator=self.generator)[:num_kept]
-            stored = branch.cache.layers[layer]
-            stored.keys = stored.keys[:, :, indices]
-            stored.values = stored.values[:, :, indices]
-            branch.keys[layer] = keys[:, :, indices]
+        for index, keys in enumerate(branch.keys):
+            kept = torch.randperm(keys.shape[2], generator=self.generator)[:num_kept]
+            layer = branch.cache.layers[index]
+            layer.keys = layer.keys[:, :, kept]
+            layer.values = layer.values[:, :, kept]
+            branch.keys[index] = keys[:, :, kept]
         branch.is_partial = True
 
     @rule(data=st.data(), num_tokens=st.integers(0, 25))
@@ -279,15 +282,15 @@ class CacheMachine(RuleBasedStateMachine):
         branch = self.pick(data)
         if branch.batch is None:
             return
-        index = st.integers(0, branch.batch - 1)
+        row = st.integers(0, branch.batch - 1)
         size = branch.batch if method == "reorder" else None
-        rows = data.draw(st.lists(index, min_size=size or 1, max_size=size or 3), label="rows")
+        rows = data.draw(st.lists(row, min_size=size or 1, max_size=size or 3), label="rows")
         is_kept = torch.zeros(branch.batch, dtype=torch.bool)
         is_kept[rows] = True
         changes = {
             "reorder": (branch.cache.reorder_cache, torch.tensor(rows), rows),
             "select": (branch.cache.batch_select_indices, torch.tensor(rows), rows),
-            "mask": (branch.cache.batch_select_indices, is_kept, sorted({*rows})),
+            "mask": (branch.cache.batch_select_indices, is_kept, sorted(set(rows))),
             "repeat": (
                 branch.cache.batch_repeat_interleave, 2, [i // 2 for i in range(2 * branch.batch)]
             ),
@@ -313,7 +316,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.is_preallocated
             return
         assert self.is_preallocated or fork.cache.budget.num_held == num_held
-        fork.keys = fork.keys and [*fork.keys]
+        fork.keys = fork.keys and list(fork.keys)
         self.branches.append(fork)
 
     @rule(data=st.data(), method=st.sampled_from(["pickle", "deepcopy", "file"]))
@@ -353,10 +356,11 @@ class CacheMachine(RuleBasedStateMachine):
         k = self.make_keys(branch.batch or 1, 20)
         if max(branch.lengths) + 20 <= MAX_LEN:
             with contextlib.suppress(OutOfPagesError):
-                for layer in range(num_layers):
-                    branch.cache.update(k, k, layer)
+                for index in range(num_layers):
+                    branch.cache.update(k, k, index)
         branch.cache.reset()
-        branch.keys, branch.keeps_all = None, branch.records_past
+        branch.keys = None
+        branch.keeps_all = branch.records_past
 
     @rule(data=st.data())
     def record_past(self, data: st.DataObject) -> None:
@@ -364,7 +368,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             branch.cache.activate_past_recording()
         except ConfigError:
-            assert len({*branch.lengths}) > 1
+            assert len(set(branch.lengths)) > 1
             return
         except OutOfPagesError:  # a ring becomes as long as the cache
             assert self.is_preallocated
@@ -395,15 +399,14 @@ class CacheMachine(RuleBasedStateMachine):
     def sizes_match_the_model(self) -> None:
         for branch in self.branches:
             cache = branch.cache
-            for index, length in enumerate(() if self.is_preallocated else branch.lengths):
-                is_sliding = cache.layers[index].is_sliding
-                start = max(length - self.window + 1, 0) if is_sliding else 0
+            growing_layers = [] if self.is_preallocated else cache.layers
+            for layer, length in zip(growing_layers, branch.lengths, strict=False):
+                start = max(length - self.window + 1, 0) if layer.is_sliding else 0
                 # A request of the cache for a mask would announce a step of a model.
-                assert cache.layers[index].get_mask_sizes(3) == (length + 3 - start, start)
+                assert layer.get_mask_sizes(3) == (length + 3 - start, start)
             sizes = [layer.store.memory_footprint() for layer in cache.layers]
-            assert (
-                self.kind != "offloaded" or len([size for size in sizes if size.get("pages")]) <= 2
-            )
+            num_on_device = len([size for size in sizes if size.get("pages")])
+            assert self.kind != "offloaded" or num_on_device <= 2
             if not any(branch.lengths) and not self.is_preallocated:
                 assert cache.memory_footprint().used_bytes == 0
             if self.has_budget:
@@ -411,9 +414,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_page_is_free_or_in_a_table(self) -> None:
-        tables = [group.table for branch in self.branches for group in branch.cache.groups.values()]
-        for allocator in {table.allocator for table in tables}:
-            check_tables(*(table for table in tables if table.allocator is allocator))
+        check_cache_tables([branch.cache for branch in self.branches])
 
 
 class OffloadedMachine(CacheMachine):

@@ -77,10 +77,10 @@ def generate(model: Any, inputs: dict[str, Any], cache: Any = None) -> Answer:
 
 @functools.cache
 def _generate_with_new_cache(name: str, rows: str) -> Answer:
-    prompt = [
-        [Medium(**part) if isinstance(part, dict) else part for part in row]
-        for row in json.loads(rows)
-    ]
+    def parse_part(part: Any) -> Part:
+        return Medium(**part) if isinstance(part, dict) else part
+
+    prompt = [list(map(parse_part, row)) for row in json.loads(rows)]
     return generate(get_shared_model(name), make_inputs(name, prompt))
 
 
@@ -139,8 +139,10 @@ class Chat:
         if not self.old_rows:
             return 0
         old_tokens = self.list_old_tokens()
-        new_tokens = [tokens[:-1] for tokens in list_tokens(self.name, rows)]
-        return min(max(_count_equal(old, new) for old in old_tokens) for new in new_tokens)
+        counts = []
+        for tokens in list_tokens(self.name, rows):
+            counts.append(max(_count_equal(old, tokens[:-1]) for old in old_tokens))
+        return min(counts)
 
 
 def _count_equal(first_tokens: list[Any], second_tokens: list[Any]) -> int:
@@ -186,8 +188,9 @@ def test_an_exchanged_image_is_computed(name):
     images = (IMAGE, OTHER_IMAGE, changed_image)
     answers = [generate_with_new_cache(name, [[INTRODUCTION, image, QUESTION]]) for image in images]
     first_logits = [answer.logits[0, 0] for answer in answers]
-    for pair in itertools.combinations(first_logits, 2):
-        assert (pair[0] - pair[1]).abs().max() > 1e-3  # otherwise the turns below show nothing
+    for logits, other_logits in itertools.combinations(first_logits, 2):
+        # Otherwise the turns below show nothing.
+        assert (logits - other_logits).abs().max() > 1e-3
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
     chat.ask([INTRODUCTION, IMAGE, *history[2:], SECOND_QUESTION])
@@ -293,8 +296,8 @@ def test_token_types_are_compared(name: str, turns_with_types: list[int]) -> Non
             inputs = make_inputs(name, [[INTRODUCTION, IMAGE, text]])
         if turn not in turns_with_types:
             del inputs["token_type_ids"]
-        actual, expected = generate(model, inputs, cache), generate(model, inputs)
-        assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)
+        expected = generate(model, inputs)
+        assert_close(generate(model, inputs, cache).logits, expected.logits, atol=2e-4, rtol=0)
 
 
 def test_text_before_an_image_with_cross_attention_is_computed() -> None:

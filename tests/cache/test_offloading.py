@@ -216,23 +216,14 @@ class DelayedStream:
 
     def add_copy(self, target: Blocks, source: Blocks, pages: Any, host: Blocks) -> None:
         assert self._has_waited, "the copy would not wait for earlier work"
-        references: list[list[Any]] = [
-            [
-                functools.partial(lambda x: x, x) if blocks is host else weakref.ref(x)
-                for x in tensors
-            ]
-            for blocks, tensors in ((target, target.tensors), (source, source.tensors))
-        ]
-
-        def run() -> None:
-            tensors = [[reference() for reference in group] for group in references]
-            assert None not in tensors[0] + tensors[1], "the pages were freed before their copy"
-            blocks = [Blocks(), Blocks()]
-            for each, memory in zip(blocks, tensors, strict=True):
-                each._set_blocks(memory)
-            _copy_from(*blocks, pages, blocking=True)
-
-        self.copies.append(run)
+        self.kept_tensors += host.tensors
+        target_references = [weakref.ref(tensor) for tensor in target.tensors]
+        source_references = [weakref.ref(tensor) for tensor in source.tensors]
+        self.copies.append(
+            lambda: _copy_from(
+                _restore(target_references), _restore(source_references), pages, blocking=True
+            )
+        )
 
     def record_event(self) -> Any:
         self._has_waited = False
@@ -243,6 +234,14 @@ class DelayedStream:
         while self.num_done < num_copies:
             self.copies[self.num_done]()
             self.num_done += 1
+
+
+def _restore(references: list[weakref.ref[torch.Tensor]]) -> Blocks:
+    tensors = [reference() for reference in references]
+    assert None not in tensors, "the pages were freed before their copy"
+    blocks = Blocks()
+    blocks._set_blocks(tensors)
+    return blocks
 
 
 _copy_from = Blocks.copy_from
@@ -258,7 +257,7 @@ def delayed_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedStream]:
     def start_copy(layer: OffloadedLayer, source: Blocks, target: Blocks, pages: Any) -> None:
         add_copy = functools.partial(stream.add_copy, host=layer.host_blocks)
         with monkeypatch.context() as patch:
-            patch.setattr(Blocks, "copy_from", lambda *x, blocking: add_copy(*x))
+            patch.setattr(Blocks, "copy_from", lambda *args, blocking: add_copy(*args))
             _start_copy(layer, source, target, pages)
 
     monkeypatch.setattr(OffloadedLayer, "_start_copy", start_copy)

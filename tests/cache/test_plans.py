@@ -16,14 +16,12 @@ from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.reproducible.training import StoredRounding
 from hf_fp8kv.scales import KVScales, LayerScales
 from tests.helpers.assertions import assert_same
-from tests.helpers.planned import PLANS, as_cache_keyword, planned_scales
+from tests.helpers.planned import PLANS, make_cache_keyword, make_planned_scales
 from tests.helpers.tiny_models import make_causal_config
 
 NUM_HEADS = 2
 HEAD_DIM = 16
 NUM_LAYERS = 3
-
-
 CONFIG = make_causal_config("llama", num_hidden_layers=NUM_LAYERS)
 
 
@@ -39,17 +37,17 @@ def make_states(
 
 def round_by_plan(states: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
     """Return K or V, `[B, H, T, D]`, as a cache with this layer's plan reads it back."""
-    plan, scale = getattr(layer.plan, side), getattr(layer, side)
+    plan = getattr(layer.plan, side)
     fmt = FORMATS[plan.format]
     center = layer.k_center[:, None] if plan.centered else 0.0
-    states = states - center
-    states = rotate(states) if plan.rotated else states
-    if scale is None:
-        scale = (search_scale if side == "k" else compute_dynamic_scale)(states, fmt).float()[
-            ..., None
-        ]
+    states = rotate(states - center) if plan.rotated else states - center
+    static_scale = getattr(layer, side)
+    if static_scale is not None:
+        scale = static_scale[:, None] * fmt.scale_from_e4m3
+    elif side == "k":
+        scale = search_scale(states, fmt).float()[..., None]
     else:
-        scale = scale[:, None] * fmt.scale_from_e4m3
+        scale = compute_dynamic_scale(states, fmt).float()[..., None]
     states = round_to_format(states * scale.reciprocal(), fmt) * scale
     return (rotate(states) if plan.rotated else states) + center
 
@@ -60,8 +58,8 @@ def round_by_plan(states: torch.Tensor, layer: LayerScales, side: str) -> torch.
 def test_each_layer_is_stored_by_its_plan(
     backend: str, is_dynamic: bool, options: dict[str, Any]
 ) -> None:
-    scales = planned_scales(is_dynamic=is_dynamic)
-    options = {**options, **as_cache_keyword(scales)}
+    scales = make_planned_scales(is_dynamic=is_dynamic)
+    options = {**options, **make_cache_keyword(scales)}
     cache = FP8PagedCache(CONFIG, page_size=8, backend=backend, **options)
     assert cache.plan == dict(enumerate(PLANS))
     k, v = make_states(17)
@@ -69,8 +67,9 @@ def test_each_layer_is_stored_by_its_plan(
         for start, stop in ((0, 9), (9, 16), (16, 17)):
             cache.update(k[:, :, start:stop] + index, v[:, :, start:stop] - index, index)
     for index, layer in enumerate(cache.layers):
-        for side, states in (("k", k + index), ("v", v - index)):
-            actual = (layer.keys if side == "k" else layer.values).dense()[:, :, :17]
+        sides = (("k", layer.keys, k + index), ("v", layer.values, v - index))
+        for side, handle, states in sides:
+            actual = handle.dense()[:, :, :17]
             expected = round_by_plan(states, scales.layers[index], side)
             # The inverse rotation runs in float32, and may sum in a different order.
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -83,7 +82,7 @@ def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
 
 
 def test_the_footprint_and_repr_list_the_plans() -> None:
-    cache = FP8PagedCache(CONFIG, scales=planned_scales(), skip_layers=[1])
+    cache = FP8PagedCache(CONFIG, scales=make_planned_scales(), skip_layers=[1])
     expected = {str(PLANS[0]): 1, str(PLANS[2]): 1}
     assert cache.memory_footprint().layers_by_plan == expected
     assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
@@ -98,10 +97,10 @@ E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
     ("options", "message"),
     [
         ({"plan": E3M4, "dtype": "fp8"}, "dtype: expected None, because the plan defines"),
-        ({"scales": planned_scales(), "key_dtype": "auto"}, "key_dtype: expected None"),
+        ({"scales": make_planned_scales(), "key_dtype": "auto"}, "key_dtype: expected None"),
         ({"plan": E3M4, "scales": KVScales.uniform(3)}, "scales: expected None"),
-        ({"plan": planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
-        ({"scales": planned_scales(is_dynamic=True)}, "Pass it as plan"),
+        ({"plan": make_planned_scales(is_dynamic=True), "scales": 1.0}, "scales: expected None"),
+        ({"scales": make_planned_scales(is_dynamic=True)}, "Pass it as plan"),
         ({"plan": 7}, "expected a StoragePlan"),
         ({"plan": "no_such_plan"}, "path of a saved plan, or text that begins with one of model"),
         ({"plan": KVScales.uniform(3)}, "got KVScales.* Pass static scales as `scales`"),
@@ -128,22 +127,22 @@ def test_invalid_plans_of_a_side_are_refused(tmp_path: Path) -> None:
             SidePlan.parse(text)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")
-    planned_scales().save_pretrained(tmp_path)
+    make_planned_scales().save_pretrained(tmp_path)
     with pytest.raises(ScaleError, match=r"expected a StoragePlan in .* Pass static scales as"):
         FP8PagedCache(CONFIG, plan=tmp_path)
     with pytest.raises(ScaleError, match="without static scales"):
-        StoragePlan(planned_scales().layers)
+        StoragePlan(make_planned_scales().layers)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 64}], ids=str)
 def test_scales_and_plans_for_different_layers_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
-        FP8PagedCache(CONFIG, scales=planned_scales(2), **options)
-    assert FP8PagedCache(CONFIG, scales=planned_scales(2), skip_layers=[2], **options).plan
+        FP8PagedCache(CONFIG, scales=make_planned_scales(2), **options)
+    assert FP8PagedCache(CONFIG, scales=make_planned_scales(2), skip_layers=[2], **options).plan
     with pytest.raises(ScaleError, match=r"0 to 2, but also got \[3, 4\]\. Use the scales"):
-        FP8PagedCache(CONFIG, scales=planned_scales(5), **options)
+        FP8PagedCache(CONFIG, scales=make_planned_scales(5), **options)
     with pytest.raises(ScaleError, match=r"^plan \(.*none for layer 2.*Use the plan of this model"):
-        FP8PagedCache(CONFIG, plan=planned_scales(2, is_dynamic=True), **options)
+        FP8PagedCache(CONFIG, plan=make_planned_scales(2, is_dynamic=True), **options)
     # Scales without a plan may name more layers, because checkpoints contain draft layers.
     assert FP8PagedCache(CONFIG, scales=KVScales.uniform(5), **options).plan
 
@@ -172,8 +171,9 @@ def test_protected_layers_are_stored_unchanged(tmp_path: Path, chunk_size: int) 
     cache = FP8PagedCache(CONFIG, plan=tmp_path / "plan", prefill="stored")
     k, v = make_states(61)
     for index in range(NUM_LAYERS):
-        for k_chunk, v_chunk in zip(k.split(chunk_size, 2), v.split(chunk_size, 2), strict=True):
-            cache.update(k_chunk, v_chunk, index)
+        for start in range(0, 61, chunk_size):
+            chunk = slice(start, start + chunk_size)
+            cache.update(k[:, :, chunk], v[:, :, chunk], index)
     copies = [
         cache,
         pickle.loads(pickle.dumps(cache)),
@@ -182,15 +182,20 @@ def test_protected_layers_are_stored_unchanged(tmp_path: Path, chunk_size: int) 
     ]
     for index, layer_scales in plan.layers.items():
         rounding = StoredRounding(cache.options, index, k, v)
-        trained = rounding.read(rounding.store(k, v), k, v)
+        trained_k, trained_v = rounding.read(rounding.store(k, v), k, v)
         for copied_cache in copies:
             layer = copied_cache.layers[index]
-            for side, states, handle, rounded in zip(
-                "kv", (k, v), (layer.keys, layer.values), trained, strict=True
-            ):
-                assert_same(handle.dense(), rounded)
-                if getattr(layer_scales.plan, side).is_auto:
-                    assert_same(handle.dense(), states)
-                else:
-                    expected = round_by_plan(states, layer_scales, side)
-                    torch.testing.assert_close(handle.dense(), expected, rtol=0, atol=1e-5)
+            check_side(layer.keys.dense(), trained_k, k, layer_scales, "k")
+            check_side(layer.values.dense(), trained_v, v, layer_scales, "v")
+
+
+def check_side(
+    actual: torch.Tensor, trained: torch.Tensor, states: torch.Tensor, layer: LayerScales, side: str
+) -> None:
+    """Assert that a cache and training stored K or V, `states`, by the plan of a layer."""
+    assert_same(actual, trained)
+    if getattr(layer.plan, side).is_auto:
+        assert_same(actual, states)
+    else:
+        expected = round_by_plan(states, layer, side)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)

@@ -3,10 +3,10 @@
 test_benchmarks.py counts the calls of such a step.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,28 +18,27 @@ from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention import fp8_paged
 from hf_fp8kv.attention.compact import make_compact
 from hf_fp8kv.cache.layer_store import LayerStore
-from hf_fp8kv.modeling.model_support import DETERMINISTIC
-from hf_fp8kv.ops import dense_prompts
 from tests.helpers.assertions import assert_same
 from tests.ops.test_dispatch import NameRecorder, TensorSubclass
 
-HEADS, NUM_LAYERS, BATCH, PROMPT_TOKENS = Heads(4, 2, 32), 2, 2, 20
-
-
-class Counts:
-    updates = attention = 0
+HEADS = Heads(4, 2, 32)
+NUM_LAYERS = 2
+BATCH = 2
+PROMPT_TOKENS = 20
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    counts = Counts()
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return the numbers of repeated updates and of repeated calls of attention."""
+    counts: Counter[str] = Counter()
 
-    def count(owner: Any, name: str, attribute: str) -> None:
+    def count(owner: Any, name: str, operation: str) -> None:
         function = getattr(owner, name)
 
         def call(*args: Any) -> Any:
             result = function(*args)
-            setattr(counts, attribute, getattr(counts, attribute) + (result is not None))
+            if result is not None:
+                counts[operation] += 1
             return result
 
         monkeypatch.setattr(owner, name, call)
@@ -53,10 +52,11 @@ class Decoder:
     def __init__(self, backend: str, *, window: int | None = None, **options: Any) -> None:
         config = make_config(HEADS, NUM_LAYERS)
         if window is not None:
-            config.sliding_window, config.layer_types = window, ["sliding_attention"] * NUM_LAYERS
+            config.sliding_window = window
+            config.layer_types = ["sliding_attention"] * NUM_LAYERS
         config._attn_implementation = "fp8_paged"
         self.cache = FP8PagedCache(config, backend=backend, page_size=16, **options)
-        self.modules = [AttentionLayer(2, i).eval() for i in range(NUM_LAYERS)]
+        self.modules = [AttentionLayer(2, index).eval() for index in range(NUM_LAYERS)]
         self.generator = torch.Generator().manual_seed(0)
         self.convert = self.convert_query = lambda states: states
         self.keywords: dict[str, Any] = {"sliding_window": window}
@@ -65,26 +65,27 @@ class Decoder:
         for num_tokens in (PROMPT_TOKENS, *[1] * num_steps):
             self.step(num_tokens)
 
-    def step(self, num_tokens: int = 1, *, padded: bool = False) -> list[torch.Tensor]:
+    def step(self, num_tokens: int = 1, *, is_padded: bool = False) -> list[torch.Tensor]:
+        attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
         length = int(self.cache.get_seq_length()) + num_tokens
         is_token = torch.ones(BATCH, length, dtype=torch.bool)
         is_token[0, :3] = False
-        mask = make_compact(is_token, 0, length, 0, num_tokens) if padded else None
+        mask = make_compact(is_token, 0, length, 0, num_tokens) if is_padded else None
         outputs = []
         for module in self.modules:
             query, key, value = (
-                self.convert(torch.randn(BATCH, n, num_tokens, 32, generator=self.generator))
-                for n in (4, 2, 2)
+                self.convert(torch.randn(BATCH, num, num_tokens, 32, generator=self.generator))
+                for num in (HEADS.num_query_heads, HEADS.num_kv_heads, HEADS.num_kv_heads)
             )
             keys, values = self.cache.update(key, value, module.layer_idx)
-            attend, query = ALL_ATTENTION_FUNCTIONS["fp8_paged"], self.convert_query(query)
+            query = self.convert_query(query)
             outputs.append(attend(module, query, keys, values, mask, **self.keywords)[0])
         return outputs
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("backend", "padded", "options"),
+    ("backend", "is_padded", "options"),
     [
         ("cpu", True, {"scales": 0.05}), ("cpu", False, {"window": 24}),
         ("cpu", False, {"plan": ("int8 rotated", "fp8_e2m5 rotated")}),
@@ -96,20 +97,20 @@ class Decoder:
 )  # fmt: skip
 @pytest.mark.usefixtures("interpreted")
 def test_repeated_steps_give_the_same_results(
-    backend: str, padded: bool, options: dict[str, Any], counts: Counts,
+    backend: str, is_padded: bool, options: dict[str, Any], counts: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Steps cross page boundaries, crops, other numbers of tokens, forks and reorders."""
     outputs = []
     caches = []
-    for repeats in (True, False):
-        if not repeats:
+    for is_repeated in (True, False):
+        if not is_repeated:
             monkeypatch.setattr(LayerStore, "repeat", lambda *_: None)
             monkeypatch.setattr(fp8_paged, "_repeat", lambda *_: None)
         decoder = Decoder(backend, **options)
         run_results = decoder.step(PROMPT_TOKENS)
         for step in range(34):
-            run_results += decoder.step(3 if step == 9 else 1, padded=padded)
+            run_results += decoder.step(3 if step == 9 else 1, is_padded=is_padded)
             if step in (5, 20) and "window" not in options:
                 decoder.cache.crop(-2)
             if step == 25:
@@ -119,18 +120,17 @@ def test_repeated_steps_give_the_same_results(
         caches.append((decoder.cache, fork))
         decoder.cache = fork
         for _ in range(4):
-            run_results += decoder.step(padded=padded)
+            run_results += decoder.step(is_padded=is_padded)
         outputs.append(run_results)
-        if repeats:
-            repeated = counts.updates, counts.attention
-    assert min(repeated) > 44, repeated
-    for actual, expected_result in zip(*outputs, strict=True):
-        assert_same(actual, expected_result)
-    for cache, expected in zip(*caches, strict=True):
-        assert cache.host_length() == expected.host_length()
-        for layer, expected_layer in zip(cache.paged_layers, expected.paged_layers, strict=True):
-            assert_same(layer.keys.dense(), expected_layer.keys.dense())
-            assert_same(layer.values.dense(), expected_layer.values.dense())
+    # Of 38 steps of 2 layers, at least 23 are repeated.
+    assert min(counts["updates"], counts["attention"]) > 44, counts
+    for actual, expected in zip(*outputs, strict=True):
+        assert_same(actual, expected)
+    for cache, full_cache in zip(*caches, strict=True):
+        assert cache.host_length() == full_cache.host_length()
+        for layer, full_layer in zip(cache.paged_layers, full_cache.paged_layers, strict=True):
+            assert_same(layer.keys.dense(), full_layer.keys.dense())
+            assert_same(layer.values.dense(), full_layer.values.dense())
 
 
 def reset(decoder: Decoder) -> None:
@@ -184,11 +184,12 @@ UNUSUAL_ATTENTION: dict[str, Callable[[Decoder], Any]] = {
     "scaling": add_keywords(scaling=0.5), "window": add_keywords(sliding_window=16),
     "unknown keyword": add_keywords(output_attentions=False),
     "strides of the query": set_attributes(convert_query=change_strides),
-    "heads": set_attributes(convert_query=lambda x: x.repeat(1, 2, 1, 1)),
+    "heads": set_attributes(convert_query=lambda query: query.repeat(1, 2, 1, 1)),
     "dtype of the query": set_attributes(convert_query=torch.Tensor.bfloat16),
     "subclass of the query": set_attributes(convert_query=make_subclass),
-    "gradient": set_attributes(convert_query=lambda x: x.clone().requires_grad_()),
+    "gradient": set_attributes(convert_query=lambda query: query.clone().requires_grad_()),
 }  # fmt: skip
+# Changes, and the numbers of updates and calls of attention that a step then repeats.
 CHANGES = [
     *((change, (0, 0)) for change in UNUSUAL_STEPS.values()),
     *((change, (NUM_LAYERS, 0)) for change in UNUSUAL_ATTENTION.values()),
@@ -202,33 +203,33 @@ CHANGES = [
     ("change", "expected"), CHANGES, ids=[*UNUSUAL_STEPS, *UNUSUAL_ATTENTION, "module"]
 )
 def test_an_unusual_step_is_not_repeated(
-    change: Callable[[Decoder], Any], expected: tuple[int, int], counts: Counts
+    change: Callable[[Decoder], Any], expected: tuple[int, int], counts: Counter[str]
 ) -> None:
     decoder = Decoder("torch")
     decoder.decode(3)
-    counts.updates = counts.attention = 0
+    counts.clear()
     decoder.step()
-    assert (counts.updates, counts.attention) == (NUM_LAYERS, NUM_LAYERS)
+    assert (counts["updates"], counts["attention"]) == (NUM_LAYERS, NUM_LAYERS)
     context = change(decoder) or nullcontext()
-    counts.updates = counts.attention = 0
+    counts.clear()
     with context:
         decoder.step()
-    assert (counts.updates, counts.attention) == expected
+    assert (counts["updates"], counts["attention"]) == expected
 
 
 @torch.no_grad()
-def test_offloaded_and_preallocated_layers_are_not_repeated(counts: Counts) -> None:
+def test_offloaded_and_preallocated_layers_are_not_repeated(counts: Counter[str]) -> None:
     for options in ({"offloading": True}, {"max_cache_len": 64}):
         decoder = Decoder("torch", **options)
         decoder.decode(3)
-    assert (counts.updates, counts.attention) == (0, 0)
+    assert (counts["updates"], counts["attention"]) == (0, 0)
 
 
 @torch.no_grad()
-def test_a_refused_step_after_repeated_steps_changes_nothing(counts: Counts) -> None:
+def test_a_refused_step_after_repeated_steps_changes_nothing(counts: Counter[str]) -> None:
     decoder = Decoder("torch", max_pages=4)
     decoder.decode(12)
-    assert counts.updates
+    assert counts["updates"]
     with pytest.raises(Exception, match="max_pages"):
         decoder.step()
     assert decoder.cache.host_length() == 32
@@ -240,10 +241,10 @@ def test_a_refused_step_after_repeated_steps_changes_nothing(counts: Counts) -> 
 
 
 @torch.no_grad()
-def test_a_layer_that_was_emptied_gets_an_exact_token(counts: Counts) -> None:
+def test_a_layer_that_was_emptied_gets_an_exact_token(counts: Counter[str]) -> None:
     decoder = Decoder("torch")
     decoder.decode(3)
-    assert counts.updates
+    assert counts["updates"]
     decoder.cache.layers[0].reset()
     states = torch.randn(BATCH, 2, 1, 32)
     keys, _ = decoder.cache.update(states, states, 0)
@@ -252,108 +253,21 @@ def test_a_layer_that_was_emptied_gets_an_exact_token(counts: Counts) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["scaling", "softcap"])
-def test_a_tensor_that_changes_in_place_changes_the_attention(name: str, counts: Counts) -> None:
+def test_a_tensor_that_changes_in_place_changes_the_attention(
+    name: str, counts: Counter[str]
+) -> None:
     decoder = Decoder("torch", prefill="stored")
     value = torch.tensor(2.0)
     decoder.keywords[name] = value
     decoder.decode(3)
-    num_repeats = counts.attention
+    num_repeats = counts["attention"]
     assert num_repeats
     value.fill_(0.5)
     decoder.step()
-    assert counts.attention == num_repeats
+    assert counts["attention"] == num_repeats
 
 
 def test_a_compact_mask_is_contiguous() -> None:
-    """Repeated launches assume this, and a mask of a user may be column-major."""
+    """Repeated launches assume contiguous columns, and a user's mask may be column-major."""
     is_token = torch.ones(40, BATCH, dtype=torch.bool).T
     assert make_compact(is_token, 0, 40, 0, 1).get_columns(0, 40).stride(3) == 1
-
-
-class StoredPrompt(Decoder):
-    def __init__(self, num_tokens: int = 40, **options: Any) -> None:
-        super().__init__("torch", prefill="stored", dtype="fp8_e3m4", **options)
-        states = torch.randn(4, BATCH, 2, num_tokens, 32).bfloat16()
-        self.query = torch.cat([*states[2:]], 1)
-        self.key, self.value = self.cache.update(states[0], states[1], 0)
-
-    def attend(self, mask: Any = None, **keywords: Any) -> torch.Tensor:
-        attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
-        keywords = {"sliding_window": None, **keywords}
-        return attend(self.modules[0], self.query, self.key, self.value, mask, **keywords)[0]
-
-
-@torch.no_grad()
-def test_stored_prompts_prefer_cudnn_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention reads a dense copy of the stored values instead of pages if this is faster."""
-    attend = mock.Mock(side_effect=dense_prompts.scaled_dot_product_attention)
-    monkeypatch.setattr(dense_prompts, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 40)
-    stored = StoredPrompt()
-    expected = stored.attend(scaling=0.5)
-    monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: (9, 0))
-    assert not attend.called
-    actual = stored.attend(scaling=0.5)
-    with torch.autocast("cpu", torch.float16):
-        assert stored.attend().dtype == torch.bfloat16
-    assert attend.call_count == 2
-    assert actual.is_contiguous()
-    # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
-    assert (actual - expected).float().norm() <= 2**-8 * expected.float().norm()
-    attend.reset_mock()
-    is_token = torch.ones(BATCH, 40, dtype=torch.bool)
-    is_token[0, :3] = False
-    for keywords in (
-        {"mask": make_compact(is_token, 0, 40, 0, 40)},
-        {"mask": torch.ones(BATCH, 1, 40, 40, dtype=torch.bool).tril()},
-        {"position_bias": torch.zeros(1, 4, 40, 40)}, {"softcap": 5.0}, {"sliding_window": 10},
-        {"is_causal": False}, {"s_aux": torch.zeros(4)},
-    ):  # fmt: skip
-        stored.attend(**keywords)
-    StoredPrompt(39).attend()
-    StoredPrompt(max_cache_len=50).attend()
-    for name, value in (("_MAX_HEAD_DIM", 16), ("_MAX_DENSE_BYTES", BATCH * 2 * 40 * 64)):
-        with monkeypatch.context() as context:
-            context.setattr(dense_prompts, name, value)
-            stored.attend()
-    DETERMINISTIC.set(stored.modules[0], True)
-    stored.attend()
-    DETERMINISTIC.set(stored.modules[0], False)
-    stored.query = stored.query.float()
-    stored.attend()
-    chunk = StoredPrompt()
-    chunk.key, chunk.value = chunk.cache.update(*torch.zeros(2, BATCH, 2, 40, 32).bfloat16(), 0)
-    chunk.attend()
-    assert not attend.called
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), None])
-def test_prompts_prefer_cudnn_on_an_h100(
-    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = mock.Mock(side_effect=fp8_paged.sdpa_kernel)
-    monkeypatch.setattr(fp8_paged, "sdpa_kernel", kernel)
-    monkeypatch.setattr(dense_prompts, "_read_capability", lambda _: capability)
-    module, attend = AttentionLayer(2, 0).eval(), ALL_ATTENTION_FUNCTIONS["fp8_paged"]
-
-    def run(num_tokens: int, mask: Any = None, **keywords: Any) -> None:
-        query, key = torch.randn(1, 4, num_tokens, 32), torch.randn(1, 2, num_tokens, 32)
-        attend(module, query, key, key, mask, **keywords)
-
-    with torch.no_grad():
-        run(512)
-        requested = [[item.name for item in call.args[0]] for call in kernel.call_args_list]
-        expected = [["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]]
-        assert requested == (expected if capability == (9, 0) else [])
-        kernel.reset_mock()
-        run(511)
-        run(512, torch.ones(1, 1, 512, 512, dtype=torch.bool))
-        run(512, is_causal=False)
-        torch.use_deterministic_algorithms(True)
-        run(512)
-        torch.use_deterministic_algorithms(False)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            run(512)
-    with torch.enable_grad():
-        run(512)
-    assert not kernel.called

@@ -33,7 +33,9 @@ PAGE_BYTES = PAGE_SIZE * 2 * NUM_HEADS * HEAD_DIM * 4
 
 
 def make_cache(sliding_layers: tuple[int, ...] = (0, 2), **keywords: Any) -> FP8PagedCache:
-    types = ["sliding_attention" if i in sliding_layers else "full_attention" for i in range(3)]
+    types = ["full_attention"] * NUM_LAYERS
+    for index in sliding_layers:
+        types[index] = "sliding_attention"
     config = Gemma3TextConfig(
         num_hidden_layers=NUM_LAYERS, layer_types=types, sliding_window=WINDOW, head_dim=HEAD_DIM,
         num_key_value_heads=NUM_HEADS, num_attention_heads=2, hidden_size=8,
@@ -49,8 +51,8 @@ def make_states(num_tokens: int, batch: int = BATCH_SIZE, seed: int = 0) -> torc
 def add_random_tokens(caches: list[Any], num_tokens: int, seed: int) -> None:
     states = make_states(num_tokens, seed=seed)
     for cache in caches:
-        for layer in range(NUM_LAYERS):
-            cache.update(states + layer, layer - states, layer)
+        for index in range(NUM_LAYERS):
+            cache.update(states + index, index - states, index)
 
 
 def check_num_pages(cache: FP8PagedCache) -> None:
@@ -78,7 +80,8 @@ def assert_same_layers(
 @pytest.mark.parametrize("max_len", [None, MAX_LEN])
 def test_attention_uses_the_window_of_the_layer_by_default(max_len: int | None) -> None:
     """Some pages contain tokens that have left the window. Attention must not read them."""
-    cache, query = make_cache(max_cache_len=max_len), make_states(1)
+    cache = make_cache(max_cache_len=max_len)
+    query = make_states(1)
     add_random_tokens([cache], 37, 0)
     states = make_states(1, seed=1)
     handles = cache.update(states, -states, 0)
@@ -111,7 +114,8 @@ def test_a_ring_may_be_cropped_to_its_first_complete_page(length: int) -> None:
     """A crop in one or more steps is refused if it needs a token that was overwritten."""
     first_intact = max((length - 1) // PAGE_SIZE - MAX_PAGES + 1, 0) * PAGE_SIZE
     max_crop = length - (first_intact + WINDOW - 1) if first_intact else length
-    cache, growing_cache = make_cache(max_cache_len=MAX_LEN), make_cache()
+    cache = make_cache(max_cache_len=MAX_LEN)
+    growing_cache = make_cache()
     growing_cache.activate_past_recording()
     add_random_tokens([cache, growing_cache], length, 0)
     for num_refused in (max_crop + 1, max_crop):
@@ -138,7 +142,8 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     add_random_tokens([cache], 33, 0)
     states = torch.ones(BATCH_SIZE, NUM_HEADS, 50, HEAD_DIM)
     cache.update(states, states, 0)  # layer 2, which has the same window, is never called
-    for call in (lambda: cache.update(states, states, 0), cache.fork, lambda: cache.crop(-1)):
+    refused_calls = (lambda: cache.update(states, states, 0), cache.fork, lambda: cache.crop(-1))
+    for call in refused_calls:
         with pytest.raises(ConfigError, match=r"tokens 33 to 82.*Reset the cache"):
             call()
     cache.reset()
@@ -155,25 +160,25 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
 def test_no_token_outside_the_window_is_read(max_len: int | None) -> None:
     """Tokens before the window may be NaN, whether their page is freed or not."""
     caches = [make_cache(dtype="fp8_e4m3", max_cache_len=max_len) for _ in range(2)]
-    for seed, num_tokens in enumerate([60, *[1] * 10, 9, 50, *[1] * 10]):
+    call_lengths = [60, *[1] * 10, 9, 50, *[1] * 10]
+    for seed, num_tokens in enumerate(call_lengths):
         states = make_states(num_tokens, seed=seed)
         for cache in caches:
-            for layer in range(NUM_LAYERS):
-                cache.update(states, states, layer)
-            if not seed:
+            for index in range(NUM_LAYERS):
+                cache.update(states, states, index)
+            if seed == 0:
                 states[:, :, : 60 - WINDOW] = torch.nan
         assert_same_layers(*caches, layers=(0, 2))
 
 
 def test_memory_is_freed_when_a_quarter_is_in_use() -> None:
-    cache, small_cache = FP8PagedCache(**EXACT), FP8PagedCache(**EXACT)  # without windows
+    cache, small_cache = (make_cache(sliding_layers=()) for _ in range(2))
     add_random_tokens([cache, small_cache], 320, 0)
-    full_bytes, pages_bytes = cache.memory_footprint().pages_bytes, []
+    full_bytes = cache.memory_footprint().pages_bytes
     old_block = weakref.ref(cache.layers[1].keys.block.untyped_storage())
     for _ in range(16):
         cache.crop(-10)
-        pages_bytes.append(cache.memory_footprint().pages_bytes)
-    assert pages_bytes == [full_bytes] * 16, "half is in use"
+        assert cache.memory_footprint().pages_bytes == full_bytes, "at least half is in use"
     cache.crop(-100)
     small_cache.crop(-260)
     num_pages = -(-60 // PAGE_SIZE) * BATCH_SIZE
@@ -208,7 +213,8 @@ def test_recording_does_not_restore_tokens_that_a_ring_has_lost(tmp_path: Path) 
 
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_handles_keep_their_values_after_a_reset() -> None:
-    cache, states = make_cache(prefill="stored"), make_states(30)
+    cache = make_cache(prefill="stored")
+    states = make_states(30)
     key = cache.update(states, states, 1)[0]
     storage = weakref.ref(key.block.untyped_storage())
     cache.reset()

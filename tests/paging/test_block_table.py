@@ -4,12 +4,13 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
 import torch
 
+from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import OutOfPagesError
 from hf_fp8kv.formats import LayerPlan, SidePlan
 from hf_fp8kv.paging.block_table import BlockTable
@@ -34,6 +35,15 @@ def check_tables(*tables: BlockTable) -> None:
     assert allocator.num_held == np.count_nonzero(references)
     assert allocator.reference_counts.tolist() == references.tolist(), "a page is lost, or shared"
     assert sorted(allocator._free) == np.flatnonzero(references == 0).tolist()
+
+
+def check_cache_tables(caches: Iterable[FP8PagedCache]) -> None:
+    """Check the tables of caches. `caches` must contain all forks of its caches."""
+    tables = []
+    for cache in caches:
+        tables += [group.table for group in cache.groups.values()]
+    for allocator in {table.allocator for table in tables}:
+        check_tables(*(table for table in tables if table.allocator is allocator))
 
 
 def select_rows(table: BlockTable, sequences: list[int]) -> None:
@@ -70,7 +80,8 @@ def test_free_before_keeps_all_pages_from_a_token_on(token, first):
 def test_full_pages_are_shared_and_partial_pages_are_copied():
     for length, num_copied in ((8, 0), (7, 2)):
         table = make_written_table(length, batch=2)
-        fork, sources = table.fork(), list[int]()
+        fork = table.fork()
+        sources: list[int] = []
 
         def fail(pages: tuple[np.ndarray, np.ndarray], sources: list[int] = sources) -> None:
             sources.extend(pages[0])
@@ -105,7 +116,8 @@ def test_a_fork_may_be_freed_during_any_operation(operation):
         output = _interrupt_call(lambda table=table: operation(table), line, garbage.clear)
         if garbage:
             break
-        check_tables(table, *([output] if isinstance(output, BlockTable) else []))
+        tables = [table, output] if isinstance(output, BlockTable) else [table]
+        check_tables(*tables)
         assert table.allocator.budget.num_held == table.allocator.num_held, f"line {line}"
     assert line > 5
 
@@ -116,9 +128,10 @@ def _interrupt_call(call: Callable[[], object], line: int, interrupt: Callable[[
 
     def trace(frame: object, event: str, argument: object) -> object:
         nonlocal num_lines
-        num_lines += event == "line"
-        if event == "line" and num_lines == line:
-            interrupt()
+        if event == "line":
+            num_lines += 1
+            if num_lines == line:
+                interrupt()
         return trace
 
     old_trace = sys.gettrace()
