@@ -16,7 +16,8 @@ from ..scales import KVScales
 from ..scales.checkpoint.configs import describe_kv_scales
 from ..utils.text import suggest
 
-FLOOR, CHECKPOINT = "bf16", "checkpoint"  # keys of `CONTENDERS`
+FLOOR = "bf16"  # key of `CONTENDERS` for the smallest possible loss
+CHECKPOINT = "checkpoint"  # key of `CONTENDERS` for the checkpoint's scales
 _BLOCK_SIZE = 32  # number of values that share a scale in llama.cpp's formats
 _ROTATION_SIZE = 64  # channels of V that q8_0 rotates together, if they divide the head size
 # Number of tokens of a cache whose bytes are counted, a multiple of every page size.
@@ -132,10 +133,13 @@ def _make_paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
 
 
 def _imitate_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
-    return lambda model: RoundedCache(
-        model.config,
-        lambda k, v: (round_to_q8_0(k, None, max_code), round_to_q8_0(v, _ROTATION_SIZE, max_code)),
-    )
+    """Return a function that makes a cache with the rounding of q8_0 for a model."""
+
+    def round_states(keys: torch.Tensor, values: torch.Tensor) -> States:
+        rounded_keys = round_to_q8_0(keys, None, max_code)
+        return rounded_keys, round_to_q8_0(values, _ROTATION_SIZE, max_code)
+
+    return lambda model: RoundedCache(model.config, round_states)
 
 
 UNQUANTIZED = Contender("unquantized", lambda model: DynamicCache(config=model.config))
@@ -187,12 +191,15 @@ def choose_contenders(
     Raises:
         ConfigError: A name is neither a cache nor a plan, or no cache can be measured.
     """
-    default_names = [*STANDARD_CACHES, *[CHECKPOINT] * bool(describe_kv_scales(model.config))]
+    default_names = list(STANDARD_CACHES)
+    if describe_kv_scales(model.config):
+        default_names.append(CHECKPOINT)
     contenders: dict[str, Contender] = {}
     refusals: dict[str, str] = {}
     for name in names or default_names:
+        plan = name.split(" + ") if " + " in name else name
         contender = CONTENDERS.get(name) or Contender(
-            f"FP8PagedCache, {name}", _make_paged(plan=name.split(" + ") if " + " in name else name)
+            f"FP8PagedCache, {name}", _make_paged(plan=plan)
         )
         try:
             contender.make(model)
@@ -228,14 +235,12 @@ def count_token_bytes(
         states: Keys and values of each layer, with any number of tokens.
         num_tokens: Number of tokens in the cache, a multiple of every page size.
     """
-    new_states = [
-        (
-            keys.new_ones((*keys.shape[:2], num_tokens, keys.shape[3]), dtype=torch.bfloat16),
-            values.new_ones((*values.shape[:2], num_tokens, values.shape[3]), dtype=torch.bfloat16),
-        )
-        for keys, values in states
-    ]
-    cache = contender.fill(model, new_states)
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        batch, num_heads, _, head_dim = tensor.shape
+        return tensor.new_ones((batch, num_heads, num_tokens, head_dim), dtype=torch.bfloat16)
+
+    cache = contender.fill(model, [(resize(keys), resize(values)) for keys, values in states])
     is_paged = isinstance(cache, FP8PagedCache)
     num_bytes = cache.memory_footprint().used_bytes if is_paged else count_bytes(cache)
     return num_bytes * (contender.bits or 16) / 16 / num_tokens
@@ -245,4 +250,6 @@ def count_bytes(cache: Any) -> int:
     """Return the number of bytes in a cache of this package or of transformers."""
     if isinstance(cache, FP8PagedCache):
         return cache.memory_footprint().total_bytes
-    return sum(getattr(x, "nbytes", 0) for x in {*tree_leaves([*map(vars, cache.layers)])})
+    # Layers may share a tensor, which counts once.
+    attributes = set(tree_leaves([vars(layer) for layer in cache.layers]))
+    return sum(getattr(attribute, "nbytes", 0) for attribute in attributes)

@@ -4,8 +4,8 @@ Nothing is downloaded. Code is the source of the standard library. Manual pages 
 Prose is the running text in the library's docstrings, which is technical English. Tool JSON
 describes the library's functions as the tools of a model. A chat asks about functions one by one,
 in the model's chat template, and the answers are docstrings. The same version of Python and the
-same tokenizer give the same texts. No paragraph of prose or of the
-manual, and no docstring, occurs twice.
+same tokenizer give the same texts. No paragraph of prose or of the manual, and no docstring, occurs
+twice.
 """
 
 import ast
@@ -26,8 +26,8 @@ from ..calibration.texts import read_windows
 from ..errors import ConfigError
 
 _MIN_MODULE_BYTES = 16_000  # minimum size of a module that is read as code
-# Minimum number of characters of a paragraph of running text, and its minimum share of letters.
-_MIN_PARAGRAPH_CHARACTERS, _MIN_LETTER_SHARE = 200, 0.97
+_MIN_PARAGRAPH_CHARACTERS = 200  # minimum number of characters of a paragraph of running text
+_MIN_LETTER_SHARE = 0.97  # minimum share of letters in a paragraph of running text
 _CHARACTERS_PER_TOKEN = 3  # characters that are tokenized first for each requested token
 _EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 # JSON types of arguments by the type of their default. All other types become strings.
@@ -88,11 +88,11 @@ def _join_passages(passages: list[Any], tokenizer: Any) -> str | list[dict[str, 
         return "\n".join(passages)
     if not tokenizer.chat_template:
         return "\n".join(f"User: {prompt}\n\nAssistant: {answer}\n" for prompt, answer in passages)
-    return [
-        {"role": role, "content": content}
-        for passage in passages
-        for role, content in zip(("user", "assistant"), passage, strict=True)
-    ]
+    messages = []
+    for prompt, answer in passages:
+        messages.append({"role": "user", "content": prompt})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
 
 
 def _read_prose() -> Iterator[str]:
@@ -166,12 +166,8 @@ def _find_modules() -> tuple[Path, ...]:
         ConfigError: Python has no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [
-        path
-        for pattern in ("*.py", "*/*.py")
-        for path in sorted(root.glob(pattern))
-        if not _EXCLUDED & set(path.relative_to(root).parts)
-    ]
+    paths = [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]
+    modules = [path for path in paths if not _EXCLUDED & set(path.relative_to(root).parts)]
     if not modules:
         raise ConfigError(
             f"texts: expected the sources of Python's standard library in {root}, got none. Use an "
@@ -214,11 +210,11 @@ def _find_functions() -> Iterator[_Definition]:
 
 def _list_arguments(arguments: ast.arguments) -> Iterator[tuple[str, str | None]]:
     """Yield the name of each argument, and the JSON type of its default or None."""
-    positional = [*arguments.posonlyargs, *arguments.args]
-    defaults: list[Any] = [None] * (len(positional) - len(arguments.defaults))
-    arguments_with_defaults = [*zip(positional, defaults + arguments.defaults, strict=True)]
-    arguments_with_defaults += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    for argument, default in arguments_with_defaults:
+    all_arguments = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    defaults: list[Any] = [*arguments.defaults, *arguments.kw_defaults]
+    # The first positional arguments may lack a default. They have no entry in `defaults`.
+    defaults = [None] * (len(all_arguments) - len(defaults)) + defaults
+    for argument, default in zip(all_arguments, defaults, strict=True):
         if argument.arg not in ("self", "cls"):
             value = getattr(default, "value", None)
             yield argument.arg, None if default is None else _JSON_TYPES.get(type(value), "string")

@@ -62,11 +62,16 @@ class Size:
 
     def fit(self, max_positions: int) -> "Size":
         """Return the size for a model with at most `max_positions` positions."""
+
+        def limit(positions: tuple[int, ...], max_position: int) -> tuple[int, ...]:
+            return tuple(sorted({min(position, max_position) for position in positions}))
+
+        # Leave room for the tokens of the timed steps and of their warm-up.
         max_step_position = max_positions - 2 * _TIMED_STEPS
         return replace(
             self,
-            positions=tuple(sorted({min(n, max_positions) for n in self.positions})),
-            step_positions=tuple(sorted({min(n, max_step_position) for n in self.step_positions})),
+            positions=limit(self.positions, max_positions),
+            step_positions=limit(self.step_positions, max_step_position),
         )
 
 
@@ -207,13 +212,11 @@ def _read_all_texts(
     """
     length = size.positions[-1]
     if texts is None:
-        return {
-            kind: [
-                ids.to(model.device)
-                for ids in read_texts(tokenizer, kind, size.texts_per_kind, length)
-            ]
-            for kind in KINDS
-        }
+        texts_by_kind = {}
+        for kind in KINDS:
+            kind_texts = read_texts(tokenizer, kind, size.texts_per_kind, length)
+            texts_by_kind[kind] = [ids.to(model.device) for ids in kind_texts]
+        return texts_by_kind
     max_tokens = len(KINDS) * size.texts_per_kind * length
     windows = read_model_windows(model, texts, tokenizer, max_length=length, max_tokens=max_tokens)
     ids = torch.cat(windows).long().to(model.device)
@@ -227,8 +230,8 @@ def _read_all_texts(
             f"texts: expected at least {length} tokens, got {len(ids)}. Add texts, or measure a "
             "smaller card (--quick)"
         )
-    parts = ids[: len(ids) // length * length].split(length)
-    return {OWN_KIND: [torch.cat([start_ids, part])[None] for part in parts]}
+    sections = ids[: len(ids) // length * length].split(length)
+    return {OWN_KIND: [torch.cat([start_ids, section])[None] for section in sections]}
 
 
 class _Card:
@@ -285,12 +288,11 @@ class _Card:
             num_scored=self.size.num_scored,
             stored_positions=self.size.positions[:1],
         )
-        return {
-            " ".join(map(str, key)): {
-                field: tensor.tolist() for field, tensor in vars(text_scores).items()
-            }
-            for key, text_scores in scores
-        }
+        scores_by_key = {}
+        for (position, prompt, cache_name), text_scores in scores:
+            values = {name: tensor.tolist() for name, tensor in vars(text_scores).items()}
+            scores_by_key[f"{position} {prompt} {cache_name}"] = values
+        return scores_by_key
 
     def _time_steps(self, position: int) -> dict[str, Any]:
         """Return the milliseconds of a decode step, and the ratio to a step with DynamicCache."""
@@ -332,16 +334,16 @@ class _Card:
     def _summarize_predictions(self, name: str) -> list[dict[str, Any]]:
         """Return the scores of all texts, by prompt, position and kind of text."""
         rows = []
-        for prompt, position, kind in product(
-            (EXACT, STORED), self.size.positions, (ALL_KINDS, *self.texts)
-        ):
-            text_scores = [
-                Scores(*(torch.tensor(numbers, dtype=torch.float64) for numbers in fields.values()))
-                for part, part_scores in self.results.items()
-                if part.startswith("text:" if kind == ALL_KINDS else f"text: {kind} ")
-                for key, fields in part_scores.items()
-                if key == f"{position} {prompt} {name}"
-            ]
+        groups = product((EXACT, STORED), self.size.positions, (ALL_KINDS, *self.texts))
+        for prompt, position, kind in groups:
+            part_prefix = "text:" if kind == ALL_KINDS else f"text: {kind} "
+            key = f"{position} {prompt} {name}"
+            text_scores = []
+            for part, part_scores in self.results.items():
+                if part.startswith(part_prefix) and key in part_scores:
+                    values = part_scores[key].values()
+                    tensors = (torch.tensor(numbers, dtype=torch.float64) for numbers in values)
+                    text_scores.append(Scores(*tensors))
             if text_scores:
                 row = {"prompt": prompt, "position": position, "kind": kind}
                 rows.append({**row, **summarize_scores(text_scores)})
@@ -385,4 +387,4 @@ def find_tier(kl: float) -> str:
 def select_rows(entry: Mapping[str, Any], prompt: str) -> list[Any]:
     """Return the rows of all texts after exact or stored prompts, by position."""
     rows = entry["predictions"]
-    return [row for row in rows if (row["kind"], row["prompt"]) == (ALL_KINDS, prompt)]
+    return [row for row in rows if row["kind"] == ALL_KINDS and row["prompt"] == prompt]

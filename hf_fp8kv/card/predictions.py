@@ -16,7 +16,9 @@ from ..calibration.divergence import Scores, compute_logits, compute_scores
 from ..errors import ConfigError
 from .caches import UNQUANTIZED, Contender, States
 
-EXACT, STORED = "exact", "stored"  # states that a prompt attends to, as in `FP8PagedCache`
+# States that a prompt attends to, as in `FP8PagedCache`.
+EXACT = "exact"
+STORED = "stored"
 
 
 class Prefill(NamedTuple):
@@ -76,9 +78,11 @@ def score_text(
             )
         for name, contender in contenders.items():
             caches = {EXACT: contender.fill(model, states, start)}
-            if position in stored_positions and (cache := contender.make_stored(model)) is not None:
-                compute_logits(model, ids[:, :start], cache, scored=False)
-                caches[STORED] = cache
+            if position in stored_positions:
+                stored_cache = contender.make_stored(model)
+                if stored_cache is not None:
+                    compute_logits(model, ids[:, :start], stored_cache, scored=False)
+                    caches[STORED] = stored_cache
             for prompt, cache in caches.items():
                 logits = compute_logits(model, scored_ids, cache, scored=True)
                 yield (position, prompt, name), compute_scores(exact_logits, logits, next_ids)

@@ -49,8 +49,12 @@ def format_table(card: Mapping[str, Any]) -> "RenderableType":
         caption=_describe_conditions(card),
         title=f"{settings['model']}, {settings['dtype']}",
     )
-    refusals = [f"{name} was not measured. {reason}" for name, reason in card["refused"].items()]
-    return Group(table, *(format_verdict(card, name) for name in card["caches"]), *refusals)
+    verdicts = (format_verdict(card, name) for name in card["caches"])
+    return Group(table, *verdicts, *_list_refusals(card))
+
+
+def _list_refusals(card: Mapping[str, Any]) -> list[str]:
+    return [f"{name} was not measured. {reason}" for name, reason in card["refused"].items()]
 
 
 def format_markdown(card: Mapping[str, Any]) -> str:
@@ -68,7 +72,7 @@ def format_markdown(card: Mapping[str, Any]) -> str:
         _describe_measures(card),
         "",
         *(f"* {format_verdict(card, name)}" for name in card["caches"]),
-        *(f"* {name} was not measured. {reason}" for name, reason in card["refused"].items()),
+        *(f"* {refusal}" for refusal in _list_refusals(card)),
         "",
         _describe_conditions(card),
     ]
@@ -77,17 +81,17 @@ def format_markdown(card: Mapping[str, Any]) -> str:
 
 def _describe_measures(card: Mapping[str, Any]) -> str:
     settings = card["settings"]
-    stored = ""
     source = f" of {settings['texts']}" if settings.get("texts") else ""
+    stored_note = ""
     if _list_stored_positions(card):
-        stored = (
+        stored_note = (
             ' One call computed the prompt exactly. Prompts that are "stored" attend to stored '
             "bytes, as in serving, chunks, prefix stores and training."
         )
     return (
         f"KL (1e-3) and top-1 compare the last {settings['num_scored']} predictions before each "
         f"position, in each of {settings['num_texts']} texts{source}, with the predictions of the "
-        f"unquantized cache.{stored} Total variation is an upper bound on the "
+        f"unquantized cache.{stored_note} Total variation is an upper bound on the "
         "share of draft tokens that are rejected because of the cache."
     )
 
@@ -98,31 +102,29 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     stored_positions = _list_stored_positions(card)
     columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
-        rows = select_rows(cache, EXACT)
-        stored_cells = {
-            row["position"]: _format_kl(row["kl"], row["kl_error"])
-            for row in select_rows(cache, STORED)
-        }
+        exact_rows = select_rows(cache, EXACT)
+        stored_rows = {row["position"]: row for row in select_rows(cache, STORED)}
         values = {
             "bytes per token": f"{cache['bytes_per_token']:,.0f}",
             f"tokens in {settings['memory_gib']:g} GiB": f"{cache['tokens']:,}",
-            **{
-                f"KL at {row['position']:,}": _format_kl(row["kl"], row["kl_error"]) for row in rows
-            },
-            **{f"KL at {n:,}, stored": stored_cells.get(n, "refused") for n in stored_positions},
-            "99th percentile": _format_kl(rows[-1]["kl_p99"]),
-            "largest KL": _format_kl(rows[-1]["kl_max"]),
-            **{f"top-1 at {row['position']:,}": f"{row['top1']:.1%}" for row in rows},
-            **{
-                f"total variation at {row['position']:,}": f"{row['total_variation']:.2%}"
-                for row in rows
-            },
         }
+        for row in exact_rows:
+            values[f"KL at {row['position']:,}"] = _format_kl(row["kl"], row["kl_error"])
+        for position in stored_positions:
+            row = stored_rows.get(position)
+            cell = "refused" if row is None else _format_kl(row["kl"], row["kl_error"])
+            values[f"KL at {position:,}, stored"] = cell
+        values["99th percentile"] = _format_kl(exact_rows[-1]["kl_p99"])
+        values["largest KL"] = _format_kl(exact_rows[-1]["kl_max"])
+        for row in exact_rows:
+            values[f"top-1 at {row['position']:,}"] = f"{row['top1']:.1%}"
+        for row in exact_rows:
+            values[f"total variation at {row['position']:,}"] = f"{row['total_variation']:.2%}"
         for position in settings["step_positions"]:
             step = cache["steps"][str(position)]
             values[f"step at {position:,}"] = f"{step['ratio']:.2f}" if step else ""
-        columns.setdefault("", [*values])
-        columns[name] = [*values.values()]
+        columns.setdefault("", list(values))
+        columns[name] = list(values.values())
     return columns
 
 
@@ -133,7 +135,8 @@ def _format_kl(mean: float, error: float | None = None) -> str:
 
 
 def _describe_conditions(card: Mapping[str, Any]) -> str:
-    hardware, versions = card["hardware"], card["versions"]
+    hardware = card["hardware"]
+    versions = card["versions"]
     device = hardware["cpu"] if hardware["device"] == "cpu" else ", ".join(hardware["gpus"])
     return (
         f"Times of decode steps, in {card['settings']['dtype']}, are relative to DynamicCache. "
