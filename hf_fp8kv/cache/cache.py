@@ -85,7 +85,7 @@ class FP8PagedCache(DynamicCache):
     ```
 
     A model has a storage plan, which `choose_plan` chooses for the first cache or `enable`. Later
-    caches use it until the weights change. A config alone has none, and then K and V are stored as
+    caches use it until the weights change. A config alone has no plan, so K and V are stored as
     "fp8_e3m4", whose error is several times as large (docs/formats.md).
 
     Layers with full, sliding, chunked or indexed attention are paged. All other layers (linear,
@@ -137,13 +137,13 @@ class FP8PagedCache(DynamicCache):
 
     config: PreTrainedConfig | None
     layers: list[Any]
-    # `modeling/exact_states.py` then passes unrounded K and V to this cache.
+    # With this attribute, `modeling/exact_states.py` passes unrounded K and V to this cache.
     takes_exact_states = True
     # The cached tokens as far as their ids are known, including the current step. `UNKNOWN` while
     # the cache changes, and None if the cache never received token ids.
     tokens: Tokens | None = None
-    # The first tokens, if embeddings or images follow them. `tokens` is then None, or `UNKNOWN`
-    # after the pages change.
+    # The first tokens, if embeddings or images follow them. Otherwise None. If it is set, `tokens`
+    # is None, or `UNKNOWN` after the pages change.
     known_prefix: Tokens | None = None
     # Number of tokens that the last step added to `tokens`, even if it did not complete.
     step_tokens = 0
@@ -506,13 +506,14 @@ class FP8PagedCache(DynamicCache):
 
     def _count_sequences(self) -> int:
         """Return the number of sequences of all layers, 0 without memory, or -1 if they differ."""
-        batches = {self._paged.batch, *(len(x) for x in self._stock_tensors if x.ndim > 2)} - {0}
+        stock_batches = {len(tensor) for tensor in self._stock_tensors if tensor.ndim > 2}
+        batches = (stock_batches | {self._paged.batch}) - {0}
         return -1 if len(batches) > 1 else next(iter(batches), 0)
 
     @property
     def _stock_tensors(self) -> list[torch.Tensor]:
         leaves = tree_leaves([vars(layer) for layer in self.stock_layers])
-        return [x for x in leaves if isinstance(x, torch.Tensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _undo_step(self, index: int, num_tokens: int, error: BaseException) -> None:
         """Remove the tokens that layers before `index` stored in a failed step, if possible.
@@ -560,7 +561,7 @@ class FP8PagedCache(DynamicCache):
         it. A cache and its forks must therefore be used by one thread at a time. The pages of a
         preallocated cache and transformers' layers are copied.
         """
-        fork = self._from_layers(self._paged.fork(), [*map(copy.deepcopy, self.stock_layers)])
+        fork = self._from_layers(self._paged.fork(), list(map(copy.deepcopy, self.stock_layers)))
         # Also copy `tokens`, attributes of subclasses, and attributes that a user has set.
         vars(fork).update({**vars(self), **vars(fork)})
         return fork
@@ -591,7 +592,7 @@ class FP8PagedCache(DynamicCache):
         self.take_contents(self._from_layers(paged))
 
     def take_contents(self, source: "FP8PagedCache") -> None:
-        """Share the contents of `source`, a cache of the same config, from now on."""
+        """Share the contents of `source`, a cache of the same config."""
         vars(self).update(vars(source))  # in one call, which interruptions do not split
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
@@ -664,27 +665,30 @@ class FP8PagedCache(DynamicCache):
         dense_bytes = stored_bytes = 0.0
         for layer in self.paged_layers:
             pool = layer.store.pool
-            size = self.options.page_size
+            page_size = self.options.page_size
             plan = layer.store.encoding.plan
-            shape = None if self.config is None else find_kv_sizes(self.config, layer.index)
+            sizes = None if self.config is None else find_kv_sizes(self.config, layer.index)
             if layer.store.is_initialized:
-                shape = pool.num_heads, pool.k_dim, pool.v_dim
-            elif shape is not None:
-                shape = shape[0] // self.options.tensor_parallel.size, *shape[1:]
-            if shape is None:
+                num_heads, k_dim, v_dim = pool.num_heads, pool.k_dim, pool.v_dim
+            elif sizes is not None:
+                num_model_heads, k_dim, v_dim = sizes
+                num_heads = num_model_heads // self.options.tensor_parallel.size
+            else:
                 return None
-            dtypes = [side.find_dtype(torch.bfloat16) for side in plan]
-            has_scales = self.options.has_dynamic_scales and not all(x.is_auto for x in plan)
-            layout = make_page_layout(shape[0], size, *shape[1:], dtypes[0], dtypes[1], has_scales)
+            k_dtype, v_dtype = (side.find_dtype(torch.bfloat16) for side in plan)
+            has_scales = self.options.has_dynamic_scales and not all(side.is_auto for side in plan)
+            layout = make_page_layout(
+                num_heads, page_size, k_dim, v_dim, k_dtype, v_dtype, has_scales
+            )
             num_kept = min(num_tokens, layer.sliding_window or num_tokens)
-            stored_bytes += num_kept * layout.size / size
-            dense_bytes += 2 * num_kept * shape[0] * (shape[1] + shape[2])
+            stored_bytes += num_kept * layout.size / page_size
+            dense_bytes += torch.bfloat16.itemsize * num_kept * num_heads * (k_dim + v_dim)
         return (dense_bytes, stored_bytes) if dense_bytes else None
 
     def memory_footprint(self) -> MemoryFootprint:
         """Return the memory of the cache. A page that forks share counts for each of them."""
         sizes = self._paged.memory_footprint()
-        sizes["other"] += sum(x.nbytes for x in self._stock_tensors)
+        sizes["other"] += sum(tensor.nbytes for tensor in self._stock_tensors)
         return MemoryFootprint(
             **{f"{kind}_bytes": size for kind, size in sizes.items()},
             total_bytes=sizes.total() - sizes["used"],

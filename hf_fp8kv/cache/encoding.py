@@ -54,7 +54,7 @@ class Encoding:
         check_split(self.index, num_heads, self.num_model_heads, self.options.tensor_parallel.size)
         scales = self.options.get_layer_scales(self.index, num_heads, key.shape[3], value.shape[3])
         self.k_scale, self.v_scale, self.k_center = (
-            None if x is None else x.to(key.device) for x in scales
+            None if tensor is None else tensor.to(key.device) for tensor in scales
         )
         self.backend = ops.choose_backend(self.options.backend, key.device)
         self.device = key.device

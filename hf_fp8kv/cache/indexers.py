@@ -46,8 +46,7 @@ class IndexerLayer(StaticIndexedLayer):
             # These tensors are later written in inference mode and outside it.
             with torch.inference_mode(False), torch.no_grad():
                 self.lazy_initialization_indexer(indexer_key_states)
-        keys: Tensor = super().update_indexer(indexer_key_states)
-        return keys
+        return super().update_indexer(indexer_key_states)  # type: ignore[no-any-return]
 
     def set_tensors(self, tensors: dict[str, Tensor], length: int) -> None:
         """Store the first `length` tokens, above 0, of copies of `get_indexer_tensors`' result."""
@@ -66,8 +65,9 @@ class IndexerLayer(StaticIndexedLayer):
         if max_tokens is None:
             self.trim(length)
         elif self.indexer_keys is not None:
-            padding = 0, 0, 0, max_tokens - length
-            self.indexer_keys = torch.nn.functional.pad(self.indexer_keys, padding)
+            self.indexer_keys = torch.nn.functional.pad(
+                self.indexer_keys, (0, 0, 0, max_tokens - length)
+            )
             self.indexer_cumulative_length = torch.tensor(length)
             self._mark_addresses()
 

@@ -23,7 +23,8 @@ def _make_states_property(name: str) -> Any:
     def read(layer: "FP8PagedLayer") -> PagedKV | None:
         if not layer.is_initialized:
             return None
-        return layer.store.make_stored_handles()[name == "values"]
+        keys, values = layer.store.make_stored_handles()
+        return keys if name == "keys" else values
 
     def assign(layer: "FP8PagedLayer", states: torch.Tensor | None) -> None:
         """Replace the stored tokens once `keys` and `values` are assigned, as in dense layers."""
@@ -31,7 +32,7 @@ def _make_states_property(name: str) -> Any:
             raise ConfigError(f"expected tensors as {name}, got None. Call cache.reset()")
         layer.assigned[name] = states
         if len(layer.assigned) == 2:
-            key, value = (densify(layer.assigned.pop(x)) for x in ("keys", "values"))
+            key, value = (densify(layer.assigned.pop(side)) for side in ("keys", "values"))
             layer.replace(key, value)
 
     return property(read, assign)
@@ -96,7 +97,7 @@ class FP8PagedLayer(CacheLayerMixin):
         self.store.group.record_past = value
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens from now on. A ring becomes pages for all tokens, at new addresses."""
+        """Keep tokens that leave the window. A ring becomes all pages, at new addresses."""
         length = self.store.length
         if isinstance(length, DeviceLength) and self.is_initialized:
             length.group.unroll_ring()
@@ -129,7 +130,8 @@ class FP8PagedLayer(CacheLayerMixin):
                 error, unless its mask is made in a compiled region, which generate() avoids.
         """
         store = self.store
-        length, encoding = store.length, store.encoding
+        length = store.length
+        encoding = store.encoding
         if not torch.compiler.is_compiling():
             if not self.assigned and (repeated := store.repeat(key_states, value_states)):
                 return repeated
@@ -137,9 +139,7 @@ class FP8PagedLayer(CacheLayerMixin):
         else:
             refuse_export()
             if length.max_tokens is None:
-                uncompiled: tuple[torch.Tensor, torch.Tensor]
-                uncompiled = _update_uncompiled(self, key_states, value_states)
-                return uncompiled
+                return _update_uncompiled(self, key_states, value_states)  # type: ignore[no-any-return]
         key = without_grad(key_states)
         value = without_grad(value_states)
         reads_pages = self.options.prefill == "stored" or not length.is_empty
@@ -242,7 +242,8 @@ class FP8PagedLayer(CacheLayerMixin):
             OutOfPagesError: The budget has no room for copies of pages that forks share.
         """
         store = self.store
-        length, group = store.length, store.group
+        length = store.length
+        group = store.group
         if isinstance(length, DeviceLength):
             raise ConfigError(
                 "layer.keys, layer.values: expected a growing cache for an assignment, got a "
@@ -251,23 +252,24 @@ class FP8PagedLayer(CacheLayerMixin):
         check_tokens(self, key, value)
         num_stored = length.num_stored
         num_new = key.shape[2]
-        batch = key.shape[0]
         if group.window is not None or num_new > num_stored:
             raise ConfigError(
                 f"expected at most {num_stored} keys and values for a layer without a window, got "
                 f"{num_new} for {self}. Leave layers with a window as they are"
             )
-        stored_key, stored_value = (x.dense()[:, :, :num_new] for x in store.make_stored_handles())
+        stored_key, stored_value = (
+            handle.dense()[:, :, :num_new] for handle in store.make_stored_handles()
+        )
         if torch.equal(stored_key, key) and torch.equal(stored_value, value):
             store.crop_to(num_new)
             return
         if store.indexer is not None and num_new < num_stored and not torch.equal(stored_key, key):
             raise ConfigError(
-                f"expected all keys and values of {self}, or the first ones unchanged, got "
-                f"{num_new} different ones. Its indexer has keys of all tokens. Name the layer in "
-                "skip_layers, or use crop"
+                f"expected all keys and values of {self}, or its first tokens unchanged, got "
+                f"{num_new} tokens with other keys. Its indexer has keys of all tokens. Name the "
+                "layer in skip_layers, or use crop"
             )
-        group.reserve(0, num_new, batch)
+        group.reserve(0, num_new, key.shape[0])
         length.set(0)
         self.update(key, value)
 

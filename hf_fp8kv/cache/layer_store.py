@@ -43,9 +43,16 @@ class DecodeRecord:
 def describe_tokens(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
     """Return everything about new tokens that a step depends on, except their values."""
     return (
-        key.shape, key.stride(), key.dtype, key.device, type(value), value.shape, value.stride(),
-        value.dtype, value.device,
-    )  # fmt: skip
+        key.shape,
+        key.stride(),
+        key.dtype,
+        key.device,
+        type(value),
+        value.shape,
+        value.stride(),
+        value.dtype,
+        value.device,
+    )
 
 
 class LayerStore:
@@ -115,9 +122,9 @@ class LayerStore:
         """Use the group's schedule, and mark constant addresses for torch.compile."""
         if not isinstance(self.length, DeviceLength):
             return
-        num_rows = self._count_query_rows(1)
-        backend = self.encoding.backend
-        tensors = self.length.share_schedule(self.pool.num_heads, num_rows, backend)
+        tensors = self.length.share_schedule(
+            self.pool.num_heads, self._count_query_rows(1), self.encoding.backend
+        )
         if not torch.compiler.is_compiling():
             pages = self.encoding.make_pages(self.pool, self.length.table)
             for tensor in (pages.block, pages.offsets, *tensors, *self.encoding.list_tensors()):
@@ -158,11 +165,13 @@ class LayerStore:
         by the new tokens. The last window is copied to the layer's pages. Otherwise, only the last
         tokens are stored.
         """
-        encoding, long_write = self.encoding, positions.long_write
+        encoding = self.encoding
+        long_write = positions.long_write
         assert long_write is not None
         listed_pages, lengths = positions.locate(encoding.device)
         pages = encoding.make_pages(self.pool, listed_pages)
-        (batch, num_old), num_kept = long_write.old_pages.shape, long_write.kept_pages.shape[1]
+        batch, num_old = long_write.old_pages.shape
+        num_kept = long_write.kept_pages.shape[1]
         num_new = -(-positions.num_tokens // pages.page_size)
         if not reads:
             num_skipped = max(num_new - num_kept, 0) * pages.page_size
@@ -173,23 +182,22 @@ class LayerStore:
         num_pages = num_old + num_new
         block = pages.block.new_zeros((batch, num_pages, pages.block.shape[1]))
         if num_old:
-            rows = self.pool.blocks.take(long_write.old_pages.reshape(-1))
-            block[:, :num_old] = rows.unflatten(0, (batch, num_old))
+            old_rows = self.pool.blocks.take(long_write.old_pages.reshape(-1))
+            block[:, :num_old] = old_rows.unflatten(0, (batch, num_old))
         device = block.device
         # Earlier positions have no scratch page, because they are not visible to any query.
         columns = torch.arange(listed_pages.shape[1], device=device) - long_write.first_page
         sequence = torch.arange(batch, device=device)[:, None]
         table = (sequence * num_pages + columns.clamp(0, num_pages - 1)).int()
-        scratch = block.flatten(0, 1)
-        pages = pages._replace(block=scratch, table=table, offsets=locate_pages([scratch]))
-        ops.write(pages, key, value, lengths, encoding.backend, self.length.max_tokens)
-        columns = torch.arange(num_kept, device=device) + (
-            long_write.first_kept_page - long_write.first_page
-        )
+        rows = block.flatten(0, 1)
+        scratch_pages = pages._replace(block=rows, table=table, offsets=locate_pages([rows]))
+        ops.write(scratch_pages, key, value, lengths, encoding.backend, self.length.max_tokens)
+        first_kept = long_write.first_kept_page - long_write.first_page
+        kept_columns = torch.arange(num_kept, device=device) + first_kept
         self.pool.memory.put(
-            long_write.kept_pages.reshape(-1), block[sequence, columns].flatten(0, 1)
+            long_write.kept_pages.reshape(-1), block[sequence, kept_columns].flatten(0, 1)
         )
-        return pages
+        return scratch_pages
 
     def make_handles(
         self, pages: Pages, lengths: torch.Tensor, positions: AnyPositions
@@ -200,11 +208,18 @@ class LayerStore:
         schedule = self.length.get_schedule(
             positions, lengths.device, self.pool.num_heads, num_rows, backend
         )
+        # Positional arguments take less time than keyword arguments.
         return make_handles(
-            pages, lengths, schedule, (self.pool.k_dtype, self.pool.v_dtype),
-            positions.first_position, positions.stop, self.group.window or 0,
-            self.length.max_tokens is not None, backend,
-        )  # fmt: skip
+            pages,
+            lengths,
+            schedule,
+            (self.pool.k_dtype, self.pool.v_dtype),
+            positions.first_position,
+            positions.stop,
+            self.group.window or 0,
+            self.length.max_tokens is not None,
+            backend,
+        )
 
     def record(
         self, pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
@@ -226,7 +241,8 @@ class LayerStore:
         Return None if the pages have no record, or the step differs from the recorded step. Raise
         the errors of `LayerGroup.reserve`.
         """
-        length, blocks = self.length, self.pool.blocks
+        length = self.length
+        blocks = self.pool.blocks
         if (plan_and_pages := blocks.cached_pages) is None or type(length) is not HostLength:
             return None
         pages = plan_and_pages[1]
@@ -279,9 +295,9 @@ class LayerStore:
         """Apply a change of a preallocated group's block table or device, in place if possible."""
         if isinstance(self.length, DeviceLength) and self.is_initialized:
             offsets = self.pool.blocks.offsets
-            device = self.encoding.device
             self.pool.memory.grow(self.group.capacity)
-            if self.length.update_table(device) or self.pool.blocks.offsets is not offsets:
+            has_moved = self.length.update_table(self.encoding.device)
+            if has_moved or self.pool.blocks.offsets is not offsets:
                 self.mark_addresses()
 
     def fetch_pages(self) -> None:
@@ -347,11 +363,12 @@ class LayerStore:
             self.indexer.set_tensors(get_indexer_tensors(source.indexer), num_stored)
         self.allocate(*pool.make_empty_kv(table.batch))
         # A ring only holds the last pages.
-        group, stop = length.group, table.num_columns
-        first = max(table.first_page, stop - (group.ring_size or stop))
-        group.first_intact[length.member] = first * table.page_size
-        new_pages = length.table[:, first:stop].long().reshape(-1)
-        rows = pool.memory.take(table.rows[:, first:stop].reshape(-1))
+        group = length.group
+        stop = table.num_columns
+        start = max(table.first_page, stop - (group.ring_size or stop))
+        group.first_intact[length.member] = start * table.page_size
+        new_pages = length.table[:, start:stop].long().reshape(-1)
+        rows = pool.memory.take(table.rows[:, start:stop].reshape(-1))
         self.pool.memory.put(new_pages, rows.to(new_pages.device))
         length.set(num_stored)
         length.fill_schedule(1)
@@ -361,8 +378,7 @@ class LayerStore:
 
         An uninitialized layer has only `other`.
         """
-        indexer_tensors = get_indexer_tensors(self.indexer).values()
-        indexer_bytes = sum(tensor.nbytes for tensor in indexer_tensors)
+        indexer_bytes = sum(tensor.nbytes for tensor in get_indexer_tensors(self.indexer).values())
         if not self.is_initialized:
             return {"other": indexer_bytes}
         sizes = {"other": indexer_bytes, **self.pool.memory_footprint()}

@@ -29,8 +29,8 @@ from ..scales.layer_scales import SKIP_ADVICE, check_ranks
 from ..utils.arguments import check_count
 from .plans import parse_plan
 
-# Formats whose range is too narrow for outliers.
-NARROW_FORMATS = tuple(x.name for x in FORMATS.values() if x.bits - 1 - x.mantissa_bits < 3)
+# Formats whose range is too narrow for outliers, because they have fewer than 3 exponent bits.
+NARROW_FORMATS = tuple(fmt.name for fmt in FORMATS.values() if fmt.bits - 1 - fmt.mantissa_bits < 3)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class CacheOptions:
         scales: KVScales | str | os.PathLike[str] | float | None = None,
         plan: object = None,
         is_latent: bool = False,
-        **fields: Any,
+        **other_options: Any,
     ) -> "CacheOptions":
-        """Return checked options. `fields` are the remaining fields of the class.
+        """Return checked options. `other_options` are the remaining fields of the class.
 
         `is_latent` is whether K holds latents and V the RoPE parts of the keys (MLA). RoPE parts
         are a ninth of the values and distinguish keys, so they keep the model's dtype unless a
@@ -83,7 +83,7 @@ class CacheOptions:
             ConfigError: An argument is invalid.
             BackendError: The backend cannot run here.
         """
-        ranks = fields["tensor_parallel"] = TensorParallel.parse(fields.get("tensor_parallel"))
+        ranks = TensorParallel.parse(other_options.pop("tensor_parallel", None))
         scales = resolve_scales(scales, tp_rank=ranks.rank, tp_size=ranks.size)
         if isinstance(scales, StoragePlan):
             raise ConfigError(
@@ -114,7 +114,7 @@ class CacheOptions:
             resolved_plan = _make_layer_plan(
                 formats, has_scales=scales is not None, is_latent=is_latent
             )
-        options = cls(plan=resolved_plan, scales=scales, **fields)
+        options = cls(plan=resolved_plan, scales=scales, tensor_parallel=ranks, **other_options)
         options.check()
         return options
 
@@ -264,40 +264,50 @@ class CacheOptions:
             return None, None, None
         plan = self.get_layer_plan(index)
         if isinstance(self.scales, KVScales):
-            layer = self.expand_scales(self.scales, index, num_heads, k_dim, v_dim)
-            k, v = (
-                None
-                if side.is_auto or scale is None or not scale.numel()
-                else scale * FORMATS[side.format].scale_from_e4m3
-                for scale, side in ((layer.k, plan.k), (layer.v, plan.v))
-            )
-            return k, v, layer.k_center if plan.k.centered else None
+            scales = self.expand_scales(self.scales, index, num_heads, k_dim, v_dim)
+            k = _convert_scale(scales.k, plan.k)
+            v = _convert_scale(scales.v, plan.v)
+            return k, v, scales.k_center if plan.k.centered else None
         scale = torch.tensor(self.scales, dtype=torch.float32, device="cpu")
         k = None if plan.k.format == AUTO else scale.repeat(num_heads, k_dim)
         v = None if plan.v.format == AUTO or not v_dim else scale.repeat(num_heads, v_dim)
         return k, v, None
 
 
+def _convert_scale(scale: torch.Tensor | None, side: SidePlan) -> torch.Tensor | None:
+    """Return a scale for E4M3 in the unit of the stored format, or None if there is none."""
+    if side.is_auto or scale is None or not scale.numel():
+        return None
+    return scale * FORMATS[side.format].scale_from_e4m3
+
+
 def _make_layer_plan(
     formats: Mapping[str, object], *, has_scales: bool, is_latent: bool
 ) -> LayerPlan:
     """Return the plan of the arguments `dtype`, `key_dtype` and `value_dtype`, or the default."""
-    parsed_formats = {name: parse_dtype(x, name) for name, x in formats.items() if x is not None}
+    parsed_formats = {
+        argument: parse_dtype(dtype, argument)
+        for argument, dtype in formats.items()
+        if dtype is not None
+    }
     default = parsed_formats.get("dtype", STATIC_DTYPE if has_scales else DEFAULT_DTYPE)
-    k = parsed_formats.get("key_dtype", default)
-    v = parsed_formats.get("value_dtype", AUTO if is_latent else default)
+    k_format = parsed_formats.get("key_dtype", default)
+    v_format = parsed_formats.get("value_dtype", AUTO if is_latent else default)
     # Rotation compensates for a narrow range. Static scales are for unrotated values.
     rotated_formats = () if has_scales else NARROW_FORMATS
-    return LayerPlan(*(SidePlan(name, name in rotated_formats) for name in (k, v)))
+    return LayerPlan(
+        SidePlan(k_format, k_format in rotated_formats),
+        SidePlan(v_format, v_format in rotated_formats),
+    )
 
 
 def _refuse_arguments(arguments: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for arguments that conflict with a plan."""
-    for name, value in arguments.items():
-        if value is not None:
+    for name, argument in arguments.items():
+        if argument is not None:
             raise ConfigError(
                 f"{name}: expected None, because {source} how each layer is stored, got "
-                f"{value!r}. Leave it out"
+                f"{argument!r}. Leave it out"
             )
 
 

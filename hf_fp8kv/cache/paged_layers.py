@@ -72,7 +72,7 @@ class PagedLayers:
         self._siblings: list[weakref.ref[LayerGroup]] = []  # references to all groups
         # Index and number of new tokens of each layer that the current step has written.
         self._step_layers: list[tuple[int, int]] = []
-        # The same for the previous step, or empty if it cannot be compared with the current step.
+        # The layers of the previous step. Empty if it cannot be compared with the current step.
         self._last_layers: list[tuple[int, int]] = []
         self._has_mask_request = self._is_model_step = False
         # The attention module of the first layer, which `check_module` compares.
@@ -164,7 +164,9 @@ class PagedLayers:
         if config is None:
             if skip_layers or self.options.is_preallocated:
                 name = "skip_layers" if skip_layers else "max_cache_len"
-                raise ConfigError(f"{name}: expected a config with layers, got None. Pass one")
+                raise ConfigError(
+                    f"{name}: expected a config with layers, got None. Pass the model"
+                )
             return []
         if self.options.tensor_parallel.size > 1:
             check_divides(config, self.options.tensor_parallel.size)
@@ -183,7 +185,8 @@ class PagedLayers:
                 layers[index] = StaticLayer(max_tokens)
         self._match_widths(layers)
         self.options.check_layers([layer.index for layer in self.layers], len(layers))
-        if isinstance(scales := self.options.scales, KVScales):
+        scales = self.options.scales
+        if isinstance(scales, KVScales):
             for layer in self.layers:
                 if sizes := find_kv_sizes(config, layer.index):
                     num_heads = sizes[0] // self.options.tensor_parallel.size
@@ -192,7 +195,7 @@ class PagedLayers:
 
     def merge_layers(self, stock_layers: Sequence[Any]) -> list[Any]:
         """Return the paged layers and transformers' `stock_layers`, in the order of the model."""
-        layers = [*stock_layers]
+        layers = list(stock_layers)
         for layer in self.layers:
             layers.insert(layer.index, layer)
         self._match_widths(layers)
@@ -229,7 +232,7 @@ class PagedLayers:
         copy = PagedLayers(self.options, self.config, budget)
         copy.is_open_ended = self.is_open_ended
         copy._module = self._module
-        copy._step_layers = [*self._step_layers]
+        copy._step_layers = list(self._step_layers)
         copy._is_model_step = self._is_model_step
         for group in groups.values():
             copy.add_group(group)
@@ -237,10 +240,13 @@ class PagedLayers:
             copy._get_group(window).record_past = group.record_past
         for store in self.stores:
             pool = store.pool if groups and store.is_initialized else None
-            has_indexer = store.indexer is not None
-            index = store.encoding.index
-            window = store.group.window
-            copy.add_layer(index, window, pool, has_indexer=has_indexer, source=store)
+            copy.add_layer(
+                store.encoding.index,
+                store.group.window,
+                pool,
+                has_indexer=store.indexer is not None,
+                source=store,
+            )
         return copy
 
     def _match_widths(self, layers: list[Any]) -> None:
@@ -278,14 +284,17 @@ class PagedLayers:
         self._has_mask_request = True
         if self._has_static_layers and self.stores:
             self.stores[0].length.check_capacity(num_tokens)  # type: ignore[union-attr]
-        options = self.options
-        max_tokens = self.stores[0].length.max_tokens if self.stores else options.max_cache_len
+        max_tokens = self.stores[0].length.max_tokens if self.stores else self.options.max_cache_len
         is_empty = not self.stores or self.stores[0].length.is_empty
-        reads_pages = not is_empty or options.prefill == "stored"
+        reads_pages = not is_empty or self.options.prefill == "stored"
         # Static layers of transformers return columns without tokens, which only a mask hides.
         is_preallocated = reads_pages and num_columns == max_tokens and not self._has_static_layers
-        sizes = num_tokens, num_columns, start
-        return MaskRequest(sizes, is_preallocated, max_tokens is None, reads_pages)
+        return MaskRequest(
+            sizes=(num_tokens, num_columns, start),
+            is_preallocated=is_preallocated,
+            is_growing=max_tokens is None,
+            is_stored=reads_pages,
+        )
 
     # -- steps at constant addresses ---------------------------------------------------------
 
@@ -332,9 +341,8 @@ class PagedLayers:
             return False
         lengths = self.read_lengths()
         # After an interrupted `reserve`, only the first layers are preallocated.
-        for host_length, layer, store, length in zip(
-            self._growing_lengths, self.layers, self.stores, lengths, strict=False
-        ):
+        members = zip(self._growing_lengths, self.layers, self.stores, lengths, strict=False)
+        for host_length, layer, store, length in members:
             host_length.group.lengths[host_length.member] = length
             store.set_length(host_length)
             layer.is_compileable = False
@@ -349,7 +357,9 @@ class PagedLayers:
         self.unreserve()
         self.check_complete()
         # Lengths are read only if a window may have lost tokens, because this may synchronize.
-        if not self.fixed_groups or any(x.ring_size or x.first_intact for x in self.fixed_groups):
+        if not self.fixed_groups or any(
+            group.ring_size or group.first_intact for group in self.fixed_groups
+        ):
             for store, length in zip(self.stores, self.read_lengths(), strict=True):
                 store.length.check_crop(num_tokens, length)
 
@@ -367,7 +377,9 @@ class PagedLayers:
             new_lengths = [max(length - num_tokens, 0) for length in self.read_lengths()]
             # The layer with the fewest tokens is the first to write into a page.
             shortest = min(new_lengths, default=0)
-            page_counts = [x.count_new_pages(slice(None), shortest) for x in self.fixed_groups]
+            page_counts = [
+                group.count_new_pages(slice(None), shortest) for group in self.fixed_groups
+            ]
             self.budget.check(sum(page_counts))
             for store, length in zip(self.stores, new_lengths, strict=True):
                 store.crop_to(length)
@@ -443,7 +455,11 @@ class PagedLayers:
             return
         self.unreserve()
         if self._step_layers and self._step_layers[-1][0] < index:  # not of the previous step
-            num_removed = dict(x for x in self._step_layers if x[1] == num_tokens)
+            num_removed = {
+                layer_index: num_new
+                for layer_index, num_new in self._step_layers
+                if num_new == num_tokens
+            }
             for store in self.stores:
                 store.group.lengths[store.length.member] -= num_removed.get(store.encoding.index, 0)
             self._step_layers = self._last_layers
@@ -519,7 +535,7 @@ class PagedLayers:
             return
         for store in self.stores:
             store.crop_to(0)
-        num_pages = sum(x.pages_per_sequence for x in self.fixed_groups) * self.batch
+        num_pages = sum(group.pages_per_sequence for group in self.fixed_groups) * self.batch
         exceeds_budget = self.budget.max_pages is not None and num_pages > self.budget.max_pages
         batches = {group.table.batch for group in self.groups.values()}
         if was_incomplete or exceeds_budget or len(batches) > 1:
@@ -560,9 +576,9 @@ class PagedLayers:
             raise ConfigError(
                 f"expected indices of sequences from 0 to {batch - 1}, got {sequences.tolist()}"
             )
-        lengths = (self.fixed_groups and self.read_lengths()) or [0]
+        lengths = self.read_lengths() if self.fixed_groups else [0]
         if self.fixed_groups:
-            page_counts = [x.count_new_pages(rows, min(lengths)) for x in self.fixed_groups]
+            page_counts = [group.count_new_pages(rows, min(lengths)) for group in self.fixed_groups]
             self.budget.check(max(sum(page_counts), 0))
         for group in self.groups.values():
             group.settle_step()

@@ -47,23 +47,26 @@ class LazyTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         attributes = {name: getattr(self, name) for name in self.FIELDS}
-        tensors = [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]
+        inner_names = [name for name in self.FIELDS if isinstance(attributes[name], torch.Tensor)]
         constants = tuple(
-            (name, value) for name, value in attributes.items() if name not in tensors
+            (name, attributes[name]) for name in self.FIELDS if name not in inner_names
         )
-        return tensors, (constants, self.dtype)
+        return inner_names, (constants, self.dtype)
 
     @classmethod
     def __tensor_unflatten__(
         cls, tensors: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> Any:
-        (constants, dtype), device = context, next(iter(tensors.values())).device
-        return cls.wrap(tensors | dict(constants), size, dtype, device)
+        constants, dtype = context
+        first_tensor = next(iter(tensors.values()))
+        return cls.wrap(tensors | dict(constants), size, dtype, first_tensor.device)
 
     def _stable_hash_for_caching(self) -> str:
-        names, context = self.__tensor_flatten__()
-        tensors = [vars(self)[name] for name in names]
-        layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        inner_names, context = self.__tensor_flatten__()
+        tensors = [vars(self)[name] for name in inner_names]
+        layouts = [
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
+        ]
         return f"{self!r} {context} {layouts}"
 
     @classmethod
@@ -201,11 +204,19 @@ def make_handles(
     if pages.attributes is None:
         pages.attributes = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
     attributes = {
-        **pages.attributes, "pages": pages, "lengths": lengths, "schedule": schedule, "side": "k",
-        "start": start, "stop": stop, "window": window, "is_ragged": is_ragged, "backend": backend,
-    }  # fmt: skip
-    batch, device = pages.table.shape[0], pages.table.device
-    shape = (batch, pages.num_heads, stop - start)
+        **pages.attributes,
+        "pages": pages,
+        "lengths": lengths,
+        "schedule": schedule,
+        "side": "k",
+        "start": start,
+        "stop": stop,
+        "window": window,
+        "is_ragged": is_ragged,
+        "backend": backend,
+    }
+    device = pages.table.device
+    shape = (pages.table.shape[0], pages.num_heads, stop - start)
     return (
         PagedKV.wrap(attributes, (*shape, pages.k.head_dim), dtypes[0], device),
         PagedKV.wrap({**attributes, "side": "v"}, (*shape, pages.v.head_dim), dtypes[1], device),

@@ -51,24 +51,24 @@ def parse_plan(plan: object) -> Plan | None:
     elif isinstance(plan, list | tuple) and len(plan) == 2 and not isinstance(plan, LayerPlan):
         plan = LayerPlan.parse(*plan)
     if isinstance(plan, LayerPlan):
-        layers: dict[object, object] = {0: plan}
+        layer_plans: dict[object, object] = {0: plan}
     elif isinstance(plan, Mapping) and plan:
-        layers = dict(plan)
+        layer_plans = dict(plan)
     else:
         raise ConfigError(
             "plan: expected a StoragePlan, a LayerPlan, a LayerPlan for each layer, or text, got "
             f"{plan!r}. Pass, for example, plan=('int8 rotated', 'fp8_e2m5 rotated')"
         )
-    for index, layer in layers.items():
+    for index, layer_plan in layer_plans.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ConfigError(
                 f"plan: expected indices of layers from 0 on, got {index!r}. Use the keys of a "
                 "cache's `plan`"
             )
-        if LayerPlan.check(layer, f"plan of layer {index}").v.centered:
+        if LayerPlan.check(layer_plan, f"plan of layer {index}").v.centered:
             raise ConfigError(
-                f"plan: expected V without a center, which only K can have, got {layer} for layer "
-                f"{index}. Leave 'centered' out of V's plan"
+                f"plan: expected V without a center, which only K can have, got {layer_plan} for "
+                f"layer {index}. Leave 'centered' out of V's plan"
             )
     return plan if isinstance(plan, LayerPlan) else dict(plan)
 

@@ -33,9 +33,11 @@ from .tokens import Tokens
 VERSION = 6
 _STOCK_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-# Positions are int32, which limits the tokens of a sequence. A block table may have
-# `_MIN_ENTRY_LIMIT` entries, or one entry for each byte of a file if that is more.
-_MAX_TOKENS, _MIN_ENTRY_LIMIT = 2**31 - 1, 1 << 21
+# Positions are int32, which limits the tokens of a sequence.
+_MAX_TOKENS = 2**31 - 1
+# A block table may have this number of entries, or one entry for each byte of a file if that is
+# more.
+_MIN_ENTRY_LIMIT = 1 << 21
 
 # Fields of `Tokens`, and the number of their dimensions.
 _TOKEN_FIELDS = {"ids": (2,), "mask": (2,), "positions": (2, 3), "features": (2,)}
@@ -79,7 +81,8 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
         ).int()
         layers: list[Metadata] = []
         for store in (store for store in fork.stores if store.group is group):
-            index, pool = store.encoding.index, store.pool
+            index = store.encoding.index
+            pool = store.pool
             metadata: Metadata = {"index": index}
             layers.append(metadata)
             if store.indexer is not None:
@@ -144,46 +147,32 @@ def unpack(
         OutOfPagesError: The pages exceed `options.max_pages`.
     """
     budget = options.make_budget()
-    page_size = options.page_size
     max_tokens = options.max_cache_len or 0
     max_entries = max(_MIN_ENTRY_LIMIT, sum(tensor.nbytes for tensor in tensors.values()))
-    _check_same("open_ended", bool, type(metadata["open_ended"]))
+    open_ended = metadata["open_ended"]
+    _check(isinstance(open_ended, bool), "open_ended", "true or false", open_ended)
     windows = [group_metadata["window"] for group_metadata in metadata["groups"]]
     _check_same("windows of the groups", list(dict.fromkeys(windows)), windows)
     stock_keys = [layer.keys for layer in stock_layers] if "stock" in metadata else []
     batch_sizes = {len(keys) for keys in stock_keys if keys is not None}
     paged = PagedLayers(options, config, budget)
-    paged.is_open_ended = metadata["open_ended"]
+    paged.is_open_ended = open_ended
     # Arguments of `PagedLayers.add_layer` and `LayerStore.restore`, by layer.
     layers: dict[int, tuple[Metadata, Metadata]] = {}
     pools: list[tuple[PagePool, torch.Tensor]] = []
     for group_index, group_metadata in enumerate(metadata["groups"]):
-        table_name = f"groups.{group_index}.table"
-        window = group_metadata["window"]
-        _check_same("record_past", bool, type(group_metadata["record_past"]))
-        _check_count("window", 1 if window is None else window, 1)
         group_layers = group_metadata["layers"]
-        limit = max_tokens or _MAX_TOKENS
         lengths = [
-            _check_count("length", layer.get("length", 0), 0, limit) for layer in group_layers
+            _check_count("length", layer.get("length", 0), 0, max_tokens or _MAX_TOKENS)
+            for layer in group_layers
         ]
-        max_length = max(lengths, default=0)
-        # A preallocated cache may be saved within a step, when only some layers have new tokens.
-        group_length = max_length if max_tokens else min(filter(None, lengths), default=0)
-        visible_page = LayerGroup(budget, window).find_window_start(group_length) // page_size
-        batch_size, num_used = tensors[table_name].shape
-        num_columns = -(-max_length // page_size)
-        subject = f"{table_name}: first page"
-        first_page = _check_count(subject, num_columns - num_used, 0, visible_page)
-        num_entries = batch_size * max(num_columns, max_tokens // page_size)
+        table_name = f"groups.{group_index}.table"
+        batch_size = len(tensors[table_name])
+        num_columns = -(-max(lengths, default=0) // options.page_size)
+        num_entries = batch_size * max(num_columns, max_tokens // options.page_size)
         max_entries -= _check_count(f"{table_name}: entries", num_entries, 0, max_entries)
-        rows = _pop_tensor(tensors, table_name, torch.int32, batch_size, num_used).cpu().numpy()
-        num_pages = int(rows.max(initial=-1)) + 1
-        page_bounds = int(rows.min(initial=0)), len(np.unique(rows))
-        _check_same(f"{table_name}: pages", (0, num_pages), page_bounds)
-        table = _make_table(budget, rows, num_pages, first_page) if num_pages else None
-        group = LayerGroup(budget, window, table)
-        group.record_past = group_metadata["record_past"]
+        group = _unpack_group(group_metadata, table_name, tensors, options, budget, lengths)
+        num_pages = group.table.allocator.capacity
         paged.add_group(group)
         if any(lengths):
             batch_sizes.add(_check_count("batch size", batch_size, 1))
@@ -192,7 +181,10 @@ def unpack(
             if index in layers:
                 raise ConfigError(f"index: expected each layer once, got {index} twice")
             indexer = _pop_indexer(layer_metadata, tensors, batch_size, length)
-            arguments: Metadata = {"window": window, "has_indexer": "indexer" in layer_metadata}
+            arguments: Metadata = {
+                "window": group.window,
+                "has_indexer": "indexer" in layer_metadata,
+            }
             contents: Metadata = {"length": length, "indexer_tensors": indexer}
             layers[index] = arguments, contents
             if "length" not in layer_metadata:
@@ -217,6 +209,41 @@ def unpack(
     return paged
 
 
+def _unpack_group(
+    metadata: Metadata,
+    table_name: str,
+    tensors: Tensors,
+    options: CacheOptions,
+    budget: PageBudget,
+    lengths: list[int],
+) -> LayerGroup:
+    """Return a group without layers, and remove the tensor of its block table.
+
+    `lengths` are the numbers of tokens of its layers.
+    """
+    window = metadata["window"]
+    record_past = metadata["record_past"]
+    _check_count("window", 1 if window is None else window, 1)
+    _check(isinstance(record_past, bool), "record_past", "true or false", record_past)
+    max_length = max(lengths, default=0)
+    # A preallocated cache may be saved within a step, when only some layers have new tokens.
+    group_length = max_length if options.is_preallocated else min(filter(None, lengths), default=0)
+    window_start = LayerGroup(budget, window).find_window_start(group_length)
+    batch_size, num_used = tensors[table_name].shape
+    num_columns = -(-max_length // options.page_size)
+    first_page = _check_count(
+        f"{table_name}: first page", num_columns - num_used, 0, window_start // options.page_size
+    )
+    rows = _pop_tensor(tensors, table_name, torch.int32, batch_size, num_used).cpu().numpy()
+    num_pages = int(rows.max(initial=-1)) + 1
+    page_bounds = int(rows.min(initial=0)), len(np.unique(rows))
+    _check_same(f"{table_name}: pages", (0, num_pages), page_bounds)
+    table = _make_table(budget, rows, num_pages, first_page) if num_pages else None
+    group = LayerGroup(budget, window, table)
+    group.record_past = record_past
+    return group
+
+
 def _pop_tensor(tensors: Tensors, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Remove a tensor and return it. Raise ConfigError for a different dtype or shape."""
     tensor = tensors.pop(name)
@@ -227,13 +254,12 @@ def _pop_tensor(tensors: Tensors, name: str, dtype: torch.dtype, *shape: int) ->
 def _pop_indexer(layer: Metadata, tensors: Tensors, batch_size: int, length: int) -> Tensors:
     """Remove the tensors of a layer's indexer, and return them by attribute name."""
     indexer_tensors = Tensors()
-    index = layer["index"]
     for name in layer.get("indexer", ()):
-        file_name = f"layers.{index}.{name}"
+        tensor_name = f"layers.{layer['index']}.{name}"
         batch_axis = INDEXER_TENSORS.index(name)
-        tensor = indexer_tensors[name] = tensors.pop(file_name)
+        tensor = indexer_tensors[name] = tensors.pop(tensor_name)
         sizes = tensor.shape[batch_axis : batch_axis + 2]
-        _check_same(file_name, (3, batch_size, length), (tensor.ndim, *sizes))
+        _check_same(tensor_name, (3, batch_size, length), (tensor.ndim, *sizes))
     return indexer_tensors
 
 
@@ -254,8 +280,13 @@ def _make_table(budget: PageBudget, rows: IntArray, num_pages: int, first_page: 
 
 
 def _check_same(subject: str, expected: object, got: object) -> None:
-    if expected != got:
-        raise ConfigError(f"{subject}: expected {expected}, got {got}")
+    _check(expected == got, subject, expected, got)
+
+
+def _check(holds: bool, subject: str, rule: object, got: object) -> None:
+    """Raise ConfigError unless the rule holds."""
+    if not holds:
+        raise ConfigError(f"{subject}: expected {rule}, got {got}")
 
 
 def _check_count(subject: str, value: Any, minimum: int = 0, maximum: int = _MAX_TOKENS) -> int:
@@ -286,9 +317,11 @@ def save(
     metadata["options"] = _pack_options(paged.options, tensors)
     metadata["model_sample"] = history.model_sample
     metadata["identity"] = history.identity
-    fields = vars(history.tokens) if history.tokens is not None else {}
+    token_tensors = vars(history.tokens) if history.tokens is not None else {}
     tensors |= {
-        f"tokens.{name}": tensor.clone() for name, tensor in fields.items() if tensor is not None
+        f"tokens.{name}": tensor.clone()
+        for name, tensor in token_tensors.items()
+        if tensor is not None
     }
     contiguous_tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(metadata)}
@@ -318,19 +351,20 @@ def _pack_stock_layer(layer: Any, name: str, tensors: Tensors) -> Metadata:
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Metadata:
     """Return the options as JSON values, and add the tensors of scales to `tensors`."""
-    plan, scales = options.plan, options.scales
-    plans = (
-        {}
+    plan = options.plan
+    scales = options.scales
+    metadata = dict(vars(options))
+    metadata["plan"] = (
+        list(map(str, plan))
         if isinstance(plan, LayerPlan)
-        else {index: [*map(str, layer_plan)] for index, layer_plan in plan.items()}
+        else {index: list(map(str, sides)) for index, sides in plan.items()}
     )
-    metadata = {**vars(options), "plan": plans or [*map(str, plan)]}
     if isinstance(scales, KVScales):
-        for i, layer in scales.layers.items():
-            fields = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
+        for index, layer in scales.layers.items():
+            layer_tensors = {"k": layer.k, "v": layer.v, "k_center": layer.k_center}
             tensors |= {
-                f"scales.{i}.{name}": tensor
-                for name, tensor in fields.items()
+                f"scales.{index}.{name}": tensor
+                for name, tensor in layer_tensors.items()
                 if tensor is not None
             }
         metadata["scales"] = {"format": scales.format, "layers": list(scales.layers)}
@@ -364,8 +398,13 @@ def load(
     ]
     options = _unpack_options(metadata["options"], tensors)
     history = History(_pop_tokens(tensors), metadata["model_sample"], metadata["identity"])
-    _check_same("model_sample", True, isinstance(history.model_sample, str | None))
-    _check_same("identity", str, type(history.identity))
+    _check(
+        isinstance(history.model_sample, str | None),
+        "model_sample",
+        "a text or None",
+        history.model_sample,
+    )
+    _check(isinstance(history.identity, str), "identity", "a text", history.identity)
     paged = unpack(metadata, tensors, options, stock_layers)
     if history.tokens is not None and paged.batch:
         _check_same("tokens: rows", paged.batch, len(history.tokens.ids))
@@ -377,17 +416,23 @@ def _pop_tokens(tensors: Tensors) -> Tokens | None:
     ids = tensors.get("tokens.ids")
     if ids is None:
         return None
-    fields: Tensors = {}
+    token_tensors: Tensors = {}
     for name, ndims in _TOKEN_FIELDS.items():
-        x = tensors.pop(f"tokens.{name}", None)
-        if x is None:
+        tensor = tensors.pop(f"tokens.{name}", None)
+        if tensor is None:
             continue
-        _check_same(f"tokens.{name}: integers", False, x.is_floating_point() or x.is_complex())
-        has_expected_size = x.ndim in ndims and x.shape[-1] <= ids.shape[-1]
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        _check(is_integer, f"tokens.{name}", "integers", tensor.dtype)
         row_counts = (1, len(ids)) if name == "positions" else (len(ids),)
-        _check_same(f"tokens.{name}: shape", True, has_expected_size and x.shape[-2] in row_counts)
-        fields[name] = x.long()
-    return Tokens(**fields)
+        has_shape = tensor.ndim in ndims and tensor.shape[-1] <= ids.shape[-1]
+        _check(
+            has_shape and tensor.shape[-2] in row_counts,
+            f"tokens.{name}",
+            f"a shape that fits the ids, {tuple(ids.shape)}",
+            tuple(tensor.shape),
+        )
+        token_tensors[name] = tensor.long()
+    return Tokens(**token_tensors)
 
 
 def _unpack_stock_layer(metadata: Metadata, name: str, tensors: Tensors) -> Any:
@@ -415,22 +460,29 @@ def _unpack_stock_layer(metadata: Metadata, name: str, tensors: Tensors) -> Any:
 def _unpack_options(metadata: Metadata, tensors: Tensors) -> CacheOptions:
     """Return the options that `_pack_options` packed, and remove their tensors."""
     _check_same("options", CacheOptions.__dataclass_fields__.keys(), metadata.keys())
-    plan, scales = metadata["plan"], metadata["scales"]
-    plan_by_layer = plan if isinstance(plan, dict) else {}
-    plans = {parse_index(i): LayerPlan.parse(*sides) for i, sides in plan_by_layer.items()}
-    if isinstance(scales, dict):
+    packed_plan = metadata["plan"]
+    sides_by_layer = packed_plan if isinstance(packed_plan, dict) else {}
+    plans = {parse_index(text): LayerPlan.parse(*sides) for text, sides in sides_by_layer.items()}
+    packed_scales = metadata["scales"]
+    scales: KVScales | float | None = None
+    if isinstance(packed_scales, dict):
         layers = {}
-        for i in scales["layers"]:
-            k, v, center = (tensors.pop(f"scales.{i}.{x}", None) for x in ("k", "v", "k_center"))
+        for index in packed_scales["layers"]:
+            k, v, center = (
+                tensors.pop(f"scales.{index}.{name}", None) for name in ("k", "v", "k_center")
+            )
             # Scales are saved with their plan. Dynamic scales, or only centers, need a plan.
-            layers[i] = LayerScales(k, v, center, plan=plans.get(i))
-        scales = wrap_scales(ScaleData(layers, scales["format"]))
-    elif scales is not None:
-        scales = parse_constant(scales, "constant")
-    tensor_parallel = TensorParallel(*metadata["tensor_parallel"])
-    plan = parse_plan(plans or LayerPlan.parse(*plan))
+            layers[index] = LayerScales(k, v, center, plan=plans.get(index))
+        scales = wrap_scales(ScaleData(layers, packed_scales["format"]))
+    elif packed_scales is not None:
+        scales = parse_constant(packed_scales, "constant")
     options = CacheOptions(
-        **metadata | {"plan": plan, "scales": scales, "tensor_parallel": tensor_parallel}
+        **metadata
+        | {
+            "plan": parse_plan(plans or LayerPlan.parse(*packed_plan)),
+            "scales": scales,
+            "tensor_parallel": TensorParallel(*metadata["tensor_parallel"]),
+        }
     )
     options.check()
     return options

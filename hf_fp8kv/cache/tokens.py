@@ -40,9 +40,12 @@ class Tokens:
         """Return the batch without its last `num_tokens` tokens."""
         if not self.length:
             return self  # may be `UNKNOWN`
-        end = max(self.length - num_tokens, 0)
-        fields = self.ids, self.mask, self.positions, self.features
-        return Tokens(*(x if x is None else x[..., :end] for x in fields))  # type: ignore[arg-type]
+        stop = max(self.length - num_tokens, 0)
+        mask, positions, features = (
+            tensor if tensor is None else tensor[..., :stop]
+            for tensor in (self.mask, self.positions, self.features)
+        )
+        return Tokens(self.ids[..., :stop], mask, positions, features)
 
     def select(self, rows: Tensor) -> "Tokens":
         """Return rows `[B']` of the batch."""
@@ -52,7 +55,9 @@ class Tokens:
         positions = self.positions
         if positions is not None and positions.shape[-2] > 1:
             positions = positions.index_select(-2, rows)
-        mask, features = (x if x is None else x[rows] for x in (self.mask, self.features))
+        mask, features = (
+            tensor if tensor is None else tensor[rows] for tensor in (self.mask, self.features)
+        )
         return Tokens(self.ids[rows], mask, positions, features)
 
     def expand(self, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,17 +67,18 @@ class Tokens:
         `[X, B, N]`, X = 0 for the model's default positions, and the features `[B, N]`.
         """
         ids = self.ids[:, :width].to(device)
-        fields = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids)
-        for field, stored in zip(fields, (self.mask, self.features), strict=True):
-            if stored is not None:
-                stored = stored[:, :width].to(device)
-                field[:, : stored.shape[1]] = stored  # a number other than 0 is True in a mask
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        features = torch.zeros_like(ids)
+        for target, source in ((mask, self.mask), (features, self.features)):
+            if source is not None:
+                # A number other than 0 is True in a mask.
+                target[:, : source.shape[1]] = source[:, :width].to(device)
         positions = ids.new_empty((0, *ids.shape))
         if self.positions is not None:
-            stored = self.positions[..., :width].to(device)
-            stored = extend_positions(stored.reshape(-1, *stored.shape[-2:]), width)
-            positions = stored.expand(-1, len(ids), -1)
-        return ids, fields[0], positions, fields[1]
+            known = self.positions[..., :width].to(device)
+            known = extend_positions(known.reshape(-1, *known.shape[-2:]), width)
+            positions = known.expand(-1, len(ids), -1)
+        return ids, mask, positions, features
 
     def match(self, prompt: "Tokens") -> tuple[list[int], int]:
         """Return the best row for each row of `prompt`, and the length of the shortest prefix.
@@ -81,16 +87,15 @@ class Tokens:
         rows, it is the row with the same index, otherwise the first of these rows. Tokens are equal
         if they have the same id, position and features, or are padding in both batches.
         """
-        device = self.ids.device
         width = min(self.length, prompt.length)
-        expanded = [batch.expand(width, device) for batch in (self, prompt) if width]
+        expanded = [batch.expand(width, self.ids.device) for batch in (self, prompt) if width]
         if not width or len(expanded[0][2]) != len(expanded[1][2]):  # numbers of position ids
             return [row if row < len(self.ids) else 0 for row in range(len(prompt.ids))], 0
         (ids, mask, positions, features), expanded_prompt = expanded
         prefix_lengths = []
         for row in range(len(prompt.ids)):
             prompt_ids, prompt_mask, prompt_positions, prompt_features = (
-                x[..., row, :] for x in expanded_prompt
+                tensor[..., row, :] for tensor in expanded_prompt
             )
             is_same_token = (ids == prompt_ids) & (features == prompt_features)
             is_same_token &= (positions == prompt_positions[:, None]).all(0)

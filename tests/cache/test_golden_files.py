@@ -145,7 +145,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "huge length": ("preallocated", set_field(1 << 40, "options", "max_cache_len"), "entries"),
     "window of a stock layer": ("stock-layers", set_field(0, "stock", 0, "window"), "window"),
     "ids of other rows": (
-        "dynamic", edit_tensor("tokens.ids", lambda x: x[:1]), r"tokens\.mask: shape"
+        "dynamic", edit_tensor("tokens.ids", lambda x: x[:1]), r"tokens\.mask: expected a shape"
     ),
     "ids of three rows": (
         "dynamic",
@@ -158,7 +158,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
         "tokens: rows",
     ),
     "ids that are not integers": (
-        "dynamic", edit_tensor("tokens.ids", torch.Tensor.float), r"tokens\.ids: integers"
+        "dynamic", edit_tensor("tokens.ids", torch.Tensor.float), r"tokens\.ids: expected integers"
     ),
     "sample of the model": ("dynamic", set_field(3, "model_sample"), "model_sample"),
     "tokens of a stock layer": ("stock-layers", set_field(5, "stock", 0, "seen"), "seen"),
