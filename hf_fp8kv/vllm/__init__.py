@@ -15,7 +15,7 @@ from .dtypes import DTYPES
 __all__ = ["DTYPES", "register"]
 
 logger = logging.getLogger(__name__)
-# vLLM's hooks depend on its minor version, so other versions are rejected. 0.32 runs in the tests.
+# vLLM's hooks depend on its minor version, so other versions are refused. 0.32 runs in the tests.
 # 0.33 has no build for CPUs, so only its modules that import without a GPU were tested.
 _SUPPORTED_VERSIONS = ("0.32", "0.33")
 

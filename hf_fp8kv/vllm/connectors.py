@@ -14,7 +14,7 @@ from ..utils.digests import compute_digest, sample_checkpoint
 from .dtypes import DTYPES
 from .storage import read_options
 
-# They compare the name of the model, or do not keep blocks after the process ends.
+# These connectors compare the name of the model, or do not keep blocks after the process ends.
 _SUPPORTED_CONNECTORS = (
     "LMCacheMPConnector",
     "MooncakeStoreConnector",
@@ -45,8 +45,9 @@ def check_connector(name: str | None, options: Mapping[str, Any]) -> None:
             f"bytes as if they were numbers, got serde {options.get('serde')!r}. Start the server "
             'without it, and add "serde": "none" to kv_connector_extra_config'
         )
-    for child in options.get("connectors", ()) if name == "MultiConnector" else ():
-        check_connector(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
+    if name == "MultiConnector":
+        for child in options.get("connectors", ()):
+            check_connector(child.get("kv_connector"), child.get("kv_connector_extra_config", {}))
 
 
 def rename_model(config: Any, kv_cache_config: Any) -> Any:
@@ -84,9 +85,14 @@ def identify_bytes(config: Any) -> str:
     storages = set()
     for rank in range(num_ranks):  # scales in files for each rank may differ
         options = read_options(
-            config.cache_config.cache_dtype, config.additional_config, model.model, rank,
-            num_ranks, model.revision, config.instance_id,
-        )  # fmt: skip
+            config.cache_config.cache_dtype,
+            config.additional_config,
+            model.model,
+            tp_rank=rank,
+            tp_size=num_ranks,
+            revision=model.revision,
+            engine=config.instance_id,
+        )
         scales = getattr(options.scales, "digest", options.scales)
         storages.add(compute_digest(scales, str(options.plan)))
     return compute_digest(
@@ -108,5 +114,5 @@ def _describe_weights(model: Any) -> list[object]:
             f"blocks are named, got {model.model!r}. Serve this model without a connector"
         )
     source = [files] if files else [model.model, commit]
-    options = [str(model.dtype), model.quantization, model.hf_overrides, model.hf_config_path]
-    return [*options, *source]
+    settings = [str(model.dtype), model.quantization, model.hf_overrides, model.hf_config_path]
+    return [*settings, *source]

@@ -24,18 +24,15 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Return whether the plugin or vLLM's backend supports a dtype."""
         is_stock_dtype: bool = super().supports_kv_cache_dtype(kv_cache_dtype)
         return kv_cache_dtype in DTYPES or is_stock_dtype
 
     @staticmethod
     def get_impl_cls() -> type["PagedCPUImpl"]:
-        """Return the class for the attention of a layer."""
         return PagedCPUImpl
 
     @staticmethod
     def get_builder_cls() -> type["PagedCPUBuilder"]:
-        """Return the class that prepares a step."""
         return PagedCPUBuilder
 
 
@@ -50,7 +47,8 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         arguments = dict(zip(_POSITIONAL_NAMES, args, strict=False)) | kwargs
         is_paged = arguments["kv_cache_dtype"] in DTYPES
         if is_paged and arguments.get("attn_type", AttentionType.DECODER) in _CACHELESS_TYPES:
-            is_paged, arguments["kv_cache_dtype"] = False, "auto"
+            is_paged = False
+            arguments["kv_cache_dtype"] = "auto"
         self._base_class: Any = PagedImpl if is_paged else CPUAttentionBackendImpl
         self._base_class.__init__(self, **arguments)
 
@@ -64,13 +62,13 @@ class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         self._base_class.process_weights_after_loading(self, act_dtype)
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
-        """Store keys and values if vLLM stores them. Otherwise, `forward` stores them."""
+        """Store keys and values with vLLM's code. The plugin stores them in `forward` instead."""
         self._base_class.do_kv_cache_update(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Write the attention to `output`, like `PagedImpl.forward`."""
-        result: torch.Tensor = self._base_class.forward(self, *args, **kwargs)
-        return result
+        output: torch.Tensor = self._base_class.forward(self, *args, **kwargs)
+        return output
 
 
 class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -87,7 +85,6 @@ class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignor
         self._base_class.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the operations of a step, or vLLM's metadata."""
         return self._base_class.build(self, *args, **kwargs)
 
 

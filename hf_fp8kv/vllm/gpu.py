@@ -36,60 +36,48 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        """Return the registered name."""
         return "HF_FP8KV"
 
     @staticmethod
     def get_impl_cls() -> type[PagedImpl]:
-        """Return the class for the attention of a layer."""
         return PagedImpl
 
     @staticmethod
     def get_builder_cls() -> type[PagedGPUBuilder]:
-        """Return the class that prepares a step."""
         return PagedGPUBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return the supported numbers of tokens per block."""
-        return [16, 32, 64, 128, 256, 512, 1024]
+        return [16, 32, 64, 128, 256, 512, 1024]  # tokens per block
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the default number of tokens per block."""
-        return 64  # kernels are tuned for this number
+        return 64  # tokens per block, for which the kernels are tuned
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layouts in which a layer's block is contiguous."""
-        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)  # a layer's block is contiguous
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True, because kernels support sinks, an extra logit per head."""
-        return True
+        return True  # sinks are an extra logit per head
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Return True, because kernels begin at the first visible page."""
-        return True
+        return True  # kernels begin at the first visible page
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Return True, because `AttentionSpec.deterministic` is set in this mode of vLLM."""
-        return True
+        return True  # `forward` sets `AttentionSpec.deterministic` in this mode of vLLM
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False, because steps are planned on the host from the requests' tokens."""
-        return False
+        return False  # steps are planned on the host from the requests' tokens
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """Return True, because static scales of a checkpoint may differ by head."""
-        return True
+        return True  # static scales of a checkpoint may differ by head
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return whether the GPU has enough shared memory, which requires sm_80 or later."""
-        return bool(capability >= (8, 0))
+        return bool(capability >= (8, 0))  # earlier GPUs have too little shared memory

@@ -116,15 +116,16 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             kv_cache_dtype,
             config.additional_config,
             config.model_config.model,
-            get_tensor_model_parallel_rank(),
-            get_tensor_model_parallel_world_size(),
-            config.model_config.revision,
-            config.instance_id,
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=get_tensor_model_parallel_world_size(),
+            revision=config.model_config.revision,
+            engine=config.instance_id,
         )
-        configs = config.model_config.hf_text_config, config.model_config.hf_config
+        text_config = config.model_config.hf_text_config
         # Calibration of a model that reads images stores the type of the whole model.
-        model_types = [each.model_type for each in configs if hasattr(each, "model_type")]
-        check_scales(self.options, configs[0].num_hidden_layers, model_types)
+        hf_configs = (text_config, config.model_config.hf_config)
+        model_types = [part.model_type for part in hf_configs if hasattr(part, "model_type")]
+        check_scales(self.options, text_config.num_hidden_layers, model_types)
         # vLLM's layers by name, which do not contain the layer of this object yet.
         self._layers = config.compilation_config.static_forward_context
         self._view: tuple[torch.Tensor, StoredLayer] | None = None  # a pool's tensor, and the layer
@@ -138,10 +139,13 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
                 f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
                 f"{options.backend!r}. Omit the backend"
             )
-        sizes = index, self.num_kv_heads, self.head_size
-        self._storage = make_layer_storage(options, *sizes, device)
+        self._storage = make_layer_storage(
+            options, index, self.num_kv_heads, self.head_size, device
+        )
         self._backend = choose_backend(options.backend, device)
-        self._make_layout = partial(make_layout, options, *sizes, dtype=dtype)
+        self._make_layout = partial(
+            make_layout, options, index, self.num_kv_heads, self.head_size, dtype=dtype
+        )
 
     def view_stored_layer(self, kv_cache: torch.Tensor) -> StoredLayer:
         """Return the layer with its pages, which are views of this tensor of vLLM's pool."""
@@ -156,23 +160,25 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
 
         `act_dtype` is the dtype of the model.
         """
-        count_bytes = partial(count_slot_bytes, self.options, dtype=act_dtype)
-        layers = [
-            (layer, count_bytes(extract_layer_index(name), layer.head_size))
-            for name, layer in self._layers.items()
-            if isinstance(layer, Attention)
-            and layer.kv_cache_dtype == self.kv_cache_dtype
-            and layer.attn_type == AttentionType.DECODER
-            and layer.kv_sharing_target_layer_name is None
-        ]
-        sizes = {size for _, size in layers}
-        has_windows = len({layer.sliding_window for layer, _ in layers}) > 1
-        for layer, size in layers:
+        slot_bytes: dict[Any, int] = {}  # by layer
+        for name, layer in self._layers.items():
+            if (
+                isinstance(layer, Attention)
+                and layer.kv_cache_dtype == self.kv_cache_dtype
+                and layer.attn_type == AttentionType.DECODER
+                and layer.kv_sharing_target_layer_name is None
+            ):
+                index = extract_layer_index(name)
+                slot_bytes[layer] = count_slot_bytes(
+                    self.options, index, layer.head_size, act_dtype
+                )
+        has_several_windows = len({layer.sliding_window for layer in slot_bytes}) > 1
+        for layer, num_bytes in slot_bytes.items():
             backend = layer.attn_backend
             # The backend has the attribute if weights are loaded again.
             if layer.impl is self and not hasattr(backend, "slot"):
-                all_sizes = sizes if has_windows else {size}
-                layer.attn_backend = customize_backend(backend, size, frozenset(all_sizes))
+                all_bytes = set(slot_bytes.values()) if has_several_windows else {num_bytes}
+                layer.attn_backend = customize_backend(backend, num_bytes, frozenset(all_bytes))
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Do nothing, because `forward` stores keys and values and attends in one call."""
@@ -203,14 +209,14 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
             deterministic=envs.VLLM_BATCH_INVARIANT,
         )
         # A layer that shares the pages of another layer stores nothing.
-        inputs = (
-            None if x is None or self.shares_pages else x.transpose(0, 1)[None]
-            for x in (key, value)
+        keys, values = (
+            None if states is None or self.shares_pages else states.transpose(0, 1)[None]
+            for states in (key, value)
         )
         queries = query.transpose(0, 1)[None]
         out = output.view(1, *query.shape)
-        layer = self.view_stored_layer(kv_cache)
-        layer.attend(queries, *inputs, attn_metadata.work, spec, out)
+        stored_layer = self.view_stored_layer(kv_cache)
+        stored_layer.attend(queries, keys, values, attn_metadata.work, spec, out)
         return output
 
 

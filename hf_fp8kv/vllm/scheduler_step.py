@@ -83,9 +83,11 @@ def plan_step(
     written_tokens = None
     if slots.is_cpu and bool((slots < 0).any()):
         written_tokens = (slots >= 0).nonzero()[:, 0]
-        pages, slot_ends = pages[written_tokens], slot_ends[written_tokens]
+        pages = pages[written_tokens]
+        slot_ends = slot_ends[written_tokens]
     counts = np.diff(starts)
-    rows = [_Row(int(i), int(counts[i]), int(starts[i])) for i in np.flatnonzero(counts)]
+    indices = np.flatnonzero(counts).tolist()
+    rows = [_Row(index, int(counts[index]), int(starts[index])) for index in indices]
     max_length = min(max_length, table.shape[1] * page_size)
     groups = group_by_length(rows)
     batches = [_plan_batch(group, num_tokens, lengths, table, max_length) for group in groups]

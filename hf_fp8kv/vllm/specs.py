@@ -20,7 +20,10 @@ def customize_backend(backend: Any, slot_bytes: int, all_bytes: Set[int]) -> Any
     a block has more tokens than usual.
     """
 
+    min_bytes = min(all_bytes)
+
     def round_up(num_bytes: int) -> int:
+        """Return the smallest product of `min_bytes` and a power of two that is large enough."""
         return min_bytes << (-(-num_bytes // min_bytes) - 1).bit_length()
 
     def customize_spec(spec: Any) -> Any:
@@ -28,7 +31,6 @@ def customize_backend(backend: Any, slot_bytes: int, all_bytes: Set[int]) -> Any
         block_size = spec.block_size * block_factor
         return replace(spec, block_size=block_size, state_content_bytes=num_bytes)
 
-    min_bytes = min(all_bytes)
     num_bytes = round_up(slot_bytes)
     block_factor = round_up(max(all_bytes)) // num_bytes
     if slot_bytes > min_bytes:

@@ -26,6 +26,12 @@ from .dtypes import DTYPES
 
 _KEY = "hf_fp8kv"
 _DEFAULT_OPTIONS: dict[str, Any] = {"scales": None, "plan": None, "backend": "auto"}
+# The types of each option, and the rule in error messages.
+_OPTION_TYPES: dict[str, tuple[Any, str]] = {
+    "scales": (str | float | int | None, "a path, a repository id or a number"),
+    "plan": (str | None, "a path, a repository id or text"),
+    "backend": (str, "a name"),
+}
 
 
 def check_scales(options: CacheOptions, num_layers: int, model_types: Sequence[str]) -> None:
@@ -60,9 +66,14 @@ def make_layout(
     dtype: torch.dtype,
 ) -> EngineLayout:
     """Return the layout of a layer's pages. `dtype` is the dtype of the model."""
-    plan = options.get_layer_plan(index)
-    is_dynamic = options.has_dynamic_scales
-    return EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic)
+    return EngineLayout(
+        num_heads,
+        head_dim,
+        page_size,
+        plan=options.get_layer_plan(index),
+        dtype=dtype,
+        is_dynamic=options.has_dynamic_scales,
+    )
 
 
 def count_slot_bytes(options: CacheOptions, index: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -100,32 +111,39 @@ def read_options(
             f"--additional-config {_KEY}: expected a dict of {', '.join(_DEFAULT_OPTIONS)}, got "
             f"{passed_options!r}. Omit other entries"
         )
-    options = {**_DEFAULT_OPTIONS, **passed_options}  # in the order of the defaults
-    for name, types, expected in (
-        ("scales", str | float | int | None, "a path, a repository id or a number"),
-        ("plan", str | None, "a path, a repository id or text"),
-        ("backend", str, "a name"),
-    ):
+    options = _DEFAULT_OPTIONS | dict(passed_options)
+    for name, (types, rule) in _OPTION_TYPES.items():
         if not isinstance(options[name], types):
             raise ConfigError(
-                f"--additional-config {_KEY}: {name}: expected {expected}, got {options[name]!r}. "
-                f"Omit {name}, or pass such a value"
+                f"--additional-config {_KEY}: {name}: expected {rule}, got {options[name]!r}. "
+                f"Omit {name}, or pass {rule}"
             )
-    return _load_options(dtype, *options.values(), checkpoint, tp_rank, tp_size, revision, engine)
+    tensor_parallel = TensorParallel(tp_rank, tp_size)
+    return _load_options(dtype, checkpoint, tensor_parallel, revision, engine, **options)
 
 
 @functools.lru_cache(maxsize=8, typed=True)
 def _load_options(
-    name: str, scales: str | float | None, plan: str | None, backend: str, checkpoint: str,
-    tp_rank: int, tp_size: int, revision: str | None, engine: str,
-) -> CacheOptions:  # fmt: skip
+    name: str,
+    checkpoint: str,
+    tensor_parallel: TensorParallel,
+    revision: str | None,
+    engine: str,
+    *,
+    scales: str | float | None,
+    plan: str | None,
+    backend: str,
+) -> CacheOptions:
+    """Return the options, which are cached for each `engine`."""
     dtype = DTYPES[name]
     loaded_scales: KVScales | str | float | None = scales
     if scales is None and plan is None and not dtype.is_dynamic:
         loaded_scales = resolve_scales(
-            checkpoint, tp_rank=tp_rank, tp_size=tp_size, revision=revision
+            checkpoint,
+            tp_rank=tensor_parallel.rank,
+            tp_size=tensor_parallel.size,
+            revision=revision,
         )
-    tensor_parallel = TensorParallel(tp_rank, tp_size)
     options = ServingConfig.parse(
         scales=loaded_scales,
         plan=plan,
