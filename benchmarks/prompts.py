@@ -22,7 +22,7 @@ from hf_fp8kv import FP8PagedCache, StoragePlan, choose_plan
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.card.caches import CONTENDERS, Contender, choose_contenders, count_token_bytes
 from hf_fp8kv.card.long_texts import KINDS, read_texts
-from hf_fp8kv.card.predictions import EXACT, STORED, prefill, score_text
+from hf_fp8kv.card.predictions import EXACT, STORED, record_states, score_text
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import summarize_plan
 from hf_fp8kv.utils.digests import digest_weights
@@ -161,7 +161,7 @@ def make_storage(model: PreTrainedModel, name: str) -> Storage:
     cache = contender.make(model)
     is_paged = isinstance(cache, FP8PagedCache)
     description = summarize_plan(cache.plan) if is_paged else contender.title
-    states = prefill(model, torch.arange(_PROBE_TOKENS, device=model.device)[None]).states
+    states = record_states(model, torch.arange(_PROBE_TOKENS, device=model.device)[None])
     num_bytes, baseline_bytes = (
         count_token_bytes(each, model, states, _BYTES_TOKENS)
         for each in (contender, CONTENDERS[BASELINE])
@@ -174,7 +174,7 @@ def measure_passage(
 ) -> None:
     """Append the mean divergence of a passage after each prompt to the lists in `kl`."""
     all_scores = score_text(
-        model, ids, prefill(model, ids).states, {name: storages[name].contender for name, _ in kl},
+        model, ids, record_states(model, ids), {name: storages[name].contender for name, _ in kl},
         positions=[ids.shape[1]], num_scored=SCORED_TOKENS, stored_positions=[ids.shape[1]],
     )  # fmt: skip
     for (_, prompt, cache), scores in all_scores:

@@ -32,7 +32,7 @@ from ..utils.files import write_atomically
 from ..utils.timing import Step, compute_ratios, take_turns
 from .caches import UNQUANTIZED, Contender, States, choose_contenders, count_token_bytes
 from .long_texts import KINDS, read_texts
-from .predictions import EXACT, STORED, prefill, score_text
+from .predictions import EXACT, STORED, record_states, score_text
 
 ALL_KINDS = "all"
 OWN_KIND = "own texts"  # the kind of texts that a user passes
@@ -265,7 +265,7 @@ class _Card:
     @cached_property
     def states(self) -> list[States]:
         """Return the keys and values of the first text, by layer."""
-        return prefill(self.model, self.first_text).states
+        return record_states(self.model, self.first_text)
 
     @property
     def sample_states(self) -> list[States]:
@@ -273,12 +273,14 @@ class _Card:
         return [(k[:, :, :_SAMPLE_TOKENS], v[:, :, :_SAMPLE_TOKENS]) for k, v in self.states]
 
     def _count_token_bytes(self) -> dict[str, float]:
-        caches = self.all_caches.items()
         states = self.sample_states
-        return {name: count_token_bytes(cache, self.model, states) for name, cache in caches}
+        return {
+            name: count_token_bytes(cache, self.model, states)
+            for name, cache in self.all_caches.items()
+        }
 
     def _score_text(self, ids: torch.Tensor) -> dict[str, Any]:
-        states = self.states if ids is self.first_text else prefill(self.model, ids).states
+        states = self.states if ids is self.first_text else record_states(self.model, ids)
         scores = score_text(
             self.model,
             ids,

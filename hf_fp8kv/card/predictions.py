@@ -7,7 +7,7 @@ With `prefill="stored"`, states depend on the cache, so each cache needs a call 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -21,19 +21,15 @@ EXACT = "exact"
 STORED = "stored"
 
 
-class Prefill(NamedTuple):
-    """The results of one call on an empty cache."""
+def record_states(model: PreTrainedModel, ids: torch.Tensor) -> list[States]:
+    """Return the keys and values of each layer for the tokens `ids`, `[B, N]`, int64.
 
-    states: list[States]  # of each layer, with all tokens of a window layer
-    logits: torch.Tensor  # of the last tokens, [B, 1, vocabulary]
-
-
-def prefill(model: PreTrainedModel, ids: torch.Tensor) -> Prefill:
-    """Call a decoder of attention layers on the tokens `ids`, `[B, N]`, int64, on its device."""
+    The model is a decoder of attention layers. Layers with a window also return all N tokens.
+    """
     recorded_cache = DynamicCache()  # without a config, no layer has a window
-    logits = compute_logits(model, ids, recorded_cache, scored=False)[:, -1:]
+    compute_logits(model, ids, recorded_cache, scored=False)
     layers: list[Any] = recorded_cache.layers
-    return Prefill([(layer.keys, layer.values) for layer in layers], logits)
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def score_text(
