@@ -175,14 +175,13 @@ class BlockTable:
 
         If another table also holds pages, return None and change nothing.
         """
-        allocator = self.allocator
         used_rows = self.get_used_rows()
-        if int(allocator.reference_counts.sum()) != used_rows.size:
+        if int(self.allocator.reference_counts.sum()) != used_rows.size:
             return None
-        pages, indices = np.unique(used_rows, return_inverse=True)
+        pages, new_numbers = np.unique(used_rows, return_inverse=True)
         self._mark_changed()
-        used_rows[:] = indices.reshape(used_rows.shape)
-        allocator.renumber(pages)
+        used_rows[:] = new_numbers.reshape(used_rows.shape)
+        self.allocator.renumber(pages)
         return pages
 
     def free_before(self, token: int) -> None:
@@ -204,14 +203,16 @@ class BlockTable:
         old_pages = self.get_used_rows()
         self.allocator.share(rows[:, first_page:])
         self._mark_changed()
+        # In one assignment, so that no interrupt comes in between.
         self.rows, self.first_page = rows, first_page
         self.allocator.free(old_pages)
 
     def fork(self) -> "BlockTable":
-        """Return a table that shares all pages with this one."""
+        """Return a table that shares all pages of this table."""
         fork = BlockTable(self.allocator)
         self.allocator.share(self.get_used_rows())
-        fork.rows, fork.first_page = self.rows.copy(), self.first_page
+        fork.rows = self.rows.copy()
+        fork.first_page = self.first_page
         return fork
 
     def clear(self) -> None:
@@ -228,11 +229,10 @@ class BlockTable:
         """
         self.allocator.free_orphans()
         first_column = start // self.page_size
-        stop_column = self._count_pages(stop)
         references = self.allocator.reference_counts
         counts = Counter[int]()
         entries: list[tuple[int, int]] = []
-        pages = self.rows[:, first_column:stop_column]
+        pages = self.rows[:, first_column : self._count_pages(stop)]
         if (references[pages] > 1).any():
             for column, pages_of_column in enumerate(pages.T.tolist(), first_column):
                 for row, page in enumerate(pages_of_column):

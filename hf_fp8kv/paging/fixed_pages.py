@@ -64,9 +64,15 @@ class FixedPages(LayerGroup):
         return min(self.num_columns, self.window_pages)
 
     @property
+    def num_slots(self) -> int:
+        """Number of slots per sequence, in all of its pages."""
+        return self.pages_per_sequence * self.page_size
+
+    @property
     def ring_size(self) -> int:
         """Number of pages per sequence if they form a ring, or 0 if all tokens are kept."""
-        return count if (count := self.pages_per_sequence) < self.num_columns else 0
+        num_pages = self.pages_per_sequence
+        return num_pages if num_pages < self.num_columns else 0
 
     @torch.compiler.disable(
         reason="a budget (max_pages) is counted in Python. For fullgraph=True leave it out, or "
@@ -78,12 +84,13 @@ class FixedPages(LayerGroup):
         Raises:
             OutOfPagesError: The budget would be exceeded. Nothing was changed.
         """
-        groups = [group for ref in self.siblings if isinstance(group := ref(), FixedPages)]
-        group_slots = [(group, group.pages_per_sequence * group.page_size) for group in groups]
-        num_needed = sum(group.table.count_needed(0, slots, batch) for group, slots in group_slots)
-        self.budget.check(num_needed)
-        for group, num_slots in group_slots:
-            group.table.reserve(0, num_slots, batch, group.copy_pages)
+        siblings = [ref() for ref in self.siblings]
+        groups = [group for group in siblings if isinstance(group, FixedPages)]
+        self.budget.check(
+            sum(group.table.count_needed(0, group.num_slots, batch) for group in groups)
+        )
+        for group in groups:
+            group.table.reserve(0, group.num_slots, batch, group.copy_pages)
             group.allocated_pages = group.pages_per_sequence
         return self.get_device_table(device)
 
@@ -113,24 +120,21 @@ class FixedPages(LayerGroup):
         positions for any lengths, so an outdated schedule is less balanced but still correct.
         """
         lengths = self.device_lengths[member]
-        window = self.window or 0
         key = (len(lengths), lengths.device, num_heads, num_rows)
         if key not in self._schedules:
             # Later steps may run outside inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 schedule = ops.create_schedule(
-                    lengths, 1, window, 0, num_heads, backend, num_query_rows=num_rows
+                    lengths, 1, self.window or 0, 0, num_heads, backend, num_query_rows=num_rows
                 )
             self._schedules[key] = schedule, member
         return self._schedules[key]
 
     def unshare(self, length: int) -> None:
         """Give each sequence separate pages for tokens from `length` on. The budget has room."""
-        table = self.table
         start = 0 if self.ring_size else length
-        if table.batch:  # after an interrupt the group may have no pages
-            num_slots = self.pages_per_sequence * self.page_size
-            table.reserve(start, num_slots, table.batch, self.copy_pages)
+        if self.table.batch:  # after an interrupt the group may have no pages
+            self.table.reserve(start, self.num_slots, self.table.batch, self.copy_pages)
 
     def count_new_pages(self, rows: IntArray | slice, length: int) -> int:
         """Return the number of pages that are added if `rows` are selected and then unshared."""
@@ -148,23 +152,23 @@ class FixedPages(LayerGroup):
         """
         ring_size = self.ring_size
         table = self.table
-        size = self.page_size
+        page_size = self.page_size
         if not ring_size:
             return
         member_lengths = self.read_lengths()
         lengths = set(member_lengths.values()) - {0}
         length = max(lengths, default=0)
-        if len(lengths) > 1 and length > ring_size * size:
+        if len(lengths) > 1 and length > ring_size * page_size:
             raise ConfigError(
                 "activate_past_recording: expected layers that hold the same number of tokens, got "
                 f"{sorted(lengths)} under a window of {self.window}. Call it earlier"
             )
-        span = ring_size * size, self.num_columns * size, table.batch
+        span = ring_size * page_size, self.num_columns * page_size, table.batch
         self.budget.check(table.count_needed(*span))
         table.reserve(*span)
         for member, member_length in member_lengths.items():
             self.update_first_intact(member, member_length)
-        stop_page = -(-length // size)
+        stop_page = -(-length // page_size)
         for column in range(max(stop_page - ring_size, ring_size), stop_page):
             columns = [column, column % ring_size]
             table.rows[:, columns] = table.rows[:, columns[::-1]]
@@ -172,29 +176,31 @@ class FixedPages(LayerGroup):
 
     def read_lengths(self) -> dict[int, int]:
         """Return the number of tokens of each member that was called, by member. Synchronizes."""
-        lengths = [x[:1] for x in self.device_lengths.values()]
-        counts = torch.cat([x.to(lengths[0].device) for x in lengths]).tolist() if lengths else []
-        return dict(zip(self.device_lengths, counts, strict=True))
+        if not self.device_lengths:
+            return {}
+        tensors = [lengths[:1] for lengths in self.device_lengths.values()]
+        lengths = torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist()
+        return dict(zip(self.device_lengths, lengths, strict=True))
 
     def update_first_intact(self, member: int, length: int) -> int:
         """Update `first_intact` of a member that has `length` tokens, and return it."""
         first_intact = self.first_intact.get(member, 0)
-        size = self.page_size
-        if ring_size := self.ring_size:
-            first_intact = max(first_intact, (max(length - 1, 0) // size - ring_size + 1) * size)
+        ring_size = self.ring_size
+        if ring_size:
+            first_page = max(length - 1, 0) // self.page_size - ring_size + 1
+            first_intact = max(first_intact, first_page * self.page_size)
         self.first_intact[member] = first_intact
         return first_intact
 
     def fork(self) -> LayerGroup:
         """Return a growing group whose table lists the logical pages in order, not as a ring."""
         fork = super().fork()
-        size = self.page_size
         lengths = self.read_lengths()
         first_intact = max([0, *map(self.update_first_intact, lengths, lengths.values())])
         length = max(lengths.values(), default=0)
         table = fork.table
-        first_page = first_intact // size
-        stop_page = -(-length // size)
+        first_page = first_intact // self.page_size
+        stop_page = -(-length // self.page_size)
         rows = np.full((table.batch, stop_page), NO_PAGE, np.int32)
         columns = np.arange(first_page, stop_page) % max(table.num_columns, 1)
         rows[:, first_page:] = table.rows[:, columns]

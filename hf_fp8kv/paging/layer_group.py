@@ -77,7 +77,8 @@ class Positions:
         """The pages of a long call, or None."""
         if (first_kept := self.first_kept_page) is None:
             return None
-        rows, page_size = self._table.rows, self._table.page_size
+        rows = self._table.rows
+        page_size = self._table.page_size
         first_page = self.first_position // page_size
         old_pages = rows[:, first_page : -(-self.start // page_size)]
         return LongWrite(first_page, old_pages, first_kept, rows[:, first_kept:])
@@ -98,10 +99,15 @@ class Positions:
         """
         key = (device, num_heads, num_rows, backend)
         if key not in self._schedules:
-            lengths = self._lengths[device]
-            length = self.stop - self.first_position
             self._schedules[key] = ops.create_schedule(
-                lengths, 1, 0, self.first_position, num_heads, backend, length, num_rows
+                self._lengths[device],
+                1,
+                0,
+                self.first_position,
+                num_heads,
+                backend,
+                length=self.stop - self.first_position,
+                num_query_rows=num_rows,
             )
         return self._schedules[key]
 
@@ -156,7 +162,8 @@ class LayerGroup:
     def table(self) -> BlockTable:
         """The block table. Pages that compiled code already uses are allocated first."""
         if self.deferred_allocation is not None:
-            (num_slots, batch), self.deferred_allocation = self.deferred_allocation, None
+            num_slots, batch = self.deferred_allocation
+            self.deferred_allocation = None
             self._table.reserve(0, num_slots, batch)
         return self._table
 
@@ -210,8 +217,11 @@ class LayerGroup:
                     f"tokens, whose window begins at token {first}. Pass each call to all layers"
                 )
         spans = [(group, *group._find_step_span(start, stop)) for group in groups]
-        if num_needed := sum(x.table.count_needed(first, stop, batch) for x, first, *_ in spans):
-            num_freed = sum(x.table.count_freed_before(first_kept) for x, _, first_kept, _ in spans)
+        num_needed = sum(group.table.count_needed(first, stop, batch) for group, first, *_ in spans)
+        if num_needed:
+            num_freed = sum(
+                group.table.count_freed_before(first_kept) for group, _, first_kept, _ in spans
+            )
             self.budget.check(num_needed - num_freed)
         for group, first, first_kept, is_long in spans:
             if not is_long:
@@ -232,7 +242,9 @@ class LayerGroup:
         if self.window is not None and not self.record_past:
             num_pages = -(-stop // self.page_size) - self.find_window_start(start) // self.page_size
             # If layers store separate calls, the slowest layer needs its pages, so all are kept.
-            if num_pages > self.window_pages and all(n in (0, start) for n in self.lengths):
+            if num_pages > self.window_pages and all(
+                length in (0, start) for length in self.lengths
+            ):
                 first_kept = self.find_first_kept(stop)
                 return max(start, first_kept), first_kept, True
         return start, self._find_first_needed(keeps_recorded=True), False
@@ -245,7 +257,7 @@ class LayerGroup:
     def finish_step(self) -> None:
         """Free the previous pages if every layer has stored the long call."""
         call = self._find_long_call()
-        if call and all(n in (0, call.stop) for n in self.lengths):
+        if call and all(length in (0, call.stop) for length in self.lengths):
             self.table.free_before(self.find_first_kept(call.stop))
             call.first_kept_page = None
             self.shrink(eager=True)
@@ -292,8 +304,9 @@ class LayerGroup:
             return
         try:
             if (pages := self.table.compact()) is not None:
-                for pool in filter(lambda pool: pool.is_allocated, self.pools):
-                    pool.memory.keep_pages(pages)
+                for pool in self.pools:
+                    if pool.is_allocated:
+                        pool.memory.keep_pages(pages)
         except BaseException:  # out of memory or Ctrl-C: some layers still use the old numbers
             for group in filter(None, (ref() for ref in self.siblings)):
                 group.clear()
@@ -310,7 +323,7 @@ class LayerGroup:
     def _find_first_needed(self, *, keeps_recorded: bool = False) -> int:
         """Return the first token in the pages to keep. 0 means that all pages are kept."""
         keeps_all = self.window is None or (keeps_recorded and self.record_past)
-        length = min((n for n in self.lengths if n), default=0)
+        length = min(filter(None, self.lengths), default=0)
         return self.find_first_kept(length) if length and not keeps_all else 0
 
     # -- all tokens --------------------------------------------------------------------------
@@ -318,7 +331,8 @@ class LayerGroup:
     def crop(self, num_tokens: int, members: list[int] | None = None) -> None:
         """Remove the last `num_tokens` tokens of every layer, or of the layers `members`."""
         self.settle_step()
-        for member in range(len(self.lengths)) if members is None else members:
+        cropped_members = range(len(self.lengths)) if members is None else members
+        for member in cropped_members:
             self.lengths[member] = max(self.lengths[member] - num_tokens, 0)
         self.drop_unused_pages()
         self.table.free_before(self._find_first_needed())

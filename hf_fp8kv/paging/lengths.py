@@ -53,7 +53,8 @@ class HostLength:
     max_tokens = None
 
     def __init__(self, group: LayerGroup, member: int) -> None:
-        self.group, self.member = group, member
+        self.group = group
+        self.member = member
 
     @property
     def num_stored(self) -> int:
@@ -107,9 +108,10 @@ class HostLength:
 
     def find_stored_positions(self) -> Positions:
         """Return the positions of all tokens that are visible to the next token."""
-        group, stop = self.group, self.num_stored
-        first = group.find_window_start(stop)
-        return Positions(group.table, group.table.batch, stop - 1, stop, first)
+        table = self.group.table
+        stop = self.num_stored
+        start = self.group.find_window_start(stop)
+        return Positions(table, table.batch, stop - 1, stop, first_position=start)
 
 
 class DeviceLength:
@@ -176,7 +178,8 @@ class DeviceLength:
             self.member, num_heads, num_rows, backend
         )
         self._schedule_arguments = (num_heads, backend) if filling_member == self.member else None
-        return [x for x in (self.table, self.lengths, self._schedule) if x is not None]
+        tensors = (self.table, self.lengths, self._schedule)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def reserve(
         self, num_tokens: int, batch: int, device: torch.device, backend: str, *, is_allocated: bool
@@ -198,16 +201,14 @@ class DeviceLength:
         else:
             new_lengths = self.lengths + num_tokens
         ring_size = self.group.ring_size
-        page_size = self.group.page_size
         long_write = None
         # Maximum number of new tokens for which the ring keeps all tokens that they attend to.
-        max_new_tokens = (ring_size - 1) * page_size - (self.group.window or 0) + 2
+        max_new_tokens = (ring_size - 1) * self.group.page_size - (self.group.window or 0) + 2
         if ring_size and num_tokens > max_new_tokens:
             first, first_kept = map(self._find_first_ring_page, (self.lengths, new_lengths))
             old_pages, kept_pages = map(self._find_ring_pages, (first, first_kept))
             long_write = LongWrite(first, old_pages, first_kept, kept_pages)
-        stop = self.max_tokens
-        return FixedPositions(num_tokens, self.table, new_lengths, 0, stop, long_write)
+        return FixedPositions(num_tokens, self.table, new_lengths, 0, self.max_tokens, long_write)
 
     def _find_first_ring_page(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the first logical page in the ring after `lengths` tokens, `[B, 1]`, int64."""
@@ -232,9 +233,13 @@ class DeviceLength:
     def fill_schedule(self, num_tokens: int) -> None:
         """Fill the group's schedule for a call of `num_tokens` tokens, if this layer fills it."""
         if self._schedule_arguments is not None and self._schedule is not None:
-            window = self.group.window or 0
             ops.fill_schedule(
-                self._schedule, self.lengths, num_tokens, window, 0, *self._schedule_arguments
+                self._schedule,
+                self.lengths,
+                num_tokens,
+                self.group.window or 0,
+                0,
+                *self._schedule_arguments,
             )
 
     def get_schedule(

@@ -83,8 +83,8 @@ class Blocks:
 
     def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
         is_single_block = self.is_single_block or not num_pages
-        parts = [slice(0, num_pages)] if is_single_block else self._split_pages(num_pages)
-        shapes = [(part.stop - part.start, self.page_bytes) for part in parts]
+        spans = [slice(0, num_pages)] if is_single_block else self._split_pages(num_pages)
+        shapes = [(span.stop - span.start, self.page_bytes) for span in spans]
         return [
             make_zeros(shape, torch.uint8, device, is_pinned=self.is_pinned) for shape in shapes
         ]
@@ -118,8 +118,8 @@ class Blocks:
         self, sources: IntArray, targets: IntArray, target_blocks: list[torch.Tensor] | None = None
     ) -> None:
         """Copy pages to `target_blocks`, or to pages of this object that are not sources."""
-        for part in self._split_pages(len(sources)):
-            put_pages(target_blocks or self.tensors, targets[part], self.take(sources[part]))
+        for span in self._split_pages(len(sources)):
+            put_pages(target_blocks or self.tensors, targets[span], self.take(sources[span]))
 
     def copy_from(self, source: "Blocks", pages: IntArray, *, blocking: bool) -> None:
         """Copy the pages with the numbers `pages`, ascending, from `source`.
@@ -135,13 +135,9 @@ class Blocks:
             )
             target_start = run[0] - block_starts[0][target_index]
             source_start = run[0] - block_starts[1][source_index]
-            num_pages = len(run)
-            target_block = self.tensors[target_index]
-            source_block = source.tensors[source_index]
-            rows = source_block[source_start : source_start + num_pages]
-            target_block[target_start : target_start + num_pages].copy_(
-                rows, non_blocking=not blocking
-            )
+            target_rows = self.tensors[target_index][target_start : target_start + len(run)]
+            source_rows = source.tensors[source_index][source_start : source_start + len(run)]
+            target_rows.copy_(source_rows, non_blocking=not blocking)
 
     def keep_pages(self, pages: IntArray) -> None:
         """Keep only `pages`, ascending, and renumber them from 0.
@@ -150,11 +146,11 @@ class Blocks:
         filled, so an exception changes nothing.
         """
         existing = pages[pages < len(self)]
-        block_ends = np.cumsum([len(block) for block in self.tensors])
+        block_stops = np.cumsum([len(block) for block in self.tensors])
         whole_blocks = [
             block
-            for block, end in zip(self.tensors, block_ends, strict=True)
-            if np.isin(np.arange(end - len(block), end), existing).all()
+            for block, stop in zip(self.tensors, block_stops, strict=True)
+            if np.isin(np.arange(stop - len(block), stop), existing).all()
         ]
         if not self.is_single_block and sum(map(len, whole_blocks)) == len(existing) == len(pages):
             self._set_blocks(whole_blocks)  # moves no data

@@ -88,7 +88,7 @@ class OffloadBudget(PageBudget):
 
 
 class OffloadedLayer:
-    """The pages of one layer in host memory, and copies of some of them on the device.
+    """The pages of one layer in host memory, and copies of some pages on the device.
 
     In a pool, this class replaces `Blocks`, whose interface it has.
 
@@ -98,8 +98,8 @@ class OffloadedLayer:
 
     Attributes:
         index: Index of the layer in the model.
-        device_blocks: Pages on the device. Allocated only while the device holds some.
-        host_blocks: Pages in host memory. Allocated when the first page is copied there.
+        device_blocks: Pages on the device. Allocated only while the device holds pages.
+        host_blocks: Pages in host memory. Allocated when the first page is copied to the host.
         is_allocated: Whether `allocate` was called, possibly with 0 pages.
     """
 
@@ -107,8 +107,10 @@ class OffloadedLayer:
     device: torch.device
 
     def __init__(self, budget: OffloadBudget, index: int) -> None:
-        self.budget, self.index = budget, index
-        self.device_blocks, self.host_blocks = Blocks(), Blocks()
+        self.budget = budget
+        self.index = index
+        self.device_blocks = Blocks()
+        self.host_blocks = Blocks()
         # Event after the last copy of these pages, in either direction, if it may be running.
         self._copy_event: torch.cuda.Event | None = None
         self.free()
@@ -116,7 +118,7 @@ class OffloadedLayer:
 
     def __del__(self) -> None:
         # A copy may be in progress, and the layer may compute on another stream than this
-        # thread. So torch must not allocate this memory again before the copy ends.
+        # thread. torch must not allocate this memory again before the copy ends.
         if self._copy_event is not None:
             for block in self.device_blocks.tensors:
                 stream = self.budget.get_stream(block.device)
@@ -151,21 +153,20 @@ class OffloadedLayer:
 
     def grow(self, num_pages: int) -> None:
         """Make room for `num_pages` pages."""
-        if (num_added := num_pages - len(self)) <= 0:
+        num_added = num_pages - len(self)
+        if num_added <= 0:
             return
         if self.device_blocks.is_allocated:
             self.device_blocks.grow(num_pages)  # moves no page
         # Growing may fail, so flags are added last, in one assignment that no interrupt separates.
         old_flags = (self._on_device, self._on_host)
-        new_flags = np.zeros(num_added, bool)
-        self._on_device, self._on_host = (np.concatenate([x, new_flags]) for x in old_flags)
+        self._on_device, self._on_host = (np.pad(flags, (0, num_added)) for flags in old_flags)
 
     # -- copies between the device and the host ----------------------------------------------
 
     def find_missing(self, pages: IntArray) -> IntArray:
         """Return the pages among `pages` that are only in host memory."""
-        missing: IntArray = pages[self._on_host[pages] & ~self._on_device[pages]]
-        return missing
+        return pages[self._on_host[pages] & ~self._on_device[pages]]  # type: ignore[no-any-return]
 
     def fetch(self, pages: IntArray) -> None:
         """Start to copy missing pages among `pages`, ascending, from the host to the device."""
@@ -180,8 +181,9 @@ class OffloadedLayer:
     def write_back(self) -> None:
         """Start to copy the pages that were written on the device to host memory."""
         if not self.host_blocks.is_allocated:
-            is_cuda = self.device.type == "cuda"
-            self.host_blocks.allocate(self.page_bytes, len(self), _HOST, is_pinned=is_cuda)
+            self.host_blocks.allocate(
+                self.page_bytes, len(self), _HOST, is_pinned=self.device.type == "cuda"
+            )
         self.host_blocks.grow(len(self))
         written_pages = np.flatnonzero(self._on_device & ~self._on_host)
         if len(written_pages):
@@ -203,7 +205,7 @@ class OffloadedLayer:
         self._on_host[pages] = False
 
     def wait(self) -> None:
-        """Make work that is queued on the device from now on wait for the copies."""
+        """Make later work on the device wait for the copies."""
         if self._copy_event is not None:
             torch.cuda.current_stream(self._copy_event.device).wait_event(self._copy_event)
 
@@ -264,6 +266,7 @@ class OffloadedLayer:
         """Keep only `pages`, ascending, and renumber them from 0, like `Blocks.keep_pages`."""
         self.evict()
         self._sync_host_blocks().keep_pages(pages)
+        # In one assignment, so that no interrupt comes in between.
         self._on_host, self._on_device = np.ones(len(pages), bool), np.zeros(len(pages), bool)
 
     def move(self, device: torch.device) -> None:

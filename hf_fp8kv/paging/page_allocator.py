@@ -32,7 +32,8 @@ class PageBudget:
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
-        self.page_size, self.max_pages = page_size, max_pages
+        self.page_size = page_size
+        self.max_pages = max_pages
         self.fetched_bytes = self.returned_bytes = 0
         self.allocators: weakref.WeakSet[PageAllocator] = weakref.WeakSet()
 
@@ -105,9 +106,9 @@ class PageAllocator:
             if self.budget.max_pages is not None:
                 num_added = min(num_added, self.budget.max_pages - self.capacity)
             self._add_pages(max(num_added, num_missing))
-        numbers = np.array([self._free.pop() for _ in range(num_pages)], np.int32)
-        self.reference_counts[numbers] = 1
-        return numbers
+        pages = np.array([self._free.pop() for _ in range(num_pages)], np.int32)
+        self.reference_counts[pages] = 1
+        return pages
 
     def renumber(self, pages: IntArray) -> None:
         """Number the pages from 0 in the order of `pages`, which must be all pages in use.
@@ -130,9 +131,9 @@ class PageAllocator:
 
     def free(self, pages: IntArray) -> None:
         """Remove a reference to the page of each entry. Pages without references become free."""
-        numbers = pages[pages != NO_PAGE]
-        np.subtract.at(self.reference_counts, numbers, 1)
-        freed_pages = set(numbers[self.reference_counts[numbers] == 0].tolist())
+        released_pages = pages[pages != NO_PAGE]
+        np.subtract.at(self.reference_counts, released_pages, 1)
+        freed_pages = set(released_pages[self.reference_counts[released_pages] == 0].tolist())
         self._free.extend(sorted(freed_pages, reverse=True))
 
     def recount(self) -> None:
@@ -142,6 +143,7 @@ class PageAllocator:
         for table in self.tables:
             pages = table.get_used_rows()
             np.add.at(counts, pages[pages != NO_PAGE], 1)
+        # In one assignment, so that no interrupt comes in between.
         self.reference_counts, self._free = counts, np.flatnonzero(counts == 0)[::-1].tolist()
 
     def abandon(self, pages: IntArray) -> None:

@@ -89,15 +89,17 @@ class PagePool:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return the bytes of `pages`, `scales`, offset `tables` and `host` pages, used or not."""
-        blocks = self.blocks
-        memory = self.memory
         page_bytes = self.layout.size
-        block_parts = [self.layout.split(block) for block in blocks.tensors]
-        scales_bytes = sum(parts["token_scales"].nbytes for parts in block_parts if self.has_scales)
-        num_host_pages = len(memory.host_blocks) if isinstance(memory, OffloadedLayer) else 0
+        block_regions = [self.layout.split(block) for block in self.blocks.tensors]
+        scales_bytes = sum(
+            regions["token_scales"].nbytes for regions in block_regions if self.has_scales
+        )
+        num_host_pages = (
+            len(self.memory.host_blocks) if isinstance(self.memory, OffloadedLayer) else 0
+        )
         return {
-            "pages": len(blocks) * page_bytes - scales_bytes,
+            "pages": len(self.blocks) * page_bytes - scales_bytes,
             "scales": scales_bytes,
-            "tables": blocks.offsets.nbytes,
+            "tables": self.blocks.offsets.nbytes,
             "host": num_host_pages * page_bytes,
         }

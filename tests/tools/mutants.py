@@ -342,7 +342,8 @@ MUTANTS = (
     ),
     Mutant(
         "offloading: pages come back stale", "paging/memory_blocks.py",
-        "num_pages = len(run)", "num_pages = len(run) - 1",
+        "target_rows.copy_(source_rows, non_blocking=not blocking)",
+        "target_rows[:-1].copy_(source_rows[:-1], non_blocking=not blocking)",
         "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
     ),
     # Attention.
