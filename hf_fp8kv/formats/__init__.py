@@ -125,8 +125,10 @@ _EIGHT_BITS = [fmt for fmt in FORMATS.values() if fmt.bits == 8]
 DISTINCT_FORMATS = tuple({fmt.mantissa_bits: fmt for fmt in reversed(_EIGHT_BITS)}.values())[::-1]
 
 # Default formats with dynamic and with static scales. Checkpoints have static scales for E4M3.
-DEFAULT_DTYPE, STATIC_DTYPE = "fp8_e3m4", "fp8_e4m3"
+DEFAULT_DTYPE = "fp8_e3m4"
+STATIC_DTYPE = "fp8_e4m3"
 
+# The words of a plan, which are also the names of fields.
 _ROTATED, _CENTERED = "rotated", "centered"
 ALIASES = {"model": AUTO, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 
@@ -144,9 +146,10 @@ def parse_dtype(dtype: object, argument: str = "dtype") -> str:
         if name == AUTO or name in FORMATS:
             return name
     # Int8 is listed separately. It has no `torch_dtype`, because torch stores different bytes.
-    names = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
-    if isinstance(dtype, torch.dtype) and dtype in names:
-        return names[dtype]
+    names_by_dtype = {fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}
+    names_by_dtype[torch.int8] = "int8"
+    if isinstance(dtype, torch.dtype) and dtype in names_by_dtype:
+        return names_by_dtype[dtype]
     valid_names = ", ".join(map(repr, (*ALIASES, *FORMATS)))
     raise ConfigError(
         f"{argument}: expected one of {valid_names}, got {dtype!r}. Pass 'model' to store the "
@@ -192,8 +195,9 @@ class SidePlan:
         return dtype if self.is_auto else FORMATS[self.format].code_dtype
 
     def __str__(self) -> str:
-        name = "model" if self.is_auto else self.format
-        return name + f" {_ROTATED}" * self.rotated + f" {_CENTERED}" * self.centered
+        words = ["model" if self.is_auto else self.format]
+        words += [field for field in (_ROTATED, _CENTERED) if getattr(self, field)]
+        return " ".join(words)
 
     @classmethod
     def parse(cls, text: str) -> "SidePlan":
@@ -202,13 +206,13 @@ class SidePlan:
         Raises:
             ConfigError: The text has an unknown format or word.
         """
-        name, *words = (isinstance(text, str) and text.split()) or [""]
-        if not name or set(words) - {_ROTATED, _CENTERED}:
+        words = text.split() if isinstance(text, str) else []
+        if not words or set(words[1:]) - {_ROTATED, _CENTERED}:
             raise ConfigError(
                 f"plan: expected a format, optionally followed by {_ROTATED!r} and {_CENTERED!r}, "
                 f"got {text!r}. Write it as in SidePlan.parse('fp8_e2m5 rotated')"
             )
-        return cls(name, _ROTATED in words, _CENTERED in words)
+        return cls(words[0], _ROTATED in words[1:], _CENTERED in words[1:])
 
 
 class LayerPlan(NamedTuple):

@@ -67,12 +67,13 @@ def make_code_table(fmt: Format, device: torch.device) -> torch.Tensor:
     values = []
     for code in range(256):
         exponent, fraction = divmod((code & 0x7F) >> 8 - fmt.bits, 1 << fmt.mantissa_bits)
-        hidden_bit = (exponent > 0) << fmt.mantissa_bits
+        hidden_bit = 1 << fmt.mantissa_bits if exponent else 0
         value = (fraction + hidden_bit) * fmt.min_subnormal * 2.0 ** max(exponent - 1, 0)
         value = math.inf if code & 0x7F == fmt.inf_code else value
         is_past_max = code & 0x7F > fmt.max_code and value != math.inf
         is_nan = is_past_max or (fmt.has_unsigned_zero and code == fmt.nan_code)
-        values.append(math.nan if is_nan else -value if code >= 0x80 else value)
+        sign = -1.0 if code >= 0x80 else 1.0
+        values.append(math.nan if is_nan else sign * value)
     # A table that is created in inference mode cannot be used outside inference mode.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device)
@@ -145,8 +146,8 @@ def _search_chunk(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     scaled = x[:, None] * scales.reciprocal()[..., None]
     error = ((_round_to_step(scaled, fmt) - scaled) * fmt.error_unit + 0.5).floor_().int()
     # Scales are relative to the smallest, because the square of a tiny scale would be zero.
-    ratio = scales * min_scale.reciprocal()[:, None]
-    cost = (error * error).sum(-1, dtype=torch.int32).float() * (ratio * ratio)
+    scale_ratio = scales * min_scale.reciprocal()[:, None]
+    cost = (error * error).sum(-1, dtype=torch.int32).float() * (scale_ratio * scale_ratio)
     # If a scale is NaN, all costs are NaN, and any choice is correct.
     index = cost.argmin(-1, keepdim=True)
     # Gather integers, because torch's gather may change the bits of NaN.

@@ -33,16 +33,16 @@ _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
 def _register_operation(function: _Operation) -> _Operation:
-    """Register an operation, and return a function that calls it, by the dispatcher if necessary.
+    """Register an operation, and return a function that calls it, through the dispatcher if needed.
 
-    Its schema has each field of its named tuples as an argument. Operations whose backend does not
+    The schema has each field of the named tuples as an argument. Operations whose backend does not
     check on the device read values on the host, which a CUDA graph cannot capture. torch requires a
     tag for such an operation, so it is registered twice.
     """
     name = function.__name__
     hints = typing.get_type_hints(function)
     result_type = hints.pop("return")
-    names = list(hints)
+    argument_names = list(hints)
     observed_index = list(hints.values()).index(Tensor)
     parameters = inspect.signature(function).parameters.values()
     defaults = {
@@ -50,9 +50,11 @@ def _register_operation(function: _Operation) -> _Operation:
         for parameter in parameters
         if parameter.default is not parameter.empty
     }
-    plain_names = [field for field in names if not hasattr(hints[field], "_fields")]
+    plain_names = [field for field in argument_names if not hasattr(hints[field], "_fields")]
     record_names = [record for record in ("spec", "pages") if record in hints]
-    types = dict(pair for n in plain_names + record_names for pair in _flatten_hint(n, hints[n]))
+    types: dict[str, Any] = {}
+    for field in plain_names + record_names:
+        types.update(_flatten_hint(field, hints[field]))
 
     def run(*args: Any, **overrides: Any) -> Any:
         arguments = dict(zip(plain_names, args, strict=False))
@@ -85,13 +87,12 @@ def _register_operation(function: _Operation) -> _Operation:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_observed(args[observed_index]):
             return function(*args, **kwargs)
-        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
+        arguments = defaults | dict(zip(argument_names, args, strict=False)) | kwargs
         flat_arguments = [arguments[field] for field in plain_names]
         for record in record_names:
             flat_arguments += flatten(arguments[record]) if record == "pages" else arguments[record]
-        return (device_op if arguments["backend"] in DEVICE_CHECK_BACKENDS else host_op)(
-            *flat_arguments
-        )
+        operation = device_op if arguments["backend"] in DEVICE_CHECK_BACKENDS else host_op
+        return operation(*flat_arguments)
 
     return cast(_Operation, call)
 
@@ -171,8 +172,9 @@ def gather(
         dim = (pages.k if side == "k" else pages.v).head_dim
         shape = len(pages.table), pages.num_heads, stop - start, dim
         return lengths.new_empty(shape, dtype=dtype)
-    dense: Tensor = load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
-    return dense
+    return load_backend(backend).gather(  # type: ignore[no-any-return]
+        pages, lengths, side, start, stop, dtype, ragged
+    )
 
 
 @_register_operation
@@ -207,17 +209,18 @@ def attend(
     """
     check_sizes(pages, lengths, start, stop, query, spec)
     if backend == _FAKE:
-        batch, num_heads, num_tokens, _ = query.shape
+        batch, num_query_heads, num_tokens, _ = query.shape
         dim = (pages.k if spec.latent else pages.v).head_dim
-        return query.new_empty((batch, num_tokens, num_heads, dim))
-    mask, bias = spec.mask, spec.bias
+        return query.new_empty((batch, num_tokens, num_query_heads, dim))
+    mask = spec.mask
     if mask is not None and mask.is_floating_point():
-        spec = spec._replace(mask=None, bias=mask if bias is None else bias.float() + mask)
+        bias = mask if spec.bias is None else spec.bias.float() + mask
+        spec = spec._replace(mask=None, bias=bias)
     if spec.deterministic and backend not in DETERMINISTIC_BACKENDS:
         return _attend_per_token(query, lengths, start, stop, backend, spec, pages)
-    attend_pages = load_backend(backend).attend
-    output: Tensor = attend_pages(query, pages, lengths, start, stop, spec, schedule)
-    return output
+    return load_backend(backend).attend(  # type: ignore[no-any-return]
+        query, pages, lengths, start, stop, spec, schedule
+    )
 
 
 @_register_operation
@@ -253,10 +256,10 @@ def create_schedule(
     """
     if backend not in SCHEDULE_BACKENDS:
         return None
-    device = lengths.device
-    count_schedule_rows = load_backend(backend).count_schedule_rows
-    num_rows: int = count_schedule_rows(device, len(lengths), num_heads, length, num_query_rows)
-    schedule = torch.empty((num_rows, 4), dtype=torch.int32, device=device)
+    num_rows: int = load_backend(backend).count_schedule_rows(
+        lengths.device, len(lengths), num_heads, length, num_query_rows
+    )
+    schedule = torch.empty((num_rows, 4), dtype=torch.int32, device=lengths.device)
     fill_schedule(schedule, lengths, num_tokens, window, start, num_heads, backend)
     return schedule
 
@@ -293,18 +296,18 @@ def bind(name: str, backend: str, *args: Any) -> Callable[..., Any]:
     `args` are checked arguments of the backend's operation. The function checks nothing, so the
     shapes, strides, dtypes, devices and pages of a call must equal `args`.
     """
-    operation = getattr(load_backend(backend), name)
-    bound_operation: Callable[..., Any] = getattr(operation, "bind", lambda *_: operation)(*args)
-    return bound_operation
+    operation: Callable[..., Any] = getattr(load_backend(backend), name)
+    bind_operation = getattr(operation, "bind", None)
+    return operation if bind_operation is None else bind_operation(*args)
 
 
-def is_observed(x: Tensor) -> bool:
-    """Return whether something observes an operation on `x`, which then needs the dispatcher."""
+def is_observed(tensor: Tensor) -> bool:
+    """Return whether something observes an operation on a tensor, which needs the dispatcher."""
     return bool(
         torch.compiler.is_dynamo_compiling()
         or torch.is_grad_enabled()
-        or type(x) is not Tensor
-        or x.is_meta
+        or type(tensor) is not Tensor
+        or tensor.is_meta
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
@@ -327,33 +330,40 @@ def _attend_per_token(
     single sequence, and the schedule does not split it. The shapes of "torch"'s products depend on
     the call, so it computes one sequence at a time, without later tokens.
     """
-    batch, num_heads, num_tokens, dim = query.shape
-    token_queries = query.transpose(1, 2).reshape(-1, num_heads, 1, dim)
+    batch, num_query_heads, num_tokens, dim = query.shape
+    token_queries = query.transpose(1, 2).reshape(-1, num_query_heads, 1, dim)
     sequences = torch.arange(len(token_queries), device=lengths.device) // num_tokens
     offsets = torch.arange(1 - num_tokens, 1, dtype=lengths.dtype, device=lengths.device)
     token_lengths = (lengths[:, None] + offsets).flatten()
 
-    def select_tokens(x: Tensor | None, chunk: slice, end: int) -> Tensor | None:
-        if x is None:
+    def select_tokens(tensor: Tensor | None, chunk: slice, num_columns: int) -> Tensor | None:
+        if tensor is None:
             return None
-        token_rows = x.expand(batch, -1, num_tokens, -1).transpose(1, 2).flatten(0, 1)
-        return token_rows[chunk, :, None, : end - start]
+        token_rows = tensor.expand(batch, -1, num_tokens, -1).transpose(1, 2).flatten(0, 1)
+        return token_rows[chunk, :, None, :num_columns]
 
     outputs = []
     host_lengths = None if backend in DEVICE_CHECK_BACKENDS else token_lengths.tolist()
     chunk_size = _MAX_SEPARATE_TOKENS if host_lengths is None else 1
     for chunk_start in range(0, len(token_queries), chunk_size):
         chunk = slice(chunk_start, chunk_start + chunk_size)
-        end = stop
+        chunk_stop = stop
         if host_lengths is not None:
-            end = min(stop, max(start + 1, host_lengths[chunk_start]))
-        num_columns = -(-end // pages.page_size)
-        chunk_pages = pages._replace(table=pages.table[sequences[chunk], :num_columns])
-        mask, bias = (select_tokens(x, chunk, end) for x in (spec.mask, spec.bias))
-        chunk_spec = spec._replace(mask=mask, bias=bias, bounds=None)
-        args = token_queries[chunk], chunk_pages, token_lengths[chunk], start, end, chunk_spec
-        outputs.append(load_backend(backend).attend(*args))
-    return torch.cat(outputs).view(batch, num_tokens, num_heads, -1)
+            chunk_stop = min(stop, max(start + 1, host_lengths[chunk_start]))
+        num_pages = -(-chunk_stop // pages.page_size)
+        chunk_pages = pages._replace(table=pages.table[sequences[chunk], :num_pages])
+        mask = select_tokens(spec.mask, chunk, chunk_stop - start)
+        bias = select_tokens(spec.bias, chunk, chunk_stop - start)
+        output = load_backend(backend).attend(
+            token_queries[chunk],
+            chunk_pages,
+            token_lengths[chunk],
+            start,
+            chunk_stop,
+            spec._replace(mask=mask, bias=bias, bounds=None),
+        )
+        outputs.append(output)
+    return torch.cat(outputs).view(batch, num_tokens, num_query_heads, -1)
 
 
 def _check_limit(lengths: Tensor, num_tokens: int, limit: int | None) -> None:

@@ -66,7 +66,8 @@ def choose_backend(name: str, device: torch.device) -> str:
         return name
     if name not in BACKEND_CHOICES:
         raise BackendError(f"backend: expected one of {', '.join(BACKEND_CHOICES)}, got {name!r}")
-    backend = name if name != AUTO else "cpu" if device.type == "cpu" else "triton"
+    default = "cpu" if device.type == "cpu" else "triton"
+    backend = default if name == AUTO else name
     reason = _explain_unavailability(backend) or _explain_unsupported_device(backend, device)
     if reason is None:
         return backend

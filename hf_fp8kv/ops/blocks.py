@@ -45,7 +45,7 @@ def upload(integers: IntArray, device: torch.device) -> Tensor:
 
     On the CPU the result shares memory with `integers`, which must not change afterwards.
     """
-    # The tensor can then be written both in inference mode and outside it.
+    # A tensor that is created here can be written both in inference mode and outside it.
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.from_numpy(integers)
         if device.type != "cuda" or not tensor.numel():
@@ -55,42 +55,42 @@ def upload(integers: IntArray, device: torch.device) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def take_pages(blocks: Sequence[Tensor], numbers: IntArray | Tensor) -> Tensor:
-    """Return copies of pages, `[n, bytes]`. `numbers` is an array if there are several blocks."""
-    if isinstance(numbers, Tensor) or len(blocks) == 1:
+def take_pages(blocks: Sequence[Tensor], page_numbers: IntArray | Tensor) -> Tensor:
+    """Return copies of pages, `[n, bytes]`. With several blocks, the numbers are an array."""
+    if isinstance(page_numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
-        return block.index_select(0, _to_index(numbers, block.device))
-    rows = blocks[0].new_empty((len(numbers), blocks[0].shape[1]))
-    for block, indices, row_indices in _find_rows(blocks, numbers):
-        rows[indices] = block[row_indices]
+        return block.index_select(0, _to_index(page_numbers, block.device))
+    rows = blocks[0].new_empty((len(page_numbers), blocks[0].shape[1]))
+    for block, entries, block_rows in _find_rows(blocks, page_numbers):
+        rows[entries] = block[block_rows]
     return rows
 
 
-def put_pages(blocks: Sequence[Tensor], numbers: IntArray | Tensor, rows: Tensor) -> None:
-    """Write `rows`, `[n, bytes]`, to pages. `numbers` is an array if there are several blocks."""
-    if isinstance(numbers, Tensor) or len(blocks) == 1:
+def put_pages(blocks: Sequence[Tensor], page_numbers: IntArray | Tensor, rows: Tensor) -> None:
+    """Write `rows`, `[n, bytes]`, to pages. With several blocks, the numbers are an array."""
+    if isinstance(page_numbers, Tensor) or len(blocks) == 1:
         (block,) = blocks
-        block.index_copy_(0, _to_index(numbers, block.device), rows)
+        block.index_copy_(0, _to_index(page_numbers, block.device), rows)
         return
-    for block, indices, row_indices in _find_rows(blocks, numbers):
-        block[row_indices] = rows[indices]
+    for block, entries, block_rows in _find_rows(blocks, page_numbers):
+        block[block_rows] = rows[entries]
 
 
-def _to_index(numbers: IntArray | Tensor, device: torch.device) -> Tensor:
-    return numbers if isinstance(numbers, Tensor) else upload(numbers.astype(np.int64), device)
+def _to_index(integers: IntArray | Tensor, device: torch.device) -> Tensor:
+    return integers if isinstance(integers, Tensor) else upload(integers.astype(np.int64), device)
 
 
 def _find_rows(
-    blocks: Sequence[Tensor], numbers: IntArray
+    blocks: Sequence[Tensor], page_numbers: IntArray
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield each block with pages, and the indices of its pages in `numbers` and in the block."""
-    ends = np.cumsum([len(block) for block in blocks])
-    block_numbers = np.searchsorted(ends, numbers, side="right")
-    for i in np.unique(block_numbers):
-        indices = np.flatnonzero(block_numbers == i)
-        row_indices = numbers[indices] - (ends[i] - len(blocks[i]))
-        device = blocks[i].device
-        yield blocks[i], upload(indices, device), upload(row_indices.astype(np.int64), device)
+    """Yield each block with pages, the entries of `page_numbers` in it, and their rows in it."""
+    stops = np.cumsum([len(block) for block in blocks])
+    block_indices = np.searchsorted(stops, page_numbers, side="right")
+    for block_index in np.unique(block_indices):
+        block = blocks[block_index]
+        entries = np.flatnonzero(block_indices == block_index)
+        rows = page_numbers[entries] - (stops[block_index] - len(block))
+        yield block, upload(entries, block.device), upload(rows.astype(np.int64), block.device)
 
 
 def read_rows(pages: Pages, start: int, stop: int) -> Tensor:
@@ -98,35 +98,36 @@ def read_rows(pages: Pages, start: int, stop: int) -> Tensor:
 
     A missing page is read as page 0. With several blocks, this synchronizes with the device.
     """
-    numbers = pages.table[:, start:stop].clamp(min=0).flatten()
+    page_numbers = pages.table[:, start:stop].clamp(min=0).flatten()
     blocks = list_blocks(pages)
     if len(blocks) == 1:
-        return blocks[0].index_select(0, numbers)
-    return take_pages(blocks, numbers.cpu().numpy())
+        return blocks[0].index_select(0, page_numbers)
+    return take_pages(blocks, page_numbers.cpu().numpy())
 
 
 def group_by_block(
-    pages: Pages, numbers: Tensor, exists: Tensor
+    pages: Pages, page_numbers: Tensor, exists: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
-    """Yield each block with pages, and the pages' indices in the block and in `[B, T]`.
+    """Yield each block with pages, the rows of these pages in the block, and their tokens.
+
+    The tokens are an index of `[B, T]`.
 
     Args:
         pages: The pages.
-        numbers: Page numbers, `[B, T]`.
+        page_numbers: Page number of each token, `[B, T]`.
         exists: Whether each page exists, `[B, T]`, bool. The numbers of missing pages are ignored.
 
     This synchronizes with the device.
     """
     token_index = exists.nonzero(as_tuple=True)
-    existing_pages = numbers[token_index].cpu().numpy()
-    for block, indices, row_indices in _find_rows(list_blocks(pages), existing_pages):
-        yield block, row_indices, tuple(axis[indices] for axis in token_index)
+    existing_pages = page_numbers[token_index].cpu().numpy()
+    for block, entries, block_rows in _find_rows(list_blocks(pages), existing_pages):
+        yield block, block_rows, tuple(axis[entries] for axis in token_index)
 
 
 def list_blocks(pages: Pages) -> tuple[Tensor, ...]:
     """Return all blocks of the pages."""
-    blocks: tuple[Tensor, ...] = getattr(pages.offsets, "blocks", (pages.block,))
-    return blocks
+    return getattr(pages.offsets, "blocks", (pages.block,))  # type: ignore[no-any-return]
 
 
 def pack_pages(

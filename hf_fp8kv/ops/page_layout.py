@@ -52,7 +52,7 @@ def pack_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
     for width in _PLANES[dtype]:
         start -= width
         parts = (codes >> start & (1 << width) - 1).chunk(8 // width, -1)
-        planes.append(functools.reduce(lambda x, y: x << width | y, parts[::-1]))
+        planes.append(functools.reduce(lambda packed, part: packed << width | part, parts[::-1]))
     return torch.cat(planes, -1)
 
 
@@ -64,7 +64,8 @@ def unpack_codes(packed: Tensor, dtype: torch.dtype) -> Tensor:
     dim = packed.shape[-1] * 8 // sum(widths)
     codes = packed.new_zeros(())
     start = 8
-    for width, plane in zip(widths, packed.split([dim * w // 8 for w in widths], -1), strict=True):
+    planes = packed.split([dim * width // 8 for width in widths], -1)
+    for width, plane in zip(widths, planes, strict=True):
         start -= width
         shifted = [plane >> shift & (1 << width) - 1 for shift in range(0, 8, width)]
         codes = codes | torch.cat(shifted, -1) << start
@@ -117,10 +118,10 @@ def make_page_layout(
 ) -> PageLayout:
     """Return the layout of a page for these sizes and dtypes of codes."""
     # Dynamo ignores `functools.cache`, and warns about it.
-    is_compiling = torch.compiler.is_compiling()
-    compute: Any = _compute_layout.__wrapped__ if is_compiling else _compute_layout
-    layout: PageLayout = compute(num_heads, page_size, k_dim, v_dim, k_dtype, v_dtype, has_scales)
-    return layout
+    compute: Any = _compute_layout.__wrapped__ if torch.compiler.is_compiling() else _compute_layout
+    return compute(  # type: ignore[no-any-return]
+        num_heads, page_size, k_dim, v_dim, k_dtype, v_dtype, has_scales
+    )
 
 
 @functools.cache
@@ -133,7 +134,8 @@ def _compute_layout(
     v_dtype: torch.dtype,
     has_scales: bool,
 ) -> PageLayout:
-    k_width, v_width = count_elements(k_dim, k_dtype), count_elements(v_dim, v_dtype)
+    k_width = count_elements(k_dim, k_dtype)
+    v_width = count_elements(v_dim, v_dtype)
     k_region_dtype, v_region_dtype = (
         torch.uint8 if dtype in _PLANES else dtype for dtype in (k_dtype, v_dtype)
     )
@@ -144,8 +146,8 @@ def _compute_layout(
     if has_scales:
         regions.append(("token_scales", (page_size, 2), torch.bfloat16))
     offsets = {}
-    end = 0
+    head_size = 0
     for name, shape, dtype in regions:
-        offsets[name] = end
-        end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return PageLayout(num_heads, tuple(regions), offsets, end)
+        offsets[name] = head_size
+        head_size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return PageLayout(num_heads, tuple(regions), offsets, head_size)

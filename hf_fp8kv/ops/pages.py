@@ -169,12 +169,11 @@ _SIDE_SIZE = len(StoredSide._fields)
 
 def flatten(pages: Pages) -> tuple[Any, ...]:
     """Return the fields of `pages.k`, the fields of `pages.v`, and the remaining fields."""
-    remaining: tuple[Any, ...] = pages[2:]
-    return (*pages.k, *pages.v, *remaining)
+    return (*pages.k, *pages.v, *pages[2:])
 
 
-def unflatten(fields: Sequence[Any]) -> Pages:
+def unflatten(flat_fields: Sequence[Any]) -> Pages:
     """Rebuild pages from the values of `flatten`."""
-    k = fields[:_SIDE_SIZE]
-    v = fields[_SIDE_SIZE : 2 * _SIDE_SIZE]
-    return Pages(StoredSide(*k), StoredSide(*v), *fields[2 * _SIDE_SIZE :])
+    k = StoredSide(*flat_fields[:_SIDE_SIZE])
+    v = StoredSide(*flat_fields[_SIDE_SIZE : 2 * _SIDE_SIZE])
+    return Pages(k, v, *flat_fields[2 * _SIDE_SIZE :])

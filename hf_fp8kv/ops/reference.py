@@ -17,7 +17,8 @@ from .visibility import find_visible
 
 # Maximum number of tokens that `gather` decodes at a time, unless a page is larger.
 MAX_GATHER_TOKENS = 512
-# Maximum number of tokens that `write` encodes at a time. Encoding needs many times their memory.
+# Maximum number of tokens that `write` encodes at a time. Encoding needs many times the memory of
+# its input.
 MAX_WRITE_TOKENS = 512
 
 
@@ -26,7 +27,7 @@ def write(
 ) -> None:
     """Store new tokens, with the arguments and errors of `ops.write`."""
     num_tokens = key.shape[2]
-    page_number, slot, exists = locate_tokens(pages, lengths, num_tokens)
+    page_numbers, slots, exists = locate_tokens(pages, lengths, num_tokens)
     if pages.table.is_cpu and not bool(exists.all()):
         raise_overrun(pages, lengths, num_tokens)
     for start in range(0, num_tokens, MAX_WRITE_TOKENS):
@@ -34,15 +35,16 @@ def write(
         k, k_scales = quantize(key[:, :, chunk], pages.k, search=True)
         v, v_scales = quantize(value[:, :, chunk], pages.v, search=False)
         k, v = pack_codes(k, pages.k_dtype), pack_codes(v, pages.v_dtype)
-        for block, rows, index in group_by_block(pages, page_number[:, chunk], exists[:, chunk]):
+        for block, rows, tokens in group_by_block(pages, page_numbers[:, chunk], exists[:, chunk]):
             regions = pages.layout.split(block)
-            slots = slot[:, chunk][index]
+            block_slots = slots[:, chunk][tokens]
             k_codes, v_codes = regions["k"], regions["v"]
-            k_codes[rows, :, slots] = k.transpose(1, 2)[index].to(k_codes.dtype)
-            v_codes[rows, :, :, slots] = v.transpose(1, 2)[index].to(v_codes.dtype)
-            for i, scales in enumerate((k_scales, v_scales)):
+            k_codes[rows, :, block_slots] = k.transpose(1, 2)[tokens].to(k_codes.dtype)
+            v_codes[rows, :, :, block_slots] = v.transpose(1, 2)[tokens].to(v_codes.dtype)
+            for side, scales in enumerate((k_scales, v_scales)):
                 if scales is not None:
-                    regions["token_scales"][rows, :, slots, i] = scales.transpose(1, 2)[index]
+                    token_scales = scales.transpose(1, 2)[tokens]
+                    regions["token_scales"][rows, :, block_slots, side] = token_scales
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, num_tokens: int) -> None:
@@ -99,10 +101,11 @@ def gather(
     shape = (len(pages.table), pages.num_heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
     step = max(MAX_GATHER_TOKENS // pages.page_size, 1) * pages.page_size
-    for chunk_start in range(start // step * step, stop, step):
-        begin = max(chunk_start, start)
-        end = min(chunk_start + step, stop)
-        out[:, :, begin - start : end - start] = read_dense(pages, side, begin, end)
+    for page_start in range(start // step * step, stop, step):
+        chunk_start = max(page_start, start)
+        chunk_stop = min(page_start + step, stop)
+        chunk = read_dense(pages, side, chunk_start, chunk_stop)
+        out[:, :, chunk_start - start : chunk_stop - start] = chunk
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
         is_empty = position >= lengths[:, None]
@@ -131,7 +134,7 @@ def read_dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     if stored_side.static_scale is not None:
         x *= stored_side.static_scale[:, None]
     else:
-        scales = regions["token_scales"][..., "kv".index(side)].unflatten(0, shape)
+        scales = regions["token_scales"][..., 0 if side == "k" else 1].unflatten(0, shape)
         scales = scales.transpose(1, 2).flatten(2, 3)
         x *= scales[:, :, span, None].float()
     if stored_side.rotated:
@@ -151,12 +154,12 @@ def attend(
     _schedule: None = None,
 ) -> Tensor:
     """Compute softmax attention, with the arguments and result of `ops.attend`."""
-    batch, num_q_heads, num_tokens, _ = query.shape
+    batch, num_query_heads, num_tokens, _ = query.shape
     k = gather(pages, lengths, "k", start, stop, torch.float32, ragged=True)
     v = gather(pages, lengths, "v", start, stop, torch.float32, ragged=True)
     if spec.latent:
         k, v = torch.cat([k, v], -1), k
-    group_size = num_q_heads // k.shape[1]
+    group_size = num_query_heads // k.shape[1]
     k = k.repeat_interleave(group_size, 1)
     v = v.repeat_interleave(group_size, 1)
     logits = query.float() @ k.transpose(2, 3) * spec.scaling

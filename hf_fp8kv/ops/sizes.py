@@ -35,42 +35,46 @@ def check_sizes(
     if new_tokens is not None:
         key, value = new_tokens
         num_tokens = key.shape[2] if key.ndim == 4 else 0
-        k_shape = (batch, num_heads, num_tokens, k_dim)
         v_shape = (*key.shape[:3], v_dim)
-        if not num_tokens or key.shape != k_shape or key.device != device:
+        has_shape = num_tokens > 0 and key.shape == (batch, num_heads, num_tokens, k_dim)
+        if not has_shape or key.device != device:
             _raise_mismatch("keys", f"[{batch}, {num_heads}, T, {k_dim}]", device, key)
         if value.shape != v_shape or value.device != device:
             _raise_mismatch("values", f"{list(v_shape)}", device, value)
     if query is None or spec is None:
         return
     dim = k_dim + v_dim if spec.latent else k_dim
-    q_batch, num_q_heads, num_q_tokens, q_dim = query.shape if query.ndim == 4 else (0, 0, 0, 0)
-    has_shape = q_batch == batch and q_dim == dim and num_q_tokens > 0 and num_q_heads > 0
-    if not has_shape or num_q_heads % num_heads or query.device != device:
+    q_batch, num_query_heads, num_q_tokens, q_dim = query.shape if query.ndim == 4 else (0, 0, 0, 0)
+    has_shape = q_batch == batch and q_dim == dim and num_q_tokens > 0 and num_query_heads > 0
+    if not has_shape or num_query_heads % num_heads or query.device != device:
         expected = f"[{batch}, a multiple of {num_heads}, T, {dim}]"
         _raise_mismatch("query", expected, device, query)
     if spec.mask is None and spec.bias is None and spec.sinks is None:
         return
     for name in ("mask", "bias", "sinks", "bounds"):
-        x: Tensor | None = getattr(spec, name)
-        if x is None:
+        tensor: Tensor | None = getattr(spec, name)
+        if tensor is None:
             continue
-        is_bool_mask = name == "mask" and x.dtype in (torch.bool, torch.uint8)
+        is_bool_mask = name == "mask" and tensor.dtype in (torch.bool, torch.uint8)
         sizes: tuple[tuple[int, ...], ...] = (
             (1, batch),
-            (1, 1 if is_bool_mask else num_q_heads),
+            (1, 1 if is_bool_mask else num_query_heads),
             (1, num_q_tokens),
             (stop - start,),
         )
         if name in ("sinks", "bounds"):
-            sizes = ((num_q_heads,),) if name == "sinks" else ((1, batch), (2,))
-        has_shape = x.ndim == len(sizes) and all(
-            n in allowed_sizes for n, allowed_sizes in zip(x.shape, sizes, strict=True)
+            sizes = ((num_query_heads,),) if name == "sinks" else ((1, batch), (2,))
+        has_shape = tensor.ndim == len(sizes) and all(
+            size in allowed_sizes for size, allowed_sizes in zip(tensor.shape, sizes, strict=True)
         )
-        has_dtype = is_bool_mask or x.is_floating_point() or (name == "bounds" and x.dtype is _INT)
-        if not has_shape or not has_dtype or x.device != device:
+        has_dtype = (
+            is_bool_mask
+            or tensor.is_floating_point()
+            or (name == "bounds" and tensor.dtype is _INT)
+        )
+        if not has_shape or not has_dtype or tensor.device != device:
             expected = ", ".join(" | ".join(map(str, allowed_sizes)) for allowed_sizes in sizes)
-            _raise_mismatch(name, f"[{expected}]", device, x)
+            _raise_mismatch(name, f"[{expected}]", device, tensor)
 
 
 def _read_sizes(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:

@@ -132,8 +132,8 @@ MUTANTS = (
     # The torch backend.
     Mutant(
         "torch: the last page is dropped", TORCH,
-        "min(chunk_start + chunk_size, visible_stop)",
-        "min(chunk_start + chunk_size, visible_stop - visible_stop % pages.page_size)",
+        "min(page_start + chunk_size, visible_stop)",
+        "min(page_start + chunk_size, visible_stop - visible_stop % pages.page_size)",
         "tests/ops/test_ops.py",
     ),
     Mutant(
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: K and V scales swapped", WRITE,
-        "(1 if TRANSPOSED else 0)", "(0 if TRANSPOSED else 1)", "tests/ops/test_kernels_write.py",
+        "(1 if IS_V else 0)", "(0 if IS_V else 1)", "tests/ops/test_kernels_write.py",
     ),
     Mutant(
         "triton: tokens past the limit are stored", WRITE,
@@ -359,7 +359,7 @@ MUTANTS = (
     ),
     Mutant(
         "sizes: a mask of another size is accepted", "ops/sizes.py",
-        "if not has_shape or not has_dtype or x.device", "if not has_dtype or x.device",
+        "if not has_shape or not has_dtype or tensor.device", "if not has_dtype or tensor.device",
         "tests/ops/test_ops.py tests/attention/test_masks.py",
     ),
     Mutant(

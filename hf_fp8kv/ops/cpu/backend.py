@@ -74,9 +74,11 @@ def _make_contiguous(pages: Pages) -> Pages:
     v = pages.v
     table = make_rows_contiguous(pages.table)
     tensors = k.static_scale, k.center, v.static_scale
-    if table is pages.table and all(x is None or x.is_contiguous() for x in tensors):
+    if table is pages.table and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return pages
-    k_scale, center, v_scale = (None if x is None else x.contiguous() for x in tensors)
+    k_scale, center, v_scale = (
+        None if tensor is None else tensor.contiguous() for tensor in tensors
+    )
     k = k._replace(static_scale=k_scale, center=center)
     return pages._replace(k=k, v=v._replace(static_scale=v_scale), table=table)
 
@@ -94,33 +96,41 @@ def write(
     if not KINDS.keys() >= {pages.k_dtype, pages.v_dtype}:
         torch_backend.write(pages, key, value, lengths)
         return
-    pages, lengths = _make_contiguous(pages), make_rows_contiguous(lengths)
+    pages = _make_contiguous(pages)
+    lengths = make_rows_contiguous(lengths)
     k, v = pages.k, pages.v
     key = _convert_input(key, pages.k_dtype)
     value = _convert_input(value, pages.v_dtype)
     batch, num_heads, num_tokens, _ = key.shape
     call = records.WRITE.pack(
-        batch, num_heads, num_tokens, MIN_SCALE, *records.list_table_fields(pages, lengths),
-        *records.list_side_fields(pages, "k", k.center), *records.list_strided_fields(key),
-        *records.list_encoding_fields(k.format), *records.list_side_fields(pages, "v", None),
-        *records.list_strided_fields(value), *records.list_encoding_fields(v.format),
-    )  # fmt: skip
+        batch,
+        num_heads,
+        num_tokens,
+        MIN_SCALE,
+        *records.list_table_fields(pages, lengths),
+        *records.list_side_fields(pages, "k", k.center),
+        *records.list_strided_fields(key),
+        *records.list_encoding_fields(k.format),
+        *records.list_side_fields(pages, "v", None),
+        *records.list_strided_fields(value),
+        *records.list_encoding_fields(v.format),
+    )
     # The search for K's scales takes most of the time, so each value counts as 8.
     num_threads = _choose_num_threads(8 * (key.numel() + value.numel()))
     if not load_library().write_tokens(call, num_threads):
         raise_overrun(pages, lengths, num_tokens)
 
 
-def _convert_input(x: Tensor, stored_dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return `x` with contiguous rows, in a dtype that kernels read.
+def _convert_input(tensor: Tensor, stored_dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return a tensor with contiguous rows, in a dtype that kernels read.
 
     For "auto", this is the stored dtype.
     """
     if stored_dtype.is_floating_point:
-        x = x.to(stored_dtype)
-    elif KINDS.get(x.dtype, CODES) == CODES:
-        x = x.float()
-    return make_rows_contiguous(x)
+        tensor = tensor.to(stored_dtype)
+    elif KINDS.get(tensor.dtype, CODES) == CODES:
+        tensor = tensor.float()
+    return make_rows_contiguous(tensor)
 
 
 def gather(
@@ -137,7 +147,8 @@ def gather(
 
     `head_range` selects KV heads. It is ignored for dtypes without a C++ kernel.
     """
-    pages, lengths = _make_contiguous(pages), make_rows_contiguous(lengths)
+    pages = _make_contiguous(pages)
+    lengths = make_rows_contiguous(lengths)
     is_k = side == "k"
     stored_side, stored_dtype = (pages.k, pages.k_dtype) if is_k else (pages.v, pages.v_dtype)
     if not KINDS.keys() >= {stored_dtype, dtype}:
@@ -184,11 +195,11 @@ def attend(
     lengths = make_rows_contiguous(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent, _ = spec
     k = pages.k
-    v = pages.k if latent else pages.v
-    batch, num_q_heads, num_tokens, q_dim = query.shape
-    num_heads, v_dim = pages.num_heads, v.head_dim
-    group_size = num_q_heads // num_heads
-    out = torch.empty((batch, num_tokens, num_q_heads, v_dim), dtype=query.dtype, device="cpu")
+    v_dim = k.head_dim if latent else pages.v.head_dim
+    num_heads = pages.num_heads
+    batch, num_query_heads, num_tokens, q_dim = query.shape
+    group_size = num_query_heads // num_heads
+    out = torch.empty((batch, num_tokens, num_query_heads, v_dim), dtype=query.dtype, device="cpu")
 
     # The rows of a block share decoded values.
     block_tokens = min(num_tokens, max(MAX_UNIT_ROWS // group_size, 1))
@@ -218,7 +229,7 @@ def attend(
     )
     call = records.ATTEND.pack(
         batch,
-        num_q_heads,
+        num_query_heads,
         num_heads,
         num_tokens,
         start,

@@ -24,7 +24,9 @@ class CompileHook(BuildHookInterface):  # type: ignore[misc]  # hatchling may be
         The tag names no version of glibc, so PyPI accepts the wheel only after `auditwheel repair`.
         """
         if sys.version_info < _MIN_PYTHON:
-            required, got = (".".join(map(str, x[:2])) for x in (_MIN_PYTHON, sys.version_info))
+            required, got = (
+                ".".join(map(str, version[:2])) for version in (_MIN_PYTHON, sys.version_info)
+            )
             raise SystemExit(f"hf-fp8kv: expected Python {required} or newer, got {got}")
         try:
             _build_module["build"]()

@@ -52,13 +52,13 @@ def attend(
 
     `gather` is the "cpu" backend's operation.
     """
-    batch, num_q_heads, num_tokens, _ = query.shape
+    batch, num_query_heads, num_tokens, _ = query.shape
     num_heads = pages.num_heads
     v_dim = pages.v.head_dim
     dtype = query.dtype
     if dtype != torch.bfloat16 or not _HAS_BF16_PRODUCTS:
         dtype = torch.float32  # other CPUs multiply 16-bit values far more slowly
-    out = query.new_zeros((batch, num_tokens, num_q_heads, v_dim))
+    out = query.new_zeros((batch, num_tokens, num_query_heads, v_dim))
     for b in range(batch):
         length = int(lengths[b])
         # Queries before `start`, or before the start of their sequence, attend to nothing.
@@ -71,11 +71,12 @@ def attend(
         head_bytes = (length - first_key) * (pages.k.head_dim + v_dim) * dtype.itemsize
         max_heads = max(1, min(num_heads, _MAX_DENSE_BYTES // head_bytes))
         mask = _make_mask(num_queries, length - first_key, spec.window)
-        group_size = num_q_heads // num_heads
+        group_size = num_query_heads // num_heads
         # A center adds the same value to all logits of a query, which cancels in the softmax.
         # Without it K has smaller rounding errors.
-        k = pages.k._replace(center=None)
-        sequence_pages = pages._replace(k=k, table=pages.table[b : b + 1])
+        sequence_pages = pages._replace(
+            k=pages.k._replace(center=None), table=pages.table[b : b + 1]
+        )
         for first_head in range(0, num_heads, max_heads):
             heads = slice(first_head, min(first_head + max_heads, num_heads))
             key, value = (

@@ -85,25 +85,28 @@ def get_address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def list_strided_fields(x: Tensor) -> tuple[int, ...]:
+def list_strided_fields(tensor: Tensor) -> tuple[int, ...]:
     """Return the fields of the struct `Strided` of a tensor `[b, h, t, any]`, strides in bytes."""
-    size = x.element_size()
-    b, h, t, _ = x.stride()
-    return x.data_ptr(), KINDS[x.dtype], b * size, h * size, t * size
+    size = tensor.element_size()
+    b, h, t, _ = tensor.stride()
+    return tensor.data_ptr(), KINDS[tensor.dtype], b * size, h * size, t * size
 
 
-def list_broadcast_fields(x: Tensor | None) -> tuple[int, ...]:
+def list_broadcast_fields(tensor: Tensor | None) -> tuple[int, ...]:
     """Return the fields of the struct `Strided` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
-    if x is None:
+    if tensor is None:
         return 0, F32, 0, 0, 0
-    data, kind, b, h, t = list_strided_fields(x)
-    batch, num_heads, num_tokens, _ = x.shape
-    return data, kind, b if batch > 1 else 0, h if num_heads > 1 else 0, t if num_tokens > 1 else 0
+    address, kind, *strides = list_strided_fields(tensor)
+    broadcast_strides = [
+        stride if size > 1 else 0 for stride, size in zip(strides, tensor.shape[:3], strict=True)
+    ]
+    return address, kind, *broadcast_strides
 
 
-def make_rows_contiguous(x: Tensor) -> Tensor:
+def make_rows_contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if its last axis is not contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+    is_contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] < 2
+    return tensor if is_contiguous else tensor.contiguous()
 
 
 @functools.cache

@@ -18,9 +18,10 @@ __all__ = ["attend", "gather", "write"]
 
 # Number of tokens of a chunk.
 CHUNK_TOKENS = 512
-# Number of tokens of a chunk of latents for at most MAX_LATENT_ROWS query rows. Threads then wait
-# less often.
-LATENT_CHUNK_TOKENS, MAX_LATENT_ROWS = 2048, 256
+# Number of tokens of a chunk of latents, for at most MAX_LATENT_ROWS query rows. In larger chunks,
+# threads wait less often.
+LATENT_CHUNK_TOKENS = 2048
+MAX_LATENT_ROWS = 256
 
 
 def attend(
@@ -33,13 +34,13 @@ def attend(
     _schedule: None = None,
 ) -> Tensor:
     """Compute softmax attention. The result equals `reference.attend` up to rounding."""
-    batch, num_q_heads, num_tokens, _ = query.shape
+    batch, num_query_heads, num_tokens, _ = query.shape
     num_heads = pages.num_heads
     k = pages.k
     v = pages.v
     window = spec.window
     value_side = k if spec.latent else v
-    group_size = num_q_heads // num_heads
+    group_size = num_query_heads // num_heads
     num_rows = group_size * num_tokens
     scaled_query = (query.float() * spec.scaling).reshape(batch, num_heads, num_rows, -1)
     # The center adds the same value to every logit of a row, which softmax ignores. It matters only
@@ -73,15 +74,15 @@ def attend(
     chunk_tokens = LATENT_CHUNK_TOKENS if has_long_chunks else CHUNK_TOKENS
     chunk_size = max(chunk_tokens // pages.page_size, 1) * pages.page_size
     # Without a position from `start` on, there is nothing to attend to.
-    for chunk_start in (
-        range(visible_start // chunk_size * chunk_size, visible_stop, chunk_size)
-        if visible_start < visible_stop
-        else ()
-    ):
-        begin = max(chunk_start, visible_start)
-        end = min(chunk_start + chunk_size, visible_stop)
-        columns = slice(begin - start, end - start)
-        keys, values = (read_dense(raw_pages, side, begin, end).float() for side in "kv")
+    first_chunk = visible_start // chunk_size * chunk_size
+    last_stop = visible_stop if visible_start < visible_stop else first_chunk
+    for page_start in range(first_chunk, last_stop, chunk_size):
+        chunk_start = max(page_start, visible_start)
+        chunk_stop = min(page_start + chunk_size, visible_stop)
+        columns = slice(chunk_start - start, chunk_stop - start)
+        keys, values = (
+            read_dense(raw_pages, side, chunk_start, chunk_stop).float() for side in "kv"
+        )
         if spec.latent:
             keys, values = torch.cat([keys, values], -1), keys
         logits = q @ keys.transpose(2, 3)
@@ -94,7 +95,7 @@ def attend(
             bias = spec.bias[..., columns].float()
             head_axes = (num_heads, group_size) if bias.shape[1] > 1 else (1, 1)
             grouped_logits += bias.unflatten(1, head_axes)
-        is_visible = find_visible(lengths, num_tokens, begin, end, spec.causal, window)
+        is_visible = find_visible(lengths, num_tokens, chunk_start, chunk_stop, spec.causal, window)
         if spec.mask is not None:
             is_visible = is_visible & spec.mask[:, 0, :, columns].bool()
         grouped_logits.masked_fill_(~is_visible[:, None, None], -torch.inf)
@@ -116,4 +117,4 @@ def attend(
     if value_side.rotated:
         out = rotate(out)
     out = out.view(batch, num_heads, group_size, num_tokens, -1).permute(0, 3, 1, 2, 4).contiguous()
-    return out.view(batch, num_tokens, num_q_heads, -1).to(query.dtype)
+    return out.view(batch, num_tokens, num_query_heads, -1).to(query.dtype)

@@ -162,7 +162,7 @@ class AttentionArgs(NamedTuple):
     """The arguments of one call of attention.
 
     Attributes:
-        tensors, factors, constants: See their classes.
+        tensors, factors, constants: Pointers, floats and constants of the kernel.
         start, stop, window: As in `ops.attend`.
         query_strides: Strides of batch, head and token.
         strides: Strides that kernels are not specialized for, in the order of their parameters:
@@ -220,16 +220,16 @@ def _choose_side_codec(
     return make_decoded_codec(codec) if side.format != AUTO and dtype.is_floating_point else codec
 
 
-def _prepare_broadcast(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
+def _prepare_broadcast(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
     """Return a mask or bias, contiguous in its last axis, and its strides, 0 for broadcast axes."""
-    if x is None:
+    if tensor is None:
         return None, (0, 0, 0)
-    if x.stride(3) != 1 and x.shape[3] > 1:
-        x = x.contiguous()
-    if x.dtype == torch.bool:
-        x = x.view(torch.uint8)
-    b, h, t = (x.stride(i) if x.shape[i] > 1 else 0 for i in range(3))
-    return x, (b, h, t)
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        tensor = tensor.contiguous()
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    b, h, t = (tensor.stride(axis) if tensor.shape[axis] > 1 else 0 for axis in range(3))
+    return tensor, (b, h, t)
 
 
 def prepare(
@@ -255,7 +255,8 @@ def prepare(
         assert not mask.is_floating_point(), "a mask to add is a bias"
         mask_kind = COMPLETE.value
         if mask.shape[2] == 1:
-            mask_kind, bounds = COMPACT.value, spec.bounds
+            mask_kind = COMPACT.value
+            bounds = spec.bounds
             if bounds is None:
                 bounds = find_mask_bounds(mask[:, 0, 0] != 0, start)
             mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
@@ -270,10 +271,24 @@ def prepare(
     # large heads, split for these products, do not fit into shared memory.
     precision = "tf32x3" if target.is_nvidia and width <= 256 else "ieee"
     constants = _make_unique_constants(
-        pages.num_heads, group_size, pages.page_size, k_sizes, v_sizes, value_sizes, k_codec,
-        v_codec, spec.causal, spec.window > 0, spec.softcap != 0, mask_kind, centered,
-        pages.k.is_dynamic, pages.v.is_dynamic, spec.latent, precision,
-    )  # fmt: skip
+        num_heads=pages.num_heads,
+        group_size=group_size,
+        page_size=pages.page_size,
+        k=k_sizes,
+        v=v_sizes,
+        out=value_sizes,
+        k_codec=k_codec,
+        v_codec=v_codec,
+        causal=spec.causal,
+        windowed=spec.window > 0,
+        softcapped=spec.softcap != 0,
+        mask=mask_kind,
+        centered=centered,
+        k_dynamic=pages.k.is_dynamic,
+        v_dynamic=pages.v.is_dynamic,
+        latent=spec.latent,
+        precision=precision,
+    )
     # The RoPE part of a key is much smaller than its latent, so its dtype is ignored.
     stored_dtypes = (pages.k_dtype, pages.k_dtype if spec.latent else pages.v_dtype)
     workload = Workload(
@@ -287,7 +302,16 @@ def prepare(
         is_packed=min(k_codec.bits, v_codec.bits) < 8,
     )
     tensors = AttentionTensors(
-        query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
+        query=query,
+        k=k,
+        v=v,
+        token_scales=scales,
+        table=pages.table,
+        lengths=lengths,
+        mask=mask,
+        bounds=bounds,
+        bias=bias,
+        sinks=spec.sinks,
     )
     factors = Factors(
         k_scaling=spec.scaling * k_codec.factor * compute_rotation_factor(k_sizes.rotation_size),
@@ -296,17 +320,15 @@ def prepare(
         v_scaling=spec.scaling * v_codec.factor * compute_rotation_factor(v_sizes.rotation_size),
         out=value_codec.factor * compute_rotation_factor(value_sizes.rotation_size),
     )
-    query_strides = (query.stride(0), query.stride(1), query.stride(2))
-    strides = (pages.table.stride(0), *mask_strides, *bias_strides)
     return AttentionArgs(
-        tensors,
-        factors,
-        start,
-        stop,
-        spec.window,
-        query_strides,
-        strides,
-        constants,
-        target,
-        workload,
+        tensors=tensors,
+        factors=factors,
+        start=start,
+        stop=stop,
+        window=spec.window,
+        query_strides=(query.stride(0), query.stride(1), query.stride(2)),
+        strides=(pages.table.stride(0), *mask_strides, *bias_strides),
+        constants=constants,
+        target=target,
+        workload=workload,
     )

@@ -88,7 +88,6 @@ def choose_codec(
         )
     # float16 has a bias of 15 and 10 bits of mantissa.
     shift = 10 - fmt.mantissa_bits - (8 - fmt.bits)
-    factor = 2.0 ** (15 - fmt.bias)
     # Shifted codes of finite values must be finite in float16, and infinity (thus also NaN) must be
     # float16's.
     assert fmt.max_code << shift < 0x7C00, f"{name}: the largest shifted code overflows float16"
@@ -101,14 +100,13 @@ def choose_codec(
     return Codec(
         SHIFTED.value,
         operand_dtype,
-        factor,
-        None,
-        shift,
-        nan_code,
-        assembly,
-        constraint,
-        fmt.bits,
-        unpacking,
+        factor=2.0 ** (15 - fmt.bias),
+        shift=shift,
+        nan_code=nan_code,
+        assembly=assembly,
+        constraint=constraint,
+        bits=fmt.bits,
+        unpacking=unpacking,
     )
 
 

@@ -75,7 +75,8 @@ def list_variables(
     schedule: torch.Tensor | None = None,
 ) -> Variables:
     """Return the tensors and integers that differ in each call of a recorded launch."""
-    mask, bounds = spec.mask, spec.bounds
+    mask = spec.mask
+    bounds = spec.bounds
     integers = {
         "start": start,
         "stop": stop,
@@ -89,11 +90,11 @@ def list_variables(
 
 def supports_call(query: torch.Tensor, pages: Pages, spec: AttentionSpec) -> bool:
     """Return whether `attend` of this module supports a call."""
-    _, num_q_heads, num_tokens, _ = query.shape
+    _, num_query_heads, num_tokens, _ = query.shape
     # Models with latents have many query heads per KV head, so the number of tokens decides.
     if spec.latent:
         return num_tokens <= MAX_DECODE_TOKENS
-    return num_q_heads // pages.num_heads * num_tokens <= MAX_DECODE_ROWS
+    return num_query_heads // pages.num_heads * num_tokens <= MAX_DECODE_ROWS
 
 
 def _is_compact(mask: torch.Tensor) -> bool:
@@ -126,12 +127,13 @@ def _fits_schedule(schedule: torch.Tensor, args: AttentionArgs, config: LaunchCo
     """
     if args.workload.rows > config.rows:
         return False
-    batch = len(args.tensors.lengths)
-    num_heads = args.constants.num_heads
-    programs_per_sm = _estimate_call_programs(args, config)
-    return len(schedule) <= count_schedule_rows(
-        schedule.device, batch, num_heads, programs_per_sm=programs_per_sm
+    num_rows = count_schedule_rows(
+        schedule.device,
+        len(args.tensors.lengths),
+        args.constants.num_heads,
+        programs_per_sm=_estimate_call_programs(args, config),
     )
+    return len(schedule) <= num_rows
 
 
 def launch_attention(
@@ -151,8 +153,9 @@ def launch_attention(
     """
     tensors = args.tensors
     constants = args.constants
-    batch, num_q_heads, num_tokens, _ = tensors.query.shape
-    out_sizes, device = constants.out, tensors.query.device
+    batch, num_query_heads, num_tokens, _ = tensors.query.shape
+    out_sizes = constants.out
+    device = tensors.query.device
     num_heads = constants.num_heads
     num_blocks = cdiv(args.workload.rows, config.rows)
     partial_sums = None
@@ -175,12 +178,12 @@ def launch_attention(
             programs_per_sm,
             constants.latent,
         )
-    out = allocate((batch, num_tokens, num_q_heads, out_sizes.dim), tensors.query.dtype, device)
+    out = allocate((batch, num_tokens, num_query_heads, out_sizes.dim), tensors.query.dtype, device)
     if split and schedule is not None:
         max_parts = get_max_parts(schedule, batch)
         grid = (num_heads, max_parts, num_blocks)
         # The sums are followed by the maximum and the normalizer (m_i, l_i) of each row of a part.
-        num_sums = max_parts * num_q_heads * num_tokens if max_parts > batch else 0
+        num_sums = max_parts * num_query_heads * num_tokens if max_parts > batch else 0
         partial_sums = allocate((num_sums * (out_sizes.dim + 2),), torch.float32, device)
     launch(
         _attend, grid, tensors, schedule, out, partial_sums, batch, num_tokens, args.start,
@@ -346,9 +349,9 @@ def _combine(
     acc = tl.zeros([1, WIDTH], tl.float32)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
-    for begin in range(0, num_parts, PARTS_AT_ONCE):
-        in_range = begin + i < num_parts
-        row_index = (((first_slot + begin + i) * CALL.num_heads + h) * num_rows + row).to(tl.int64)
+    for first in range(0, num_parts, PARTS_AT_ONCE):
+        in_range = first + i < num_parts
+        row_index = (((first_slot + first + i) * CALL.num_heads + h) * num_rows + row).to(tl.int64)
         part_m = tl.load(stats_ptr + row_index * 2, mask=in_range, other=float("-inf"))
         part_l = tl.load(stats_ptr + row_index * 2 + 1, mask=in_range, other=0.0)
         part_acc = tl.load(

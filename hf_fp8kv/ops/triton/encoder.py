@@ -136,5 +136,7 @@ def _compute_rounding_cost(x, scales, min_scale, FORMAT: tl.constexpr):
     rounding_term = (binade + (DROPPED_MANTISSA_BITS << 23 | 0x400000)).to(tl.float32, bitcast=True)
     error = ((scaled_x + rounding_term) - rounding_term) - scaled_x
     integer_error = tl.floor(error * FORMAT.error_unit + 0.5).to(tl.int32)
-    ratio = scales * tl.div_rn(1.0, min_scale)
-    return tl.sum(integer_error * integer_error, 1).to(tl.float32) * (ratio * ratio)
+    relative_scales = scales * tl.div_rn(1.0, min_scale)
+    return tl.sum(integer_error * integer_error, 1).to(tl.float32) * (
+        relative_scales * relative_scales
+    )

@@ -26,9 +26,11 @@ from .tuning import LaunchConfig, choose_extend_config, get_family
 
 # Sequences of at most this number of tokens are not split.
 MAX_UNSPLIT_TOKENS = 256
-# Minimum numbers of blocks of query rows and of positions for widening. On an H100, widening takes
-# as long as decoding the codes in 8 blocks.
-MIN_WIDENED_BLOCKS, MIN_WIDENED_TOKENS = 8, 1024
+# Minimum number of blocks of query rows for widening. On an H100, widening takes as long as
+# decoding the codes in 8 blocks.
+MIN_WIDENED_BLOCKS = 8
+# Minimum number of positions for widening.
+MIN_WIDENED_TOKENS = 1024
 # Maximum size of the widened pages of a layer, in bytes: 65,536 tokens of 8 heads of 128.
 MAX_WIDENED_BYTES = 1 << 28
 _TORCH_DTYPES = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
@@ -59,11 +61,12 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
         * few blocks of rows or positions, or a window, which limits the codes that blocks share
         * GPUs whose products do not read K and V from shared memory
         * latents, float32 products, or a mask for each query, because the sums would spill
-        * no 8-bit codes
+        * K and V in 16 bits, which need no decoding
         * copies above `MAX_WIDENED_BYTES`
     """
-    workload, stop = args.workload, args.stop
-    is_small = cdiv(workload.rows, config.rows) < MIN_WIDENED_BLOCKS or stop < MIN_WIDENED_TOKENS
+    workload = args.workload
+    num_blocks = cdiv(workload.rows, config.rows)
+    is_small = num_blocks < MIN_WIDENED_BLOCKS or args.stop < MIN_WIDENED_TOKENS
     if is_small or args.start or args.window or not get_family(args.target).has_warp_groups:
         return None
     may_spill = workload.has_float32_operands or workload.is_latent or workload.has_query_masks
@@ -71,27 +74,26 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
         return None
     codecs = args.constants.k_codec, args.constants.v_codec
     dtypes = [_TORCH_DTYPES[codec.operand_dtype] for codec in codecs]
-    num_heads, page_size = pages.num_heads, pages.page_size
+    num_heads = pages.num_heads
+    page_size = pages.page_size
     dims = pages.k.head_dim, pages.v.head_dim
     layout = make_page_layout(num_heads, page_size, *dims, dtypes[0], dtypes[1], pages.has_scales)
     batch = len(args.tensors.lengths)
-    num_columns = cdiv(stop, page_size)
+    num_columns = cdiv(args.stop, page_size)
     if batch * num_columns * layout.size > MAX_WIDENED_BYTES:
         return None
-    block = pages.block.new_empty((batch * num_columns, layout.size))
     table = pages.table.new_empty((batch, num_columns))
-    offsets = pages.offsets.new_empty(batch * num_columns)
     wide_pages = Pages(
         pages.k,
         pages.v,
-        block,
-        table,
-        offsets,
-        num_heads,
-        page_size,
-        dtypes[0],
-        dtypes[1],
-        pages.has_scales,
+        block=pages.block.new_empty((batch * num_columns, layout.size)),
+        table=table,
+        offsets=pages.offsets.new_empty(batch * num_columns),
+        num_heads=num_heads,
+        page_size=page_size,
+        k_dtype=dtypes[0],
+        v_dtype=dtypes[1],
+        has_scales=pages.has_scales,
     )
     launch(
         _widen_codes, (num_heads, num_columns, batch), make_pointers(pages, "k"),
@@ -105,13 +107,13 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
     return wide_pages
 
 
-@triton.jit(do_not_specialize=["page_bytes", "table_stride"])
+@triton.jit(do_not_specialize=["wide_page_bytes", "table_stride"])
 def _widen_codes(
     k, v, scales_ptr, table_ptr, lengths_ptr, wide_k, wide_v, wide_scales_ptr, wide_table_ptr,
-    page_bytes, table_stride, PAGE_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    K_DIM: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, WIDE_HEAD_SIZE: tl.constexpr, K_CODEC: tl.constexpr,
-    V_CODEC: tl.constexpr, SLOTS_WIDTH: tl.constexpr,
+    wide_page_bytes, table_stride, PAGE_SIZE: tl.constexpr, K_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr, K_DIM: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    WIDE_HEAD_SIZE: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
+    SLOTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Decode the codes of one head of one page, and write the new table and offsets.
 
@@ -121,13 +123,13 @@ def _widen_codes(
         table_ptr, table_stride: Block table, `[B, M]`, int32, and its batch stride.
         wide_table_ptr: Block table of widened pages, `[B, num_columns]`, int32.
         lengths_ptr: Number of stored tokens, `[B]`, int32.
-        page_bytes: Size of a widened page, in bytes.
+        wide_page_bytes: Size of a widened page, in bytes.
     """
     h = tl.program_id(0)
     i = tl.program_id(1)
     b = tl.program_id(2)
     wide_page = b * tl.num_programs(1) + i
-    wide_offset = wide_page.to(tl.int64) * page_bytes
+    wide_offset = wide_page.to(tl.int64) * wide_page_bytes
     if h == 0:
         tl.store(wide_table_ptr + wide_page, wide_page)
         tl.store(wide_k.offsets + wide_page, wide_offset)
@@ -168,7 +170,8 @@ def _widen_codes_of_head(
     for first in tl.range(0, SIZE // NUM_QUARTERS, CHUNK, num_stages=1):
         n = first + tl.arange(0, CHUNK)
         if CODEC.bits < 8:
-            group, offset = n // QUARTER_SIZE, n % QUARTER_SIZE
+            group = n // QUARTER_SIZE
+            offset = n % QUARTER_SIZE
             ptrs = codes_ptr + group * (GROUP_SIZE * CODEC.bits // 8) + offset
             quarters = load_quarters(ptrs, QUARTER_SIZE, n < SIZE // 4, CODEC)
             wide_ptrs = wide_ptr + group * GROUP_SIZE + offset

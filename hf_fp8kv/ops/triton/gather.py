@@ -27,18 +27,19 @@ def gather(
     stored_side = pages.k if is_key else pages.v
     batch = len(pages.table)
     num_heads = pages.num_heads
-    dim = stored_side.head_dim
-    out = pages.block.new_empty((batch, num_heads, stop - start, dim), dtype=dtype)
+    shape = (batch, num_heads, stop - start, stored_side.head_dim)
+    out = pages.block.new_empty(shape, dtype=dtype)
     tile_tokens = choose_tile_size(pages.page_size)
     sizes = make_side_sizes(pages, side)
-    target = get_target(out.device)
-    codec = choose_codec(stored_side.format, target, tl.float32, is_float32=True, keeps_nan=True)
+    codec = choose_codec(
+        stored_side.format, get_target(out.device), tl.float32, is_float32=True, keeps_nan=True
+    )
     # Tiles begin at multiples of their size, regardless of `start`.
     num_tiles = (stop - 1) // tile_tokens - start // tile_tokens + 1 if stop > start else 0
     launch(
         _gather, (num_tiles, num_heads, batch), make_pointers(pages, side), pages.token_scales, out,
-        lengths, pages.table, start, stop, pages.table.stride(0), SIDE=sizes, CODEC=codec,
-        NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size, TRANSPOSED=not is_key, RAGGED=ragged,
+        lengths, pages.table, start, stop, pages.table.stride(0), SIZES=sizes, CODEC=codec,
+        NUM_HEADS=num_heads, PAGE_SIZE=pages.page_size, IS_V=not is_key, RAGGED=ragged,
         TILE=tile_tokens,
         **choose_launch_options(out.device, sizes.width, rotated=stored_side.rotated),
     )  # fmt: skip
@@ -47,27 +48,27 @@ def gather(
 
 @triton.jit(do_not_specialize=["start", "stop", "table_stride"])
 def _gather(
-    side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_stride,
-    SIDE: tl.constexpr, CODEC: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
+    pointers, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_stride,
+    SIZES: tl.constexpr, CODEC: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_V: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write dense K, or V if TRANSPOSED. The grid is tiles of positions, KV heads and sequences.
+    """Write dense K, or V if IS_V. The grid is tiles of positions, KV heads and sequences.
 
     Args:
-        side: Pointers, see `SidePointers`.
+        pointers: Pointers, see `SidePointers`.
         scales_ptr: See `Pages.token_scales`.
         out_ptr: Output, `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: Number of stored tokens, `[B]`, int32, only read if RAGGED.
         table_ptr, table_stride: Block table, `[B, M]`, int32, and its batch stride.
-        SIDE, CODEC: See `SideSizes` and `Codec`.
+        SIZES, CODEC: See `SideSizes` and `Codec`.
     """
-    DIM: tl.constexpr = SIDE.dim
-    WIDTH: tl.constexpr = SIDE.width
-    ROTATION_SIZE: tl.constexpr = SIDE.rotation_size
+    DIM: tl.constexpr = SIZES.dim
+    WIDTH: tl.constexpr = SIZES.width
+    ROTATION_SIZE: tl.constexpr = SIZES.rotation_size
     h = tl.program_id(1)
     b = tl.program_id(2)
-    tile = start // TILE + tl.program_id(0)
-    tile_start = tile * TILE
+    tile_index = start // TILE + tl.program_id(0)
+    tile_start = tile_index * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = tile_start + i
@@ -82,16 +83,16 @@ def _gather(
     if PAGE_SIZE % TILE == 0:
         # The tile lies in one page, so every slot of it exists.
         page = tl.load(table_ptr + tile_start // PAGE_SIZE)
-        slot = (tile % (PAGE_SIZE // TILE)) * TILE + i
+        slot = (tile_index % (PAGE_SIZE // TILE)) * TILE + i
         is_loaded = in_head
     else:
         page = tl.load(table_ptr + position // PAGE_SIZE, mask=in_range, other=0)
         slot = position % PAGE_SIZE
         is_loaded = exists[:, None] & in_head
-    page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = point_to_head(side.codes, page_offset, h, SIDE.head_size)
-    CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if TRANSPOSED else 1
-    TOKEN_STRIDE: tl.constexpr = 1 if TRANSPOSED else SIDE.stored_size
+    page_offset = load_page_offset(pointers, tl.maximum(page, 0))
+    codes_ptr = point_to_head(pointers.codes, page_offset, h, SIZES.head_size)
+    CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if IS_V else 1
+    TOKEN_STRIDE: tl.constexpr = 1 if IS_V else SIZES.stored_size
     token_ptrs = (codes_ptr + slot * TOKEN_STRIDE)[:, None]
     if CODEC.bits < 8:
         ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
@@ -105,15 +106,15 @@ def _gather(
         x = codes
     else:
         x = decode_for_dot(codes, CODEC) * CODEC.factor
-        if side.static_scale is not None:
-            x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
+        if pointers.static_scale is not None:
+            x *= tl.load(pointers.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIDE.head_size)
-            scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
+            scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIZES.head_size)
+            scale_ptrs += slot * 2 + (1 if IS_V else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         x = rotate(x, ROTATION_SIZE)
-        if side.center is not None:
-            x += tl.load(side.center + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
+        if pointers.center is not None:
+            x += tl.load(pointers.center + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
     if RAGGED:
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
     row_start = ((b.to(tl.int64) * NUM_HEADS + h) * (stop - start) + (tile_start - start)) * DIM

@@ -7,7 +7,7 @@ formats, so each needs a separate product. The logit of a token is
 
 The weights are multiplied by the same codes of K, which are decoded once for both products. The
 head size is large (512), so latents, their queries and their sums are in quarters of the channels.
-A quarter is decoded and stored to shared memory before the next one needs registers.
+A quarter is decoded and stored to shared memory before the next quarter needs registers.
 """
 
 import triton
@@ -29,8 +29,8 @@ def multiply_keys(q, k, CALL: tl.constexpr):
 def multiply_latents(q, latents, factors, CALL: tl.constexpr):
     """Return `factors` times the sum of the products of four quarters, `[ROWS, TILE]`.
 
-    Each product is multiplied separately. Otherwise Triton would accumulate them, and would compute
-    products that depend on each other once for each group of four warps.
+    Each product is multiplied separately. Otherwise Triton would accumulate the products, and
+    compute products that depend on each other once for each group of four warps.
     """
     logits = multiply_keys(q[0], latents[0], CALL) * factors
     for i in tl.static_range(1, 4):

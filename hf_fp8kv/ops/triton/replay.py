@@ -70,11 +70,17 @@ def describe_tensors(
 
     `sizes` includes whether a tensor exceeds 2 GiB.
     """
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     properties = (
-        tuple([None if x is None else x.dtype for x in tensors]),
+        tuple([None if tensor is None else tensor.dtype for tensor in tensors]),
         tuple([address and address & 15 for address in addresses]),
-        sizes and tuple([x is None or x.untyped_storage().nbytes() <= _MAX_INT32 for x in tensors]),
+        sizes
+        and tuple(
+            [
+                tensor is None or tensor.untyped_storage().nbytes() <= _MAX_INT32
+                for tensor in tensors
+            ]
+        ),
     )
     return properties, addresses
 
@@ -103,9 +109,9 @@ def describe_pages(pages: Pages) -> SharedTensors:
 Variables: TypeAlias = tuple[Sequence[torch.Tensor | None], dict[str, int]]
 
 
-def describe_shape(x: torch.Tensor | None) -> Hashable:
+def describe_shape(tensor: torch.Tensor | None) -> Hashable:
     """Return the part of a call's layout that depends on one tensor."""
-    return None if x is None else (x.shape, x.stride())
+    return None if tensor is None else (tensor.shape, tensor.stride())
 
 
 def replayed(
@@ -173,7 +179,7 @@ def replayed(
 
             def run_bound(*args: Any) -> Any:
                 tensors, integers = variables(*args)
-                addresses = [None if x is None else x.data_ptr() for x in tensors]
+                addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
                 is_same = device.type != "cuda" or device.index == torch.cuda.current_device()
                 for address in addresses:
                     is_same &= address is None or not address & 15
@@ -191,7 +197,8 @@ def replayed(
 
 def _allows_replay() -> bool:
     """Return whether launches can be replayed, and no hooks or changed settings affect them."""
-    runtime, compilation = knobs.runtime, knobs.compilation
+    runtime = knobs.runtime
+    compilation = knobs.compilation
     enter_hook, leave_hook = runtime.launch_enter_hook, runtime.launch_exit_hook
     return _CAN_REPLAY and recorder.recorded is None and not (
         getattr(enter_hook, "calls", enter_hook) or getattr(leave_hook, "calls", leave_hook)
@@ -222,8 +229,12 @@ def _compile_replay(
         "driver": triton.runtime.driver,
         "target": target,
     }
-    pointers = [(x.data_ptr(), f"m{i}.data_ptr()") for i, x in enumerate(allocations)]
-    pointers += [(address, f"a[{i}]") for i, address in enumerate(addresses) if address is not None]
+    pointers = [
+        (tensor.data_ptr(), f"m{index}.data_ptr()") for index, tensor in enumerate(allocations)
+    ]
+    pointers += [
+        (address, f"a[{index}]") for index, address in enumerate(addresses) if address is not None
+    ]
     counts = collections.Counter(address for address, _ in pointers)
     expressions = {address: source for address, source in pointers if counts[address] == 1}
     expressions[0] = "0"  # tensors without elements
@@ -239,15 +250,15 @@ def _compile_replay(
             return f"({', '.join(sources)},)" if set(sources) - objects.keys() else name_object(x)
         return expressions[x.data_ptr()] if isinstance(x, torch.Tensor) else name_object(x)
 
-    lines = [f"def replay({', '.join(['a', *integers])}):"]
-    for i, x in enumerate(allocations):
-        shape = name_object(tuple(x.shape))
-        stride = name_object(x.stride())
-        dtype = name_object(x.dtype)
-        lines.append(
-            f"m{i} = empty({shape}, {stride}, dtype={dtype}, device={name_object(device)})"
+    source_lines = [f"def replay({', '.join(['a', *integers])}):"]
+    for index, tensor in enumerate(allocations):
+        shape = name_object(tuple(tensor.shape))
+        stride = name_object(tensor.stride())
+        dtype = name_object(tensor.dtype)
+        source_lines.append(
+            f"m{index} = empty({shape}, {stride}, dtype={dtype}, device={name_object(device)})"
         )
-    lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
+    source_lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
         handles = compiled.function, compiled.packed_metadata
         # No metadata and no hooks, because `_allows_replay` excludes them.
@@ -257,20 +268,19 @@ def _compile_replay(
             *map(name_object, handles),
             *["None"] * 3,
         ]
-        for parameter, x in zip(kernel.params, args, strict=False):
+        for parameter, argument in zip(kernel.params, args, strict=False):
             if parameter.name not in integers:
-                elements.append(express_argument(x))
-            elif x == integers[parameter.name] and parameter.do_not_specialize:
+                elements.append(express_argument(argument))
+            elif argument == integers[parameter.name] and parameter.do_not_specialize:
                 elements.append(parameter.name)
             else:
                 raise LookupError(parameter.name)
         elements += [
             name_object(constants[parameter.name]) for parameter in kernel.params[len(args) :]
         ]
-        lines.append(f"{name_object(compiled.run)}({', '.join(elements)})")
+        source_lines.append(f"{name_object(compiled.run)}({', '.join(elements)})")
     if result is not None:
-        indices = {id(x): i for i, x in enumerate(allocations)}
-        lines.append(f"return m{indices[id(result)]}")
-    exec("\n    ".join(lines), objects)
-    replay: Callable[..., torch.Tensor | None] = objects["replay"]
-    return replay
+        indices = {id(tensor): index for index, tensor in enumerate(allocations)}
+        source_lines.append(f"return m{indices[id(result)]}")
+    exec("\n    ".join(source_lines), objects)
+    return objects["replay"]  # type: ignore[no-any-return]

@@ -1,12 +1,15 @@
 """Rotation of blocks of channels: the device side of formats/rotation.py.
 
-It gives the same bits as formats/rotation.py if products are not fused with sums
+Kernels give the same bits as formats/rotation.py if products are not fused with sums
 (`enable_fp_fusion=False`). Blocks divide a head, so the padding of a head to a power of two is in
 separate blocks.
 """
 
 import triton
 import triton.language as tl
+
+# Maximum number of levels of a butterfly, for blocks of up to 4096 channels.
+MAX_LEVELS = tl.constexpr(12)
 
 
 @triton.jit
@@ -22,23 +25,23 @@ def lay_out_like(x, reference):
     """Return `x`, float32, in the layout of `reference`, which has the same shape.
 
     Triton propagates layouts of loads and products, but not through all of `mix_channels`, so later
-    operations would get an arbitrary layout. Triton does not detect that the condition is always
-    true. LLVM does, and removes it.
+    operations would get an arbitrary layout. The condition is always true, so LLVM removes it, but
+    Triton does not.
     """
     magnitude = reference.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(magnitude >= 0, x, 0.0)
 
 
 @triton.jit
-def mix_channels(x, BLOCK: tl.constexpr, SWAPPED: tl.constexpr = False):
-    """Rotate rows, without the final factor. With SWAPPED, rotate the columns of `[W, N]`."""
+def mix_channels(x, BLOCK: tl.constexpr, CHANNELS_FIRST: tl.constexpr = False):
+    """Rotate rows `[N, W]`, or columns `[W, N]` if CHANNELS_FIRST, without the final factor."""
     if BLOCK > 1:
         # With columns, a thread holds more values and exchanges fewer with other threads.
-        columns = x if SWAPPED else tl.trans(x)
-        for i in tl.static_range(12):
-            if 2**i < BLOCK:
-                columns = _mix_halves(columns, 2**i)
-        x = lay_out_like(columns if SWAPPED else tl.trans(columns), x)
+        columns = x if CHANNELS_FIRST else tl.trans(x)
+        for level in tl.static_range(MAX_LEVELS):
+            if 2**level < BLOCK:
+                columns = _mix_halves(columns, 2**level)
+        x = lay_out_like(columns if CHANNELS_FIRST else tl.trans(columns), x)
     return x
 
 

@@ -62,9 +62,9 @@ def count_schedule_rows(
     target = get_target(device)
     capacity = target.sm_count * (programs_per_sm or estimate_programs(target, num_query_rows))
     num_ranges = max(1, min(capacity // num_head_blocks, MAX_PARTS + 1 - batch))
-    config = choose_schedule_config(target)
-    grid_size = batch * num_head_blocks
-    if length is not None and not _should_split_equal(length, grid_size, capacity, config):
+    if length is not None and not _should_split_equal(
+        length, batch * num_head_blocks, capacity, choose_schedule_config(target)
+    ):
         num_ranges = 1
     return 2 * batch + num_ranges - 1
 

@@ -166,8 +166,7 @@ def _detect_target(device: torch.device) -> Target:
     if torch.version.hip:
         name = str(getattr(properties, "gcnArchName", "")).split(":")[0]
         return Target("hip", name, sm_count, resources=resources)
-    arch = 10 * properties.major + properties.minor
-    return Target("cuda", arch, sm_count, resources=resources)
+    return Target("cuda", 10 * properties.major + properties.minor, sm_count, resources=resources)
 
 
 def get_target(device: torch.device) -> Target:
@@ -179,7 +178,8 @@ def get_target(device: torch.device) -> Target:
 def assuming(target: Target) -> Iterator[None]:
     """Compile kernels for `target` inside the `with` block, on any device. For tests and checks."""
     global _assumed_target
-    old_target, _assumed_target = _assumed_target, target
+    old_target = _assumed_target
+    _assumed_target = target
     try:
         yield
     finally:
@@ -261,7 +261,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         return
     # Triton launches kernels on the current device. In a model that is spread over several GPUs,
     # that is the wrong device for most layers.
-    device = next(x.device for x in args if isinstance(x, torch.Tensor))
+    device = next(argument.device for argument in args if isinstance(argument, torch.Tensor))
     try:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):

@@ -135,7 +135,10 @@ _CUDA = Family(
     large_resources=(255, 72 << 10),
     decode={
         8: _DECODE_FEW_ROWS,
-        16: {n: replace(x, registers=x.registers and 240) for n, x in _DECODE_FEW_ROWS.items()},
+        16: {
+            width: replace(config, registers=config.registers and _MANY_REGISTERS)
+            for width, config in _DECODE_FEW_ROWS.items()
+        },
         32: {64: LaunchConfig(64, 2, 4), 128: LaunchConfig(64, 2, 3), 256: LaunchConfig(32, 4, 3)},
     },
     # Swapping saves nothing with equal numbers of rows and tokens.
@@ -223,7 +226,7 @@ def estimate_programs(
     if config is None and rows > FEW_ROWS:
         config = choose_decode_config(target, Workload(128, rows))
     if config is None:
-        resources = family.resources[min(n for n in family.resources if rows <= n)]
+        resources = family.resources[min(limit for limit in family.resources if rows <= limit)]
     else:
         is_large = latent or config.rows > 32
         registers, shared = family.large_resources if is_large else family.other_resources
@@ -233,7 +236,7 @@ def estimate_programs(
 
 
 def _look_up(table: _Table, width: int) -> LaunchConfig:
-    return table[min((w for w in table if w >= width), default=max(table))]
+    return table[min((limit for limit in table if width <= limit), default=max(table))]
 
 
 # Smallest contraction of a product whose operands are unpacked codes: tokens, and the head size.
@@ -276,14 +279,15 @@ def choose_decode_config(target: Target, workload: Workload) -> LaunchConfig:
     is_float32 = workload.has_float32_operands
     max_rows = min((limit for limit in (*family.resources, 32) if rows <= limit), default=64)
     # More rows need more shared memory than the 99 KB of some GPUs.
-    rows = min(
-        max_rows, 16 if is_float32 and width > 64 else 32 if width > 256 else MAX_DECODE_ROWS
-    )
+    if is_float32 and width > 64:
+        max_rows = min(max_rows, 16)
+    rows = min(max_rows, 32 if width > 256 else MAX_DECODE_ROWS)
     swapped_table = family.decode.get(rows, {})
     is_swapped = not is_float32 and width <= max(swapped_table, default=0)
     table = swapped_table if is_swapped else family.decode_rows_first
     config = _look_up(_DECODE_FLOAT32 if is_float32 else table, width)
-    tile, registers = config.tile, config.registers
+    tile = config.tile
+    registers = config.registers
     if workload.has_16_bit_side and not is_float32:
         tile = max(16, tile // 2)  # the same number of bytes
     if workload.has_bias:
@@ -313,12 +317,10 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     is_float32 = workload.has_float32_operands
     config = _look_up(_EXTEND_FLOAT32 if is_float32 else family.extend, workload.width)
     lacks_registers = not is_float32 and not family.has_warp_groups
-    needs_fewer_stages = lacks_registers and workload.has_16_bit_side
-    config = replace(
-        config,
-        stages=max(1, config.stages + workload.is_widened - needs_fewer_stages),
-        masked_tile=max(16, config.tile // 2),
-    )
+    stages = config.stages + 1 if workload.is_widened else config.stages
+    if lacks_registers and workload.has_16_bit_side:
+        stages = max(1, stages - 1)
+    config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
     if family.has_warp_groups and not is_float32:
         config = _share_tiles(config, workload)
     if lacks_registers and target.is_nvidia and workload.has_query_masks:

@@ -72,9 +72,11 @@ def write(
     tile_tokens = 1 if num_tokens <= MAX_DECODE_TOKENS else choose_tile_size(pages.page_size)
     # Tiles begin at multiples of their size, regardless of a sequence's length.
     num_tiles = (num_tokens + tile_tokens - 2) // tile_tokens + 1 if num_tokens else 0
-    width = max(k_sizes.width, v_sizes.width)
-    rotated = pages.k.rotated or pages.v.rotated
-    options = choose_launch_options(pages.table.device, width, rotated=rotated)
+    options = choose_launch_options(
+        pages.table.device,
+        max(k_sizes.width, v_sizes.width),
+        rotated=pages.k.rotated or pages.v.rotated,
+    )
     launch(
         _write, (num_tiles, 2 * num_heads, batch), key, value, lengths, pages.table,
         make_pointers(pages, "k"), make_pointers(pages, "v"), pages.token_scales, num_tokens,
@@ -126,7 +128,7 @@ def _write(
     h = tl.program_id(1) % NUM_HEADS
     b = tl.program_id(2)
     num_past = tl.load(lengths_ptr + b) - num_tokens
-    tile = num_past // TILE + tl.program_id(0)
+    tile_index = num_past // TILE + tl.program_id(0)
     table_ptr += b.to(tl.int64) * table_stride
     # The pointers need different names in the branches, because K and V may have different dtypes.
     if tl.program_id(1) < NUM_HEADS:
@@ -135,28 +137,28 @@ def _write(
         if center_ptr is not None:
             center_ptr += h * K.dim
         write_side(
-            k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile, num_past, num_tokens,
-            limit, num_columns, K, K_FORMAT, PAGE_SIZE, TILE, TRANSPOSED=False,
+            k_ptr, key_strides, k, scales_ptr, center_ptr, table_ptr, h, tile_index, num_past,
+            num_tokens, limit, num_columns, K, K_FORMAT, PAGE_SIZE, TILE, IS_V=False,
         )  # fmt: skip
     else:
         v_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
-            v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile, num_past, num_tokens,
-            limit, num_columns, V, V_FORMAT, PAGE_SIZE, TILE, TRANSPOSED=True,
+            v_ptr, value_strides, v, scales_ptr, None, table_ptr, h, tile_index, num_past,
+            num_tokens, limit, num_columns, V, V_FORMAT, PAGE_SIZE, TILE, IS_V=True,
         )  # fmt: skip
 
 
 @triton.jit
 def write_side(
-    x_ptr, strides, side, scales_ptr, center_ptr, table_ptr, h, tile, num_past, num_tokens, limit,
-    num_columns, SIDE: tl.constexpr, FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    x_ptr, strides, pointers, scales_ptr, center_ptr, table_ptr, h, tile_index, num_past,
+    num_tokens, limit, num_columns, SIZES: tl.constexpr, FORMAT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, IS_V: tl.constexpr,
 ):  # fmt: skip
-    """Store one tile of K, or of V if TRANSPOSED, for one head, after `num_past` stored tokens."""
-    DIM: tl.constexpr = SIDE.dim
-    WIDTH: tl.constexpr = SIDE.width
-    ROTATION_SIZE: tl.constexpr = SIDE.rotation_size
-    start = tile * TILE
+    """Store one tile of K, or of V if IS_V, for one head, after `num_past` stored tokens."""
+    DIM: tl.constexpr = SIZES.dim
+    WIDTH: tl.constexpr = SIZES.width
+    ROTATION_SIZE: tl.constexpr = SIZES.rotation_size
+    start = tile_index * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = start + i
@@ -171,24 +173,24 @@ def write_side(
     if PAGE_SIZE % TILE == 0:
         column = start // PAGE_SIZE
         page = tl.load(table_ptr + column, mask=column < num_columns, other=-1)
-        slot = (tile % (PAGE_SIZE // TILE)) * TILE + i
+        slot = (tile_index % (PAGE_SIZE // TILE)) * TILE + i
     else:
         column = position // PAGE_SIZE
         page = tl.load(table_ptr + column, mask=is_new & (column < num_columns), other=-1)
         slot = position % PAGE_SIZE
     exists = is_new & (page >= 0)
-    page_offset = load_page_offset(side, tl.maximum(page, 0))
-    codes_ptr = point_to_head(side.codes, page_offset, h, SIDE.head_size)
+    page_offset = load_page_offset(pointers, tl.maximum(page, 0))
+    codes_ptr = point_to_head(pointers.codes, page_offset, h, SIZES.head_size)
 
     if FORMAT is None:
-        codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(side.codes.dtype.element_ty)
-    elif side.static_scale is not None:
+        codes = tl.load(x_ptrs, mask=is_input, other=0.0).to(pointers.codes.dtype.element_ty)
+    elif pointers.static_scale is not None:
         x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_SIZE)
-        scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
+        scale = tl.load(pointers.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], FORMAT)
     else:
         x = rotate(_load_centered(x_ptrs, is_input, center_ptr, d, DIM), ROTATION_SIZE)
-        if TRANSPOSED:
+        if IS_V:
             scale = compute_dynamic_scale(x, FORMAT)
         elif TILE == 1:
             # Load a copy for each scale to try, so that every thread has values to work on.
@@ -199,23 +201,23 @@ def write_side(
             scale = search_scale_at_once(copies, FORMAT)
         else:
             scale = search_scale(x, FORMAT)
-        scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIDE.head_size)
-        scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
+        scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIZES.head_size)
+        scale_ptrs += slot * 2 + (1 if IS_V else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
 
-    CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if TRANSPOSED else 1
-    TOKEN_STRIDE: tl.constexpr = 1 if TRANSPOSED else SIDE.stored_size
+    CHANNEL_STRIDE: tl.constexpr = PAGE_SIZE if IS_V else 1
+    TOKEN_STRIDE: tl.constexpr = 1 if IS_V else SIZES.stored_size
     token_ptrs = (codes_ptr + slot * TOKEN_STRIDE)[:, None]
     code_ptrs = token_ptrs + (d * CHANNEL_STRIDE)[None, :]
-    if SIDE.stored_size < DIM:
+    if SIZES.stored_size < DIM:
         ptrs = token_ptrs + (tl.arange(0, DIM // 4) * CHANNEL_STRIDE)[None, :]
         first, second, low = pack(codes)
         tl.store(ptrs, first, mask=exists[:, None])
         tl.store(ptrs + DIM // 4 * CHANNEL_STRIDE, second, mask=exists[:, None])
         if FORMAT.bits == 6:
             tl.store(ptrs + DIM // 2 * CHANNEL_STRIDE, low, mask=exists[:, None])
-    elif TRANSPOSED and TILE > 1 and PAGE_SIZE % TILE == 0:
+    elif IS_V and TILE > 1 and PAGE_SIZE % TILE == 0:
         end = start + TILE
         if (page >= 0) & (start >= num_past) & (end <= num_past + num_tokens) & (end <= limit):
             # No token is masked, so the bytes of a run are stored together.
