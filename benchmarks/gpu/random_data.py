@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.packing import pack_pages
 from hf_fp8kv.formats import AUTO, FORMATS, SidePlan
 from hf_fp8kv.ops import Pages, StoredSide, reference
-from hf_fp8kv.ops.blocks import locate_pages, pack_pages, read_rows
+from hf_fp8kv.ops.blocks import locate_pages, read_rows
 from hf_fp8kv.ops.page_layout import make_page_layout
 
 from .shapes import Case, Heads, PageFormat

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.packing import pack_pages
 from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages, StoredSide
-from hf_fp8kv.ops.blocks import pack_pages
 
 from .random_data import PAGE_SIZE, KVPair, compute_output_error
 from .record import Record

@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.packing import pack_pages
 from hf_fp8kv import ConfigError, ops
 from hf_fp8kv.errors import BackendError
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
-from hf_fp8kv.ops.blocks import pack_pages
 from hf_fp8kv.ops.triton.target import launch
 from tests.helpers.assertions import assert_same
 
@@ -41,11 +41,11 @@ SHARED_PAGES = make_pages(torch.tensor([[1]], dtype=torch.int32), 2)
 
 def call_operations(convert: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
     """Store a token and attend to it. `convert` is applied to the inputs."""
-    pages, lengths = SHARED_PAGES, torch.tensor([1], dtype=torch.int32)
+    lengths = torch.tensor([1], dtype=torch.int32)
     x = convert(torch.arange(16.0).view(1, 1, 1, 16))
     spec = AttentionSpec(0.25, True)
-    ops.write(pages, x, x, lengths, "torch")
-    return ops.attend(x, pages, lengths, 0, 1, spec, backend="torch")
+    ops.write(SHARED_PAGES, x, x, lengths, "torch")
+    return ops.attend(x, SHARED_PAGES, lengths, 0, 1, spec, backend="torch")
 
 
 class NameRecorder(TorchDispatchMode):
@@ -79,7 +79,7 @@ def observe_by_profiler(names: list[str]) -> Any:
 
 def observe_by_tracing(names: list[str]) -> Any:
     traced = torch.jit.trace(
-        lambda x: call_operations(lambda y: y + x), torch.zeros(1), check_trace=False
+        lambda offset: call_operations(lambda x: x + offset), torch.zeros(1), check_trace=False
     )
     names += [node.kind() for node in traced.graph.nodes()]
     return traced(torch.zeros(1))
@@ -94,9 +94,7 @@ def observe_by_compiling(names: list[str]) -> Any:
 
 
 def observe_by_transform(_names: list[str]) -> Any:
-    results: list[torch.Tensor] = []
-    torch.func.vmap(lambda x: results.append(call_operations()) or x)(torch.zeros(1))
-    return results[0]
+    return torch.func.vmap(lambda _: call_operations())(torch.zeros(1))
 
 
 # Ways to observe a call, with the number of observed operations (0 if only the result counts).
@@ -117,7 +115,7 @@ def test_observers_receive_operations(observer: str, grad_enabled: bool) -> None
     names: list[str] = []
     with torch.set_grad_enabled(grad_enabled):
         result = observe(names)
-    assert sum("hf_fp8kv" in name for name in names) == num_operations, names
+    assert len([name for name in names if "hf_fp8kv" in name]) == num_operations, names
     assert_same(torch.Tensor(result).flatten(), torch.arange(16.0))
 
 
@@ -139,12 +137,13 @@ def test_compiled_calls_check_sizes() -> None:
         arguments = torch.randn(1, 2, 1, 16), stop, torch.zeros(1, 1, 1, stop)
         assert_same(compiled(*arguments), attend(*arguments))
     assert counters["stats"]["unique_graphs"] == 2
-    for wrong_argument, query_shape, stop, mask_shape in (
+    wrong_calls = (
         ("query", (1, 2, 1, 8), 30, (1, 1, 1, 30)),
         ("mask", (1, 2, 1, 16), 33, (1, 1, 1, 32)),
         # The four pages have room for 64 tokens.
         ("positions", (1, 2, 1, 16), 65, (1, 1, 1, 65)),
-    ):
+    )
+    for wrong_argument, query_shape, stop, mask_shape in wrong_calls:
         error = f"{wrong_argument}: expected"
         with pytest.raises(Exception, match=error):
             compiled(torch.zeros(query_shape), stop, torch.zeros(mask_shape))
@@ -164,8 +163,8 @@ def test_a_schedule_keeps_no_memory_of_an_operation(grad_enabled: bool) -> None:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pages = make_pages(torch.zeros(1, 1, dtype=torch.int32, device=device), 2, num_heads=2)
-    x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
-    lengths = lengths.to(device)
+    x = torch.zeros(1, 2, 1, 16, device=device)
+    lengths = torch.ones(1, dtype=torch.int32, device=device)
     schedule = ops.create_schedule(lengths, 1, 0, 0, 2, "triton")
     with torch.set_grad_enabled(grad_enabled):
         ops.attend(

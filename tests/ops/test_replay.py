@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from benchmarks.packing import pack_pages
 from hf_fp8kv import ops
 from hf_fp8kv.ops import AttentionSpec, StoredSide
-from hf_fp8kv.ops.blocks import pack_pages
 
 if ops.explain_backends()["triton"] is not None or torch.cuda.is_available():
     pytest.skip("replaces launches in Triton's interpreter", allow_module_level=True)
@@ -33,9 +33,13 @@ from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.target import Target, assuming, recording
 
 Tensor = torch.Tensor
-BATCH, HEADS, QUERY_HEADS, DIM = 2, 2, 8, 64
-# Slots of a page, pages of a pool, and pages in a row of the block table.
-PAGE_SIZE, NUM_PAGES, NUM_COLUMNS = 16, 9, 4
+BATCH = 2
+NUM_HEADS = 2
+NUM_QUERY_HEADS = 8
+DIM = 64
+PAGE_SIZE = 16
+NUM_PAGES = 9
+NUM_COLUMNS = 4  # pages in a row of the block table
 SM_90 = Target.parse("sm_90")
 
 # -- launches --------------------------------------------------------------------------------------
@@ -54,12 +58,13 @@ class Launches:
         leaves = tree_flatten(args)[0]
         # Triton compiles a kernel for these properties.
         properties = [
-            (x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else type(x) for x in leaves
+            (leaf.dtype, leaf.data_ptr() % 16) if isinstance(leaf, Tensor) else type(leaf)
+            for leaf in leaves
         ]
         function = kernel.__name__, properties, list(constants.items())
         self.arguments.append((
             *(*grid, 1, 1)[:3], 7, function, "metadata", None, None, None,
-            *tree_map(lambda x: x.data_ptr() if isinstance(x, Tensor) else x, args),
+            *tree_map(lambda leaf: leaf.data_ptr() if isinstance(leaf, Tensor) else leaf, args),
             *(constants[param.name] for param in kernel.params[len(args) :]),
         ))  # fmt: skip
         self.num_direct += 1
@@ -70,13 +75,21 @@ class Launches:
 
     def take(self, allocated: list[Tensor], result: Tensor | None) -> tuple[Any, ...]:
         """Forget and return the launches, with names in place of the addresses of `allocated`."""
-        names = {tensor.data_ptr(): f"m{i}" for i, tensor in enumerate(allocated) if tensor.numel()}
-        named = tree_map(lambda x: names.get(x, x) if type(x) is int else x, self.arguments)
+        names = {
+            tensor.data_ptr(): f"memory {number}"
+            for number, tensor in enumerate(allocated)
+            if tensor.numel()
+        }
+        named_arguments = tree_map(
+            lambda leaf: names.get(leaf, leaf) if type(leaf) is int else leaf, self.arguments
+        )
         sizes = [
             (tensor.shape, tensor.stride(), tensor.dtype, tensor is result) for tensor in allocated
         ]
-        self.arguments, self.allocated, self.num_direct = [], [], 0
-        return named, sizes
+        self.arguments = []
+        self.allocated = []
+        self.num_direct = 0
+        return named_arguments, sizes
 
 
 @pytest.fixture
@@ -89,8 +102,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         recorded.allocated.append(empty_strided(*args, **options))
         return recorded.allocated[-1]
 
-    monkeypatch.setattr(InterpretedFunction, "run", lambda *x, **y: recorded.run(*x, **y))
-    params = property(functools.cache(lambda x: JITFunction(x.fn, **x.kwargs).params))
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda *args, **options: recorded.run(*args, **options)
+    )
+    params = property(
+        functools.cache(lambda kernel: JITFunction(kernel.fn, **kernel.kwargs).params)
+    )
     monkeypatch.setattr(InterpretedFunction, "params", params, raising=False)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7))
     monkeypatch.setattr(triton.runtime, "driver", driver)
@@ -153,27 +170,29 @@ def misalign(x: Tensor) -> Tensor:
 
 def change_each_tensor(args: Any, change: Callable[[Tensor], Tensor]) -> Iterator[Any]:
     leaves, structure = tree_flatten(args)
-    for i, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            yield tree_unflatten([*leaves[:i], change(leaf), *leaves[i + 1 :]], structure)
+            yield tree_unflatten([*leaves[:index], change(leaf), *leaves[index + 1 :]], structure)
 
 
 # The pages have every optional tensor: a center, static scales and token scales.
 PAGES = pack_pages(
-    StoredSide(None, torch.zeros(HEADS, DIM), "fp8_e4m3", DIM),
-    torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, DIM, dtype=torch.uint8),
-    StoredSide(torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM),
-    torch.zeros(NUM_PAGES, HEADS, DIM, PAGE_SIZE, dtype=torch.uint8),
-    torch.zeros(NUM_PAGES, HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16), zeros(BATCH, NUM_COLUMNS),
+    StoredSide(None, torch.zeros(NUM_HEADS, DIM), "fp8_e4m3", DIM),
+    torch.zeros(NUM_PAGES, NUM_HEADS, PAGE_SIZE, DIM, dtype=torch.uint8),
+    StoredSide(torch.ones(NUM_HEADS, DIM), None, "fp8_e4m3", DIM),
+    torch.zeros(NUM_PAGES, NUM_HEADS, DIM, PAGE_SIZE, dtype=torch.uint8),
+    torch.zeros(NUM_PAGES, NUM_HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16), zeros(BATCH, NUM_COLUMNS),
 )  # fmt: skip
-LENGTHS, BOUNDS, MASK = zeros(BATCH), zeros(BATCH, 4), torch.zeros(BATCH, 1, 1, 48).byte()
-SPEC = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERY_HEADS), mask=MASK,
+LENGTHS = zeros(BATCH)
+BOUNDS = zeros(BATCH, 4)
+MASK = torch.zeros(BATCH, 1, 1, 48).byte()
+SPEC = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(NUM_QUERY_HEADS), mask=MASK,
                      bounds=zeros(BATCH, 2))  # fmt: skip
-QUERY, KEY, VALUE = make_tokens(QUERY_HEADS), make_tokens(HEADS), make_tokens(HEADS)
+QUERY, KEY, VALUE = make_tokens(NUM_QUERY_HEADS), make_tokens(NUM_HEADS), make_tokens(NUM_HEADS)
 CALLS = {
     "attend": AttendArgs(QUERY, PAGES, LENGTHS, 0, 48, SPEC, zeros(30, 4)),
     "write": WriteArgs(PAGES, KEY, VALUE, LENGTHS, 99),
-    "fill_schedule": ScheduleArgs(zeros(30, 4), LENGTHS, 1, 0, 0, HEADS),
+    "fill_schedule": ScheduleArgs(zeros(30, 4), LENGTHS, 1, 0, 0, NUM_HEADS),
 }
 # Integers that a replay may change.
 VARIABLE_INTEGERS: dict[str, list[dict[str, Any]]] = {
@@ -183,16 +202,16 @@ VARIABLE_INTEGERS: dict[str, list[dict[str, Any]]] = {
 }
 SPEC_CHANGES: list[dict[str, Any]] = [
     {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
-    {"sinks": torch.zeros(QUERY_HEADS).half()}, {"mask": None, "bounds": None},
+    {"sinks": torch.zeros(NUM_QUERY_HEADS).half()}, {"mask": None, "bounds": None},
     {"mask": MASK.bool()}, {"mask": MASK[:1], "bounds": BOUNDS[:1, :2]}, {"bounds": None},
-    {"bias": torch.zeros(BATCH, QUERY_HEADS, 1, 48)}, {"bounds": BOUNDS[:, :2]},
+    {"bias": torch.zeros(BATCH, NUM_QUERY_HEADS, 1, 48)}, {"bounds": BOUNDS[:, :2]},
     {"bounds": BOUNDS[:, ::2]}, {"deterministic": True},
 ]  # fmt: skip
 PAGE_FIELD_CHANGES: list[dict[str, Any]] = [
     {side: getattr(PAGES, side)._replace(format="fp8_e3m4") for side in "kv"},
     {"k": PAGES.k._replace(rotated=True)}, {"v": PAGES.v._replace(rotated=True)},
     {"k": PAGES.k._replace(center=None)}, {"v": PAGES.v._replace(static_scale=None)},
-    {"k": PAGES.k._replace(static_scale=torch.ones(HEADS, DIM))}, {"table": PAGES.table[:, :3]},
+    {"k": PAGES.k._replace(static_scale=torch.ones(NUM_HEADS, DIM))}, {"table": PAGES.table[:, :3]},
     {"offsets": PAGES.offsets.flip(0)}, {"table": zeros(BATCH, 9)}, {"page_size": 8},
 ]  # fmt: skip
 TOKEN_CHANGES: list[Callable[[Tensor], Tensor]] = [
@@ -204,8 +223,8 @@ PAGES_CHANGES = [{"pages": PAGES._replace(**fields)} for fields in PAGE_FIELD_CH
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "attend": [
         *({"schedule": schedule} for schedule in (None, zeros(20, 4), zeros(5, 4))),
-        {"query": make_tokens(QUERY_HEADS, 2)},
-        {"query": make_tokens(2 * QUERY_HEADS), "spec": SPEC._replace(sinks=None)},
+        {"query": make_tokens(NUM_QUERY_HEADS, 2)},
+        {"query": make_tokens(2 * NUM_QUERY_HEADS), "spec": SPEC._replace(sinks=None)},
         {"query": QUERY[:1], "pages": PAGES._replace(table=PAGES.table[:1]),
          "lengths": LENGTHS[:1], "spec": AttentionSpec(0.125, True)},
         *({"query": change(QUERY)} for change in TOKEN_CHANGES),
@@ -213,7 +232,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "write": [
         {"key": KEY, "value": KEY},
-        *({"key": make_tokens(HEADS, n), "value": make_tokens(HEADS, n)} for n in (2, 40)),
+        *({"key": make_tokens(NUM_HEADS, n), "value": make_tokens(NUM_HEADS, n)} for n in (2, 40)),
         *({side: change(KEY)} for change in TOKEN_CHANGES for side in ("key", "value")),
         *PAGES_CHANGES,
     ],
@@ -223,16 +242,17 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_after_a_recording_launches_the_same_kernels(name, launches):
-    operation, args = getattr(backend, name), CALLS[name]
+    operation = getattr(backend, name)
+    args = CALLS[name]
     replayable = [args, *change_each_tensor(args, make_zeros_like)]
     replayable += [args._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
     others = [args._replace(**fields) for fields in CHANGES[name]]
     others += change_each_tensor(args, misalign)
-    for i, changed in enumerate((*replayable, *others)):
+    for number, changed in enumerate((*replayable, *others)):
         for first, second in ((args, changed), (changed, args)):
             forget_recordings()
-            assert not check_call(operation, first, launches), i
-            assert check_call(operation, second, launches) or i >= len(replayable), i
+            assert not check_call(operation, first, launches), number
+            assert check_call(operation, second, launches) or number >= len(replayable), number
             check_call(operation, first, launches)
 
 
@@ -249,7 +269,8 @@ CONTEXTS: list[tuple[Callable[[], AbstractContextManager[Any]], bool]] = [
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bound_calls_and_changed_environments_launch_the_same_kernels(name, launches):
-    operation, args = getattr(backend, name), CALLS[name]
+    operation = getattr(backend, name)
+    args = CALLS[name]
     bind = vars(operation)["bind"]
     assert bind(*args) is operation, "bound without a recording"
     operation(*args)

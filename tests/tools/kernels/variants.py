@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.packing import pack_pages
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
-from hf_fp8kv.ops.blocks import pack_pages
 
-NUM_KV_HEADS, BATCH, LENGTH = 8, 3, 2001  # LENGTH in tokens per sequence
+NUM_KV_HEADS = 8
+BATCH = 3
+LENGTH = 2001  # in tokens per sequence
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Variant:
         return sum(size * dim for size, dim in zip(itemsizes, self.dims, strict=True))
 
 
-def list_variants(names: Collection[str] = ()) -> list[Variant]:
+def list_variants(variant_names: Collection[str] = ()) -> list[Variant]:
     """Return the variants to compile for every target, or only the variants with these names."""
     formats = [{"k": name, "v": name} for name in FORMATS]
     # No hardware converts these formats, so their bits are shifted on every GPU.
@@ -123,6 +125,10 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *formats, {**static, "extras": ("center",)}, auto,
         {**e2m5, "extras": ("rotated", "center")}, {"extras": ("float32",)},
     ]  # fmt: skip
+    gather_calls = [
+        {**call, "extras": (side, *call.get("extras", ()))}
+        for call in ({}, static, *shifted_formats, rotation) for side in "kv"
+    ]  # fmt: skip
     variants = [
         *(Variant("decode", **call, is_main=True) for call in main_calls),
         *(Variant("decode", **call) for call in other_calls),
@@ -132,10 +138,9 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         # Sequences are split as in decoding if there are too few programs for a GPU.
         *(Variant("extend", **call, num_tokens=128) for call in ({}, all_features, full_mask)),
         *(Variant("write", **call, num_tokens=n) for call in write_calls for n in (1, 128)),
-        *(Variant("gather", **{**call, "extras": (side, *call.get("extras", ()))})
-          for call in ({}, static, *shifted_formats, rotation) for side in "kv"),
+        *(Variant("gather", **call) for call in gather_calls),
     ]  # fmt: skip
-    return [variant for variant in variants if not names or variant.name in names]
+    return [variant for variant in variants if not variant_names or variant.name in variant_names]
 
 
 def call_variant(variant: Variant) -> None:
@@ -151,15 +156,19 @@ def call_variant(variant: Variant) -> None:
     else:
         is_latent = "latent" in variant.extras
         is_complete = "complete" in variant.extras
-        num_q_heads = variant.num_kv_heads * variant.queries_per_head
-        q_dim = sum(variant.dims) if is_latent else variant.dims[0]
-        query = torch.zeros(BATCH, variant.num_tokens, num_q_heads, q_dim, dtype=variant.dtype)
+        num_query_heads = variant.num_kv_heads * variant.queries_per_head
+        query_dim = sum(variant.dims) if is_latent else variant.dims[0]
+        query = torch.zeros(
+            BATCH, variant.num_tokens, num_query_heads, query_dim, dtype=variant.dtype
+        )
         features = {
             "window": 512,
             "softcap": 30.0,
-            "sinks": torch.zeros(num_q_heads, dtype=variant.dtype),
+            "sinks": torch.zeros(num_query_heads, dtype=variant.dtype),
             "mask": torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8),
-            "bias": torch.zeros(1, num_q_heads, variant.num_tokens, LENGTH, dtype=variant.dtype),
+            "bias": torch.zeros(
+                1, num_query_heads, variant.num_tokens, LENGTH, dtype=variant.dtype
+            ),
         }
         options = {name: feature for name, feature in features.items() if name in variant.extras}
         if is_complete:
