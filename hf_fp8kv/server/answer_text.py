@@ -33,7 +33,7 @@ class AnswerDecoder:
     Args:
         tokenizer: A Tokenizer of the package tokenizers.
         stop_strings: Strings that end the answer, after more than `min_tokens` tokens.
-        hidden_tokens: Tokens that end the answer. They are left out of its text.
+        end_tokens: Tokens that end the answer. They are left out of its text.
         parser: A ResponseParser of transformers, which finds reasoning and calls in the text.
         forced_tool: Name of the tool whose arguments are the text. "" means that the text is a list
             of calls. None means that no call is forced.
@@ -45,7 +45,7 @@ class AnswerDecoder:
         tokenizer: Any,
         *,
         stop_strings: Sequence[str] = (),
-        hidden_tokens: frozenset[int] = frozenset(),
+        end_tokens: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         parser: Any = None,
         forced_tool: str | None = None,
@@ -53,19 +53,22 @@ class AnswerDecoder:
     ) -> None:
         self.stop_strings = stop_strings
         self._min_tokens = min_tokens
-        self.hidden_tokens = hidden_tokens
+        self.end_tokens = end_tokens
         self._forced_tool = forced_tool
-        self._parser = parser = None if forced_tool is not None else parser
+        self._parser = parser if forced_tool is None else None
         self._tokenizer = tokenizer
-        self._skips_special = skips_special and parser is None
+        self._skips_special = skips_special and self._parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._skips_special)
         self._undecoded: list[int] = []  # tokens whose text has not been returned
-        self._held_text, self.is_stopped = "", False
-        self.num_tokens = self.num_calls = 0
+        self._held_text = ""
+        self.is_stopped = False
+        self.num_tokens = 0
+        self.num_calls = 0
         self._num_released_characters = 0
         self._num_released_tokens = 0  # number of tokens that begin in the text that was returned
         self.text_ends = [0]  # lengths of the text after the first 0, 1, 2, ... tokens
-        self._initial_parts = [] if parser is None else self._make_parts(parser.initial_events)
+        initial_events = [] if self._parser is None else self._parser.initial_events
+        self._initial_parts = self._make_parts(initial_events)
 
     def add_tokens(self, tokens: Iterable[int]) -> list[AnswerPart]:
         """Return the parts that new tokens complete."""
@@ -75,14 +78,14 @@ class AnswerDecoder:
             if self.is_stopped:
                 break
             self.num_tokens += 1
-            text = "" if token in self.hidden_tokens else self._decode(token)
+            text = "" if token in self.end_tokens else self._decode(token)
             self.text_ends.append(self.text_ends[-1] + len(text))
             parts += self._add_text(text)
         return parts
 
     def finish(self) -> list[AnswerPart]:
         """Return the remaining parts, after the last token."""
-        parts = [*self._initial_parts]
+        parts = list(self._initial_parts)
         if not self.is_stopped:
             last_text = self._decode_remaining()
             self.text_ends[-1] += len(last_text)
@@ -119,12 +122,13 @@ class AnswerDecoder:
 
     def _add_text(self, text: str) -> list[AnswerPart]:
         self._held_text += text
-        starts = [start for stop in self.stop_strings if (start := self._held_text.find(stop)) >= 0]
-        if not starts or self.num_tokens <= self._min_tokens:
+        found_strings = [stop for stop in self.stop_strings if stop in self._held_text]
+        if not found_strings or self.num_tokens <= self._min_tokens:
             return self._release_text(len(self._held_text) - self._count_held_characters())
-        self._held_text = self._held_text[: min(starts)]
+        first_start = min(map(self._held_text.find, found_strings))
+        self._held_text = self._held_text[:first_start]
         self.is_stopped = True
-        return self._release_text(min(starts))
+        return self._release_text(first_start)
 
     def _count_held_characters(self) -> int:
         """Return the number of characters at the end that may begin a stop string."""
@@ -148,15 +152,13 @@ class AnswerDecoder:
     def _make_parts(self, events: Iterable[dict[str, Any]]) -> list[AnswerPart]:
         parts = []
         for chunk in response_events_to_chunks(list(events)):
+            fields: dict[str, Any] = {"text": chunk}
             if isinstance(chunk, ToolCall):
                 self.num_calls += 1
-                parts.append(
-                    AnswerPart(self._num_released_tokens, call=(chunk.name, chunk.arguments))
-                )
+                fields = {"call": (chunk.name, chunk.arguments)}
             elif isinstance(chunk, ReasoningText):
-                parts.append(AnswerPart(self._num_released_tokens, reasoning=str(chunk)))
-            else:
-                parts.append(AnswerPart(self._num_released_tokens, chunk))
+                fields = {"reasoning": str(chunk)}
+            parts.append(AnswerPart(self._num_released_tokens, **fields))
         return parts
 
     def _read_calls(self, tool: str) -> list[AnswerPart]:
@@ -175,4 +177,6 @@ class AnswerDecoder:
                 calls.append(AnswerPart(self.num_tokens, call=(call["name"], arguments)))
                 position += len(", ")
         self.num_calls = len(calls)
-        return calls or ([AnswerPart(self.num_tokens, text)] if text else [])
+        if text and not calls:
+            return [AnswerPart(self.num_tokens, text)]
+        return calls

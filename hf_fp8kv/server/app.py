@@ -99,7 +99,8 @@ class Application:
             max_tokens = self.config.max_model_tokens
             metrics = Metrics(served_model.short_name)
             engine = Engine(served_model.model, self._batching, metrics, max_tokens)
-            metrics.engine, self.metrics = engine, metrics
+            metrics.engine = engine
+            self.metrics = metrics
             self._choice_maker = ChoiceMaker(served_model, engine, self.config.seed)
             self._large_bodies = asyncio.Semaphore(_MAX_LARGE_BODIES)
             # The first pool limits the memory and the cores for long requests of many clients:
@@ -161,7 +162,8 @@ class Application:
     async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request if the client has access, and count the status of the response."""
         headers = {name.lower(): value for name, value in scope["headers"]}
-        has_started, status = False, 500
+        has_started = False
+        status = 500
         request_id = headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
 
         async def send_and_record(message: Message) -> None:
@@ -172,8 +174,8 @@ class Application:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        path, exit_stack = _get_path(scope), contextlib.ExitStack()
-        scope[_EXIT_STACK_KEY] = exit_stack
+        path = _get_path(scope)
+        exit_stack = scope[_EXIT_STACK_KEY] = contextlib.ExitStack()
         try:
             self._check_access(path, scope["method"], headers)
             async with asyncio.timeout(None) as scope[_TIMEOUT_KEY]:
@@ -197,10 +199,14 @@ class Application:
     def _check_access(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
         host = headers.get(b"host", b"localhost").decode("latin-1")
         if not self.config.accepts_host(host):
-            expected = "a name of this machine, such as localhost, without an API key"
-            got = f"got {host!r:.100}. Set {KEY_VARIABLE} to allow it"
-            raise APIError(421, f"host: expected {expected}, {got}", code="wrong_host")
-        if self._key_digest is not None and not (path in _OPEN_PATHS and method in ("GET", "HEAD")):
+            raise APIError(
+                421,
+                "host: expected a name of this machine, such as localhost, without an API key, "
+                f"got {host!r:.100}. Set {KEY_VARIABLE} to allow it",
+                code="wrong_host",
+            )
+        is_open = path in _OPEN_PATHS and method in ("GET", "HEAD")
+        if self._key_digest is not None and not is_open:
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             # Digests have equal lengths, so the comparison takes the same time for every token.
             is_equal = hmac.compare_digest(_hash_key(token.strip()), self._key_digest)
@@ -220,14 +226,14 @@ class Application:
         if self.is_stopping or engine is None:
             raise self._make_stopping_error()
         if not engine.is_alive():
-            message = f"the engine is not running: {self.failure}"
-            raise APIError(503, message, code="engine_dead")
+            raise APIError(503, f"the engine is not running: {self.failure}", code="engine_dead")
         return engine
 
     def _require_capacity(self) -> Engine:
         engine = self._require_engine()
         limit = self.config.max_waiting
-        if (num_waiting := self.metrics.count_waiting()) >= limit:
+        num_waiting = self.metrics.count_waiting()
+        if num_waiting >= limit:
             raise make_busy_error(f"fewer than {limit} waiting requests, got {num_waiting}")
         return engine
 
@@ -256,14 +262,16 @@ class Application:
                         await self._admit_large_body(request)
                         is_large = True
         except TimeoutError:
-            message = f"expected a body within {seconds:g} s"
-            raise APIError(408, message, headers={"connection": "close"}) from None
+            raise APIError(
+                408, f"expected a body within {seconds:g} s", headers={"connection": "close"}
+            ) from None
         return content
 
     async def _admit_large_body(self, request: Request) -> None:
         if self._large_bodies.locked():
-            expected = f"at most {_MAX_LARGE_BODIES} requests with large bodies"
-            raise make_busy_error(expected, "too_many_bytes")
+            raise make_busy_error(
+                f"at most {_MAX_LARGE_BODIES} requests with large bodies", "too_many_bytes"
+            )
         await self._large_bodies.acquire()
         request.scope[_EXIT_STACK_KEY].callback(self._large_bodies.release)
 
@@ -332,18 +340,20 @@ class Application:
             reason = "stopping" if self.is_stopping else "cb_worker_dead"
             content = {"status": "unhealthy", "reason": reason, **error.to_dict()}
             return JSONResponse(content, error.status)
-        num_active = engine.count_active()
-        num_waiting = self.metrics.count_waiting()
-        return {"status": "ok", "requests_active": num_active, "requests_waiting": num_waiting}
+        return {
+            "status": "ok",
+            "requests_active": engine.count_active(),
+            "requests_waiting": self.metrics.count_waiting(),
+        }
 
     async def _generate(self, request: Request) -> Response:
         self._require_capacity()
         content = await self._read_body(request)
         running_request = RunningRequest(self._require_capacity(), self.metrics)
-        unfinished = self.metrics.unfinished_answers
         exit_stack = request.scope[_EXIT_STACK_KEY]
-        unfinished[running_request], choices = 1, list[Choice]()
-        exit_stack.callback(unfinished.pop, running_request, None)
+        self.metrics.unfinished_answers[running_request] = 1
+        exit_stack.callback(self.metrics.unfinished_answers.pop, running_request, None)
+        choices: list[Choice] = []
         watcher = asyncio.create_task(_watch_client(request, choices))
         exit_stack.callback(watcher.cancel)
         body_type = schemas.BODY_TYPES[_get_path(request.scope)]
@@ -363,8 +373,9 @@ class Application:
             writer = CompletionWriter(body, name, choices, self._token_texts)
         part_groups = running_request.run(choices, streaming=body.stream)
         if body.stream:
-            events = _stream_events(part_groups, writer)
-            return _StreamedResponse(events, media_type="text/event-stream")
+            return _StreamedResponse(
+                _stream_events(part_groups, writer), media_type="text/event-stream"
+            )
         parts = [part async for group in part_groups for part in group]
         # A thread formats the response, because megabytes of logprobs would delay other clients.
         return await self._short_pool.run(lambda: JSONResponse(writer.collect(parts)))

@@ -44,10 +44,11 @@ class ChoiceMaker:
     """Makes the choices of each request. Requests without a seed get random seeds from `seed`."""
 
     def __init__(self, served_model: ServedModel, engine: Engine, seed: int | None) -> None:
-        self._served_model, self._engine = served_model, engine
-        tokenizer = served_model.tokenizer
-        vocab_size = engine.vocab_size
-        self.grammars = Grammars(tokenizer, vocab_size, engine.fixed_steps_reason)
+        self._served_model = served_model
+        self._engine = engine
+        self.grammars = Grammars(
+            served_model.tokenizer, engine.vocab_size, engine.fixed_steps_reason
+        )
         self._seeds = random.Random(seed)  # generates the seeds of requests without a seed
 
     def check_length(self, body: AnyBody) -> None:
@@ -73,12 +74,16 @@ class ChoiceMaker:
         """
         prompts = self._served_model.make_prompts(body)
         rules = self._read_rules(body)
-        fields = [("logit_bias", rules.logit_bias), ("stop_token_ids", body.stop_token_ids)]
         vocab_size = self._engine.vocab_size
-        tokenizer = self._served_model.tokenizer
-        for field, tokens in (*fields, *(("prompt", prompt) for prompt in prompts)):
-            if max(tokens, default=0) >= vocab_size:
-                raise make_value_error(field, f"tokens below {vocab_size}", max(tokens))
+        field_tokens = {
+            "logit_bias": rules.logit_bias,
+            "stop_token_ids": body.stop_token_ids,
+            "prompt": itertools.chain.from_iterable(prompts),
+        }
+        for field, tokens in field_tokens.items():
+            max_token = max(tokens, default=0)
+            if max_token >= vocab_size:
+                raise make_value_error(field, f"tokens below {vocab_size}", max_token)
         end_ids = None if body.ignore_eos else self._get_default(body, "eos_token_id")
         end_tokens = [*(end_ids if isinstance(end_ids, list) else [end_ids]), *body.stop_token_ids]
         has_prompt_logprobs = body.echo and body.num_top_tokens is not None
@@ -98,9 +103,9 @@ class ChoiceMaker:
                     **self._read_sampling(body, index),
                 )
                 decoder = AnswerDecoder(
-                    tokenizer.backend_tokenizer,
+                    self._served_model.tokenizer.backend_tokenizer,
                     stop_strings=body.stop,
-                    hidden_tokens=frozenset(body.stop_token_ids),
+                    end_tokens=frozenset(body.stop_token_ids),
                     min_tokens=body.min_tokens,
                     parser=self._build_parser(body, prompt),
                     forced_tool=body.forced_tool,
@@ -127,7 +132,7 @@ class ChoiceMaker:
         default is. Equal seeds would give equal answers, so answer `index` uses `seed + index`.
         """
         names = ("temperature", "top_p", "top_k", "min_p")
-        requested = {name: value for name in names if (value := getattr(body, name)) is not None}
+        requested = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
         options = {name: self._get_default(body, name) for name in names} | requested
         temperature = 1.0 if options["temperature"] is None else options["temperature"]
         does_sample = bool(requested) or self._get_default(body, "do_sample")
@@ -174,10 +179,14 @@ class ChoiceMaker:
             body.min_tokens,
         )
         has_logprobs = body.num_top_tokens is not None
-        for name, is_used in (("logprobs", has_logprobs), ("penalties, biases, min_tokens", rules)):
-            if is_used and fixed_steps_reason is not None:
-                refusal = f"{name}: not supported by this server, because {fixed_steps_reason}"
-                raise APIError(400, f"{refusal}. Omit the field", code=UNSUPPORTED_CODE)
+        if fixed_steps_reason is not None and (has_logprobs or rules):
+            field = "logprobs" if has_logprobs else "penalties, biases, min_tokens"
+            raise APIError(
+                400,
+                f"{field}: not supported by this server, because {fixed_steps_reason}. Omit the "
+                "field",
+                code=UNSUPPORTED_CODE,
+            )
         return rules
 
 
@@ -188,7 +197,8 @@ class RunningRequest:
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
-        self._engine, self._metrics = engine, metrics
+        self._engine = engine
+        self._metrics = metrics
         # Tuples of a choice and a part of its answer, and exceptions.
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._task = asyncio.current_task()
@@ -213,7 +223,8 @@ class RunningRequest:
             APIError: An answer failed. This ends all answers of the request.
         """
         running_limit = asyncio.Semaphore(_MAX_RUNNING_ANSWERS)
-        self._metrics.unfinished_answers[self], self._has_answers = 0, True
+        self._metrics.unfinished_answers[self] = 0
+        self._has_answers = True
         per_step = streaming or not all(choice.is_first for choice in choices)
         started_events: list[asyncio.Event] = []  # one event for each prompt
         tasks = []
@@ -228,7 +239,9 @@ class RunningRequest:
                 outcomes = [await self._queue.get()]
                 while not self._queue.empty():
                     outcomes.append(self._queue.get_nowait())
-                parts = list(itertools.takewhile(lambda x: isinstance(x, tuple), outcomes))
+                parts = list(
+                    itertools.takewhile(lambda outcome: isinstance(outcome, tuple), outcomes)
+                )
                 num_unfinished -= sum(part is None for _, part in parts)
                 if parts:
                     yield parts
@@ -261,8 +274,9 @@ class RunningRequest:
         sequence = choice.sequence
         if choice.prompt_logprobs is not None and choice.is_first:
             num_top_tokens = sequence.num_top_tokens or 0
-            logprobs = await self._engine.score_prompt(sequence.prompt, num_top_tokens)
-            choice.prompt_logprobs += logprobs
+            choice.prompt_logprobs += await self._engine.score_prompt(
+                sequence.prompt, num_top_tokens
+            )
         if sequence.max_new_tokens > 0:
             await self._stream_parts(choice, started, per_step)
         else:
@@ -271,7 +285,8 @@ class RunningRequest:
 
     async def _stream_parts(self, choice: Choice, started: asyncio.Event, per_step: bool) -> None:
         """Queue the parts of one answer as they are generated, and set its `finish_reason`."""
-        sequence, decoder = choice.sequence, choice.decoder
+        sequence = choice.sequence
+        decoder = choice.decoder
         stream = self._engine.stream(sequence, per_step=per_step or bool(decoder.stop_strings))
         last_token: int | None = None
         async with contextlib.aclosing(stream):
@@ -284,9 +299,9 @@ class RunningRequest:
         self._metrics.record_end(sequence)
         self._queue_parts(choice, decoder.finish())
         is_guide_complete = sequence.guide is not None and sequence.guide.is_complete
-        has_ended = decoder.is_stopped or is_guide_complete or last_token in sequence.end_tokens
-        choice.finish_reason = "tool_calls" if decoder.num_calls else "stop"
-        if not has_ended:
+        if decoder.is_stopped or is_guide_complete or last_token in sequence.end_tokens:
+            choice.finish_reason = "tool_calls" if decoder.num_calls else "stop"
+        else:
             choice.finish_reason = "length"
 
     def _queue_parts(self, choice: Choice, parts: list[AnswerPart]) -> None:

@@ -90,14 +90,12 @@ class CompletionWriter:
     def _format_parts(self, parts: ChoiceParts) -> str:
         """Return the events for parts. The last event of a single answer may have the usage."""
         adds_usage = len(self._choices) == 1 and not self._sends_usage_last
-        return "".join(
-            self._format_choices_event(
-                self._format_part(choice, part), usage=count_usage(self._choices)
-            )
-            if adds_usage and part is None
-            else self._format_choices_event(self._format_part(choice, part))
-            for choice, part in parts
-        )
+        events = []
+        for choice, part in parts:
+            fields = self._format_part(choice, part)
+            usage = {"usage": count_usage(self._choices)} if adds_usage and part is None else {}
+            events.append(self._format_choices_event(fields, **usage))
+        return "".join(events)
 
     def _format_choices_event(self, *choices: dict[str, Any], **fields: Any) -> str:
         return format_event({**self._common_fields, "choices": choices, **fields})
@@ -119,7 +117,8 @@ class CompletionWriter:
             fields[self._content_key] = self._format_message(choice, part)
         else:
             fields[self._content_key] = (echo.text if echo else "") + (part.text if part else "")
-        self._num_tool_calls[choice.index] += part is not None and part.call is not None
+        num_calls = 0 if part is None or part.call is None else 1
+        self._num_tool_calls[choice.index] += num_calls
         return fields
 
     def _format_message(self, choice: Choice, part: AnswerPart | None) -> dict[str, Any]:
@@ -128,7 +127,8 @@ class CompletionWriter:
         if part.call is None:
             key = "reasoning_content" if part.reasoning else "content"
             return {key: part.reasoning or part.text}
-        (name, arguments), call_index = part.call, self._num_tool_calls[choice.index]
+        name, arguments = part.call
+        call_index = self._num_tool_calls[choice.index]
         index_field = {"index": call_index} if self._body.stream else {}
         call = {"id": f"{self._call_prefix}_{choice.index}_{call_index}", "type": "function"}
         function = {"name": name, "arguments": arguments}
@@ -187,35 +187,33 @@ class _LogprobWriter:
 
         The log-probabilities of the prompt `echo` come first. None omits them.
         """
-        placed = [] if echo is None else self._place_prompt(echo)
+        placed_logprobs = [] if echo is None else self._place_prompt(echo)
         new_logprobs = self._choice.sequence.logprobs[self._num_sent : num_tokens]
-        placed += [self._place_next(token_logprob) for token_logprob in new_logprobs]
+        placed_logprobs += [self._place_next(token_logprob) for token_logprob in new_logprobs]
         if is_chat:
             content = [
                 self._format_logprob(token_logprob, is_first)
-                for token_logprob, is_first, _ in placed
+                for token_logprob, is_first, _ in placed_logprobs
             ]
             return {"content": content, "refusal": None}
-        get_text = self._texts.get_text
-        return {
-            "tokens": [
-                get_text(token_logprob.token, is_first) for token_logprob, is_first, _ in placed
-            ],
-            "token_logprobs": [token_logprob.logprob for token_logprob, _, _ in placed],
-            "top_logprobs": [
-                None
-                if token_logprob.logprob is None
-                else self._map_top_tokens(token_logprob, is_first)
-                for token_logprob, is_first, _ in placed
-            ],
-            "text_offset": [offset for _, _, offset in placed],
+        columns: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
         }
+        for token_logprob, is_first, offset in placed_logprobs:
+            columns["tokens"].append(self._texts.get_text(token_logprob.token, is_first))
+            columns["token_logprobs"].append(token_logprob.logprob)
+            columns["top_logprobs"].append(self._map_top_tokens(token_logprob, is_first))
+            columns["text_offset"].append(offset)
+        return columns
 
     def _place_prompt(self, echo: Echo) -> list[_PlacedLogprob]:
         """Return the log-probabilities of the prompt with their places in its text."""
         self._prompt_length = len(echo.text)
-        placed = zip(self._choice.prompt_logprobs or (), echo.offsets, strict=True)
-        return [(token_logprob, offset == 0, offset) for token_logprob, offset in placed]
+        pairs = zip(self._choice.prompt_logprobs or (), echo.offsets, strict=True)
+        return [(token_logprob, offset == 0, offset) for token_logprob, offset in pairs]
 
     def _place_next(self, token_logprob: TokenLogprob) -> _PlacedLogprob:
         """Return the next log-probability of the answer with its place in the text."""
@@ -224,21 +222,20 @@ class _LogprobWriter:
         offset = self._texts.find_offset(token_logprob.token, old_end, end)
         return token_logprob, old_end == 0, self._prompt_length + offset
 
-    def _get_bytes(self, token: int, is_first: bool) -> bytes | None:
-        """Return the bytes of a token of the answer, or None if the text omits the token."""
-        omits = token in self._choice.decoder.hidden_tokens or token in self._texts.special_tokens
-        return None if omits else self._texts.get_bytes(token, is_first)
-
     def _map_top_tokens(
         self, token_logprob: TokenLogprob, is_first: bool
-    ) -> dict[str, float | None]:
-        """Return log-probabilities by text. Tokens with equal texts are named by their ids."""
+    ) -> dict[str, float] | None:
+        """Return log-probabilities by text. Tokens with equal texts are named by their ids.
+
+        None means that the token has no log-probability.
+        """
+        if token_logprob.logprob is None:
+            return None
         chosen_text = self._texts.get_text(token_logprob.token, is_first)
-        logprobs = {}
-        for token, logprob in {
-            **dict(token_logprob.top_tokens),
-            token_logprob.token: token_logprob.logprob,
-        }.items():
+        logprobs: dict[str, float] = {}
+        logprob_by_token = dict(token_logprob.top_tokens)
+        logprob_by_token[token_logprob.token] = token_logprob.logprob
+        for token, logprob in logprob_by_token.items():
             text = self._texts.get_text(token, is_first)
             is_taken = token != token_logprob.token and (text == chosen_text or text in logprobs)
             logprobs[f"token_id:{token}" if is_taken else text] = logprob
@@ -251,5 +248,7 @@ class _LogprobWriter:
 
     def _format_token(self, token: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
         text = self._texts.get_text(token, is_first)
-        token_bytes = self._get_bytes(token, is_first)
-        return {"token": text, "logprob": logprob, "bytes": list(token_bytes or b"")}
+        # The answer's text omits these tokens.
+        omits = token in self._choice.decoder.end_tokens or token in self._texts.special_tokens
+        token_bytes = b"" if omits else self._texts.get_bytes(token, is_first)
+        return {"token": text, "logprob": logprob, "bytes": list(token_bytes)}

@@ -47,7 +47,7 @@ def make_connection_class(
     """Return a class of connections, of which at most `max_open_connections` may be open at a time.
 
     h11 limits the bytes of a request's first line and headers. A client may take `header_seconds`
-    to send these bytes, or bytes between requests, for example the rest of a rejected body. It
+    to send these bytes, or bytes between requests, for example the rest of a refused body. It
     may pause for `client_seconds` before it reads more of its response.
     """
     check_interval = min(header_seconds, client_seconds) / 8
@@ -78,7 +78,7 @@ def make_connection_class(
             super().connection_lost(error)
 
         def send_400_response(self, msg: str) -> None:
-            """Reject bytes that are not HTTP, and discard the application's own response.
+            """Refuse bytes that are not HTTP, and discard the application's own response.
 
             uvicorn would let both respond, until the loop has closed the connection.
             """
@@ -97,7 +97,8 @@ def make_connection_class(
             state = (self.cycle, is_idle, unread_bytes)
             now = self.loop.time()
             if state != self._last_state:
-                self._last_state, self._changed_at = state, now
+                self._last_state = state
+                self._changed_at = now
             # If the server writes nothing, only the client's reads change `unread_bytes`.
             if unread_bytes and (is_idle or self.flow.write_paused):
                 timeout = client_seconds

@@ -60,17 +60,17 @@ class Engine:
     def __init__(
         self, model: Any, batching: Any, metrics: Metrics, max_model_tokens: int | None = None
     ) -> None:
-        self.model, self._metrics = model, metrics
+        self.model = model
+        self._metrics = metrics
         text_config = model.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size)
         self._scoring_lock = asyncio.Lock()  # one prompt is scored at a time
-        self.num_prompt_tokens = self.num_new_tokens = 0  # since the start
-        if model.device.type == "cpu" and batching.max_batch_tokens is None:
+        self.num_prompt_tokens = 0  # since the start
+        self.num_new_tokens = 0  # since the start
+        is_on_cpu = model.device.type == "cpu"
+        if is_on_cpu and batching.max_batch_tokens is None:
             batching = dataclasses.replace(batching, max_batch_tokens=_MAX_CPU_STEP_TOKENS)
-        if (
-            model.device.type == "cpu"
-            and batching.num_blocks is batching.max_memory_percent is None
-        ):
+        if is_on_cpu and batching.num_blocks is None and batching.max_memory_percent is None:
             memory_share = min(_compute_cpu_bytes(model) / _count_free_bytes(), _MAX_CPU_SHARE)
             batching = dataclasses.replace(batching, max_memory_percent=memory_share)
         # The engine reserves memory for logits processors only if the configuration samples.
@@ -110,7 +110,7 @@ class Engine:
         # The last token of an answer is never stored.
         limits = (max_stored_tokens + 1, max_positions, max_model_tokens)
         # Maximum number of tokens of a prompt and its answer.
-        self.max_tokens = min(n for n in limits if isinstance(n, int) and n > 0)
+        self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
         usage = read_usage(manager)
         assert usage is not None  # `warmup` has allocated the pages
         num_tokens = usage.pages_total * manager.continuous_batching_config.page_size
@@ -170,8 +170,10 @@ class Engine:
             APIError: The engine does not accept the request, or cannot finish it.
         """
         self._require_alive()
-        manager, request_id = self._manager, uuid.uuid4().hex
-        num_yielded, is_finished = 0, False
+        manager = self._manager
+        request_id = uuid.uuid4().hex
+        num_yielded = 0
+        is_finished = False
         late_outputs = manager.output_router.output_queue
         while not late_outputs.empty():  # the clients of these requests have left
             late_outputs.get_nowait()
@@ -253,7 +255,7 @@ class Engine:
         def choose_tokens(_: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
             max_scores, tokens = scores[0].max(-1)
             is_failed = max_scores.isfinite().logical_not_()
-            output_ids[0, : len(tokens)] = tokens + is_failed * vocab_size
+            output_ids[0, : len(tokens)] = torch.where(is_failed, tokens + vocab_size, tokens)
 
         # A row without finite logits gets a token past the vocabulary, so that only its request
         # fails. `_sample` is private, but no public method of the engine gets logits and tokens.
@@ -281,7 +283,8 @@ class Engine:
         self, processor: Any, sampler: Sampler, requests: list[Any], tokens: Iterable[int]
     ) -> tuple[list[Any], list[int]]:
         """Record the tokens of a step. Return the unfinished requests, and their tokens."""
-        unfinished, unfinished_tokens = [], []
+        unfinished_requests = []
+        unfinished_tokens = []
         rows = enumerate(tokens)
         for request in requests:
             row, token = next(rows) if request.has_new_token else (None, None)
@@ -289,7 +292,7 @@ class Engine:
             if state.error is not None:  # the request was ended while this step ran
                 continue
             if row is None or token is None:
-                unfinished.append(request)
+                unfinished_requests.append(request)
                 continue
             sequence: Sequence = state.logit_processor_kwargs[SEQUENCE_KEY]
             try:
@@ -298,7 +301,7 @@ class Engine:
                 sequence.answer.append(token)
                 self._metrics.record_token(sequence, state.lifespan[0])
                 if not _must_end(sequence, self.vocab_size):
-                    unfinished.append(request)
+                    unfinished_requests.append(request)
                     unfinished_tokens.append(token)
                     continue
                 # The model has no token that could end the complete text.
@@ -310,7 +313,7 @@ class Engine:
                 processor.output_router.fail_and_deliver(state, error)
             processor.scheduler.finish_request(state.request_id)
             processor.scheduler.block_new_requests = False
-        return unfinished, unfinished_tokens
+        return unfinished_requests, unfinished_tokens
 
 
 def _must_end(sequence: Sequence, vocab_size: int) -> bool:
@@ -324,7 +327,8 @@ def _must_end(sequence: Sequence, vocab_size: int) -> bool:
 
 def accept_token(sequence: Sequence, token: int, vocab_size: int) -> None:
     """Advance a request's grammar by a token. Raise APIError if the request fails at the token."""
-    guide, rules = sequence.guide, sequence.rules
+    guide = sequence.guide
+    rules = sequence.rules
     if token < vocab_size:
         if guide is not None and token not in sequence.end_tokens:
             guide.accept(token)

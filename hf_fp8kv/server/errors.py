@@ -42,9 +42,13 @@ class APIError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON body of the response."""
         default_type = "server_error" if self.status >= 500 else "invalid_request_error"
-        error_type = _ERROR_TYPES.get(self.status, default_type)
-        fields = {"message": self.message, "type": error_type}
-        return {"error": {**fields, "param": self.param, "code": self.code}}
+        error = {
+            "message": self.message,
+            "type": _ERROR_TYPES.get(self.status, default_type),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
 
     def to_response(self) -> Response:
         """Return the response to the request."""
@@ -59,8 +63,7 @@ def make_field_error(field: str, message: str, code: str | None = None) -> APIEr
 
 def make_busy_error(expected: str, code: str = "too_many_requests") -> APIError:
     """Return the error (status 429) for a request that exceeds what the server handles at once."""
-    message = f"expected {expected}. Try again later"
-    return APIError(429, message, code=code, headers=RETRY_HEADER)
+    return APIError(429, f"expected {expected}. Try again later", code=code, headers=RETRY_HEADER)
 
 
 def make_stopping_error(reason: str | None = None) -> APIError:

@@ -15,6 +15,13 @@ from .sampling import Sequence
 # Buckets of the histograms, in seconds. A CPU may take minutes where a GPU takes a second.
 _LONG_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+# The description and the buckets of each histogram.
+_HISTOGRAMS = {
+    "queue_time": ("From a request to an answer's first step", _LONG_SECONDS),
+    "time_to_first_token": ("From a request to an answer's first token", _LONG_SECONDS),
+    "inter_token_latency": ("From a token to the next token", _SHORT_SECONDS),
+    "request_duration": ("From a request to an answer's last token", _LONG_SECONDS),
+}
 
 
 class Metrics(Collector):
@@ -25,14 +32,14 @@ class Metrics(Collector):
     def __init__(self, model_name: str) -> None:
         self._registry = registry = CollectorRegistry()
         self._histograms: dict[str, Any] = {}
-        for name, description, buckets in (
-            ("queue_time", "From a request to an answer's first step", _LONG_SECONDS),
-            ("time_to_first_token", "From a request to an answer's first token", _LONG_SECONDS),
-            ("inter_token_latency", "From a token to the next token", _SHORT_SECONDS),
-            ("request_duration", "From a request to an answer's last token", _LONG_SECONDS),
-        ):
-            arguments = (f"hf_fp8kv_{name}_seconds", description, ["model_name"])
-            histogram = Histogram(*arguments, buckets=buckets, registry=registry)
+        for name, (description, buckets) in _HISTOGRAMS.items():
+            histogram = Histogram(
+                f"hf_fp8kv_{name}_seconds",
+                description,
+                ["model_name"],
+                buckets=buckets,
+                registry=registry,
+            )
             self._histograms[name] = histogram.labels(model_name=model_name)
         # Number of finished requests to generate, by HTTP status. 499 means that the client left.
         self.status_counts: Counter[int] = Counter()
@@ -57,15 +64,14 @@ class Metrics(Collector):
 
     def count_waiting(self) -> int:
         """Return the number of answers that have not had a step yet."""
-        active: int = self.engine.count_active()
-        return max(sum(list(self.unfinished_answers.values())) - active, 0)
+        num_active: int = self.engine.count_active()
+        # The values are copied, because other threads change the counter.
+        return max(sum(list(self.unfinished_answers.values())) - num_active, 0)
 
     def format_prometheus(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield counters and gauges."""
         engine = self.engine
         usage = engine.read_usage()
         gauge = GaugeMetricFamily

@@ -42,7 +42,8 @@ class ServedModel:
         template: str | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model, self.tokenizer = model, getattr(processor, "tokenizer", processor)
+        self.model = model
+        self.tokenizer = getattr(processor, "tokenizer", processor)
         modality = ModelManager.get_model_modality(model, processor=processor).value
         if modality != "LLM" or not hasattr(self.tokenizer, "backend_tokenizer"):
             raise ConfigError(
@@ -101,14 +102,15 @@ class ServedModel:
                 UNSUPPORTED_CODE,
             )
         for name in body.chat_template_kwargs.keys() & self._reserved_arguments:
-            message = "the server sets this field. Omit it"
-            raise make_field_error(f"chat_template_kwargs.{name}", message)
+            raise make_field_error(
+                f"chat_template_kwargs.{name}", "the server sets this field. Omit it"
+            )
 
     def make_prompts(self, body: AnyBody) -> list[list[int]]:
         """Return the tokens of each prompt of a request.
 
         Raises:
-            APIError: The chat template rejects the messages.
+            APIError: The chat template refuses the messages.
         """
         if isinstance(body, CompletionBody):
             options = {"add_special_tokens": body.add_special_tokens}
@@ -121,7 +123,7 @@ class ServedModel:
         arguments = {**body.chat_template_kwargs, "tools": body.template_tools}
         try:
             inputs = self._render(body.chat_messages, **arguments)
-        except Exception as error:  # a template is a program, which may reject anything
+        except Exception as error:  # a template is a program, which may refuse anything
             reason = f"{type(error).__name__}: {error}"
             raise APIError(400, f"cannot make a prompt from the messages: {reason:.300}") from error
         return [list(inputs["input_ids"])]
@@ -142,6 +144,6 @@ def template_shows_tools(tokenizer: Any) -> bool:
             tokenize=False,
             add_generation_prompt=True,
         )
-    except Exception:  # a template is a program, which may reject anything
+    except Exception:  # a template is a program, which may refuse anything
         return False
     return name in str(prompt)

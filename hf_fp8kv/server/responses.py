@@ -28,7 +28,8 @@ class ResponseWriter:
 
     def __init__(self, body: ResponseBody, name: str, choice: Choice) -> None:
         self._choice = choice
-        self._id, self._sequence_numbers = uuid.uuid4().hex, itertools.count()
+        self._id = uuid.uuid4().hex
+        self._sequence_numbers = itertools.count()
         self._common_fields = {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -100,11 +101,12 @@ class ResponseWriter:
         self._add_text_event("delta", delta=text)
 
     def _begin_text_item(self, item_type: str) -> None:
-        """Add an item with text, to which later text is added."""
+        """Finish the last item, and add an empty item, to which `_add_text` adds text."""
         self._finish_text_item()
         id_prefix, fields, content = _TEXT_ITEMS[item_type]
         self._add_item(id_prefix, type=item_type, status="in_progress", content=[], **fields)
-        self._items[-1]["content"], self._open_type = [dict(content)], item_type
+        self._items[-1]["content"] = [dict(content)]
+        self._open_type = item_type
         if item_type == "message":
             self._add_item_event("content_part.added", content_index=0, part=content)
 

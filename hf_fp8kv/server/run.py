@@ -63,7 +63,7 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
         engine = app.engine
         assert engine is not None
         server = _Server(app, lambda: on_ready(_format_url(sock)))
-        server.run(sockets=[sock])  # stops `app` at its end
+        server.run(sockets=[sock])  # stops `app` before it returns
         # The engine may fail after the last tick, or record its error after its end.
         failure = engine.failure or server.failure
         if failure is not None:
@@ -76,7 +76,7 @@ def run(app: Application, sock: socket.socket, on_ready: Callable[[str], None]) 
 def _end_process(app: Application, error: BaseException | None) -> None:
     """Write the pages of prefix stores, and end the process if work of ended requests still runs.
 
-    Python would wait for this work at its exit: for minutes if a prompt is very long.
+    Python would wait for this work before it exits, which takes minutes if a prompt is very long.
     """
     flush_stores()
     if app.is_busy and threading.current_thread() is threading.main_thread():
@@ -142,7 +142,8 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=_SEND_SECONDS,
             )
         )
-        self._app, self._on_ready = app, on_ready
+        self._app = app
+        self._on_ready = on_ready
         self._num_signals = 0
         self._deadline = math.inf  # monotonic time at which running requests end after a signal
         self.failure: str | None = None  # why the engine ended, unless the server stopped it

@@ -52,11 +52,12 @@ class TokenRules:
 
     def apply(self, logits: torch.Tensor, sequence: "Sequence") -> None:
         """Change one row of logits `[V]`, float32, in place."""
-        answer, tensors = sequence.answer, sequence.cached_tensors
+        answer = sequence.answer
+        tensors = sequence.cached_tensors
         if self.logit_bias:
             if "bias" not in tensors:
                 tensors["bias_tokens"] = _make_index(self.logit_bias, logits)
-                tensors["bias"] = torch.tensor([*self.logit_bias.values()], device=logits.device)
+                tensors["bias"] = torch.tensor(list(self.logit_bias.values()), device=logits.device)
             logits[tensors["bias_tokens"]] += tensors["bias"]
         if len(answer) < self.min_tokens:
             blocked_tokens = [token for token in sequence.end_tokens if token < len(logits)]
@@ -65,13 +66,13 @@ class TokenRules:
             if "prompt" not in tensors:  # a copy takes milliseconds for a long prompt
                 tensors["prompt"] = _make_index(sequence.prompt, logits)
             # A token that occurs twice is penalized once.
-            tokens = torch.cat([tensors["prompt"], _make_index({*answer}, logits)])
+            tokens = torch.cat([tensors["prompt"], _make_index(set(answer), logits)])
             old_logits = logits[tokens]
             penalty = self.repetition_penalty
             logits[tokens] = torch.where(old_logits > 0, old_logits / penalty, old_logits * penalty)
         if answer and (self.presence_penalty or self.frequency_penalty):
             counts = Counter(answer)
-            frequencies = torch.tensor([*counts.values()], device=logits.device)
+            frequencies = torch.tensor(list(counts.values()), device=logits.device)
             penalties = self.presence_penalty + self.frequency_penalty * frequencies
             logits[_make_index(counts, logits)] -= penalties
 
@@ -80,7 +81,7 @@ _NO_RULES = TokenRules()
 
 
 def _make_index(tokens: Iterable[int], logits: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([*tokens], dtype=torch.int64, device=logits.device)
+    return torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)
 
 
 @dataclass(eq=False)
@@ -215,7 +216,8 @@ def transform_logits(logits: torch.Tensor, arguments: torch.Tensor) -> torch.Ten
     `arguments` is `[5, B]`, as in Sampler. A temperature of 0 does not change the logits.
     """
     temperature, top_p, min_p = (row.view(torch.float32) for row in arguments[:3])
-    top_k, keys = arguments[3], arguments[4]
+    top_k = arguments[3]
+    keys = arguments[4]
     is_on_cpu = logits.device.type == "cpu"
 
     def may_apply(is_affected: torch.Tensor) -> bool:  # on a GPU, a read would synchronize

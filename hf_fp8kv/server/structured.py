@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import llguidance
@@ -61,8 +62,10 @@ def read_grammar(body: AnyBody) -> _Grammar | None:
     grammars = [grammar for grammar in candidates if grammar is not None]
     if len(grammars) > 1:
         (field, _), (other_field, _) = grammars[:2]
-        message = f"expected no second field besides {field}, because an answer has only one format"
-        raise make_field_error(other_field, message)
+        raise make_field_error(
+            other_field,
+            f"expected no second field besides {field}, because an answer has only one format",
+        )
     return grammars[0] if grammars else None
 
 
@@ -95,10 +98,12 @@ def _read_output_grammar(body: AnyBody) -> _Grammar | None:
         return _make_json_grammar(f"{field}.json", outputs.json_)
     if outputs.regex is not None:
         return f"{field}.regex", str(llguidance.LLMatcher.grammar_from_regex(outputs.regex))
-    strings = (json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
-    # JSON does not escape this control character, but Lark's strings need it.
-    strings = (string.replace("\x7f", "\\u007f") for string in strings)
-    lark_grammar = f"start: {' | '.join(strings)}"
+    # JSON does not escape the control character DEL, but Lark's strings need it.
+    lark_strings = [
+        json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        for text in outputs.choice or ()
+    ]
+    lark_grammar = f"start: {' | '.join(lark_strings)}"
     _check_limits(f"{field}.choice", lark_grammar)
     return f"{field}.choice", lark_grammar
 
@@ -143,21 +148,29 @@ def _check_limits(field: str, text: str, *schemas: dict[str, Any]) -> None:
     if len(text) > _MAX_GRAMMAR_CHARACTERS:
         raise make_field_error(field, f"expected at most {_MAX_GRAMMAR_CHARACTERS} characters")
     if any("x-guidance" in schema for schema in schemas):
-        message = "expected no x-guidance, which would make keywords of the schema optional"
-        raise make_field_error(field, message)
+        raise make_field_error(
+            field, "expected no x-guidance, which would make keywords of the schema optional"
+        )
     objects = [value for value in walk_values(list(schemas)) if isinstance(value, dict)]
     # llguidance creates a state for each remainder, and for each combination of remainders.
-    multiples = [x["multipleOf"] for x in objects if isinstance(x.get("multipleOf"), int | float)]
-    numerators = [Fraction(str(n)).numerator for n in multiples if 0 < n < math.inf]
+    multiples = [value.get("multipleOf") for value in objects]
+    numerators = [
+        Fraction(str(multiple)).numerator
+        for multiple in multiples
+        if isinstance(multiple, int | float) and 0 < multiple < math.inf
+    ]
     if sum(numerators) > _MAX_MULTIPLE or math.lcm(*numerators) > _MAX_MULTIPLE:
-        expected = f"multipleOf with a sum and a common multiple of at most {_MAX_MULTIPLE}"
-        raise make_field_error(field, f"expected {expected}")
-    pattern_schemas = [x["patternProperties"] for x in objects if "patternProperties" in x]
-    key_patterns = [name for x in pattern_schemas if isinstance(x, dict) for name in x]
+        raise make_field_error(
+            field,
+            f"expected multipleOf with a sum and a common multiple of at most {_MAX_MULTIPLE}",
+        )
+    entries = [value.get("patternProperties") for value in objects]
+    key_patterns = list(chain.from_iterable(entry for entry in entries if isinstance(entry, dict)))
     if len(key_patterns) > _MAX_PATTERN_PROPERTIES:
-        expected = f"at most {_MAX_PATTERN_PROPERTIES} patternProperties"
-        raise make_field_error(field, f"expected {expected}")
-    patterns = [x["pattern"] for x in objects if isinstance(x.get("pattern"), str)]
+        raise make_field_error(
+            field, f"expected at most {_MAX_PATTERN_PROPERTIES} patternProperties"
+        )
+    patterns = [value["pattern"] for value in objects if isinstance(value.get("pattern"), str)]
     if sum(map(len, key_patterns + patterns)) > MAX_REGEX_LENGTH:
         raise make_field_error(field, f"expected patterns of at most {MAX_REGEX_LENGTH} characters")
 
@@ -199,8 +212,8 @@ class Guide:
             raise
         except BaseException as error:  # a panic in llguidance is not an Exception
             logger.exception("a grammar failed")
-            message = f"{self.field}: the grammar failed: {type(error).__name__}: {error}"
-            raise APIError(500, message) from None
+            reason = f"{type(error).__name__}: {error}"
+            raise APIError(500, f"{self.field}: the grammar failed: {reason}") from None
 
     def compute_mask(self, end_tokens: Iterable[int], vocab_size: int) -> np.ndarray:
         """Return a mask of tokens that must not follow, `[V]`, bool. `end_tokens` end the text."""
@@ -234,7 +247,8 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, unavailable_reason: str | None) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._unavailable_reason = unavailable_reason
         self.pool = JobPool("grammars", _NUM_COMPILE_THREADS, _MAX_WAITING_GRAMMARS)
 
@@ -249,22 +263,30 @@ class Grammars:
             return None
         field, source = grammar
         if self._unavailable_reason is not None:
-            message = f"{_REFUSAL_PREFIX}{self._unavailable_reason}. Omit the field"
-            raise make_field_error(field, message, UNSUPPORTED_CODE)
+            raise make_field_error(
+                field,
+                f"{_REFUSAL_PREFIX}{self._unavailable_reason}. Omit the field",
+                UNSUPPORTED_CODE,
+            )
         try:
             async with asyncio.timeout(_MAX_COMPILE_SECONDS):
                 return await self.pool.run(self._compile_grammar, field, source)
         except TimeoutError:
-            expected = f"a grammar that is compiled within {_MAX_COMPILE_SECONDS:g} s"
-            message = f"expected {expected}. Simplify it, or try again later"
-            raise make_field_error(field, message) from None
+            raise make_field_error(
+                field,
+                f"expected a grammar that is compiled within {_MAX_COMPILE_SECONDS:g} s. Simplify "
+                "it, or try again later",
+            ) from None
 
     def _compile_grammar(self, field: str, grammar: str) -> Guide:
         try:
             tokenizer, text_bits = self._grammar_tokenizer
         except ValueError as error:
-            message = f"{_REFUSAL_PREFIX}this model's tokenizer is not supported ({error}). Omit it"
-            raise make_field_error(field, message, UNSUPPORTED_CODE) from error
+            raise make_field_error(
+                field,
+                f"{_REFUSAL_PREFIX}this model's tokenizer is not supported ({error}). Omit it",
+                UNSUPPORTED_CODE,
+            ) from error
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         try:
             matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)

@@ -40,7 +40,7 @@ class TokenTexts:
 
     def find_offsets(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         """Return the index of the first character of each token of a prompt."""
-        offsets = list[int]()
+        offsets: list[int] = []
         end = 0
         if isinstance(prompt, str):
             options = {"return_offsets_mapping": True, "add_special_tokens": add_special_tokens}
@@ -52,7 +52,8 @@ class TokenTexts:
         decoder = AnswerDecoder(self._tokenizer, skips_special=False)
         decoder.add_tokens(prompt)
         decoder.finish()
-        for token, token_end in zip(prompt, decoder.text_ends[1:], strict=True):
+        token_ends = decoder.text_ends[1:]
+        for token, token_end in zip(prompt, token_ends, strict=True):
             offsets.append(self.find_offset(token, end, token_end))
             end = token_end
         return offsets
