@@ -33,12 +33,13 @@ def main() -> None:
         inputs = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        length, reused_before = inputs.input_ids.shape[1], cache.reused_tokens
+        length = inputs.input_ids.shape[1]
+        old_reused_tokens = cache.reused_tokens
         output = model.generate(
             **inputs, cache=cache, max_new_tokens=args.new_tokens, do_sample=False
         )
         answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
-        num_reused = cache.reused_tokens - reused_before
+        num_reused = cache.reused_tokens - old_reused_tokens
         print(f"{question} {answer!r} ({length} tokens, {num_reused} of them reused)")
         chat.append({"role": "assistant", "content": answer})
 

@@ -43,7 +43,7 @@ def main() -> None:
     tokens = default_output.sequences
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"{tokens.shape[1]} tokens, {tokens.unique().numel()} of them distinct")
-    enable(model)  # from now on, each call creates two caches in FP8
+    enable(model)  # each later call creates two caches in FP8
     fp8_caches = model.generate(**inputs).cache
     for name in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(default_output.cache, name).layers

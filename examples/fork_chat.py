@@ -56,7 +56,8 @@ def main() -> None:
     separate_answers = [answer(*pair) for pair in zip(prompts, caches, strict=True)]
     separate_seconds = time.perf_counter() - start
 
-    print(*map("{} {!r}".format, args.questions, answers), sep="\n")
+    for question, text in zip(args.questions, answers, strict=True):
+        print(f"{question} {text!r}")
     print(f"the same answers without forks: {answers == separate_answers}")
     separate_pages = sum(separate_cache.budget.num_held for separate_cache in caches)
     print(f"pages: {cache.budget.num_held} with forks, {separate_pages} without")

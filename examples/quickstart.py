@@ -37,7 +37,8 @@ def main() -> None:
     paged_cache = FP8PagedCache(model, dtype=args.dtype)
     # All answers have the same length, so that times and bytes can be compared.
     lengths = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens}
-    log_probs, answers = [], []
+    log_probs = []
+    answers = []
     # "fp8_paged" attention reads 8-bit pages.
     for cache, attention in ((dynamic_cache, "sdpa"), (paged_cache, "fp8_paged")):
         model.set_attn_implementation(attention)
@@ -56,8 +57,8 @@ def main() -> None:
     dense_bytes = 2 * num_values  # in 16 bits, even if the model runs in float32
     footprint = paged_cache.memory_footprint()
     ratio = footprint.used_bytes / dense_bytes
-    dense, paged = log_probs
-    kl = (dense.exp() * (dense - paged)).sum(-1).mean()
+    dense_log_probs, paged_log_probs = log_probs
+    kl = (dense_log_probs.exp() * (dense_log_probs - paged_log_probs)).sum(-1).mean()
 
     print(f"tokens held: {footprint.tokens}\nin 16 bits: {dense_bytes:,} bytes")
     print(f"8-bit pages: {footprint.used_bytes:,} bytes, {ratio:.3f} of the 16-bit size")

@@ -54,9 +54,10 @@ def main() -> None:
     for has_header in (False, True):
         start = time.perf_counter()
         with ThreadPoolExecutor(4) as pool:
-            counts = pool.map(run_conversation, [client] * 8, [has_header] * 8, range(8))
-            num_cached, num_tokens = map(sum, zip(*counts, strict=True))
+            counts = list(pool.map(run_conversation, [client] * 8, [has_header] * 8, range(8)))
         seconds = time.perf_counter() - start
+        num_cached = sum(cached for cached, _ in counts)
+        num_tokens = sum(total for _, total in counts)
         title = f"{'with' if has_header else 'without'} x-session-id"
         print(f"{title}: {num_cached / num_tokens:.0%} of the tokens cached, {seconds:.1f} s")
 

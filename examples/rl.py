@@ -23,17 +23,17 @@ def reward_vowels(completions: list[str], **_: object) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    cases: dict[str, dict[str, Any]] = {"replayed": {}, "not replayed": {}, "16-bit cache": {}}
-    cases["fp8, scale 1.0"] = {"dtype": "fp8_e4m3", "scales": 1.0}
-    parser.add_argument("--case", choices=list(cases), default="replayed")
-    for name, default in ("steps", 20), ("seed", 0), ("chunk", 256):
+    cases = ["replayed", "not replayed", "16-bit cache", "fp8, scale 1.0"]
+    parser.add_argument("--case", choices=cases, default="replayed")
+    for name, default in {"steps": 20, "seed": 0, "chunk": 256}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     engine_options = {"return_logprobs": True, "num_blocks": 64, "max_batch_tokens": args.chunk}
     dtype = "bfloat16" if args.case == "16-bit cache" else "float32"
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=dtype)
     if args.case != "16-bit cache":
-        serving.enable(model, deterministic=args.case == "replayed", **cases[args.case])
+        options = {"dtype": "fp8_e4m3", "scales": 1.0} if args.case == "fp8, scale 1.0" else {}
+        serving.enable(model, deterministic=args.case == "replayed", **options)
     if args.case == "replayed":
         enable(model, training="stored", deterministic=True)
     logps_by_answer: dict[tuple[int, ...], list[float]] = {}
