@@ -84,12 +84,12 @@ class Summary:
         if (memory := self.footprint) is not None and not self.bf16_bytes:
             lines = ["no tokens in the cache of the last generate()"]
         elif memory is not None:
-            size = memory.used_bytes + memory.other_bytes
             plans = " + ".join(list_counts(memory.layers_by_plan))
             lines = [
                 f"{memory.tokens:,} tokens in {self.stored_bytes:,.0f} bytes, "
                 f"{self.bf16_bytes:,.0f} in bf16 ({self.stored_bytes / self.bf16_bytes:.2f} x)",
-                f"pages of {size:,} bytes, with unused slots for the next tokens",
+                f"pages of {memory.used_bytes + memory.other_bytes:,} bytes, with unused slots for "
+                "the next tokens",
                 f"stored as {plans}",
             ]
         return "\n".join((*lines, f"CUDA graphs: {self.captured}", str(self.report)))

@@ -202,8 +202,12 @@ def _probe_layers(model: PreTrainedModel, cache: FP8PagedCache) -> tuple[Any, st
 
     try:
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
-        attention = watched_attention(model, record)
-        with torch.no_grad(), eval_mode(model), temporary_installs(model), attention:
+        with (
+            torch.no_grad(),
+            eval_mode(model),
+            temporary_installs(model),
+            watched_attention(model, record),
+        ):
             model(input_ids=ids, **with_cache(model, cache))
             paths.clear()
             model(input_ids=ids[:, :1], **with_cache(model, cache))

@@ -339,9 +339,15 @@ def _attend_latents(call: Call) -> tuple[Tensor, Tensor | None]:
     if projections is None or not (spec.deterministic or is_cheaper):
         return attend_with_transformers(call)
     if indices is not None:
-        window = spec.window or key.window
-        lengths = key.lengths if key.is_ragged else None
-        mask = masks.make_complete(spec.mask, query, key, window, spec.causal, key.start, lengths)
+        mask = masks.make_complete(
+            spec.mask,
+            query,
+            key,
+            window=spec.window or key.window,
+            causal=spec.causal,
+            start=key.start,
+            lengths=key.lengths if key.is_ragged else None,
+        )
         spec = spec._replace(mask=masks.keep_selected_keys(mask, indices, query, key))
     spec = spec._replace(latent=True)
     output = attend_stored(projections.absorb(query, spec.deterministic), key, spec)

@@ -103,8 +103,9 @@ class LayerStore:
 
     def _allocate_pool(self, key: torch.Tensor, value: torch.Tensor) -> None:
         if not self.pool.is_allocated:
-            is_preallocated = self.length.max_tokens is not None
-            self.pool.allocate(key, value, self.group.capacity, is_single_block=is_preallocated)
+            self.pool.allocate(
+                key, value, self.group.capacity, is_single_block=self.length.max_tokens is not None
+            )
         self.mark_addresses()
 
     def set_length(self, length: HostLength | DeviceLength) -> None:
@@ -307,9 +308,12 @@ class LayerStore:
             next_store = self.next_store() or self
             next_memory = next_store.pool.memory
             assert isinstance(next_memory, OffloadedLayer)
-            pages = self.group.find_visible_pages(self.length.member)
-            next_pages = next_store.group.find_visible_pages(next_store.length.member)
-            memory.budget.fetch_layers(memory, pages, next_memory, next_pages)
+            memory.budget.fetch_layers(
+                memory,
+                self.group.find_visible_pages(self.length.member),
+                next_memory,
+                next_store.group.find_visible_pages(next_store.length.member),
+            )
         elif memory.tensors[0].device != self.encoding.device:
             self.move_memory(self.encoding.device)
 

@@ -176,8 +176,9 @@ class PagedLayers:
             max_tokens = self.options.max_cache_len
             shares_kv = reuses_kv(config, index)
             if index not in skipped_layers and type(layer) in _REPLACED_CLASSES and not shares_kv:
-                has_indexer = isinstance(layer, INDEXED_CLASSES)
-                layers[index] = self.add_layer(index, window, has_indexer=has_indexer)
+                layers[index] = self.add_layer(
+                    index, window, has_indexer=isinstance(layer, INDEXED_CLASSES)
+                )
             elif shares_kv and max_tokens is not None:
                 layers[index] = IndexerLayer(max_tokens)
             elif type(layer) is StaticSlidingWindowLayer and max_tokens is not None:

@@ -78,38 +78,38 @@ def describe_model(model: Any) -> dict[str, object]:
 
 def _describe_adapters(model: Any) -> dict[str, object]:
     """Return the config of a model, and the settings of its adapters."""
-    # "arguments" has the adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
-    return {
-        "config": {
-            name: x
-            for name, x in model.config.to_dict().items()
-            if name not in _NEUTRAL_FIELDS and not name.endswith(_NEUTRAL_SUFFIXES)
-        },
-        "adapters": [
-            (name, fields)
-            for name, module in model.named_modules()
-            if (fields := _describe_adapter(module))
-        ],
-        "arguments": [
+    config = {
+        name: setting
+        for name, setting in model.config.to_dict().items()
+        if name not in _NEUTRAL_FIELDS and not name.endswith(_NEUTRAL_SUFFIXES)
+    }
+    adapters = {name: _describe_adapter(module) for name, module in model.named_modules()}
+    # The adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
+    hook_arguments = []
+    for name, module in model.named_modules():
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, partial)]
+        hook_arguments += [
             (name, getattr(hook.func, "__qualname__", ""), hook.args, hook.keywords)
-            for name, module in model.named_modules()
-            for hook in module._forward_pre_hooks.values()
-            if isinstance(hook, partial)
-        ],
+            for hook in hooks
+        ]
+    return {
+        "config": config,
+        "adapters": [(name, adapter) for name, adapter in adapters.items() if adapter],
+        "arguments": hook_arguments,
     }
 
 
 def _describe_adapter(module: Any) -> dict[str, object]:
     """Return the attributes of a module that affect an adapter of PEFT and are not weights."""
-    fields = {name: getattr(module, name, None) for name in ADAPTER_FIELDS}
+    attributes = {name: getattr(module, name, None) for name in ADAPTER_FIELDS}
     # For example the indices of FourierFT and SHiRA, and the order of the rotations of HRA.
     # Wrappers of whole models have a `peft_config`, and repeat it in each layer.
     if type(module).__module__.startswith("peft.tuners.") and not hasattr(module, "peft_config"):
-        fields |= {name: value for name, value in vars(module).items() if name[0] != "_"}
+        attributes |= {name: setting for name, setting in vars(module).items() if name[0] != "_"}
     return {
-        name: value
-        for name, value in fields.items()
-        if value is not None and name not in ("training", "kwargs")
+        name: setting
+        for name, setting in attributes.items()
+        if setting is not None and name not in ("training", "kwargs")
     }
 
 
@@ -122,7 +122,7 @@ def _check_hooks(model: Any) -> None:
         accelerate_hook = attributes.get("_hf_hook")
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         hooks += getattr(accelerate_hook, "hooks", [accelerate_hook])
-        refused = [
+        refused_functions = [
             hook
             for hook in hooks
             if hook is not None and not _is_defined_in(hook, _ACCEPTED_PACKAGES)
@@ -131,9 +131,10 @@ def _check_hooks(model: Any) -> None:
             function = _unwrap(attributes.get(method))
             stock_method = getattr(type(module), method.removeprefix("_old_"), None)
             is_stock = function is None or getattr(function, "__func__", None) is stock_method
-            refused += [] if is_stock or _is_defined_in(function, packages) else [function]
-        if refused:
-            got = getattr(refused[0], "__qualname__", type(refused[0]).__name__)
+            if not is_stock and not _is_defined_in(function, packages):
+                refused_functions.append(function)
+        if refused_functions:
+            got = getattr(refused_functions[0], "__qualname__", type(refused_functions[0]).__name__)
             raise ConfigError(
                 "prefix_store: expected no hook and no replaced method, which may change hidden "
                 f"states or tokens, got {got} in {name or 'the model'}. Remove it, or leave "

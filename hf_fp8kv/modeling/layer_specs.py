@@ -31,9 +31,11 @@ def build_stock_layers(
 def release_states(layer: Any) -> None:
     """Remove the tokens of a layer of transformers, and all tensors with an axis for sequences."""
     layer.reset()
-    states = tree_map_only(torch.Tensor, lambda x: x if x.ndim < 3 else None, vars(layer))
-    flags = {name: x for name, x in states.items() if name.endswith("initialized")}
-    # These may be dicts of flags.
+    states = tree_map_only(
+        torch.Tensor, lambda tensor: tensor if tensor.ndim < 3 else None, vars(layer)
+    )
+    # A flag, or a dictionary of flags.
+    flags = {name: flag for name, flag in states.items() if name.endswith("initialized")}
     vars(layer).update(states | tree_map(lambda _: False, flags))
 
 
@@ -51,18 +53,17 @@ def find_kv_sizes(config: PreTrainedConfig, index: int) -> tuple[int, int, int] 
     """
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[index]
-    fields = vars(config)
-    names = [name for name in fields if name.endswith(("key_value_heads", "kv_lora_rank"))]
+    settings = vars(config)
+    kv_fields = [name for name in settings if name.endswith(("key_value_heads", "kv_lora_rank"))]
     is_builtin = type(config).__module__.startswith("transformers.")
     if (
         not is_builtin
-        or names != ["num_key_value_heads"]
+        or kv_fields != ["num_key_value_heads"]
         or config.model_type in _TYPES_CHANGING_HEADS
     ):
         return None
-    num_heads: int = fields["num_key_value_heads"]
-    head_dim = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
-    return num_heads, head_dim, fields.get("v_head_dim") or head_dim
+    head_dim = settings.get("head_dim") or config.hidden_size // config.num_attention_heads
+    return settings["num_key_value_heads"], head_dim, settings.get("v_head_dim") or head_dim
 
 
 def find_skipped_layers(
@@ -75,11 +76,13 @@ def find_skipped_layers(
     ]
     indices: set[int] = set()
     is_single = isinstance(skip_layers, str) or not isinstance(skip_layers, Collection)
-    for selector in (skip_layers,) if is_single else skip_layers:
+    selectors = (skip_layers,) if is_single else skip_layers
+    for selector in selectors:
         if type(selector) is int and -len(layers) <= selector < len(layers):
             indices.add(selector % len(layers))
         elif isinstance(selector, str) and selector in layer_types:
-            indices.update(i for i, x in enumerate(layer_types[: len(layers)]) if x == selector)
+            named_layers = enumerate(layer_types[: len(layers)])
+            indices.update(index for index, layer_type in named_layers if layer_type == selector)
         else:
             raise ConfigError(
                 f"skip_layers: expected indices from {-len(layers)} to {len(layers) - 1} or layer "

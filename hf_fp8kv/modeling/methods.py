@@ -28,8 +28,7 @@ class ModelAttribute(Generic[_Value]):
 
     def get(self, model: Any) -> _Value | None:
         """Return the value, or None if the attribute is not set."""
-        value: _Value | None = getattr(model, "__dict__", {}).get(self.name)
-        return value
+        return getattr(model, "__dict__", {}).get(self.name)  # type: ignore[no-any-return]
 
     def set(self, model: Any, value: _Value) -> None:
         """Set the attribute of this model only."""
@@ -37,8 +36,7 @@ class ModelAttribute(Generic[_Value]):
 
     def remove(self, model: Any) -> _Value | None:
         """Remove the attribute, and return its value. None means that it was not set."""
-        value: _Value | None = vars(model).pop(self.name, None)
-        return value
+        return vars(model).pop(self.name, None)  # type: ignore[no-any-return]
 
 
 class ModelMethod:

@@ -69,12 +69,12 @@ def find_base_model(model: Any, method: str = "", attribute: str = "") -> Any:
     base = unwrap_model(model)
     if isinstance(base, PreTrainedModel) and hasattr(base, attribute or method or "forward"):
         return base
-    names = (
+    inner_names = [
         name for name in _WRAPPER_FIELDS if isinstance(getattr(base, name, None), PreTrainedModel)
-    )
+    ]
     advice = "Load a model with AutoModelForCausalLM.from_pretrained(...)"
-    if not isinstance(base, PreTrainedModel) and (name := next(names, "")):
-        advice = f"Pass the model inside it (its attribute {name})"
+    if inner_names and not isinstance(base, PreTrainedModel):
+        advice = f"Pass the model inside it (its attribute {inner_names[0]})"
     rule = f"a PreTrainedModel with {method}()" if method else "a PreTrainedModel"
     got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise ConfigError(f"model: expected {rule}, got {got}. {advice}")
@@ -97,10 +97,10 @@ def changes_rope(config: Any, lengths: Collection[int]) -> bool:
     if threshold is not None:
         return min(lengths) <= threshold < max(lengths)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for fields in (rope, *rope.values()):  # of all layers, or of each type of layer
-        if isinstance(fields, dict) and fields.get("rope_type") in ("dynamic", "longrope"):
+    for parameters in (rope, *rope.values()):  # of all layers, or of each type of layer
+        if isinstance(parameters, dict) and parameters.get("rope_type") in ("dynamic", "longrope"):
             threshold = config.max_position_embeddings
-            return max(lengths) > int(fields.get("original_max_position_embeddings", threshold))
+            return max(lengths) > int(parameters.get("original_max_position_embeddings", threshold))
     return False
 
 
@@ -116,8 +116,8 @@ def get_field(config: Any, name: str) -> Any:
 def find_max_positions(model: PreTrainedModel) -> int:
     """Return the smallest limit of positions in the config, or `sys.maxsize` without a limit."""
     config = model.config.get_text_config(decoder=True)
-    values = (get_field(config, name) for name in _POSITION_FIELDS)
-    limits = (int(n) for n in values if isinstance(n, int | float) and n > 1)
+    settings = (get_field(config, name) for name in _POSITION_FIELDS)
+    limits = (int(limit) for limit in settings if isinstance(limit, int | float) and limit > 1)
     return min(limits, default=sys.maxsize)
 
 
@@ -137,11 +137,12 @@ def find_model_class(config_class: type) -> type[Any] | None:
     """Return the model class of a config, or None if transformers lists none."""
     import transformers
 
-    for mapping in (
+    mappings: tuple[Any, ...] = (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         transformers.MODEL_MAPPING,
-    ):
+    )
+    for mapping in mappings:
         if classes := mapping.get(config_class, None):
             return classes[0] if isinstance(classes, tuple) else classes
     return None
@@ -168,7 +169,7 @@ def caches_latents(config: Any) -> bool:
     module_name = config_class.__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(module_name if model_class is None else model_class.__module__)
     objects = [] if module is None else list(vars(module).values())
-    return any(isinstance(x, type) and hasattr(x, EXPAND_METHOD) for x in objects)
+    return any(isinstance(item, type) and hasattr(item, EXPAND_METHOD) for item in objects)
 
 
 def accepts_argument(cls: type[Any], argument: str) -> bool:
@@ -212,7 +213,8 @@ def find_refusal(cls: type[Any]) -> str:
 
 def describe_cache_replacement(config: Any) -> str:
     """Return a note if `generate()` of a config's model replaces its cache between two steps."""
-    if (num_tokens := getattr(config, _REPLACEMENT_FIELD, None)) is None:
+    num_tokens = getattr(config, _REPLACEMENT_FIELD, None)
+    if num_tokens is None:
         return ""
     name = getattr(find_model_class(config.__class__), "__name__", "the model")
     return (
@@ -247,7 +249,8 @@ def check_config(config: Any) -> None:
             f"config: expected a model, its config or None, got {config_class.__name__}. Write "
             "FP8PagedCache(model)"
         )
-    reason = find_refusal(cls) if (cls := find_model_class(config_class)) else ""
+    model_class = find_model_class(config_class)
+    reason = "" if model_class is None else find_refusal(model_class)
     if set(get_field(config, "layer_types") or ()) == {"linear_attention"}:
         reason = "it has no attention layers"
     elif get_field(config.get_text_config(decoder=True), "num_hidden_layers") is None:

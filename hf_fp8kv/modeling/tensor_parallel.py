@@ -24,14 +24,14 @@ class TensorParallel(NamedTuple):
     size: int = 1
 
     @classmethod
-    def parse(cls, value: object) -> "TensorParallel":
+    def parse(cls, argument: object) -> "TensorParallel":
         """Check the argument `tensor_parallel` of a cache. None means one process."""
-        if not isinstance(value, TensorParallel | None):
+        if not isinstance(argument, TensorParallel | None):
             raise ConfigError(
                 "tensor_parallel: expected the result of hf_fp8kv.tensor_parallel(model), got "
-                f"{value!r}. Leave it out for one process"
+                f"{argument!r}. Leave it out for one process"
             )
-        return value or cls()
+        return argument or cls()
 
 
 def tensor_parallel(model: PreTrainedModel) -> TensorParallel:
@@ -71,25 +71,26 @@ def _splits_heads(model: Any) -> bool:
     )
 
 
-def count_kv_heads(config: Any, layer: int) -> int | None:
+def count_kv_heads(config: Any, index: int) -> int | None:
     """Return the number of KV heads of a layer of the whole model, or None if it is not known."""
-    return count_heads(config, layer, "num_key_value_heads") or count_heads(config, layer)
+    return count_heads(config, index, "num_key_value_heads") or count_heads(config, index)
 
 
-def count_heads(config: Any, layer: int, field: str = "num_attention_heads") -> int | None:
+def count_heads(config: Any, index: int, field: str = "num_attention_heads") -> int | None:
     """Return the number of heads of a layer, from a field of the config, or None if not known."""
     if getattr(config, "is_heterogeneous", False):
-        config = config.per_layer_config[layer]
+        config = config.per_layer_config[index]
     num_heads = get_field(config, field)
     if isinstance(num_heads, list | tuple):
-        num_heads = num_heads[layer] if layer < len(num_heads) else None
+        num_heads = num_heads[index] if index < len(num_heads) else None
     return num_heads if isinstance(num_heads, int) else None
 
 
 def check_divides(config: Any, size: int) -> None:
     """Raise ConfigError unless the KV heads of every layer can be split over `size` processes."""
-    num_layers = value if isinstance(value := get_field(config, "num_hidden_layers"), int) else 1
-    counts = {count_kv_heads(config, index) for index in range(num_layers)}
+    num_layers = get_field(config, "num_hidden_layers")
+    indices = range(num_layers if isinstance(num_layers, int) else 1)
+    counts = {count_kv_heads(config, index) for index in indices}
     for num_heads in sorted(count for count in counts if count and count % size):
         divisors = [str(n) for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ConfigError(
@@ -99,7 +100,7 @@ def check_divides(config: Any, size: int) -> None:
         )
 
 
-def check_split(layer: int, num_heads: int, num_model_heads: int | None, size: int) -> None:
+def check_split(index: int, num_heads: int, num_model_heads: int | None, size: int) -> None:
     """Raise ConfigError if a layer has all KV heads although `size` processes should share them.
 
     This process has `num_heads` KV heads of the layer, and the whole model `num_model_heads`.
@@ -107,6 +108,6 @@ def check_split(layer: int, num_heads: int, num_model_heads: int | None, size: i
     if size > 1 and num_heads == num_model_heads:
         raise ConfigError(
             f"tensor_parallel: expected {num_heads // size} of the model's {num_heads} KV heads, "
-            f"got all of them in layer {layer}, because the model is not split. Pass the result of "
+            f"got all of them in layer {index}, because the model is not split. Pass the result of "
             "hf_fp8kv.tensor_parallel(model)"
         )

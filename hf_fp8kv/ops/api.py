@@ -77,8 +77,9 @@ def _register_operation(function: _Operation) -> _Operation:
     for full_name, tags in ((name, ()), (f"{name}_by_host", torch.Tag.cudagraph_unsafe)):
         _LIBRARY.define(full_name + schema, tags=tags)
         _LIBRARY.impl(full_name, run, "CompositeExplicitAutograd")
-        fake = functools.partial(run, backend=_FAKE)
-        torch.library.register_fake(f"hf_fp8kv::{full_name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(
+            f"hf_fp8kv::{full_name}", functools.partial(run, backend=_FAKE), lib=_LIBRARY
+        )
         FUNCTIONS[full_name] = run
     device_op = getattr(torch.ops.hf_fp8kv, name).default
     host_op = getattr(torch.ops.hf_fp8kv, f"{name}_by_host").default

@@ -299,8 +299,9 @@ class DeviceLength:
             self.table.copy_(table)
             return False
         self.table = table
-        lengths = make_zeros((len(table),), torch.int32, device).copy_(self.lengths[:1])
-        self.group.device_lengths[self.member] = lengths
+        self.group.device_lengths[self.member] = make_zeros(
+            (len(table),), torch.int32, device
+        ).copy_(self.lengths[:1])
         return True
 
 

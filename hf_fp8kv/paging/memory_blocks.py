@@ -84,9 +84,14 @@ class Blocks:
     def _allocate(self, num_pages: int, device: torch.device) -> list[torch.Tensor]:
         is_single_block = self.is_single_block or not num_pages
         spans = [slice(0, num_pages)] if is_single_block else self._split_pages(num_pages)
-        shapes = [(span.stop - span.start, self.page_bytes) for span in spans]
         return [
-            make_zeros(shape, torch.uint8, device, is_pinned=self.is_pinned) for shape in shapes
+            make_zeros(
+                (span.stop - span.start, self.page_bytes),
+                torch.uint8,
+                device,
+                is_pinned=self.is_pinned,
+            )
+            for span in spans
         ]
 
     def _split_pages(self, num_pages: int) -> list[slice]:
@@ -164,9 +169,8 @@ class Blocks:
         """Move all pages to `device`."""
         if self.tensors[0].device != device:
             # A non-blocking copy to the CPU could return before the data has arrived.
-            blocking = device.type == "cpu"
-            blocks = [block.to(device, non_blocking=not blocking) for block in self.tensors]
-            self._set_blocks(blocks)
+            is_async = device.type != "cpu"
+            self._set_blocks([block.to(device, non_blocking=is_async) for block in self.tensors])
 
     @torch.inference_mode(False)
     def pin(self) -> None:

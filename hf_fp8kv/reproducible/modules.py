@@ -109,13 +109,13 @@ def probe_deterministic(
             install_deterministic(model, __name__)
             with FunctionWatch(num_tokens) as watch:
                 logits = compute_logits(1, [num_tokens])
-            difference = logits - stock_logits
+            error = (logits - stock_logits).float().norm()
             other_calls = ((1, [7] * 9 + [1]), (3, [1, 63]))
             if watch.found_name:
                 reason = f"calls {watch.found_name} on all tokens at once, outside modules"
             elif not all(torch.equal(logits, compute_logits(*call)) for call in other_calls):
                 reason = "has different logits in a larger batch or in chunks"
-            elif difference.float().norm() > LOGITS_TOLERANCE * stock_logits.float().norm():
+            elif error > LOGITS_TOLERANCE * stock_logits.float().norm():
                 reason = "has different results if modules compute tokens in blocks"
     except FP8KVError:
         raise
@@ -144,7 +144,11 @@ def install_deterministic(model: PreTrainedModel, owner: str) -> None:
         _OWNERS.set(model, owners)
     if not owners:
         # Latent attention multiplies by the weight of this projection without calling the module.
-        absorbed_ids = {id(x.kv_b_proj) for x in model.modules() if hasattr(type(x), EXPAND_METHOD)}
+        absorbed_ids = {
+            id(module.kv_b_proj)
+            for module in model.modules()
+            if hasattr(type(module), EXPAND_METHOD)
+        }
         for module in model.modules():
             DETERMINISTIC.set(module, True)
             if id(module) not in absorbed_ids and (forward := _find_forward(module)):
@@ -217,7 +221,7 @@ def _check_call(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
 def _find_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     """Return the function that replaces a module's `forward`, or None to keep it."""
     name = type(module).__name__
-    is_leaf = not any(True for _ in module.children())
+    is_leaf = not list(module.children())
     # A router may multiply by the weight of one of its submodules.
     modules = module.modules() if "Router" in name else [module]
     if _EXPERT_NAMES.search(name) and any(map(_has_matrices, modules)):
@@ -299,20 +303,24 @@ def _forward_tokens(method: ModelMethod, states: Tensor, *args: Any, **kwargs: A
     forward = method.original_method
     num_tokens = states.shape[:-1].numel()
 
-    def compute_token(i: int) -> Any:
-        def select_token(x: Any) -> Any:
+    def compute_token(token: int) -> Any:
+        def select_token(argument: Any) -> Any:
             # A bias of experts has one axis, whose size may equal the number of tokens.
-            is_per_token = isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_tokens
-            return x[i : i + 1] if is_per_token and not isinstance(x, torch.nn.Parameter) else x
+            is_states = isinstance(argument, Tensor) and not isinstance(
+                argument, torch.nn.Parameter
+            )
+            is_per_token = is_states and argument.ndim > 1 and len(argument) == num_tokens
+            return argument[token : token + 1] if is_per_token else argument
 
         token_args, token_kwargs = tree_map(select_token, (args, kwargs))
         # The state is copied, because the alignment of memory affects the order of sums.
-        state = states.reshape(num_tokens, -1)[i : i + 1].clone()
+        state = states.reshape(num_tokens, -1)[token : token + 1].clone()
         return forward(state, *token_args, **token_kwargs)
 
     if not num_tokens:
         return forward(states, *args, **kwargs)
-    return tree_map(lambda *states: torch.cat(states), *map(compute_token, range(num_tokens)))
+    outputs = [compute_token(token) for token in range(num_tokens)]
+    return tree_map(lambda *token_outputs: torch.cat(token_outputs), *outputs)
 
 
 def _forward_elementwise(method: ModelMethod, states: Tensor) -> Tensor:

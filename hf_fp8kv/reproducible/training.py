@@ -49,7 +49,8 @@ class StoredRounding:
         Raises:
             ScaleError: The static scales have a different number of heads or a different head size.
         """
-        self.index, self._options = index, options
+        self.index = index
+        self._options = options
         self._encoding = Encoding(index, options)
         self._device: torch.device | None = None  # a model on "meta" is moved to a device later
         options.get_layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
@@ -75,9 +76,17 @@ class StoredRounding:
             lengths = torch.full((batch,), num_tokens, dtype=torch.int32, device=key.device)
             pages = encoding.make_pages(pool, table.view(batch, num_pages))
             ops.write(pages, key, value, lengths, encoding.backend)
-            dtypes = (key.dtype, value.dtype)
-            backend = encoding.backend
-            return make_handles(pages, lengths, None, dtypes, 0, num_tokens, 0, False, backend)
+            return make_handles(
+                pages,
+                lengths,
+                schedule=None,
+                dtypes=(key.dtype, value.dtype),
+                start=0,
+                stop=num_tokens,
+                window=0,
+                is_ragged=False,
+                backend=encoding.backend,
+            )
 
     def read(
         self, handles: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
@@ -89,10 +98,9 @@ class StoredRounding:
             key: Keys, `[B, Hkv, T, Dk]`. The result has the same dtype.
             value: Values, `[B, Hkv, T, Dv]`. The result has the same dtype.
         """
-        k, v = (
-            x if side.is_auto else straight_through(x, handle.dense())
-            for x, handle, side in zip((key, value), handles, self._encoding.plan, strict=True)
-        )
+        plan = self._encoding.plan
+        k = key if plan.k.is_auto else straight_through(key, handles[0].dense())
+        v = value if plan.v.is_auto else straight_through(value, handles[1].dense())
         return k, v
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
@@ -112,27 +120,28 @@ class StoredRounding:
         output = attend_stored(query, handles[0], stored_spec)
         inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
         if not torch.is_grad_enabled() or not any(
-            x is not None and x.requires_grad for x in inputs
+            tensor is not None and tensor.requires_grad for tensor in inputs
         ):
             return output, None
         key, value = self.read(handles, key, value)
-        gradient_spec = spec._replace(deterministic=False)
         dense_output, _ = attend_with_transformers(
-            call._replace(key=key, value=value, spec=gradient_spec)
+            call._replace(key=key, value=value, spec=spec._replace(deterministic=False))
         )
         return straight_through(dense_output, output.to(dense_output.dtype)), None
 
     def _attend_padded(self, call: Call, mask: CompactMask) -> Tensor:
         """Move padded sequences to the first positions, as in a cache without padding, and attend.
 
-        The padding then follows the tokens of its sequence, so causality hides it.
+        The padding follows the tokens of its sequence, so causality hides the padding.
         """
         num_tokens = call.key.shape[2]
         columns = torch.arange(num_tokens, device=call.key.device)
         order = (columns + mask.bounds[:, :1]) % num_tokens
         check_padding(mask.token_mask[:, 0, 0].expand(len(order), -1).gather(1, order))
         inputs = (call.query, call.key, call.value)
-        query, key, value = (x.gather(2, order[:, None, :, None].expand_as(x)) for x in inputs)
+        query, key, value = (
+            states.gather(2, order[:, None, :, None].expand_as(states)) for states in inputs
+        )
         call = call._replace(query=query, key=key, value=value, spec=call.spec._replace(mask=None))
         output, _ = self.attend(call)
         inverse_order = order.argsort(1)[:, :, None, None]
@@ -173,7 +182,8 @@ def prepare_rounding(
             f"{type(model).__name__}, which {reason}. Leave training out"
         )
     roundings = _probe_roundings(model, options, find_stock_layers(cache))
-    if not always_paged and all(side.is_auto for plan in cache.plan.values() for side in plan):
+    is_exact = all(plan.k.is_auto and plan.v.is_auto for plan in cache.plan.values())
+    if is_exact and not always_paged:
         return {}
     return roundings
 
@@ -200,8 +210,11 @@ def _probe_roundings(
     def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _kwargs: Any) -> None:
         is_stored = isinstance(key, PagedKV) and isinstance(value, PagedKV)
         if is_stored and not reads_stored_latents(module):
-            initialized = [layer for layer in cache.paged_layers if layer.store.is_initialized]
-            owners = [x for x in initialized if x.store.pool.blocks.tensors[0] is key.block]
+            owners = [
+                layer
+                for layer in cache.paged_layers
+                if layer.store.is_initialized and layer.store.pool.blocks.tensors[0] is key.block
+            ]
             if len(owners) == 1 and value.block is key.block:
                 roundings[module] = StoredRounding(options, owners[0].index, key, value)
 
@@ -218,13 +231,13 @@ def _probe_roundings(
             "weights are loaded, and before it is wrapped or sharded"
         ) from error
     stored_indices = {layer.index for layer in cache.paged_layers if layer.get_seq_length()}
-    unread = sorted(stored_indices - {rounding.index for rounding in roundings.values()})
-    if unread:
+    unread_layers = sorted(stored_indices - {rounding.index for rounding in roundings.values()})
+    if unread_layers:
         raise ConfigError(
             f"training='stored': expected attention to the keys and values that a cache stores, "
-            f"got layers {unread} of {type(model).__name__}, which change them in between or do "
-            "not use transformers' attention registry (see check_model). Keep these layers in the "
-            f"model's dtype (skip_layers={unread})"
+            f"got layers {unread_layers} of {type(model).__name__}, which change them in between "
+            "or do not use transformers' attention registry (see check_model). Keep these layers "
+            f"in the model's dtype (skip_layers={unread_layers})"
         )
     return roundings
 

@@ -78,10 +78,10 @@ def sample_weights(model: torch.nn.Module, ignored_suffixes: tuple[str, ...] = (
     If some weights cannot be read (offloaded, split or packed), each model has a different digest.
     """
     weights = _list_weights(model).items()
-    tensors = {name: x for name, x in weights if not name.endswith(ignored_suffixes)}
-    names = [(name, x.shape, str(x.dtype)) for name, x in tensors.items()]
+    tensors = {name: tensor for name, tensor in weights if not name.endswith(ignored_suffixes)}
+    layouts = [(name, tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()]
     model_id = "" if can_sample(model) else _model_ids.setdefault(model, uuid.uuid4().hex)
-    return compute_digest(names, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
+    return compute_digest(layouts, [sample.hex() for sample in _sample_tensors(tensors)], model_id)
 
 
 def sample_checkpoint(path: str) -> dict[str, str]:
@@ -133,8 +133,15 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     tensors = _list_weights(model)
     state: list[object] = [dtype, *_sample_tensors(tensors)]
     state += [
-        (name, id(x), x.data_ptr(), -1 if x.is_inference() else x._version, x.shape, x.dtype)
-        for name, x in tensors.items()
+        (
+            name,
+            id(tensor),
+            tensor.data_ptr(),
+            -1 if tensor.is_inference() else tensor._version,
+            tensor.shape,
+            tensor.dtype,
+        )
+        for name, tensor in tensors.items()
     ]
     cached_state, cached_digest = _cached_digests.get(model, (None, ""))
     if cached_state == state:
@@ -147,8 +154,8 @@ def digest_weights(model: torch.nn.Module, dtype: torch.dtype | None = None) -> 
     zero_names = _find_zero_adapters(tensors)
     digest = compute_digest(
         [
-            (name.replace(".base_layer.", "."), x.shape, *_compute_checksums(x, dtype))
-            for name, x in tensors.items()
+            (name.replace(".base_layer.", "."), tensor.shape, *_compute_checksums(tensor, dtype))
+            for name, tensor in tensors.items()
             if name not in zero_names
         ]
     )
@@ -164,17 +171,18 @@ def _find_zero_adapters(tensors: dict[str, torch.Tensor]) -> set[str]:
     """
     adapters: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name in tensors:
-        layer, _, suffix = name.partition(".lora_")
+        layer_name, _, suffix = name.partition(".lora_")
         kind, _, adapter = suffix.partition(".")
         if kind:
-            adapters.setdefault((layer, adapter.partition(".")[0]), []).append((kind, name))
-    return {
-        name
-        for names in adapters.values()
-        if {kind for kind, _ in names} in ({"A", "B"}, {"embedding_A", "embedding_B"})
-        and not any(tensors[name].any() for kind, name in names if kind.endswith("B"))
-        for _, name in names
-    }
+            adapters.setdefault((layer_name, adapter.partition(".")[0]), []).append((kind, name))
+    zero_names: set[str] = set()
+    for adapter_tensors in adapters.values():
+        kinds = {kind for kind, _ in adapter_tensors}
+        if kinds in ({"A", "B"}, {"embedding_A", "embedding_B"}) and not any(
+            tensors[name].any() for kind, name in adapter_tensors if kind.endswith("B")
+        ):
+            zero_names.update(name for _, name in adapter_tensors)
+    return zero_names
 
 
 def _compute_checksums(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[str, list[int]]:

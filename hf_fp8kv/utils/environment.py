@@ -41,7 +41,7 @@ def describe_hardware() -> dict[str, object]:
         ],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
 
 
@@ -93,6 +93,6 @@ def measure_other_load(seconds: float = 0.5) -> float:
 
 def _read_cpu_field(name: str) -> str:
     """Return the field `name` of the first CPU in /proc/cpuinfo, or "" if it is missing."""
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+    path = Path("/proc/cpuinfo")
+    cpu_lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in cpu_lines if line.startswith(name)), "")

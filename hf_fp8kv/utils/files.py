@@ -36,7 +36,9 @@ def convert_read_errors(
     try:
         yield
     except Exception as error:
-        if isinstance(error, OutOfPagesError) or type(error) is error_class is ScaleError:
+        if isinstance(error, OutOfPagesError) or (
+            type(error) is ScaleError and error_class is ScaleError
+        ):
             raise
         raise error_class(
             f"{path}: expected {expected}, got {type(error).__name__}: {error}. "
@@ -69,11 +71,14 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
         json_object = dict(entries)
         if unique and len(json_object) < len(entries):
             key = Counter(name for name, _ in entries).most_common(1)[0][0]
-            raise ScaleError(f"{path}: expected every key once, got {key!r} twice. Delete one")
+            raise ScaleError(
+                f"{path}: expected every key once, got {key!r} twice. Delete an entry for {key!r}"
+            )
         return json_object
 
     with convert_read_errors(path, f"a JSON file of at most {_MAX_JSON_BYTES} bytes"):
-        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
             raise ValueError(f"{size} bytes")
         content = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_object)
     if not isinstance(content, dict):
@@ -86,10 +91,12 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
 def read_weight_map(path: Path) -> dict[str, str]:
     """Return the file name of each tensor, by the tensor's name, from a safetensors index."""
     weight_map = read_json(path).get("weight_map")
-    names = [*weight_map.values()] if isinstance(weight_map, dict) else []
+    file_names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     # A file in another folder is not part of the checkpoint.
-    invalid_names = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-    if not isinstance(weight_map, dict) or invalid_names or not names:
+    invalid_names = [
+        name for name in file_names if not isinstance(name, str) or Path(name).name != name
+    ]
+    if not isinstance(weight_map, dict) or invalid_names or not file_names:
         got = format_value(invalid_names[0] if invalid_names else weight_map)
         raise ScaleError(
             f"{path}: expected file names of tensors in weight_map, got {got}. Fetch it again"
@@ -106,8 +113,7 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
 def parse_metadata(contents: bytes) -> dict[str, str]:
     """Return the metadata in the contents of a safetensors file. Raise any error if invalid."""
     num_bytes = int.from_bytes(contents[:8], "little")
-    metadata: dict[str, str] = json.loads(contents[8 : 8 + num_bytes])["__metadata__"]
-    return metadata
+    return json.loads(contents[8 : 8 + num_bytes])["__metadata__"]  # type: ignore[no-any-return]
 
 
 def write_atomically(
@@ -139,7 +145,10 @@ def write_atomically(
                 with partial_files[path].open("rb" if os.name == "posix" else "rb+") as file:
                     os.fsync(file.fileno())
         for path, partial_file in partial_files.items():
-            path.unlink(missing_ok=True) if files[path] is None else partial_file.replace(path)
+            if files[path] is None:
+                path.unlink(missing_ok=True)
+            else:
+                partial_file.replace(path)
     finally:
         for partial_file in partial_files.values():
             partial_file.unlink(missing_ok=True)

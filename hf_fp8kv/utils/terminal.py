@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def format_size(size: float) -> str:
     """Return a number of bytes with a binary unit."""
     unit, suffix = pick_unit_and_suffix(int(size), ["B", "KiB", "MiB", "GiB"], 1024)
-    return f"{size / unit:.{2 * (unit > 1)}f} {suffix}"
+    num_decimals = 2 if unit > 1 else 0
+    return f"{size / unit:.{num_decimals}f} {suffix}"
 
 
 def format_number(value: float | None) -> str:
@@ -50,6 +51,6 @@ def build_table(
         is_repeated = grouped and first_cell == previous_cell
         if grouped and not is_repeated and previous_cell is not None:
             table.add_section()
-        table.add_row(*map(Text, ("" if is_repeated else first_cell, *cells)))
+        table.add_row(Text("" if is_repeated else first_cell), *map(Text, cells))
         previous_cell = first_cell
     return table

@@ -19,5 +19,5 @@ def format_value(value: object, max_length: int = 120) -> str:
 
 def suggest(name: str, names: Iterable[str]) -> str:
     """Return a sentence with the most similar of `names`, or ""."""
-    matches = difflib.get_close_matches(name, [*names], 1)
+    matches = difflib.get_close_matches(name, list(names), 1)
     return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -146,11 +146,14 @@ def list_encoding_fields(name: str) -> tuple[float, ...]:
         return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
     subnormal_step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
-    has_signed_zero = int(not fmt.has_unsigned_zero)
-    rebias = (127 - fmt.bias) << fmt.mantissa_bits
-    min_normal = (128 - fmt.bias) << 23
-    max_code = fmt.max_code >> 8 - fmt.bits
     return (
-        23 - fmt.mantissa_bits, rebias, min_normal, subnormal_step, max_code, fmt.nan_code,
-        has_signed_zero, int(math.log2(fmt.error_unit)), fmt.max,
-    )  # fmt: skip
+        23 - fmt.mantissa_bits,
+        (127 - fmt.bias) << fmt.mantissa_bits,  # the difference of the biases
+        (128 - fmt.bias) << 23,  # the smallest normal value
+        subnormal_step,
+        fmt.max_code >> 8 - fmt.bits,
+        fmt.nan_code,
+        int(not fmt.has_unsigned_zero),
+        int(math.log2(fmt.error_unit)),
+        fmt.max,
+    )

@@ -63,14 +63,12 @@ def _gather(
         SIZES, CODEC: See `SideSizes` and `Codec`.
     """
     DIM: tl.constexpr = SIZES.dim
-    WIDTH: tl.constexpr = SIZES.width
-    ROTATION_SIZE: tl.constexpr = SIZES.rotation_size
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile_index = start // TILE + tl.program_id(0)
     tile_start = tile_index * TILE
     i = tl.arange(0, TILE)
-    d = tl.arange(0, WIDTH)
+    d = tl.arange(0, SIZES.width)
     position = tile_start + i
     in_range = (position >= start) & (position < stop)
     exists = in_range
@@ -112,7 +110,7 @@ def _gather(
             scale_ptrs = point_to_head(scales_ptr, page_offset, h, SIZES.head_size)
             scale_ptrs += slot * 2 + (1 if IS_V else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
-        x = rotate(x, ROTATION_SIZE)
+        x = rotate(x, SIZES.rotation_size)
         if pointers.center is not None:
             x += tl.load(pointers.center + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
     if RAGGED:

@@ -260,12 +260,11 @@ def _compile_replay(
         )
     source_lines.append(f"stream = driver.active.get_current_stream({device.index or 0})")
     for kernel, grid, args, constants, compiled in recorded.launches:
-        handles = compiled.function, compiled.packed_metadata
         # No metadata and no hooks, because `_allows_replay` excludes them.
         elements = [
             *map(str, (*grid, 1, 1)[:3]),
             "stream",
-            *map(name_object, handles),
+            *map(name_object, (compiled.function, compiled.packed_metadata)),
             *["None"] * 3,
         ]
         for parameter, argument in zip(kernel.params, args, strict=False):
