@@ -95,9 +95,8 @@ def calibrate(
     as_json: arguments.Json = False,
 ) -> None:
     """Calibrate static scales on texts. `card MODEL --scales OUT` measures their quality."""
-    from hf_fp8kv import calibration
-    from hf_fp8kv.errors import ScaleError
-    from hf_fp8kv.scales import SCALE_FORMATS, KVScales
+    from hf_fp8kv import KVScales, ScaleError, calibration
+    from hf_fp8kv.scales import SCALE_FORMATS
     from hf_fp8kv.scales.checkpoint.checkpoint import JSON_FILE, SCALES_SHARD
     from hf_fp8kv.scales.save import read_base
 

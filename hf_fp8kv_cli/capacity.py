@@ -48,7 +48,6 @@ def capacity(
         )
         for row in rows
     )
-    title = f"Tokens that fit into {memory_gib:g} GiB left after loading the model"
     table = build_table(
         {
             **dict.fromkeys(("model", "cache"), "left"),
@@ -56,7 +55,7 @@ def capacity(
         },
         cells,
         grouped=True,
-        title=title,
+        title=f"Tokens that fit into {memory_gib:g} GiB left after loading the model",
         caption="calculated by the planner of transformers' continuous batching",
     )
     make_console(piped_width=140).print(table)

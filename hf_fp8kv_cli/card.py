@@ -65,7 +65,6 @@ def card(
     parts_path = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
     loaded_texts = None if texts is None else arguments.load_texts(texts)
     loaded_model, tokenizer = load_model_and_tokenizer(model, device, "float32")
-    cache_names = [part.strip() for part in caches.split(",") if part.strip()]
     content = measure_card(
         loaded_model,
         tokenizer,
@@ -73,7 +72,7 @@ def card(
         parts_path=parts_path,
         size=SIZES[size],
         texts=loaded_texts,
-        caches=cache_names,
+        caches=[name.strip() for name in caches.split(",") if name.strip()],
         scales=scales,
         memory_gib=memory / 2**30,
     )

@@ -42,8 +42,8 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         output["token_bytes"] = dict(zip(("bf16", "8-bit pages"), sizes, strict=True))
         for storage_name, size in output["token_bytes"].items():
             tokens_per_gib = f"{2**30 / size:,.0f} tokens per GiB"
-            row_name = f"{model_name}, {storage_name}"
-            rows[row_name] = f"{format_size(size)} per token, {tokens_per_gib}"
+            cell = f"{format_size(size)} per token, {tokens_per_gib}"
+            rows[f"{model_name}, {storage_name}"] = cell
     if as_json:
         print(json.dumps(output, default=str))
         return

@@ -58,8 +58,7 @@ def encode_prompt(
     if prompt is None:
         text = topics["typesseq"]
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        free_positions = (max_positions or 2**31) - num_new
-        max_tokens = max(min(_DEFAULT_PROMPT_TOKENS, free_positions), 1)
+        max_tokens = max(min(_DEFAULT_PROMPT_TOKENS, (max_positions or 2**31) - num_new), 1)
     if not chat:
         encoding = tokenizer(text, return_tensors="pt", truncation=False)
     elif tokenizer.chat_template is None:
@@ -98,8 +97,10 @@ def run_caches(
     `attention`.
     """
     # Names with "|" are the functions of transformers' engine, such as "paged|sdpa".
-    registered_names = ALL_ATTENTION_FUNCTIONS.valid_keys()
-    attention_names = ("eager", *(name for name in registered_names if "|" not in name))
+    attention_names = (
+        "eager",
+        *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name),
+    )
     if attention not in attention_names:
         raise ConfigError(
             f"--attn: expected one of {', '.join(attention_names)}, got {attention!r}."
@@ -115,8 +116,7 @@ def run_caches(
     paged_run, paged_logprobs = measure(make_cache, page_options.get("scales"))
     kl = None
     if dense_logprobs.numel():
-        token_kl = (dense_logprobs.exp() * (dense_logprobs - paged_logprobs)).sum(-1)
-        kl = float(token_kl.mean())
+        kl = float((dense_logprobs.exp() * (dense_logprobs - paged_logprobs)).sum(-1).mean())
     return [dense_run, paged_run], kl
 
 
@@ -141,16 +141,16 @@ def run_cache(
     # Kernels are compiled at their first use, so run the model and two tokens before timing.
     ids = inputs["input_ids"]
     logprobs = _score_prompt(model, ids, make_cache())
-    warm_up = {CACHE: make_cache(), "max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
-    model.generate(ids[:, :1], **warm_up)
+    model.generate(
+        ids[:, :1], **{CACHE: make_cache()}, max_new_tokens=2, min_new_tokens=2, do_sample=False
+    )
     torch.manual_seed(seed)
     cache = make_cache()
     output = model.generate(**inputs, **sampling, **{CACHE: cache}, streamer=streamer)
     new_ids = output[0, ids.shape[1] :].tolist()
     timestamps = timestamps[-len(new_ids) :]
     num_steps = len(timestamps) - 1
-    is_timed = num_steps >= _MIN_TIMED_STEPS
-    speed = num_steps / (timestamps[-1] - timestamps[0]) if is_timed else None
+    speed = num_steps / (timestamps[-1] - timestamps[0]) if num_steps >= _MIN_TIMED_STEPS else None
     if isinstance(cache, FP8PagedCache):
         warn_if_stale(model, cache.options.scales)
         footprint = cache.memory_footprint()
@@ -189,12 +189,12 @@ def run_cache(
 def _score_prompt(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Return log probabilities after the last prompt tokens, read in a second call."""
     num_scored = min(_SCORED_TOKENS, ids.shape[1] - 1)
-    num_read = ids.shape[1] - num_scored
+    read_ids, scored_ids = ids.tensor_split([ids.shape[1] - num_scored], dim=1)
     with torch.no_grad():
-        model(ids[:, :num_read], **with_cache(model, cache))
+        model(read_ids, **with_cache(model, cache))
         if not num_scored:
             return torch.empty(0)
-        logits: torch.Tensor = model(ids[:, num_read:], **with_cache(model, cache)).logits
+        logits: torch.Tensor = model(scored_ids, **with_cache(model, cache)).logits
     return logits.float().log_softmax(-1)
 
 

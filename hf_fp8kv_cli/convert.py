@@ -55,8 +55,7 @@ def convert(
         )
     if weights == "link" and checkpoint is None:
         raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
-    from hf_fp8kv.errors import ScaleError
-    from hf_fp8kv.scales import KVScales
+    from hf_fp8kv import KVScales, ScaleError
 
     from .scales_table import describe_scales
 
@@ -67,8 +66,9 @@ def convert(
         if model_type not in (None, source.model_type):
             typed_scales = replace(source, model_type=model_type)
             if source.model_type is not None:
-                rule = f"expected scales of {model_type!r}, got {source.model_type!r}"
-                message = f"{source.origin}: {rule}"
+                message = (
+                    f"{source.origin}: expected scales of {model_type!r}, got {source.model_type!r}"
+                )
                 if not lenient:
                     raise ScaleError(f"{message}. Omit --model-type, or pass --lenient")
                 logger.warning("%s: written as %r", message, model_type)
@@ -82,9 +82,13 @@ def convert(
         )
     file_names = [str(path) for path in paths]
     if as_json:
-        target = {"format": to, "folder": out}
-        scales_output = {"from": description, "to": target}
-        print(json.dumps({**scales_output, "files": file_names, "warnings": log.messages}))
+        output = {
+            "from": description,
+            "to": {"format": to, "folder": out},
+            "files": file_names,
+            "warnings": log.messages,
+        }
+        print(json.dumps(output))
         return
     centering = ", K centered" if source.centered else ""
     print_note(

@@ -84,8 +84,14 @@ def generate(
 
 def demo(device: arguments.Device = "auto", as_json: arguments.Json = False) -> None:
     """Show memory, predictions and answers of a small model with both caches, in a minute."""
-    sampling = {"max_new_tokens": 24, "do_sample": False}
-    _compare(None, None, device, page_options={}, sampling=sampling, as_json=as_json)
+    _compare(
+        None,
+        None,
+        device,
+        page_options={},
+        sampling={"max_new_tokens": 24, "do_sample": False},
+        as_json=as_json,
+    )
     print_note("In your script: hf_fp8kv.enable(model). Quality of your model: hf-fp8kv card MODEL")
 
 
@@ -131,10 +137,16 @@ def _compare(
         model_name=model_name,
     )
     if as_json:
-        settings = {"model": model_name, "options": page_options, "memory_bytes": memory_bytes}
-        agreement = comparison.compare_tokens(*runs) | {"kl": kl}
-        answers = {"agreement": agreement, "runs": [asdict(run) for run in runs]}
-        print(json.dumps({"prompt": text, **settings, **answers}))
+        output = {
+            "prompt": text,
+            "model": model_name,
+            "options": page_options,
+            "memory_bytes": memory_bytes,
+            "agreement": comparison.compare_tokens(*runs) | {"kl": kl},
+            "runs": [asdict(run) for run in runs],
+        }
+        print(json.dumps(output))
     else:
-        table = comparison.make_comparison(model_name, text, runs, kl, memory_bytes)
-        make_console().print(*table, sep="\n")
+        make_console().print(
+            *comparison.make_comparison(model_name, text, runs, kl, memory_bytes), sep="\n"
+        )

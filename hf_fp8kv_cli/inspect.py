@@ -24,13 +24,12 @@ def inspect(scales: arguments.Scales, as_json: arguments.Json = False) -> None:
         # Faulty scales are shown with warnings. Unreadable scales raise an error.
         kv_scales = KVScales.from_pretrained(scales, strict=False)
     if as_json:
-        output = {
-            **describe_scales(kv_scales),
+        details = {
             "layers": describe_layers(kv_scales),
             "remarks": list(list_remarks(kv_scales)),
             "warnings": log.messages,
         }
-        print(json.dumps(output))
+        print(json.dumps(describe_scales(kv_scales) | details))
         return
     console = make_console(piped_width=160)
     console.print(*render_scales(kv_scales, console.width), sep="\n")
@@ -55,7 +54,9 @@ def _show_cache(path: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"origin": path, **vars(footprint), "layers": layers}))
         return
-    rows = ((index, *sides) for index, sides in layers.items())
-    table = build_table(dict.fromkeys(("layer", "K stored as", "V stored as"), "left"), rows)
+    table = build_table(
+        dict.fromkeys(("layer", "K stored as", "V stored as"), "left"),
+        ((index, *sides) for index, sides in layers.items()),
+    )
     print(f"{cache}\n{footprint.tokens} tokens, {format_size(footprint.used_bytes)} in pages")
     make_console(piped_width=160).print(table)

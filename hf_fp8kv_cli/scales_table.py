@@ -88,8 +88,7 @@ def list_remarks(scales: KVScales) -> Iterator[str]:
         }
         median = statistics.median(largest_scales.values())
         limit = _OUTLIER_FACTOR * median
-        outliers = [index for index, scale in largest_scales.items() if scale > limit]
-        if outliers:
+        if outliers := [index for index, scale in largest_scales.items() if scale > limit]:
             yield (
                 f"{side} of {_name_layers(outliers)}: the scale is over {_OUTLIER_FACTOR} times "
                 f"the median of all layers ({format_number(median)}), because of a few huge values "
@@ -112,9 +111,8 @@ def render_scales(scales: KVScales, width: int) -> list[RenderableType]:
     widths = [3 + max(map(len, [name, *cells])) for name, cells in columns.items()]
     if 1 + sum(widths) > width:
         columns.pop("source", None)
-    left_columns = ("stored", "source")
     alignments: dict[str, Any] = {
-        name: "left" if name in left_columns else "right" for name in columns
+        name: "left" if name in ("stored", "source") else "right" for name in columns
     }
     return [
         *map(Text, _list_headings(scales)),
@@ -146,8 +144,7 @@ def _list_rows(scales: KVScales) -> Iterator[dict[str, str]]:
     for index, layer in describe_layers(scales).items():
         # Show the names of the tensors, without the name of their file. K and V may share one.
         tensor_names = layer["source"].rpartition(": ")[2].split(", ")
-        center = "centered" if layer["centered"] else ""
-        plans = layer["plan"] or (center, "")
+        plans = layer["plan"] or ("centered" if layer["centered"] else "", "")
         sides = zip("kv", plans, (tensor_names[0], tensor_names[-1]), strict=True)
         for side, plan, tensor_name in sides:
             values = layer[side] or {}

@@ -13,7 +13,6 @@ from .shared import handle_log, print_note
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -155,9 +154,8 @@ def serve(
     from transformers import ContinuousBatchingConfig
     from transformers.utils.logging import log_levels, set_verbosity
 
-    from hf_fp8kv import PrefixStore, demo_model_path, serving
+    from hf_fp8kv import ConfigError, PrefixStore, demo_model_path, serving
     from hf_fp8kv.cache.plans import parse_plan
-    from hf_fp8kv.errors import ConfigError
     from hf_fp8kv.server.app import Application
     from hf_fp8kv.server.model import ServedModel
     from hf_fp8kv.server.run import load_model, run

@@ -41,8 +41,10 @@ class Batch:
 
 def make_batches(windows: Sequence[Tensor], batch_size: int) -> list[Batch]:
     """Return the windows in batches of `batch_size`, in the same order."""
-    starts = range(0, len(windows), batch_size)
-    return [Batch(tuple(windows[start : start + batch_size])) for start in starts]
+    return [
+        Batch(tuple(windows[start : start + batch_size]))
+        for start in range(0, len(windows), batch_size)
+    ]
 
 
 class _ObservedCache(DynamicCache):
@@ -155,7 +157,5 @@ def find_input_device(model: PreTrainedModel) -> torch.device:
 
 def center_and_rotate(states: Tensor, center: Tensor | None, *, rotated: bool) -> Tensor:
     """Return K or V, `[N, Hkv, D]`, in float32, minus a center `[Hkv, D]`, and then rotated."""
-    states = states.float()
-    if center is not None:
-        states = states - center.to(states.device)
+    states = states.float() if center is None else states.float() - center.to(states.device)
     return rotate(states) if rotated else states

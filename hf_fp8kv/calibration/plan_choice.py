@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -341,8 +341,10 @@ def _find_plan(
 
 def _compute_key(model: PreTrainedModel, bits: float) -> str:
     """Return a digest of the model, and of everything else that its plan depends on."""
-    facts = (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES, float(bits))
-    return compute_digest(sample_model(model), facts)
+    return compute_digest(
+        sample_model(model),
+        (type(model).__qualname__, _CHOOSER_VERSION, _MAX_EXTRA_BYTES, float(bits)),
+    )
 
 
 def _make_shared_path(model: PreTrainedModel, store: PrefixStore, bits: float) -> Path | None:
@@ -358,19 +360,17 @@ def _choose_cpu_passes(model: PreTrainedModel) -> Passes | None:
         if parameter.device.type in ("cpu", "meta")
     )
     num_tokens = len(_draw_window(model))
-    num_positions = len(_list_first_positions(model, num_tokens))
-    return choose_passes(num_parameters, num_tokens, num_positions)
+    return choose_passes(num_parameters, num_tokens, len(_list_first_positions(model, num_tokens)))
 
 
 def _is_split(model: PreTrainedModel) -> bool:
     """Return whether several processes have parts of the model."""
     mesh = getattr(model, "_device_mesh", None)  # of tensor parallelism in transformers
     # Attributes of DTensor, and of DeepSpeed's parameters in ZeRO-3, which have no elements.
-    has_parts = any(
+    return (mesh is not None and mesh.size() > 1) or any(
         hasattr(parameter, "placements") or hasattr(parameter, "ds_tensor")
         for parameter in model.parameters()
     )
-    return has_parts or (mesh is not None and mesh.size() > 1)
 
 
 def _draw_window(model: PreTrainedModel) -> Tensor:
@@ -469,10 +469,10 @@ def _choose(
 def _isolated(model: PreTrainedModel) -> Iterator[None]:
     """Run the model in this block without compiling it. Restore random generators after it."""
     gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    # Compiling a model takes longer than the passes. Only an imported module has compiled code.
-    has_compiler = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
-    with torch.inference_mode(False), torch.random.fork_rng(gpus), eager:
+    with torch.inference_mode(False), torch.random.fork_rng(gpus), ExitStack() as stack:
+        # Compiling a model takes longer than the passes. Only an imported module has compiled code.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
@@ -480,9 +480,10 @@ def _list_first_positions(model: PreTrainedModel, num_tokens: int) -> list[int |
     """Return the first positions of windows of `num_tokens` tokens. None is the model's default."""
     first_positions: list[int | None] = [None]
     if accepts_argument(type(model), "position_ids") and not model.config.is_encoder_decoder:
-        max_first_position = find_max_positions(model) - num_tokens
         first_positions += [
-            position for position in _FIRST_POSITIONS[1:] if position <= max_first_position
+            position
+            for position in _FIRST_POSITIONS[1:]
+            if position + num_tokens <= find_max_positions(model)
         ]
     return first_positions
 
@@ -513,8 +514,7 @@ def read_states(
         for first_position in first_positions:
             call_states.append({})
             try:
-                batch = Batch((window,), first_position)
-                observe_queries(model, batch, layer_indices, add_states)
+                observe_queries(model, Batch((window,), first_position), layer_indices, add_states)
             except ConfigError as error:
                 if first_position is None:
                     raise
@@ -539,10 +539,10 @@ def _choose_layer_plan(
     if not all(map(math.isfinite, chain(*k_costs, *v_costs))):
         raise make_nonfinite_error(index, "K and V")
     k_index = _pick_candidate(k_costs, _MAX_COST_RATIO)
-    costs_much_less = _is_good(k_costs[k_index], k_costs[0], _RECHECK_COST_RATIO)
-    if k_index > 0 and not costs_much_less:
-        candidates = [k_plans[0], k_plans[k_index]]
-        searched_costs = _compute_costs("k", all_states, center, candidates, searched=True)
+    if k_index > 0 and not _is_good(k_costs[k_index], k_costs[0], _RECHECK_COST_RATIO):
+        searched_costs = _compute_costs(
+            "k", all_states, center, [k_plans[0], k_plans[k_index]], searched=True
+        )
         if _pick_candidate(searched_costs.tolist(), _MAX_SEARCHED_COST_RATIO) == 0:
             k_index = 0
     if k_index == 0:  # a center may cost more than no center
@@ -566,13 +566,18 @@ def _choose_narrow_plan(
         LayerPlan(replace(k_plan, format=k_format, rotated=True), SidePlan(v_format, rotated=True))
         for k_format, v_format in _NARROW_FORMATS
     ]
-    costs = _compute_output_costs(all_states, center, [*plans, _E4M3])
-    *plan_costs, e4m3_costs = costs.clamp(_EPSILON)
-    best_index = min(range(len(plans)), key=lambda index: plan_costs[index][:2].sum())
-    k_cost, v_cost, output_square = plan_costs[best_index]
-    e4m3_ratio = (k_cost + v_cost) / e4m3_costs[:2].sum(0)
-    errors = torch.stack([k_cost / output_square, v_cost / output_square, e4m3_ratio])
-    return plans[best_index], errors
+    candidates = [*plans, _E4M3]
+    k_plans = [plan.k for plan in candidates]
+    k_costs = _compute_costs("k", all_states, center, k_plans, searched=True, of_output=True)
+    v_costs = _compute_costs("v", all_states, None, [plan.v for plan in candidates])
+    costs = torch.stack([k_costs, v_costs], dim=1).cpu().clamp(_EPSILON)  # [plans, 2, Hkv]
+    best_index = min(range(len(plans)), key=lambda index: costs[index].sum())
+    output_squares = torch.stack(
+        [queries.compute_cost("v", v.float()) for _, v, queries in all_states if queries]
+    )
+    relative_costs = costs[best_index] / output_squares.sum(0).cpu().clamp(_EPSILON)
+    e4m3_ratio = costs[best_index].sum(0, keepdim=True) / costs[-1].sum(0)
+    return plans[best_index], torch.cat([relative_costs, e4m3_ratio])
 
 
 def _record_losses(
@@ -610,8 +615,11 @@ def _record_losses(
         is_narrow = torch.tensor([side == narrow_side for side, narrow_side in sides])
         squared_errors[index] = layer_errors[:2][is_narrow].sum(0).max()
     worst_index = max(squared_errors, key=lambda index: squared_errors[index])
-    worst_error = f"{squared_errors[worst_index].sqrt():.1%} in layer {worst_index}"
-    return replace(plan, origin=f"{plan.origin}, largest expected error of attention {worst_error}")
+    return replace(
+        plan,
+        origin=f"{plan.origin}, largest expected error of attention "
+        f"{squared_errors[worst_index].sqrt():.1%} in layer {worst_index}",
+    )
 
 
 def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
@@ -627,28 +635,10 @@ def _pick_candidate(costs: Sequence[Sequence[float]], max_ratio: float) -> int:
 
 
 def _is_good(costs: Sequence[float], fallback_costs: Sequence[float], max_ratio: float) -> bool:
-    pairs = zip(costs, fallback_costs, strict=True)
-    return all(cost <= max_ratio * fallback_cost for cost, fallback_cost in pairs)
-
-
-def _compute_output_costs(
-    all_states: Sequence[LayerStates], center: Tensor | None, plans: Sequence[LayerPlan]
-) -> Tensor:
-    """Return the squared errors of the output due to K and V, and the square of the output.
-
-    The result is for each plan and head, `[plans, 3, Hkv]`, on the CPU, with the scales of a cache.
-    """
-    costs = torch.zeros(len(plans), 3, all_states[0][0].shape[1], device="cpu")
-    for k, v, queries in all_states:
-        assert queries is not None
-        v = v.float()
-        output_square = queries.compute_cost("v", v)
-        for plan_costs, plan in zip(costs, plans, strict=True):
-            k_error = _compute_error(k, center, plan.k, searched=True)
-            k_cost = queries.compute_cost("k", k_error, v)
-            v_cost = queries.compute_cost("v", _compute_error(v, None, plan.v))
-            plan_costs += torch.stack([k_cost, v_cost, output_square]).cpu()
-    return costs
+    return all(
+        cost <= max_ratio * fallback_cost
+        for cost, fallback_cost in zip(costs, fallback_costs, strict=True)
+    )
 
 
 def _compute_costs(
@@ -658,8 +648,12 @@ def _compute_costs(
     plans: Sequence[SidePlan],
     *,
     searched: bool = False,
+    of_output: bool = False,
 ) -> Tensor:
-    """Return the cost of each plan of K or V by head, `[plans, Hkv]`."""
+    """Return the cost of each plan of K or V by head, `[plans, Hkv]`.
+
+    With `of_output`, the cost of K is the squared error of the output, as the cost of V always is.
+    """
     first_k = all_states[0][0]
     costs = torch.zeros(len(plans), first_k.shape[1], device=first_k.device)
     for k, v, queries in all_states:
@@ -667,7 +661,7 @@ def _compute_costs(
         states = k if side == "k" else v
         for cost, plan in zip(costs, plans, strict=True):
             error = _compute_error(states, center, plan, searched=searched)
-            cost += queries.compute_cost(side, error)
+            cost += queries.compute_cost(side, error, v.float() if of_output else None)
     return costs
 
 
@@ -678,10 +672,11 @@ def _compute_error(
 
     With `searched`, scales are searched, as a cache does for K.
     """
-    used_center = center if plan.centered else None
-    scaled_states = center_and_rotate(states, used_center, rotated=plan.rotated)
+    scaled_states = center_and_rotate(
+        states, center if plan.centered else None, rotated=plan.rotated
+    )
     fmt = FORMATS[plan.format]
     find_scale = search_scale if searched else compute_dynamic_scale
-    scale = find_scale(scaled_states, fmt).float()[..., None]
-    error = compute_rounding_error(scaled_states, scale, fmt)
+    scale = find_scale(scaled_states, fmt).float()
+    error = compute_rounding_error(scaled_states, scale[..., None], fmt)
     return rotate(error) if plan.rotated else error  # rotation is its own inverse

@@ -116,8 +116,8 @@ def _replace_side(plan: StoragePlan, index: int, side: str, new_side: SidePlan) 
     layer = plan.layers[index]
     layer_plan = LayerPlan.check(layer.plan, "plan")._replace(**{side: new_side})
     center = layer.k_center if layer_plan.k.centered else None
-    new_layer = replace(layer, plan=layer_plan, k_center=center)
-    return replace(plan, layers={**plan.layers, index: new_layer})
+    layers = {**plan.layers, index: replace(layer, plan=layer_plan, k_center=center)}
+    return replace(plan, layers=layers)
 
 
 def widen_layers(
@@ -150,8 +150,9 @@ def widen_layers(
     gains = {}
     for index, layer_errors in errors.items():
         for side, side_errors in zip("kv", layer_errors[:2], strict=True):
-            wide_side = getattr(wide_plan.layers[index].plan, side)
-            candidate = _replace_side(plan, index, side, wide_side)
+            candidate = _replace_side(
+                plan, index, side, getattr(wide_plan.layers[index].plan, side)
+            )
             added_bytes = _count_bytes(cache, candidate) - bytes_before
             if added_bytes > 0:
                 gains[index, side] = float(side_errors.mean()) / added_bytes

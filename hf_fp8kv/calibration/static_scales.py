@@ -134,8 +134,11 @@ def calibrate(
         eval_mode(model),
         tqdm(total=num_tokens, disable=not progress, unit="tok", unit_scale=True) as bar,
     ):
-        sample = [window[:_MAX_SAMPLE_TOKENS] for window in sample_windows(windows)]
-        call_states, may_transform_k = read_states(model, layer_indices, sample)
+        call_states, may_transform_k = read_states(
+            model,
+            layer_indices,
+            [window[:_MAX_SAMPLE_TOKENS] for window in sample_windows(windows)],
+        )
         is_latent = caches_latents(model.config.get_text_config(decoder=True))
         may_center = center and plan is None and may_transform_k and not is_latent
         storages = _add_centers(storages, call_states, may_center=may_center)
@@ -161,14 +164,16 @@ def calibrate(
             type(model).__name__,
         )
     source = f"calibrated on {num_tokens} tokens"
+    # A rotation mixes the channels of a head, so they share a scale.
+    mixed_granularity: Granularity = "head" if granularity == "channel" else granularity
     layer_scales = {}
     for index, (k_amax, v_amax) in sorted(layer_amax.items()):
         storage = storages[index]
-        is_mixed = storage.rotates("k") or not may_transform_k
-        k_granularity = _coarsen_granularity(granularity, is_mixed=is_mixed)
-        v_granularity = _coarsen_granularity(granularity, is_mixed=storage.rotates("v"))
-        k_scale = compute_scale(k_amax * margin, k_granularity)
-        v_scale = compute_scale(v_amax * margin, v_granularity)
+        has_mixed_k = storage.rotates("k") or not may_transform_k
+        k_scale = compute_scale(k_amax * margin, mixed_granularity if has_mixed_k else granularity)
+        v_scale = compute_scale(
+            v_amax * margin, mixed_granularity if storage.rotates("v") else granularity
+        )
         layer_states = [states[index] for states in call_states if index in states]
         has_queries = all(queries is not None for *_, queries in layer_states)
         if granularity == "head" and storage.center is None and has_queries:
@@ -222,11 +227,6 @@ def search_head_scales(
             cost += transformed_queries.compute_cost(side, error).cpu()
     steps = costs.argmin(0)  # the first of several equal costs
     return torch.stack(scales)[steps, torch.arange(len(min_scale), device="cpu")]
-
-
-def _coarsen_granularity(granularity: Granularity, *, is_mixed: bool) -> Granularity:
-    """Return the granularity of values whose channels a rotation mixes, or does not mix."""
-    return "head" if is_mixed and granularity == "channel" else granularity
 
 
 def _check_options(granularity: object, center: object, margin: object) -> None:

@@ -95,8 +95,11 @@ def read_windows(
         if ids is None:
             continue
         # A view would keep the complete text in memory.
-        new_windows = [window.clone() for window in ids[:num_tokens_left].split(max_length)]
-        windows += [window for window in new_windows if len(window) >= _MIN_TOKENS]
+        windows += [
+            window.clone()
+            for window in ids[:num_tokens_left].split(max_length)
+            if len(window) >= _MIN_TOKENS
+        ]
         num_tokens_left = max_tokens - sum(map(len, windows))
         if num_tokens_left < _MIN_TOKENS:
             break
@@ -105,7 +108,10 @@ def read_windows(
             f"texts: expected a text of at least {_MIN_TOKENS} tokens, got none. Check the file, "
             "or that the iterator was not read before"
         )
-    return sorted(windows, key=lambda window: (-len(window), _to_bytes(window)))
+    # Windows of one length are sorted by their bytes, in the same order on every machine.
+    return sorted(
+        windows, key=lambda window: (-len(window), window.numpy().astype("<i4").tobytes())
+    )
 
 
 class _Encoder:
@@ -131,8 +137,7 @@ class _Encoder:
     def encode(self, label: str, item: Any) -> torch.Tensor | None:
         """Return the token ids of an item, int32 `[N]` on the CPU, or None for a blank item."""
         if isinstance(item, Mapping):
-            has_default_column = self._text_column == "text"
-            columns = ("text", "messages") if has_default_column else (self._text_column,)
+            columns = ("text", "messages") if self._text_column == "text" else (self._text_column,)
             column = next((name for name in columns if name in item), None)
             if column is None:
                 raise ConfigError(
@@ -260,7 +265,3 @@ def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, An
                 "each text as one line of JSON, or name the file .txt"
             ) from error
         yield label, value
-
-
-def _to_bytes(window: torch.Tensor) -> bytes:
-    return window.numpy().astype("<i4").tobytes()

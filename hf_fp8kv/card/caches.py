@@ -133,11 +133,11 @@ def _make_paged(**options: Any) -> Callable[[PreTrainedModel], Any]:
 
 
 def _imitate_q8_0(max_code: int) -> Callable[[PreTrainedModel], Any]:
-    """Return a function that makes a cache with the rounding of q8_0 for a model."""
-
     def round_states(keys: torch.Tensor, values: torch.Tensor) -> States:
-        rounded_keys = round_to_q8_0(keys, None, max_code)
-        return rounded_keys, round_to_q8_0(values, _ROTATION_SIZE, max_code)
+        return (
+            round_to_q8_0(keys, None, max_code),
+            round_to_q8_0(values, _ROTATION_SIZE, max_code),
+        )
 
     return lambda model: RoundedCache(model.config, round_states)
 
@@ -237,8 +237,8 @@ def count_token_bytes(
     """
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
-        batch, num_heads, _, head_dim = tensor.shape
-        return tensor.new_ones((batch, num_heads, num_tokens, head_dim), dtype=torch.bfloat16)
+        shape = (*tensor.shape[:2], num_tokens, tensor.shape[3])
+        return tensor.new_ones(shape, dtype=torch.bfloat16)
 
     cache = contender.fill(model, [(resize(keys), resize(values)) for keys, values in states])
     is_paged = isinstance(cache, FP8PagedCache)

@@ -90,8 +90,7 @@ def _join_passages(passages: list[Any], tokenizer: Any) -> str | list[dict[str, 
         return "\n".join(f"User: {prompt}\n\nAssistant: {answer}\n" for prompt, answer in passages)
     messages = []
     for prompt, answer in passages:
-        messages.append({"role": "user", "content": prompt})
-        messages.append({"role": "assistant", "content": answer})
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     return messages
 
 

@@ -62,16 +62,12 @@ class Size:
 
     def fit(self, max_positions: int) -> "Size":
         """Return the size for a model with at most `max_positions` positions."""
-
-        def limit(positions: tuple[int, ...], max_position: int) -> tuple[int, ...]:
-            return tuple(sorted({min(position, max_position) for position in positions}))
-
         # Leave room for the tokens of the timed steps and of their warm-up.
         max_step_position = max_positions - 2 * _TIMED_STEPS
+        positions = {min(position, max_positions) for position in self.positions}
+        step_positions = {min(position, max_step_position) for position in self.step_positions}
         return replace(
-            self,
-            positions=limit(self.positions, max_positions),
-            step_positions=limit(self.step_positions, max_step_position),
+            self, positions=tuple(sorted(positions)), step_positions=tuple(sorted(step_positions))
         )
 
 

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group
 
 from ..utils.terminal import build_table
 from .measure import TIERS, find_tier, select_rows
 from .predictions import EXACT, STORED
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def format_verdict(card: Mapping[str, Any], name: str | None = None) -> str:
@@ -37,10 +36,8 @@ def _list_stored_positions(card: Mapping[str, Any]) -> list[int]:
     return sorted({row["position"] for cache in caches for row in select_rows(cache, STORED)})
 
 
-def format_table(card: Mapping[str, Any]) -> "RenderableType":
+def format_table(card: Mapping[str, Any]) -> Group:
     """Return the card as a table for a terminal, with the verdicts below it."""
-    from rich.console import Group
-
     settings = card["settings"]
     columns = make_columns(card)
     table = build_table(
@@ -103,23 +100,29 @@ def make_columns(card: Mapping[str, Any]) -> dict[str, list[str]]:
     columns: dict[str, list[str]] = {}
     for name, cache in card["caches"].items():
         exact_rows = select_rows(cache, EXACT)
-        stored_rows = {row["position"]: row for row in select_rows(cache, STORED)}
+        stored_cells = {
+            row["position"]: _format_kl(row["kl"], row["kl_error"])
+            for row in select_rows(cache, STORED)
+        }
         values = {
             "bytes per token": f"{cache['bytes_per_token']:,.0f}",
             f"tokens in {settings['memory_gib']:g} GiB": f"{cache['tokens']:,}",
         }
-        for row in exact_rows:
-            values[f"KL at {row['position']:,}"] = _format_kl(row["kl"], row["kl_error"])
-        for position in stored_positions:
-            row = stored_rows.get(position)
-            cell = "refused" if row is None else _format_kl(row["kl"], row["kl_error"])
-            values[f"KL at {position:,}, stored"] = cell
+        values |= {
+            f"KL at {row['position']:,}": _format_kl(row["kl"], row["kl_error"])
+            for row in exact_rows
+        }
+        values |= {
+            f"KL at {position:,}, stored": stored_cells.get(position, "refused")
+            for position in stored_positions
+        }
         values["99th percentile"] = _format_kl(exact_rows[-1]["kl_p99"])
         values["largest KL"] = _format_kl(exact_rows[-1]["kl_max"])
-        for row in exact_rows:
-            values[f"top-1 at {row['position']:,}"] = f"{row['top1']:.1%}"
-        for row in exact_rows:
-            values[f"total variation at {row['position']:,}"] = f"{row['total_variation']:.2%}"
+        values |= {f"top-1 at {row['position']:,}": f"{row['top1']:.1%}" for row in exact_rows}
+        values |= {
+            f"total variation at {row['position']:,}": f"{row['total_variation']:.2%}"
+            for row in exact_rows
+        }
         for position in settings["step_positions"]:
             step = cache["steps"][str(position)]
             values[f"step at {position:,}"] = f"{step['ratio']:.2f}" if step else ""

@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,6 @@ from ..utils.digests import digest_decoder
 from ..utils.text import format_list
 from ..utils.warn_once import warn_once
 from . import save
-from .checkpoint.checkpoint import HubOptions
 from .checkpoint.configs import find_text_config
 from .formats.base import reduce_scales, to_json
 from .layer_scales import (
@@ -78,8 +77,9 @@ class KVScales(ScaleData):
         """Return the same constants for every layer. Raise ScaleError for an invalid constant."""
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
-        k, v = parse_constant(k, "k"), parse_constant(v, "v")
-        layer = LayerScales(make_scalar(k), make_scalar(v), source="uniform")
+        k_scale = make_scalar(parse_constant(k, "k"))
+        v_scale = make_scalar(parse_constant(v, "v"))
+        layer = LayerScales(k_scale, v_scale, source="uniform")
         return cls(dict.fromkeys(range(num_layers), layer), origin="uniform")
 
     @classmethod
@@ -113,7 +113,7 @@ class KVScales(ScaleData):
         tp_rank: int = 0,
         tp_size: int = 1,
         strict: bool = True,
-        **hub_options: Unpack[HubOptions],
+        **hub_options: Any,
     ) -> "KVScales":
         """Read the scales of a checkpoint: a local folder, or a repository of the Hub.
 
@@ -130,8 +130,11 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: The scales are missing or invalid.
         """
-        read_options = ReadOptions(tp_rank, tp_size, strict)
-        return wrap_scales(read_checkpoint(os.fspath(repo_or_dir), read_options, **hub_options))
+        return wrap_scales(
+            read_checkpoint(
+                os.fspath(repo_or_dir), ReadOptions(tp_rank, tp_size, strict), **hub_options
+            )
+        )
 
     def save_pretrained(
         self,
@@ -177,18 +180,19 @@ class KVScales(ScaleData):
         )
         files = writer.make_files(scales, tp_size, base)
         if base is not None:
-            types = [
+            model_types = [
                 config.get("model_type") for config in (base.config, find_text_config(base.config))
             ]
-            if self.model_type is not None and self.model_type not in types and any(types):
+            if self.model_type not in (None, *model_types) and any(model_types):
                 raise ScaleError(
                     f"{base.origin}: expected a {self.model_type!r} model for these scales, got "
-                    f"{types[0]!r}. Use the checkpoint for which they were made"
+                    f"{model_types[0]!r}. Use the checkpoint for which they were made"
                 )
             if base.removed_tensors:
                 files = {"config.json": to_json(base.config), **files}
         paths = save.write_files(source, target, files, base, scales, weights, tp_size)
-        if losses := losses + writer.describe_gaps(self, base):
+        losses += writer.describe_gaps(self, base)
+        if losses:
             logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
         return paths
 
@@ -289,9 +293,8 @@ class StoragePlan(KVScales):
             )
 
     def __repr__(self) -> str:
-        notes = [summarize_plan(self.plan or {}), self.origin]
-        notes += [] if self.protection is None else [str(self.protection)]
-        return f"StoragePlan({'; '.join(notes)})"
+        protection = "" if self.protection is None else f"; {self.protection}"
+        return f"StoragePlan({summarize_plan(self.plan or {})}; {self.origin}{protection})"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StoragePlan":
@@ -302,14 +305,17 @@ class StoragePlan(KVScales):
         """
         plan = resolve_scales(path)
         if not isinstance(plan, StoragePlan):
-            message = f"plan: expected a StoragePlan in {path}, got {plan!r}"
-            raise ScaleError(f"{message}. Pass static scales as `scales`")
+            raise ScaleError(
+                f"plan: expected a StoragePlan in {path}, got {plan!r}. Pass static scales as "
+                "`scales`"
+            )
         return plan
 
 
 def wrap_scales(data: ScaleData) -> KVScales:
     """Return the scales as `KVScales`, or as a `StoragePlan` if the cache computes them."""
-    return (StoragePlan if data.is_dynamic else KVScales)(**vars(data))
+    scales_class = StoragePlan if data.is_dynamic else KVScales
+    return scales_class(**vars(data))
 
 
 def resolve_scales(
@@ -336,13 +342,13 @@ def warn_if_stale(model: torch.nn.Module, scales: KVScales | float | None) -> No
     """Warn once if scales were made for other weights or, without a digest, for another model."""
     if not isinstance(scales, KVScales):
         return
-    name = type(model).__name__
+    model_name = type(model).__name__
     is_made_for_model = scales.made_for(model)
     if is_made_for_model is False:
         effect = _DYNAMIC_EFFECT if scales.is_dynamic else _STATIC_EFFECT
-        warn_once(_STALE_WARNING % (scales.origin, name, effect))
+        warn_once(_STALE_WARNING % (scales.origin, model_name, effect))
     elif is_made_for_model is None and (other_model := _describe_other_model(scales, model.config)):
-        warn_once(_OTHER_MODEL_WARNING % (scales.origin, other_model, name))
+        warn_once(_OTHER_MODEL_WARNING % (scales.origin, other_model, model_name))
 
 
 def _describe_other_model(scales: KVScales, config: Any) -> str:

@@ -116,8 +116,7 @@ class LayerScales:
             object.__setattr__(self, "k", _parse_scale(self.k, f"K scale ({self.source})"))
             object.__setattr__(self, "v", _parse_scale(self.v, f"V scale ({self.source})"))
         if self.k_center is not None:
-            label = f"center of K ({self.source})"
-            center = _parse_scale(self.k_center, label, is_center=True)
+            center = _parse_scale(self.k_center, f"center of K ({self.source})", is_center=True)
             object.__setattr__(self, "k_center", center)
         if self.plan is not None:
             LayerPlan.check(self.plan, f"plan ({self.source})")
@@ -129,7 +128,9 @@ class LayerScales:
                 )
         tensors = {"K": self.k, "V": self.v, "the center": self.k_center}
         head_counts = {
-            n: len(x) for n, x in tensors.items() if x is not None and x.ndim and len(x) > 1
+            name: len(tensor)
+            for name, tensor in tensors.items()
+            if tensor is not None and tensor.ndim and len(tensor) > 1
         }
         if len(set(head_counts.values())) > 1:
             raise ScaleError(
@@ -152,9 +153,9 @@ class LayerScales:
         """The finer of K's and V's granularities, or "token" if the cache computes the scales."""
         if self.k is None:
             return "token"
-        if any(t.ndim and t.shape[1] > 1 for t in self.static):
+        if any(scale.ndim and scale.shape[1] > 1 for scale in self.static):
             return "channel"
-        return "head" if any(t.numel() > 1 for t in self.static) else "tensor"
+        return "head" if any(scale.numel() > 1 for scale in self.static) else "tensor"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -180,12 +181,14 @@ class ScaleData:
                     f"scales ({self.origin}): expected LayerScales by layer indices from 0, got "
                     f"{type(layer).__name__} by {index!r}. Pass {{0: LayerScales(...)}}"
                 )
-        for subject, field in (("a plan", "plan"), ("static scales", "k")):
-            indices = [i for i, layer in self.layers.items() if getattr(layer, field) is None]
-            if 0 < len(indices) < len(self.layers):
+        for field, subject in {"plan": "a plan", "k": "static scales"}.items():
+            missing_indices = [
+                index for index, layer in self.layers.items() if getattr(layer, field) is None
+            ]
+            if 0 < len(missing_indices) < len(self.layers):
                 raise ScaleError(
                     f"scales ({self.origin}): expected {subject} in all layers or in none, got "
-                    f"none in layers {format_list(indices)}. Calibrate all layers at once"
+                    f"none in layers {format_list(missing_indices)}. Calibrate all layers at once"
                 )
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
 
@@ -204,8 +207,9 @@ class ScaleData:
     @property
     def plan(self) -> dict[int, LayerPlan] | None:
         """Storage plan of each layer. None means the format of the cache, without rotation."""
-        plans = {i: layer.plan for i, layer in self.layers.items() if layer.plan is not None}
-        return plans or None
+        return {
+            index: layer.plan for index, layer in self.layers.items() if layer.plan is not None
+        } or None
 
     @property
     def is_dynamic(self) -> bool:
@@ -221,5 +225,8 @@ class ScaleData:
     def digest(self) -> str:
         """SHA-256 of the shape and the bytes of every tensor and of plans, in hexadecimal."""
         return compute_digest(
-            {i: (x.k, x.v, x.k_center, str(x.plan)) for i, x in self.layers.items()}
+            {
+                index: (layer.k, layer.v, layer.k_center, str(layer.plan))
+                for index, layer in self.layers.items()
+            }
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 from ..errors import ScaleError
 from ..utils.files import CACHE_FORMAT, PICKLE_SUFFIXES, read_header, read_json, read_weight_map
@@ -19,7 +19,6 @@ from .checkpoint.checkpoint import (
     Checkpoint,
     Folder,
     HubFolder,
-    HubOptions,
     LocalFolder,
     find_indexed_tensors,
     find_shard_tensors,
@@ -40,8 +39,8 @@ _RANK_FILE_PATTERN = re.compile(r"rank([0-9]{1,6})\.safetensors")
 def read_file(path: Path, read_options: ReadOptions) -> ScaleData:
     """Return the scales of one file in any format. Raise ScaleError if it has none."""
     if not os.path.isfile(path):
-        problem = "a folder. Use from_pretrained" if os.path.isdir(path) else "none. Check the path"
-        raise ScaleError(f"{path}: expected a file, got {problem}")
+        got = "a folder. Use from_pretrained" if os.path.isdir(path) else "none. Check the path"
+        raise ScaleError(f"{path}: expected a file, got {got}")
     if path.suffix not in (".json", ".safetensors"):
         raise ScaleError(
             f"{path}: expected .json or .safetensors, got {path.suffix!r}. Pass such a file, or "
@@ -63,13 +62,11 @@ def read_file(path: Path, read_options: ReadOptions) -> ScaleData:
             )
         tensor_files = dict.fromkeys(tensor_names, path.name)
     # The config next to a checkpoint's file or index defines the scales.
-    checkpoint = replace(read_configs(LocalFolder(path.parent)), tensor_files=tensor_files)
-    return read_tensors(checkpoint, read_options)
+    checkpoint = read_configs(LocalFolder(path.parent))
+    return read_tensors(replace(checkpoint, tensor_files=tensor_files), read_options)
 
 
-def read_checkpoint(
-    name: str, read_options: ReadOptions, **hub_options: Unpack[HubOptions]
-) -> ScaleData:
+def read_checkpoint(name: str, read_options: ReadOptions, **hub_options: Any) -> ScaleData:
     """Return the scales of a local folder or repository. Raise ScaleError if it has none."""
     hub = HubFolder(name, **hub_options)
     if name and os.path.isdir(name):
@@ -92,7 +89,9 @@ def read_folder(folder: Folder, read_options: ReadOptions) -> ScaleData:
     checkpoint = read_configs(folder)
     tensor_files = find_indexed_tensors(folder)
     shards = [] if tensor_files else folder.list_files(".safetensors")
-    rank_files = {int(m[1]): name for name in shards if (m := _RANK_FILE_PATTERN.fullmatch(name))}
+    rank_files = {
+        int(match[1]): match[0] for match in filter(None, map(_RANK_FILE_PATTERN.fullmatch, shards))
+    }
     # The files of a repository are not listed, so its config must declare TensorRT-LLM's format.
     while not tensor_files and not shards and checkpoint.declaration.dialect == "trtllm":
         name = f"rank{len(rank_files)}.safetensors"
@@ -134,10 +133,15 @@ def _read_ranks(
             f"{checkpoint.origin}: expected the ranks 0 to {num_ranks - 1}, got "
             f"{format_list(sorted(files))}. Fetch the missing file"
         )
+    # Each pipeline stage counts its layers from 0, and its file lacks the stage's number.
+    expected_counts = {
+        "pp_size": 1,
+        "tp_size": num_ranks,
+        "world_size": num_ranks,
+        "tensor_parallel": num_ranks,
+    }
     for config in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
-        # Each pipeline stage counts its layers from 0, and its file lacks the stage's number.
-        expected_counts = dict.fromkeys(("tp_size", "world_size", "tensor_parallel"), num_ranks)
-        for entry, count in {"pp_size": 1, **expected_counts}.items():
+        for entry, count in expected_counts.items():
             if config.get(entry) not in (None, count):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected {num_ranks} ranks of one pipeline stage, one "
@@ -146,8 +150,8 @@ def _read_ranks(
                 )
 
     def read_rank(rank: int) -> ScaleData:
-        names = checkpoint.folder.list_tensors(files[rank]) or ()
-        tensor_files = dict.fromkeys(names, files[rank])
+        tensor_names = checkpoint.folder.list_tensors(files[rank]) or ()
+        tensor_files = dict.fromkeys(tensor_names, files[rank])
         return read_tensors(replace(checkpoint, tensor_files=tensor_files), read_options)
 
     return read_options.merge_ranks(checkpoint.origin, num_ranks, read_rank)

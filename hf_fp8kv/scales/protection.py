@@ -22,15 +22,19 @@ class Protection:
     def from_dict(cls, data: Mapping[str, Any]) -> "Protection":
         """Return the protection of JSON values from `asdict`. Invalid values raise any error."""
         protection = cls(**data)
-        numbers = protection.kl, protection.unprotected_kl, protection.extra_bytes
-        is_valid = all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        numbers = (protection.kl, protection.unprotected_kl, protection.extra_bytes)
+        has_numbers = all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
         sides = data["sides"]
-        if not is_valid or type(sides) is not list or any(type(side) is not str for side in sides):
+        has_names = type(sides) is list and all(type(side) is str for side in sides)
+        if not has_numbers or not has_names:
             raise ValueError(f"protection: expected finite numbers and names, got {data}")
         return replace(protection, sides=tuple(sides))
 
     def __str__(self) -> str:
         text = f"KL after a stored prompt {self.kl:.1e}"
-        sides = f"{', '.join(self.sides)} in 16 bits, {self.extra_bytes:+.1%} bytes"
-        protected = f", {self.unprotected_kl:.1e} without protection ({sides})"
-        return text + protected * bool(self.sides)
+        if not self.sides:
+            return text
+        return (
+            f"{text}, {self.unprotected_kl:.1e} without protection ({', '.join(self.sides)} in "
+            f"16 bits, {self.extra_bytes:+.1%} bytes)"
+        )

@@ -32,9 +32,9 @@ class ReadOptions:
 
         The file has `num_ranks` ranks. The scales of a single rank apply to each part of the model.
         """
-        if self.tp_size == num_ranks:
-            return read_rank(self.tp_rank)
-        if self.tp_size > 1 and num_ranks > 1 and self.strict:
+        if num_ranks in (1, self.tp_size):
+            return read_rank(self.tp_rank if num_ranks > 1 else 0)
+        if self.tp_size > 1 and self.strict:
             raise ScaleError(
                 f"{origin}: expected the scales of {self.tp_size} ranks, got {num_ranks}. Pass "
                 "strict=False (--lenient) to use the largest scales of all ranks"
@@ -42,11 +42,12 @@ class ReadOptions:
         rank_scales = [read_rank(rank) for rank in range(num_ranks)]
         layers = dict(rank_scales[0].layers)
         ranks_differ = False
-        for index, layer_scales in layers.items() if num_ranks > 1 else ():
+        for index, layer_scales in layers.items():
             rank_kv = [
                 scales.layers[index].static for scales in rank_scales if index in scales.layers
             ]
-            if len(rank_kv) < num_ranks or any(scale.ndim for kv in rank_kv for scale in kv):
+            has_heads = any(scale.ndim for kv in rank_kv for scale in kv)
+            if len(rank_kv) < num_ranks or has_heads:
                 raise ScaleError(
                     f"{origin}: expected one number for K and for V of layer {index} from every "
                     f"rank, got scales of {len(rank_kv)} of {num_ranks} ranks, which may be of "
@@ -56,8 +57,11 @@ class ReadOptions:
             k, v = (torch.stack(side).max() for side in zip(*rank_kv, strict=True))
             layers[index] = replace(layer_scales, k=k, v=v)
         if ranks_differ:
-            message = "%s: the scales of its %d ranks differ. The largest of each layer is used"
-            logger.warning(message, origin, num_ranks)
+            logger.warning(
+                "%s: the scales of its %d ranks differ. The largest of each layer is used",
+                origin,
+                num_ranks,
+            )
         return replace(rank_scales[0], layers=layers)
 
     def select_layers(
@@ -73,24 +77,27 @@ class ReadOptions:
         Without a config, all layers up to the last are expected. If `exact` and `strict`,
         additional layers are refused.
         """
-        cache_layers = find_cached_layers(origin, config) if config else range(max(layers) + 1)
-        expected = sorted(layers) if cache_layers is None else cache_layers
-        extra_layers = format_list(index for index in layers if index not in expected)
+        cached_indices = find_cached_layers(origin, config) if config else range(max(layers) + 1)
+        expected_indices = sorted(layers) if cached_indices is None else cached_indices
+        extra_layers = format_list(index for index in layers if index not in expected_indices)
         if extra_layers and exact and self.strict:
             raise ScaleError(
-                f"{origin}: expected {len(expected)} layers, got further layers {extra_layers}. "
-                "Use this model's scales, or pass strict=False (--lenient)"
+                f"{origin}: expected {len(expected_indices)} layers, got further layers "
+                f"{extra_layers}. Use this model's scales, or pass strict=False (--lenient)"
             )
-        last_layer = expected[-1] if expected else -1
-        kept = {index: layer for index, layer in layers.items() if index <= last_layer}
-        if later_layers := format_list(index for index in layers if index > last_layer):
+        last_index = expected_indices[-1] if expected_indices else -1
+        kept_layers = {index: layer for index, layer in layers.items() if index <= last_index}
+        if later_layers := format_list(index for index in layers if index > last_index):
             logger.info("%s: excluded the layers %s, past the last layer", origin, later_layers)
-        missing = format_list(index for index in expected if index not in kept)
-        if not kept or (missing and self.strict):
+        missing_layers = format_list(
+            index for index in expected_indices if index not in kept_layers
+        )
+        if not kept_layers or (missing_layers and self.strict):
             raise ScaleError(
-                f"{origin}: expected scales for {len(expected)} layers, got {len(kept)} without "
-                f"layers {missing}. Use this model's scales, or pass strict=False (--lenient)"
+                f"{origin}: expected scales for {len(expected_indices)} layers, got "
+                f"{len(kept_layers)} without layers {missing_layers}. Use this model's scales, or "
+                "pass strict=False (--lenient)"
             )
-        if missing:
-            logger.warning("%s: layers without scales: %s", origin, missing)
-        return kept
+        if missing_layers:
+            logger.warning("%s: layers without scales: %s", origin, missing_layers)
+        return kept_layers

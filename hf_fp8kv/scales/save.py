@@ -63,17 +63,18 @@ _Content = bytes | Callable[[Path], object] | None
 def find_format(name: str, tp_size: int) -> ScaleFormat:
     """Return a format by name. Raise ScaleError if it is unknown or cannot hold `tp_size` ranks."""
     if name not in SCALE_FORMATS:
+        note = ". trtllm stores scales only with weights" if name == "trtllm" else ""
         raise ScaleError(
-            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}. Choose a format"
-            + (". trtllm stores scales only with weights" * (name == "trtllm"))
+            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}. Choose a "
+            f"format{note}"
         )
     format = SCALE_FORMATS[name]
     is_count = isinstance(tp_size, int) and tp_size > 0
     if not is_count or (tp_size > 1 and not format.holds_ranks):
-        rank_formats = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
+        rank_formats = [repr(each.name) for each in SCALE_FORMATS.values() if each.holds_ranks]
         raise ScaleError(
-            f"tp_size: expected 1, or the number of ranks for {rank_formats}, got {tp_size!r} for "
-            f"{name!r}. No other format has ranks"
+            f"tp_size: expected 1, or the number of ranks for {' or '.join(rank_formats)}, got "
+            f"{tp_size!r} for {name!r}. No other format has ranks"
         )
     return format
 
@@ -87,7 +88,7 @@ def _place_files(old_files: Collection[str], files: Mapping[str, bytes]) -> dict
     new_files = {
         prefix + name if name == KV_FILE else name: content for name, content in files.items()
     }
-    return {**dict.fromkeys(name for name in _KV_PATHS if name in old_files), **new_files}
+    return {**dict.fromkeys(path for path in _KV_PATHS if path in old_files), **new_files}
 
 
 def read_base(
@@ -122,7 +123,10 @@ def read_base(
         overwrite = True
         has_model = bool(_find_weight_files(old_files))
     elif weights not in get_args(Weights):
-        raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}. Choose one")
+        raise ScaleError(
+            f"weights: expected 'copy' or 'link', got {weights!r}. Pass 'copy', or 'link' on the "
+            "same disk"
+        )
     elif target_path.exists() and (any(target_path.iterdir()) or target_path.samefile(os.curdir)):
         raise ScaleError(
             f"{target}: expected a folder that is new or empty, got a folder with files, or the "
@@ -146,19 +150,22 @@ def read_base(
     tensor_files, old_scales = _find_scale_tensors(folder)
     if has_model and isinstance(format, TensorFormat) and not tensor_files:
         raise ScaleError(f"{source}: expected weights in safetensors, got none. Convert them")
-    for file in sorted(set(tensor_files.values())):
-        names = {name for name, file_name in tensor_files.items() if file_name == file}
+    for file_name in sorted(set(tensor_files.values())):
+        path = source / file_name
+        indexed_names = {name for name, file in tensor_files.items() if file == file_name}
         # An interrupted call may have removed a part of the scales.
-        stored_names = {*read_header(source / file)[0], *(old_scales if overwrite else ())}
-        if missing_names := names - stored_names:
+        missing_names = indexed_names.difference(
+            read_header(path)[0], old_scales if overwrite else ()
+        )
+        if missing_names:
             raise ScaleError(
-                f"{source / file}: expected the tensors of the index, found none named "
+                f"{path}: expected the tensors of the index, found none named "
                 f"{format_list(sorted(missing_names))}. Fetch the file again"
             )
-        if file == SCALES_SHARD and not names.issubset(old_scales):
+        if file_name == SCALES_SHARD and not indexed_names.issubset(old_scales):
             raise ScaleError(
-                f"{source / file}: expected a file of scales to replace, got a file with "
-                f"{format_list(names.difference(old_scales))}. Rename that file"
+                f"{path}: expected a file of scales to replace, got a file with "
+                f"{format_list(indexed_names.difference(old_scales))}. Rename that file"
             )
     if old_scales and not overwrite:
         raise ScaleError(
@@ -177,13 +184,17 @@ def _find_scale_tensors(folder: Folder) -> tuple[dict[str, str], list[str]]:
     tensor_files = find_indexed_tensors(folder) or find_shard_tensors(folder)
     # The index of a copy for TGI does not list the scales.
     tensor_files |= dict.fromkeys(folder.list_tensors(SCALES_SHARD) or (), SCALES_SHARD)
-    names = [name for name in tensor_files if any(p.fullmatch(name) for p in CACHE_PATTERNS)]
-    return tensor_files, names
+    scale_names = [
+        name for name in tensor_files if any(pattern.fullmatch(name) for pattern in CACHE_PATTERNS)
+    ]
+    return tensor_files, scale_names
 
 
 def _check_readable(folder: Folder, files: Collection[str]) -> None:
     """Raise ScaleError if a folder has scales among its tensors, which are read before `files`."""
-    _, old_scales = _find_scale_tensors(folder) if KV_FILE not in files else ({}, [])
+    if KV_FILE in files:
+        return  # it is read before tensors
+    _, old_scales = _find_scale_tensors(folder)
     if old_scales:
         raise ScaleError(
             f"{folder.origin}: expected a place without scales among its tensors, which are read "
@@ -202,11 +213,12 @@ def write_files(
     tp_size: int,
 ) -> list[Path]:
     """Write files of scales to a folder, or to a copy of `source`, and return the paths."""
-    contents: dict[str, _Content] = {**_place_files(list_files(source), files)}
+    contents: dict[str, _Content] = dict(_place_files(list_files(source), files))
     _verify_files(source, target, contents, scales, tp_size)
     if base is not None:
         transfer = partial(_transfer_file, "link" if source == target else weights)
         contents = _plan_weight_files(source, base, files, transfer) | contents
+    # Files are deleted after new files are complete, and config.json comes last.
     contents = dict(
         sorted(contents.items(), key=lambda item: (item[0] == "config.json", item[1] is None))
     )
@@ -216,9 +228,10 @@ def write_files(
         else:
             _write_copy(source, target, weights, contents)
     except (OSError, SafetensorError) as error:
+        copy_advice = ", or weights='copy'" if weights == "link" else ""
         raise ScaleError(
             f"{target}: expected a folder that can be written, got {error}. Choose another "
-            f"folder{', or weights=' + repr('copy') if weights == 'link' else ''}"
+            f"folder{copy_advice}"
         ) from error
     return [target / name for name, content in contents.items() if content is not None]
 
@@ -235,23 +248,25 @@ def _plan_weight_files(
     changes: dict[str, _Content] = {}
     removed_names = set(checkpoint.removed_tensors)
     if INDEX_FILE in files and single_file.is_file():
-        # After an interrupted call, both are the same file, or the second has no scales.
-        weights = {*read_header(single_file)[0]} - removed_names if removed_names else None
+        # After an interrupted call, both are the same file, or `FIRST_FILE` has no scales.
+        weight_names = set(read_header(single_file)[0]) - removed_names
         has_both = first_file.is_file() and not single_file.samefile(first_file)
-        if has_both and {*read_header(first_file)[0]} != weights:
+        if has_both and not (removed_names and set(read_header(first_file)[0]) == weight_names):
             raise ScaleError(
                 f"{source}: expected the weights in {SINGLE_FILE} or {FIRST_FILE}, got two files. "
-                "Delete one"
+                f"Delete {SINGLE_FILE} or {FIRST_FILE}"
             )
         changes = {FIRST_FILE: partial(transfer, single_file), SINGLE_FILE: None}
-    for path in source.glob("[!.]*.safetensors") if removed_names else ():
+    if not removed_names:
+        return changes
+    for path in source.glob("[!.]*.safetensors"):
         names, metadata = read_header(path)
         kept_names = [name for name in names if name not in removed_names]
         if len(kept_names) < len(names):
             rewrite = partial(_copy_tensors, path, kept_names, metadata) if kept_names else None
             is_renamed = path.name == SINGLE_FILE and SINGLE_FILE in changes
             changes[FIRST_FILE if is_renamed else path.name] = rewrite
-    for path in source.glob("*.safetensors.index.json") if removed_names else ():
+    for path in source.glob("*.safetensors.index.json"):
         weight_map = {
             name: file_name
             for name, file_name in read_weight_map(path).items()
@@ -281,16 +296,19 @@ def _write_copy(
     source: Path, target: Path, weights: Weights, contents: Mapping[str, _Content]
 ) -> None:
     """Make `target` a copy of `source` with these files. An error leaves no files."""
-    names = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    visible_names = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    copies = {n.as_posix(): partial(_transfer_file, weights, source / n) for n in visible_names}
-    copies = {n: copy for n, copy in copies.items() if n not in (JSON_FILE, *_KV_PATHS)}
+    paths = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    visible_paths = [path for path in paths if not any(part[0] == "." for part in path.parts)]
+    files: dict[str, _Content] = {
+        path.as_posix(): partial(_transfer_file, weights, source / path)
+        for path in visible_paths
+        if path.as_posix() not in (JSON_FILE, *_KV_PATHS)
+    }
     target = target.resolve()  # ".." has no name
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         staging.mkdir(parents=True)
         write_atomically(
-            {staging / name: content for name, content in {**copies, **contents}.items()}
+            {staging / name: content for name, content in {**files, **contents}.items()}
         )
         if target.exists():
             target.rmdir()
@@ -324,8 +342,11 @@ def _verify_files(
 
 
 def _format_values(scales: ScaleData) -> str:
-    layers = scales.layers.items()
-    return format_value({i: [*(x.tolist() for x in s.static), str(s.plan)] for i, s in layers})
+    values = {
+        index: [layer.static[0].tolist(), layer.static[1].tolist(), str(layer.plan)]
+        for index, layer in scales.layers.items()
+    }
+    return format_value(values)
 
 
 def list_files(folder: Path) -> list[str]:
@@ -334,8 +355,13 @@ def list_files(folder: Path) -> list[str]:
 
 
 def _find_weight_files(names: Iterable[str]) -> list[str]:
-    files = (name for name in names if name not in (KV_FILE, SCALES_SHARD) and "/" not in name)
-    return [name for name in files if PurePath(name).suffix.lower() in WEIGHT_SUFFIXES]
+    return [
+        name
+        for name in names
+        if PurePath(name).suffix.lower() in WEIGHT_SUFFIXES
+        and name not in (KV_FILE, SCALES_SHARD)
+        and "/" not in name
+    ]
 
 
 def _check_target(
@@ -346,8 +372,8 @@ def _check_target(
     Old files, and the config of weights, are replaced only with `overwrite`. Nothing is written
     next to scales that readers prefer.
     """
-    folder_files = [f"{KV_FOLDER}/{KV_FILE}"] if KV_FILE in files else []
-    clashes = sorted({*files, *folder_files} & {*old_files})
+    kv_paths = _KV_PATHS if KV_FILE in files else ()
+    clashes = sorted({*files, *kv_paths}.intersection(old_files))
     weights = _find_weight_files(old_files) if "config.json" in files else []
     if (clashes or weights) and not overwrite:
         rule = format_list(clashes) or "weights and their config.json"
@@ -359,5 +385,5 @@ def _check_target(
     if KV_FILE not in files and any(PurePath(name).name == KV_FILE for name in old_files):
         raise ScaleError(
             f"{target}: expected a place without {KV_FILE}, got that file, which is read before "
-            "all others. Choose another place, or delete it"
+            f"all others. Choose another place, or delete {KV_FILE}"
         )

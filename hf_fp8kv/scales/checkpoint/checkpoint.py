@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
 
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -34,8 +33,12 @@ KV_FOLDER = "kv_scales"
 # File with the scales, for formats that store scales as tensors of the checkpoint.
 SCALES_SHARD = "model-kv-scales.safetensors"
 # The base of HfHubHTTPError is the base error of the client's HTTP library, requests or httpx.
-_HUB_ERRORS: tuple[type[Exception], ...]
-_HUB_ERRORS = (*HfHubHTTPError.__bases__, OSError, ValueError, SafetensorsParsingError)
+_HUB_ERRORS: tuple[type[Exception], ...] = (
+    *HfHubHTTPError.__bases__,
+    OSError,
+    ValueError,
+    SafetensorsParsingError,
+)
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,12 @@ class LocalFolder:
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))
 
 
-class HubOptions(TypedDict, total=False):
-    """Revision of a repository, and options for fetching it, as in transformers."""
-
-    revision: str | None
-    token: str | bool | None
-    cache_dir: str | Path | None
-    local_files_only: bool
-    force_download: bool
-    subfolder: str | None
-
-
 @dataclass
 class HubFolder:
-    """Like `LocalFolder`, for a repository on the Hub. Fetches only small files and scales."""
+    """Like `LocalFolder`, for a repository on the Hub. Fetches only small files and scales.
+
+    The revision and the options for fetching are as in transformers.
+    """
 
     repo: str
     revision: str | None = None
@@ -210,7 +205,7 @@ def find_shard_tensors(folder: Folder) -> dict[str, str]:
             if name in files and LIKELY_SCALE_PATTERN.search(name):
                 raise ScaleError(
                     f"{folder.origin}: expected {name} in only one file, got it in {files[name]} "
-                    f"and {shard}. Pass one of them to from_file"
+                    f"and {shard}. Pass {files[name]} or {shard} to from_file"
                 )
             files[name] = shard
     return files

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -96,7 +97,8 @@ def iterate_configs(config: object, path: str = "") -> Iterator[tuple[str, Mappi
 
 def find_text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the innermost config of the language model."""
-    nested_config = next(filter(None, (as_mapping(config.get(n)) for n in _TEXT_CONFIGS)), None)
+    nested_configs = (as_mapping(config.get(name)) for name in _TEXT_CONFIGS)
+    nested_config = next(filter(None, nested_configs), None)
     return config if nested_config is None else find_text_config(nested_config)
 
 
@@ -118,19 +120,26 @@ def find_cached_layers(origin: str, config: Mapping[str, object]) -> Sequence[in
     layers = range(num_layers - num_shared if isinstance(num_shared, int) else num_layers)
     types = decoder_config.get("layer_types") or decoder_config.get("layers_block_type")
     if isinstance(types, list) and len(types) == num_layers:
-        return [i for i in layers if "attention" in str(types[i]) and "linear" not in str(types[i])]
+        return [
+            index
+            for index in layers
+            if "attention" in str(types[index]) and "linear" not in str(types[index])
+        ]
     return None if any(name in decoder_config for name in _HYBRID_ENTRIES) else layers
 
 
 def find_head_counts(config: Mapping[str, object]) -> set[int]:
     """Return every head count in a `config.json`."""
-    entries = find_text_config(config).items()
-    return {n for name, n in entries if _HEAD_COUNT_PATTERN.search(name) and isinstance(n, int)}
+    return {
+        value
+        for name, value in find_text_config(config).items()
+        if _HEAD_COUNT_PATTERN.search(name) and isinstance(value, int)
+    }
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return the declaration of KV scales in a config and in ModelOpt's second config."""
-    configs = [*iterate_configs(config)]
+    configs = list(iterate_configs(config))
     declarations: list[Declaration] = []
     dialect = ""
     for entry_name in _QUANTIZATION_ENTRIES:
@@ -138,28 +147,35 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
             if quant_config := as_mapping(entries.get(entry_name)):
                 own_dialect = find_dialect(entry_name, quant_config) or "autofp8"
                 dialect = dialect or own_dialect
-                new_declarations = _parse_quant_config(path + entry_name, quant_config)
-                declarations += [replace(d, dialect=own_dialect) for d in new_declarations]
+                declarations += [
+                    replace(declaration, dialect=own_dialect)
+                    for declaration in _parse_quant_config(path + entry_name, quant_config)
+                ]
     if hf_quant_config is not None:
         dialect = dialect if dialect not in ("", "autofp8") else "modelopt"
-        new_declarations = _parse_quant_config(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
-        declarations += [replace(d, dialect="modelopt") for d in new_declarations]
+        declarations += [
+            replace(declaration, dialect="modelopt")
+            for declaration in _parse_quant_config(HF_QUANT_CONFIG, as_mapping(hf_quant_config))
+        ]
     dialect = dialect or "tgi"
     for entry_name in _TOP_LEVEL_ENTRIES:
         for path, entries in configs:
-            new_declarations = _parse_entry(path + entry_name, entries.get(entry_name))
-            declarations += [replace(d, dialect=dialect) for d in new_declarations]
+            declarations += [
+                replace(declaration, dialect=dialect)
+                for declaration in _parse_entry(path + entry_name, entries.get(entry_name))
+            ]
+    # The strongest kind comes first. Of several declarations of this kind, the first applies.
     kinds = ("unsupported", "static", "dynamic")
-    strongest_declaration = next(
-        (d for kind in kinds for d in declarations if d.kind == kind), Declaration(dialect=dialect)
+    strongest_declaration = min(
+        (each for each in declarations if each.kind in kinds),
+        key=lambda each: kinds.index(each.kind),
+        default=Declaration(dialect=dialect),
     )
-    rotations = tuple(rotation for d in declarations for rotation in d.rotations)
-    quantized_layers = tuple(name for d in declarations for name in d.quantized_layers)
     return replace(
         strongest_declaration,
-        is_fnuz=any(d.is_fnuz for d in declarations),
-        rotations=rotations,
-        quantized_layers=quantized_layers,
+        is_fnuz=any(each.is_fnuz for each in declarations),
+        rotations=tuple(chain.from_iterable(each.rotations for each in declarations)),
+        quantized_layers=tuple(chain.from_iterable(each.quantized_layers for each in declarations)),
     )
 
 
@@ -204,15 +220,20 @@ def _parse_quant_config(label: str, quant_config: Mapping[str, object]) -> Itera
 
 def _parse_layers(label: str, value: object) -> Iterator[Declaration]:
     """Yield the declaration of the quantized layers, if the entry lists any."""
-    formats = {
-        str(n): as_mapping(entry).get("quant_algo") for n, entry in as_mapping(value).items()
+    algorithms = {
+        str(name): as_mapping(entry).get("quant_algo") for name, entry in as_mapping(value).items()
     }
-    unsupported = [f"{name} with {x!r}" for name, x in formats.items() if x != "FP8"]
-    if unsupported:
-        yield Declaration("unsupported", f"{label}: {format_list(unsupported)}")
-    elif formats:
-        description = f"{label}: {len(formats)} layers with FP8"
-        yield Declaration("static", description, quantized_layers=tuple(formats))
+    unsupported_layers = [
+        f"{name} with {algorithm!r}" for name, algorithm in algorithms.items() if algorithm != "FP8"
+    ]
+    if unsupported_layers:
+        yield Declaration("unsupported", f"{label}: {format_list(unsupported_layers)}")
+    elif algorithms:
+        yield Declaration(
+            "static",
+            f"{label}: {len(algorithms)} layers with FP8",
+            quantized_layers=tuple(algorithms),
+        )
 
 
 def _parse_entry(label: str, value: object) -> Iterator[Declaration]:
@@ -266,18 +287,23 @@ def _parse_transform(label: str, scheme: Mapping[str, object]) -> Iterator[Decla
     if not locations:
         return
     method, head_dim, randomize = (scheme.get(name) for name in ("type", "head_dim", "randomize"))
-    targets = [location.get("targets") for location in locations]
-    names = [name for x in targets for name in (x if isinstance(x, list) else [x])]
+    module_names: list[str] = []
+    for location in locations:
+        targets = location.get("targets")
+        module_names += map(str, targets if isinstance(targets, list) else [targets])
     description = (
         f"{label}: K rotated by type {method!r}, head_dim {head_dim!r}, randomize {randomize!r}"
     )
     has_ignored = any(location.get("ignore") for location in locations)
-    if method != "hadamard" or randomize or type(head_dim) is not int or has_ignored or not names:
-        yield Declaration("unsupported", description)
-    else:
+    is_supported = method == "hadamard" and not randomize and not has_ignored
+    if is_supported and type(head_dim) is int and module_names:
         yield Declaration(
-            "none", description, rotations=tuple((head_dim, str(name)) for name in names)
+            "none",
+            description,
+            rotations=tuple((head_dim, module_name) for module_name in module_names),
         )
+    else:
+        yield Declaration("unsupported", description)
 
 
 def _targets_projections(group: object) -> bool:
@@ -307,12 +333,12 @@ def _parse_projections(
             scheme = output_config.get("qscheme")
             is_symmetric = output_config.get("symmetric") is not False
             if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or not is_symmetric:
+                notes = "" if is_symmetric else " (asymmetric)"
+                if "fp4" in (dtype, output_config.get("mx_element_dtype")):
+                    group_size = output_config.get("group_size") or output_config.get("block_size")
+                    notes = f" ({_name_format(4, 'float', group_size)}){notes}"
                 description = f"{label}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
-                is_fp4 = "fp4" in (dtype, output_config.get("mx_element_dtype"))
-                group_size = output_config.get("group_size") or output_config.get("block_size")
-                description += f" ({_name_format(4, 'float', group_size)})" if is_fp4 else ""
-                description += "" if is_symmetric else " (asymmetric)"
-                return Declaration("unsupported", description)
+                return Declaration("unsupported", description + notes)
             is_dynamic = is_dynamic or bool(output_config.get("is_dynamic"))
     remark = "" if quant_config.get("kv_cache_post_rope") else _BEFORE_ROPE_REMARK
     kind: Kind = "dynamic" if is_dynamic else "static"

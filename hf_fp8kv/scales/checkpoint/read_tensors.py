@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from safetensors import safe_open
@@ -41,12 +42,13 @@ def read_tensors(checkpoint: Checkpoint, read_options: ReadOptions) -> ScaleData
     if declaration.kind == "unsupported":
         raise ScaleError(
             f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
-            f"per head), got {declaration.description}. Use scales=None, which is dynamic"
+            f"per head), got {declaration.description}. Pass scales=None for dynamic scales"
         )
     if declaration.kind == "dynamic":
         raise ScaleError(
             f"{origin}: expected a config that declares static scales, got "
-            f"{declaration.description}, which needs no scales. Use scales=None, or fix the config"
+            f"{declaration.description}, which needs no scales. Pass scales=None for dynamic "
+            "scales, or fix the config"
         )
     scale_tensors, unknown_names = match_tensors(checkpoint.tensor_files, declaration)
     if not scale_tensors:
@@ -59,32 +61,40 @@ def read_tensors(checkpoint: Checkpoint, read_options: ReadOptions) -> ScaleData
     _check_foreign_tensors(checkpoint)
     layers = _pair_sides(checkpoint, scale_tensors)
     _add_biases(checkpoint, layers)
-    if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
+    if all(bool((scale == 1).all()) for layer in layers.values() for scale in layer.static):
         logger.warning(
             "%s: every KV scale is exactly 1.0, the value that tools write without calibration",
             origin,
         )
-    if ignored_names := format_list(n for n in unknown_names if re.match(LAYER_REGEX, n)):
-        logger.warning("%s: ignored tensors that look like scales: %s", origin, ignored_names)
-    model_type = entry if isinstance(entry := config.get("model_type"), str) else None
+    ignored_names = [name for name in unknown_names if re.match(LAYER_REGEX, name)]
+    if ignored_names:
+        logger.warning(
+            "%s: ignored tensors that look like scales: %s", origin, format_list(ignored_names)
+        )
+    model_type = config.get("model_type")
     layers = _add_unquantized_layers(checkpoint, layers)
     layers = read_options.select_layers(layers, config, origin)
     layers = _add_rotation(checkpoint, layers, scale_tensors)
-    return ScaleData(layers, scale_tensors[0].dialect, model_type, origin)
+    return ScaleData(
+        layers,
+        scale_tensors[0].dialect,
+        model_type if isinstance(model_type, str) else None,
+        origin,
+    )
 
 
 def _check_foreign_tensors(checkpoint: Checkpoint) -> None:
     """Refuse tensors of INT8 and NVFP4 caches, and zero points other than zero."""
     for name in checkpoint.tensor_files:
-        for pattern, cache in FOREIGN_PATTERNS:
+        for pattern, cache in FOREIGN_PATTERNS.items():
             if pattern.fullmatch(name):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, which "
-                    f"belongs to {cache}. Use scales=None, which is dynamic"
+                    f"belongs to {cache}. Pass scales=None for dynamic scales"
                 )
-    names = filter(ZERO_POINT_PATTERN.fullmatch, checkpoint.tensor_files)
-    for name, value in _load_tensors(checkpoint, names).items():
-        if bool(value.ne(0).any()):
+    zero_point_names = filter(ZERO_POINT_PATTERN.fullmatch, checkpoint.tensor_files)
+    for name, zero_point in _load_tensors(checkpoint, zero_point_names).items():
+        if bool(zero_point.ne(0).any()):
             raise ScaleError(
                 f"{checkpoint.origin}: {name}: expected a zero point of 0, got a different value. "
                 "Asymmetric scales cannot be used"
@@ -96,7 +106,7 @@ def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, tor
     for name in names:
         names_by_file[checkpoint.tensor_files[name]].append(name)
     tensors: dict[str, torch.Tensor] = {}
-    for file_name, file_names in names_by_file.items():
+    for file_name, tensor_names in names_by_file.items():
         path = checkpoint.folder.find_file(file_name)
         if path is None:
             raise ScaleError(
@@ -104,12 +114,12 @@ def _load_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, tor
                 "to the index, got none. Fetch it"
             )
         with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
-            if missing_names := sorted({*file_names} - {*file.keys()}):
+            if missing_names := sorted(set(tensor_names).difference(file.keys())):
                 raise ScaleError(
                     f"{path}: expected the tensor {missing_names[0]}, which the index lists here, "
                     "got none. Fetch the file again"
                 )
-            tensors |= {name: file.get_tensor(name) for name in file_names}
+            tensors |= {name: file.get_tensor(name) for name in tensor_names}
     return tensors
 
 
@@ -122,7 +132,7 @@ def _reshape_scale(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> t
             f"{checkpoint.origin}: {name}: expected one of {format_list(FLOAT_DTYPES)}, got "
             f"{tensor.dtype}. These are not scales of an FP8 cache"
         )
-    is_single = all(n == 1 for n in shape)
+    is_single = all(size == 1 for size in shape)
     is_per_head = shape[1:] in ([1], [1, 1]) or (len(shape) == 1 and bool(head_counts))
     has_valid_heads = is_per_head and shape[0] > 0 and shape[0] in (head_counts or shape[:1])
     if not is_single and not has_valid_heads:
@@ -140,7 +150,7 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
     K's bias is its center. V is stored with its bias, so its scales are enlarged. If |V - bias| is
     at most 448 * scale, |V| is at most 448 * (scale + |bias| / 448).
     """
-    matches = [*filter(None, map(BIAS_PATTERN.fullmatch, checkpoint.tensor_files))]
+    matches = list(filter(None, map(BIAS_PATTERN.fullmatch, checkpoint.tensor_files)))
     tensors = _load_tensors(checkpoint, (match[0] for match in matches))
     for match in matches:
         tensor = tensors[match[0]]
@@ -176,11 +186,15 @@ def _add_rotation(
         return layers
     head_dim = config.get("head_dim")
     if head_dim is None:
-        size = config.get("hidden_size")
-        count = config.get("num_attention_heads")
-        head_dim = size // count if type(size) is type(count) is int and count > 0 else 0
+        hidden_size = config.get("hidden_size")
+        num_heads = config.get("num_attention_heads")
+        head_dim = (
+            hidden_size // num_heads
+            if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0
+            else 0
+        )
     block_size = compute_rotation_block(head_dim) if isinstance(head_dim, int) else 0
-    for name in (tensor.name for tensor in scale_tensors if tensor.layer in layers):
+    for name in (each.name for each in scale_tensors if each.layer in layers):
         path = re.sub(ATTENTION_PATTERN.pattern + ".*", r"\g<path>", name)
         with convert_read_errors(checkpoint.origin, "targets of a rotation"):
             sizes = {size for size, target in rotations if _is_target(path, target)}
@@ -188,7 +202,7 @@ def _add_rotation(
             raise ScaleError(
                 f"{checkpoint.origin}: expected K rotated in blocks of {block_size}, the largest "
                 f"for heads of {head_dim!r}, got {format_list(sizes) or 'no rotation'} for {path}. "
-                "Use scales=None, which is dynamic, or calibrate"
+                "Pass scales=None for dynamic scales, or calibrate"
             )
     plan = LayerPlan.parse("fp8_e4m3 rotated", "fp8_e4m3")
     return {index: replace(layer, plan=plan) for index, layer in layers.items()}
@@ -201,7 +215,7 @@ def _add_unquantized_layers(
     names = checkpoint.declaration.quantized_layers
     quantized = {int(match["layer"]) for name in names if (match := re.match(LAYER_REGEX, name))}
     cached_layers = find_cached_layers(checkpoint.origin, checkpoint.config) or ()
-    unquantized = {index for index in cached_layers if quantized and index not in quantized}
+    unquantized = set(cached_layers) - quantized if quantized else set()
     if wrong_layers := format_list(sorted(unquantized & layers.keys())):
         raise ScaleError(
             f"{checkpoint.origin}: expected no scales of layers that are not quantized according "
@@ -209,12 +223,14 @@ def _add_unquantized_layers(
         )
     if not unquantized:
         return layers
-    source = f"{checkpoint.origin}, not quantized"
-    layer = LayerScales(
-        make_scalar(1.0), make_scalar(1.0), source=source, plan=LayerPlan.parse(AUTO, AUTO)
+    unquantized_layer = LayerScales(
+        make_scalar(1.0),
+        make_scalar(1.0),
+        source=f"{checkpoint.origin}, not quantized",
+        plan=LayerPlan.parse(AUTO, AUTO),
     )
     plan = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
-    return dict.fromkeys(unquantized, layer) | {
+    return dict.fromkeys(unquantized, unquantized_layer) | {
         index: replace(layer_scales, plan=plan) for index, layer_scales in layers.items()
     }
 
@@ -233,43 +249,50 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     priority that has it.
     """
     factor = 0.5 if checkpoint.declaration.is_fnuz else 1.0
+    tensors = _load_tensors(checkpoint, (scale_tensor.name for scale_tensor in scale_tensors))
     scales = {
-        name: _reshape_scale(checkpoint, name, tensor) * factor
-        for name, tensor in _load_tensors(
-            checkpoint, (scale_tensor.name for scale_tensor in scale_tensors)
-        ).items()
+        name: _reshape_scale(checkpoint, name, tensor) * factor for name, tensor in tensors.items()
     }
-    layer_tensors: dict[int, dict[tuple[int, str], ScaleTensor]] = defaultdict(dict)
-    for tensor in scale_tensors:
-        for side in tensor.side:
-            first = layer_tensors[tensor.layer].setdefault((tensor.priority, side), tensor)
+    # Names of tensors by priority and side, for each layer.
+    layer_names: dict[int, dict[tuple[int, str], str]] = defaultdict(dict)
+    kv_names: dict[int, str] = {}  # the first name for both K and V, by layer
+    for priority, index, name, tensor_sides, _ in scale_tensors:
+        if tensor_sides == "kv":
+            kv_names.setdefault(index, name)
+        for side in tensor_sides:
+            first_name = layer_names[index].setdefault((priority, side), name)
             # Neither of two differing tensors can be preferred.
-            if first is not tensor and not torch.equal(scales[tensor.name], scales[first.name]):
+            if first_name != name and not torch.equal(scales[name], scales[first_name]):
                 raise ScaleError(
                     f"{checkpoint.origin}: expected one scale for {side.upper()} of layer "
-                    f"{tensor.layer}, got {first.name} and {tensor.name}, which differ. Delete one"
+                    f"{index}, got {first_name} and {name}, which differ. Delete {first_name} or "
+                    f"{name}"
                 )
     remarks: dict[str, list[int]] = defaultdict(list)
     layers = {}
-    for index, tensors in layer_tensors.items():
-        best_tensors = {side: tensor for (_, side), tensor in reversed(tensors.items())}
-        priorities = (p for p, _ in tensors if (p, "k") in tensors and (p, "v") in tensors)
-        if (complete_priority := next(priorities, None)) is not None:
-            best_tensors = {side: tensors[complete_priority, side] for side in "kv"}
-        elif len(best_tensors) == 1:
-            (side,) = best_tensors
+    for index, candidates in layer_names.items():
+        best_names = {side: name for (_, side), name in reversed(candidates.items())}
+        complete_priorities = [
+            priority
+            for priority, side in candidates
+            if side == "k" and (priority, "v") in candidates
+        ]
+        if complete_priorities:
+            best_names = {side: candidates[complete_priorities[0], side] for side in "kv"}
+        elif len(best_names) == 1:
+            (side,) = best_names
             remarks[f"only {side.upper()} has a scale, which is used for K and V"].append(index)
-            best_tensors = dict.fromkeys("kv", best_tensors[side])
-        k_name = best_tensors["k"].name
-        v_name = best_tensors["v"].name
+            best_names = dict.fromkeys("kv", best_names[side])
+        k_name = best_names["k"]
+        v_name = best_names["v"]
         k, v = scales[k_name], scales[v_name]
-        kv_name = next((t.name for t in tensors.values() if t.side == "kv"), k_name)
+        kv_name = kv_names.get(index, k_name)
         if kv_name not in (k_name, v_name) and scales[kv_name].max() != max(k.max(), v.max()):
             remarks[
                 "kv_scale differs from the larger of the K and V scales, and is ignored"
             ].append(index)
-        names = ", ".join(dict.fromkeys((k_name, v_name)))
-        source = f"{checkpoint.origin}/{checkpoint.tensor_files[k_name]}: {names}"
+        source_names = ", ".join(dict.fromkeys((k_name, v_name)))
+        source = f"{checkpoint.origin}/{checkpoint.tensor_files[k_name]}: {source_names}"
         layers[index] = LayerScales(k, v, source=source)
     for remark, indices in remarks.items():
         logger.warning("%s: %s (layers %s)", checkpoint.origin, remark, format_list(indices))
@@ -278,11 +301,13 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
 
 def _make_no_scales_error(checkpoint: Checkpoint) -> ScaleError:
     names = ", ".join(name.template.replace("{side}", "{k,v}") for name in TENSOR_NAMES)
-    likely_names = format_list(n for n in checkpoint.tensor_files if LIKELY_SCALE_PATTERN.search(n))
+    likely_names = format_list(
+        name for name in checkpoint.tensor_files if LIKELY_SCALE_PATTERN.search(name)
+    )
     got = f"got only {likely_names}, which no format has" if likely_names else "got none"
-    pickles = [n for suffix in PICKLE_SUFFIXES for n in checkpoint.folder.list_files(suffix)]
-    if pickles:
-        got += f" (pickles are never loaded: {format_list(pickles)})"
+    pickles = chain.from_iterable(map(checkpoint.folder.list_files, PICKLE_SUFFIXES))
+    if pickle_names := format_list(pickles):
+        got += f" (pickles are never loaded: {pickle_names})"
     declaration = checkpoint.declaration
     server_note = (
         ", so servers use 1.0" if declaration.kind == "static" and not likely_names else ""
@@ -290,5 +315,5 @@ def _make_no_scales_error(checkpoint: Checkpoint) -> ScaleError:
     return ScaleError(
         f"{checkpoint.origin}: expected {KV_FILE}, {JSON_FILE}, or scale tensors such as "
         f"self_attn.{names} in the layers of the language model, {got}. The config declares "
-        f"{declaration.description}{server_note}. Use scales=None, which is dynamic, or calibrate"
+        f"{declaration.description}{server_note}. Pass scales=None for dynamic scales, or calibrate"
     )

@@ -70,20 +70,17 @@ TENSOR_NAMES = (
 # Biases of ModelOpt's FP8_AFFINE: values for each head and channel, subtracted before scaling.
 BIAS_PATTERN = re.compile(_PREFIX_REGEX + r"(?P<side>[kv])_proj\.(?P=side)_bias")
 # Names of tensors that exist only in checkpoints with a cache that is not FP8.
-FOREIGN_PATTERNS = tuple(
-    (re.compile(_PREFIX_REGEX + suffix), cache)
-    for suffix, cache in (
-        (r"[kv]_global_scale", "an NVFP4 cache"),
-        (r"(?:[kv]_proj\.)?kv_cache_(?:scale|offset)", "an INT8 cache"),
-    )
-)
+FOREIGN_PATTERNS = {
+    re.compile(_PREFIX_REGEX + r"[kv]_global_scale"): "an NVFP4 cache",
+    re.compile(_PREFIX_REGEX + r"(?:[kv]_proj\.)?kv_cache_(?:scale|offset)"): "an INT8 cache",
+}
 ZERO_POINT_PATTERN = re.compile(
     _PREFIX_REGEX + r"(?:(?:k|v|kv)_zero_point|[kv]_proj\.(?:output|k|v)_zero_point)"
 )
 # Names of all tensors of an 8-bit or 4-bit cache.
 CACHE_PATTERNS = (
     *(name.pattern for name in TENSOR_NAMES),
-    *(pattern for pattern, _ in FOREIGN_PATTERNS),
+    *FOREIGN_PATTERNS,
     ZERO_POINT_PATTERN,
     BIAS_PATTERN,
 )
@@ -101,7 +98,8 @@ def match_tensors(
     scales: list[ScaleTensor] = []
     unknown_names: list[str] = []
     for name in names:
-        for tensor_name in TENSOR_NAMES if ATTENTION_PATTERN.match(name) else ():
+        candidates = TENSOR_NAMES if ATTENTION_PATTERN.match(name) else ()
+        for tensor_name in candidates:
             dialect = (
                 declaration.dialect
                 if declaration.dialect in tensor_name.dialects

@@ -81,14 +81,17 @@ class TensorFormat(ScaleFormat):
         tensor_files = {} if checkpoint is None else checkpoint.tensor_files
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
         config: Config = {"model_type": scales.model_type} if scales.model_type else {}
-        modelopt, index_path = None, None
+        modelopt = None
+        index_path = None
         if checkpoint is not None and (tensor_files or checkpoint.config):
             config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt_config))
             index_path = checkpoint.folder.find_file(INDEX_FILE)
         else:  # add the entries that follow from the scales
             if sorted(scales.layers) == list(range(len(scales.layers))):
                 config["num_hidden_layers"] = len(scales.layers)
-            head_counts = {len(k) for k, _ in (x.static for x in scales.layers.values()) if k.ndim}
+            head_counts = {
+                len(layer.static[0]) for layer in scales.layers.values() if layer.static[0].ndim
+            }
             if len(head_counts) == 1:
                 config["num_key_value_heads"] = head_counts.pop()
         if checkpoint is not None and tensor_files:
@@ -98,18 +101,19 @@ class TensorFormat(ScaleFormat):
             for side, scale in zip("kv", layer.static, strict=True):
                 name = f"{modules[index]}.{self.tensor_name.format(side=side)}"
                 tensors[name] = scale.reshape((-1, 1, 1) if scale.ndim else self.shape).clone()
-        weights = [name for name in tensor_files if name.endswith(".weight")]
-        quantizable = {name.removesuffix(".weight") for name in weights}
+        quantizable = {
+            name.removesuffix(".weight") for name in tensor_files if name.endswith(".weight")
+        }
         # Some readers use the names of the modules with experts.
         quantizable |= {
-            n.split(".experts.")[0] + ".experts" for n in tensor_files if ".experts." in n
+            name.split(".experts.")[0] + ".experts" for name in tensor_files if ".experts." in name
         }
-        indexed_tensors = tensors if self.is_indexed or not tensor_files else {}
         weight_map = {
             name: FIRST_FILE if file_name == SINGLE_FILE else file_name
             for name, file_name in tensor_files.items()
         }
-        weight_map |= dict.fromkeys(indexed_tensors, SCALES_SHARD)
+        if self.is_indexed or not tensor_files:
+            weight_map |= dict.fromkeys(tensors, SCALES_SHARD)
         return {
             SCALES_SHARD: to_safetensors(tensors, {"format": "pt"}),
             INDEX_FILE: make_index(index_path, weight_map),
@@ -176,8 +180,11 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             "calibrate without a plan"
         )
     loss_layers: dict[str, list[int]] = defaultdict(list)
-    loss_layers["the formats of the plan are left out, servers store E4M3"] = [*(scales.plan or ())]
+    loss_layers["the formats of the plan are left out, servers store E4M3"] = list(
+        scales.plan or ()
+    )
     static_scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    head_counts: dict[int, int] = {}
     for index, layer in scales.layers.items():
         k, v = layer.static
         if layer.k_center is not None:  # |K| <= max * scale + |center|
@@ -185,19 +192,22 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             headroom = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
             k = k + (headroom if k.ndim else headroom.max())
         static_scales[index] = k, v
-    num_heads = {
-        index: max(len(x) if x.ndim else 1 for x in kv) for index, kv in static_scales.items()
-    }
+        head_counts[index] = max(len(scale) if scale.ndim else 1 for scale in (k, v))
     # A layer with one scale gets the heads of the remaining layers, because all share a strategy.
-    distinct_counts = {*num_heads.values()} - {1}
-    default_count = distinct_counts.pop() if len(distinct_counts) == 1 else 0
-    num_heads = {index: n if n > 1 else default_count for index, n in num_heads.items()}
-    is_per_head = format.granularity == "head" and all(num_heads.values())
+    distinct_counts = set(head_counts.values()) - {1}
+    default_count = max(distinct_counts) if len(distinct_counts) == 1 else 0
+    is_per_head = format.granularity == "head" and (
+        default_count > 0 or 1 not in head_counts.values()
+    )
     layers = {}
     for index, kv in static_scales.items():
-        k, v = (x.amax(1, keepdim=True) if x.ndim and is_per_head else x.max() for x in kv)
+        k, v = (
+            scale.amax(1, keepdim=True) if scale.ndim and is_per_head else scale.max()
+            for scale in kv
+        )
         if is_per_head:
-            k, v = (x.expand(num_heads[index], 1).clone() for x in (k, v))
+            num_heads = max(head_counts[index], default_count)
+            k, v = (scale.expand(num_heads, 1).clone() for scale in (k, v))
         for scale, reduced_scale in zip(kv, (k, v), strict=True):
             if scale.ndim and (scale != reduced_scale).any():
                 unit = "head" if is_per_head else "layer"
@@ -215,14 +225,17 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
     return replace(scales, layers=layers), losses
 
 
-def _find_attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
+def _find_attention_modules(
+    checkpoint: Checkpoint, layer_indices: Collection[int]
+) -> dict[int, str]:
     paths: dict[int, set[str]] = defaultdict(set)
-    for match in filter(None, map(ATTENTION_PATTERN.match, checkpoint.tensor_files)):
+    matches = filter(None, map(ATTENTION_PATTERN.match, checkpoint.tensor_files))
+    for match in matches:
         paths[int(match["layer"])].add(match["path"])
-    for index in layers:
+    for index in layer_indices:
         if len(paths[index]) != 1:
             raise ScaleError(
                 f"{checkpoint.origin}: expected one attention module in layer {index}, got "
                 f"{format_list(sorted(paths[index])) or 'none'}. Use this model's scales"
             )
-    return {index: paths[index].pop() for index in layers}
+    return {index: paths[index].pop() for index in layer_indices}

@@ -50,14 +50,16 @@ class HfFp8kv(ScaleFormat):
             "weights_digest": scales.weights_digest,
         }
         if scales.plan is not None:
-            metadata["plan"] = {i: list(map(str, plan)) for i, plan in scales.plan.items()}
+            metadata["plan"] = {index: list(map(str, plan)) for index, plan in scales.plan.items()}
         if scales.protection is not None:
             metadata["protection"] = asdict(scales.protection)
         tensors: dict[str, torch.Tensor] = {}
         for index, layer in scales.layers.items():
-            fields = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
+            layer_tensors = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
             tensors |= {
-                f"layers.{index}.{n}": t.clone() for n, t in fields.items() if t is not None
+                f"layers.{index}.{name}": tensor.clone()
+                for name, tensor in layer_tensors.items()
+                if tensor is not None
             }
         return {KV_FILE: to_safetensors(tensors, {METADATA_KEY: json.dumps(metadata)})}
 
@@ -76,7 +78,7 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
         if not isinstance(model_type, str | None):
             raise TypeError(f"expected a string or null as model_type, got {model_type!r}")
         entries = metadata.get("plan", {})
-        plans = {parse_index(i): LayerPlan.parse(*kv) for i, kv in entries.items()}
+        plans = {parse_index(index): LayerPlan.parse(*sides) for index, sides in entries.items()}
         tensors_by_layer: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
         for name, tensor in tensors.items():
             prefix, index, suffix = name.split(".")
@@ -85,20 +87,19 @@ def parse_kv_scales(contents: bytes, path: str) -> ScaleData:
             tensors_by_layer.setdefault(parse_index(index), {})[suffix] = tensor
         layers = {
             index: LayerScales(
-                fields.pop("k_scale", None),
-                fields.pop("v_scale", None),
-                fields.pop("k_center", None),
+                layer_tensors.pop("k_scale", None),
+                layer_tensors.pop("v_scale", None),
+                layer_tensors.pop("k_center", None),
                 f"{path}: layers.{index}",
                 plans.get(index),
-                **fields,  # an error for other names
+                **layer_tensors,  # an error for other names
             )
-            for index, fields in tensors_by_layer.items()
+            for index, layer_tensors in tensors_by_layer.items()
         }
         if (weights_digest := metadata.get("weights_digest")) is not None:
             bytes.fromhex(weights_digest)  # raises an error for invalid digits
-        protection = metadata.get("protection")
-        if protection is not None:
-            protection = Protection.from_dict(protection)
+        entry = metadata.get("protection")
+        protection = None if entry is None else Protection.from_dict(entry)
         return ScaleData(
             layers,
             HfFp8kv.name,
@@ -124,7 +125,8 @@ class VllmJson(ScaleFormat):
     def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
     ) -> dict[str, bytes]:
-        layers, model_type = scales.layers, scales.model_type
+        layers = scales.layers
+        model_type = scales.model_type
         if checkpoint is not None and isinstance(checkpoint.config.get("model_type"), str):
             # Readers compare it with the model type of the checkpoint.
             model_type = str(checkpoint.config["model_type"])
@@ -135,13 +137,17 @@ class VllmJson(ScaleFormat):
             )
         scale_by_layer = {str(index): layer.static[0].item() for index, layer in layers.items()}
         ranks = dict.fromkeys(map(str, range(tp_size)), scale_by_layer)
-        entry = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
-        return {JSON_FILE: to_json({"model_type": model_type, "kv_cache": entry})}
+        content = {
+            "model_type": model_type,
+            "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": ranks},
+        }
+        return {JSON_FILE: to_json(content)}
 
     def describe_gaps(self, scales: ScaleData, checkpoint: Checkpoint | None = None) -> list[str]:
         config = {} if checkpoint is None else checkpoint.config
-        gap = "model_type is unknown and written as null, which vLLM and SGLang refuse"
-        return [] if scales.model_type or isinstance(config.get("model_type"), str) else [gap]
+        if scales.model_type or isinstance(config.get("model_type"), str):
+            return []
+        return ["model_type is unknown and written as null, which vLLM and SGLang refuse"]
 
 
 def parse_json(path: Path, data: Config, read_options: ReadOptions, config: Config) -> ScaleData:
@@ -206,7 +212,7 @@ def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     if sorted(ranks) != list(range(len(ranks))):
         raise ScaleError(
             f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {format_list(sorted(ranks))}. "
-            "A rank is missing"
+            "Add the missing rank"
         )
     for rank, scales in ranks.items():
         if set(scales) != set(ranks[0]):
