@@ -1,4 +1,4 @@
-"""Write examples with the names of the installed transformers."""
+"""Rename arguments in examples for the installed version of transformers."""
 
 import re
 
@@ -6,8 +6,9 @@ from hf_fp8kv.modeling.model_support import CACHE
 
 
 def rename_arguments(source: str) -> str:
-    """Return code for transformers 5.24 with the names that the installed version accepts."""
-    if CACHE == "cache":
-        return source
-    source = re.sub(r"(?<=[ (])cache=(?=\w)", f"{CACHE}=", source)
-    return source.replace("result.cache", f"result.{CACHE}")
+    """Return source code for transformers 5.24 with the argument names of older versions.
+
+    If the installed version has the names of 5.24, the code does not change.
+    """
+    renamed_source = re.sub(r"(?<=[ (])cache=(?=\w)", f"{CACHE}=", source)
+    return renamed_source.replace("result.cache", f"result.{CACHE}")

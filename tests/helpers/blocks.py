@@ -2,8 +2,9 @@
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
-from hf_fp8kv.ops import Pages, StoredSide
+from hf_fp8kv.ops import Pages
 from hf_fp8kv.ops.blocks import list_blocks, locate_pages, put_pages, take_pages
 
 
@@ -23,10 +24,7 @@ def split_into_blocks(
     if len(blocks) > 2 and blocks[-1].shape == blocks[0].shape:
         blocks[-1], blocks[0] = blocks[0], blocks[-1]
     put_pages(blocks, np.arange(len(rows)), rows.to(device))
-    k, v = (
-        StoredSide(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in side))
-        for side in (pages.k, pages.v)
-    )
+    k, v = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (pages.k, pages.v))
     return pages._replace(
         k=k, v=v, block=blocks[0], offsets=locate_pages(blocks), table=pages.table.to(device)
     )

@@ -33,8 +33,6 @@ class _Failure(Exception):
 
 
 class _Recorder(BaseStreamer):
-    """A streamer that records tokens."""
-
     def __init__(self) -> None:
         self.tokens: list[Any] = []
 
@@ -56,16 +54,18 @@ class _Call:
     def __init__(self, rng: random.Random) -> None:
         self.seed = rng.randrange(10**6)
         self.batch = rng.choice((1, 1, 2, 3))
-        self.num_prompt, self.num_padding = rng.randint(2, 30), rng.choice((0, 0, 1, 3))
+        self.num_prompt = rng.randint(2, 30)
+        self.num_padding = rng.choice((0, 0, 1, 3))
         self.new_tokens = rng.choice((1, 4, 15, 16, 17, 20, 32, 40, 64))
-        self.do_sample, self.num_beams = rng.random() < 0.4, rng.choice((1, 1, 1, 1, 1, 2))
+        self.do_sample = rng.random() < 0.4
+        self.num_beams = rng.choice((1, 1, 1, 1, 1, 2))
         self.answers = rng.choice((1, 2, 3)) if self.do_sample and self.num_beams == 1 else 1
         self.stop_step = rng.choice((None, None, rng.randint(1, 40)))
         self.failing_step = rng.choice((None, None, None, None, rng.randint(1, 40)))
-        self.is_constrained, self.continues = rng.random() < 0.2, rng.random() < 0.5
+        self.is_constrained = rng.random() < 0.2
+        self.continues = rng.random() < 0.5
         self.chunk_size = rng.choice((None, None, None, 5))
-        options = ({}, {}, {}, {"disable_compile": True}, {"output_scores": True})
-        self.options = rng.choice(options)
+        self.options = rng.choice(({}, {}, {}, {"disable_compile": True}, {"output_scores": True}))
         self.change = rng.choice((None, None, "weights", "enable", "fork", "reset", "dtype"))
         self.disturbance = rng.choice((None, None, None, "fork", "memory"))
         self.num_steps = 0
@@ -103,7 +103,8 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
     `keywords` are keywords of `enable`.
     """
     name, calls = make_program(seed)
-    is_hybrid, model = name == "hybrid", copy.deepcopy(build_variant(name)[0])
+    is_hybrid = name == "hybrid"
+    model = copy.deepcopy(build_variant(name)[0])
     # Every tenth program has the plan of its model. Choosing a plan runs the model.
     dtype = "adaptive" if seed % 10 == 1 else ("fp8_e3m4", "int8", "model")[seed % 3]
     keywords = {"page_size": 8, "dtype": dtype, **keywords}
@@ -123,8 +124,9 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             enable(model, **keywords)
         if call.change in ("weights", "dtype"):
             previous = None
-        size = (call.batch, call.num_prompt)
-        ids = torch.tensor([rng.randrange(1, VOCAB) for _ in range(size[0] * size[1])]).view(size)
+        ids = torch.tensor(
+            [[rng.randrange(1, VOCAB) for _ in range(call.num_prompt)] for _ in range(call.batch)]
+        )
         mask = torch.ones_like(ids)
         arguments: dict[str, Any] = {"num_return_sequences": call.answers}
         if previous is not None and call.continues and call.num_beams == 1:
@@ -157,9 +159,9 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             results += ["failure", call.cache and describe(call.cache)]
             previous = None
         else:
-            tokens, cache = output.sequences, output[CACHE]
-            previous = tokens, cache
-            results += [tokens.tolist(), streamer and streamer.tokens, describe(cache)]
+            previous = (output.sequences, output[CACHE])
+            results += [output.sequences.tolist(), streamer and streamer.tokens]
+            results.append(describe(output[CACHE]))
             results.append([scores.tolist() for scores in output.get("scores") or ()])
     return results
 
@@ -187,10 +189,9 @@ def check_program(seed: int, counts: Counter[str]) -> str:
         if step.num_steps >= LONG_CALL:
             counts["steps"] += step.num_steps
             counts["replays"] += step.num_replays
-    for index, results in enumerate(zip(expected, actual, strict=True)):
-        if results[0] != results[1]:
-            eager, captured = (str(result)[:200] for result in results)
-            return f"seed {seed}, result {index}: expected {eager}, got {captured}"
+    for index, (eager, captured) in enumerate(zip(expected, actual, strict=True)):
+        if eager != captured:
+            return f"seed {seed}, result {index}: expected {eager!s:.200}, got {captured!s:.200}"
     return ""
 
 
@@ -198,9 +199,9 @@ def main() -> None:
     first_seed, num_programs = map(int, sys.argv[1:])
     counts = Counter[str]()
     seeds = range(first_seed, first_seed + num_programs)
-    differences = [text for seed in seeds if (text := check_program(seed, counts))]
-    lines = [*differences, f"{num_programs} programs, {len(differences)} differ: {dict(counts)}"]
-    sys.stdout.write("\n".join(lines) + "\n")
+    differences = list(filter(None, (check_program(seed, counts) for seed in seeds)))
+    summary = f"{num_programs} programs, {len(differences)} differ: {dict(counts)}"
+    sys.stdout.write("\n".join([*differences, summary]) + "\n")
 
 
 if __name__ == "__main__":

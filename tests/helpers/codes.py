@@ -30,5 +30,4 @@ def _find_region(pages: Pages, side: str) -> tuple[torch.Tensor, torch.dtype]:
 
 
 def round_up_head_size(head_size: int, format_name: str) -> int:
-    """Return the smallest head size of at least `head_size` that a format can store."""
     return head_size if FORMATS[format_name].bits == 8 else -(-head_size // 4) * 4

@@ -20,7 +20,8 @@ class BytesWritten(TorchDispatchMode):
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for output, schema in zip(outputs, function._schema.returns, strict=False):
             is_view = schema.alias_info is not None and not schema.alias_info.is_write
-            for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            tensors = output if isinstance(output, (tuple, list)) else (output,)
+            for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and not is_view:
                     self.total += tensor.nbytes
         return result

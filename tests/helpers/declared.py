@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_fp8kv import KVScales, LayerScales
 from tests.helpers.tiny_models import build_variant
 
-NUM_LAYERS, NUM_HEADS = 2, 2
+NUM_LAYERS = 2
+NUM_HEADS = 2
 # With codes up to 448, K reaches at most 1.35 and V 0.68. The model's K and V are far larger.
 TOO_SMALL = KVScales(
     {
@@ -42,22 +43,24 @@ _W8A8_CONFIG = {
 }
 
 
+def make_model() -> PreTrainedModel:
+    return build_variant("llama", num_hidden_layers=NUM_LAYERS, num_key_value_heads=NUM_HEADS)[0]
+
+
 def save_plain(folder: Path) -> Path:
-    """Save a tiny unquantized Llama, and return the folder."""
-    model, _ = build_variant("llama", num_hidden_layers=NUM_LAYERS, num_key_value_heads=NUM_HEADS)
-    model.save_pretrained(folder)
+    make_model().save_pretrained(folder)
     return folder
 
 
 def save_w8a8(folder: Path) -> Path:
     """Save the model of `save_plain` with FP8 weights, and declare FP8 activations but no cache."""
-    model = build_variant("llama", num_hidden_layers=NUM_LAYERS, num_key_value_heads=NUM_HEADS)[0]
+    model = make_model()
     tensors = model.state_dict()
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = tensors[name]
-        scale = weight.abs().amax(1, keepdim=True) / 448
-        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
-        tensors[name.replace("weight", "weight_scale")] = scale
+    for name, weight in model.state_dict().items():
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[name.replace("weight", "weight_scale")] = scale
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
@@ -77,10 +80,10 @@ def declare_output_scales(checkpoint: Path, folder: Path) -> Path:
     `kv_cache_scheme` has replaced this format. Return the folder of the copy.
     """
     tensors = load_file(checkpoint / "model.safetensors")
-    for layer in range(NUM_LAYERS):
-        for side, scale in (("k", 0.002), ("v", 0.0015)):
-            name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
-            tensors[name] = torch.tensor([scale])
+    for index in range(NUM_LAYERS):
+        prefix = f"model.layers.{index}.self_attn"
+        tensors[f"{prefix}.k_proj.output_scale"] = torch.tensor([0.002])
+        tensors[f"{prefix}.v_proj.output_scale"] = torch.tensor([0.0015])
     output_scheme = {**_FP8_FIELDS, "strategy": "tensor", "dynamic": False}
     group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": output_scheme}
     quantization = {**_W8A8_CONFIG, "format": "dense", "config_groups": {"group_0": group}}
@@ -93,6 +96,5 @@ def declare_output_scales(checkpoint: Path, folder: Path) -> Path:
 
 
 def load(folder: Path, attention: str = "sdpa", **options: Any) -> PreTrainedModel:
-    """Load a checkpoint with `from_pretrained`, in eval mode."""
     options["attn_implementation"] = attention
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()

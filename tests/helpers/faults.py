@@ -42,7 +42,8 @@ class Faults:
     """
 
     def __init__(self, names: frozenset[str], make_error: Callable[[], BaseException]) -> None:
-        self.names, self.make_error = names, make_error
+        self.names = names
+        self.make_error = make_error
         self.places: list[Place] = []
         self.has_failed = False
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -50,7 +51,8 @@ class Faults:
 
     def run(self, call: Callable[[], Any], failing_place: Place | None = None) -> Any:
         """Run `call`, and return the type of the error if the call at `failing_place` failed."""
-        self.places, self.has_failed = [], False
+        self.places = []
+        self.has_failed = False
         self._counts.clear()
         self._failing_place = failing_place
         old_profile = sys.getprofile()
@@ -69,9 +71,11 @@ class Faults:
 
     def _profile(self, frame: Any, event: str, argument: Any) -> None:
         if event == "c_call":
-            name, caller = argument.__name__, frame
+            name = argument.__name__
+            caller = frame
         elif event == "call":
-            name, caller = frame.f_code.co_name, frame.f_back
+            name = frame.f_code.co_name
+            caller = frame.f_back
             if frame.f_code.co_filename.startswith(PACKAGE):
                 return
         else:

@@ -19,7 +19,6 @@ if not _IS_WORKER:
 
 
 def link_models() -> None:
-    """Add links to all converted models, except the links that exist."""
     folder = Path(os.environ["HF_HOME"], "hf_fp8kv")
     folder.mkdir(exist_ok=True)
     for path in Path(ORIGINAL_HF_HOME, "hf_fp8kv").glob("[!.]*"):
@@ -29,7 +28,6 @@ def link_models() -> None:
 
 
 def remove_folder() -> None:
-    """Remove the folder at the end of the session."""
     if not _IS_WORKER:
         shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 

@@ -39,7 +39,7 @@ _TORCH_DTYPES = {
     tl.float64: torch.float64,
 }
 # The types whose values the interpreter stores as bit patterns.
-_BIT_TYPES = tuple(t for t in _TORCH_DTYPES if t not in (tl.float16, tl.float32, tl.float64))
+_BIT_TYPES = _TORCH_DTYPES.keys() - {tl.float16, tl.float32, tl.float64}
 
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
@@ -47,7 +47,6 @@ Handle = interpreter.TensorHandle
 
 @functools.cache
 def repair() -> None:
-    """Repair the interpreter of this process, once."""
     interpreter._convert_float = _convert
     _cache_block_types()
     _repair_casts()
@@ -78,6 +77,10 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
         x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     patterns = x.to(dtype).view(torch.uint8).numpy().view(f"u{dtype.itemsize}")
     return patterns.reshape(data.shape)
+
+
+def _is_bfloat16(operand: Any) -> bool:
+    return isinstance(operand, Handle) and operand.dtype.scalar == tl.bfloat16
 
 
 def _to_float32(handle: Any) -> Any:
@@ -115,7 +118,7 @@ def _repair_arithmetic() -> None:
     def wrap_operation(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def run_in_float32(self: Any, *operands: Any) -> Any:
-            if any(isinstance(x, Handle) and x.dtype.scalar.name == "bf16" for x in operands):
+            if any(_is_bfloat16(operand) for operand in operands):
                 converted = (
                     _to_float32(operand) if isinstance(operand, Handle) else operand
                     for operand in operands
@@ -170,8 +173,8 @@ def _repair_reductions() -> None:
             output = self.to_tensor(data, inputs[0].dtype)
         else:
             output = stock_reduce(self, inputs)
-        results = output if isinstance(output, list | tuple) else [output]
-        for result, operand, converted in zip(results, operands, inputs, strict=False):
+        outputs = output if isinstance(output, list | tuple) else [output]
+        for result, operand, converted in zip(outputs, operands, inputs, strict=False):
             if operand is not converted and result.dtype.scalar == tl.float32:
                 result.handle = _to_bfloat16(result.handle)
                 result.dtype = tl.bfloat16
@@ -267,7 +270,8 @@ def _cache_block_types() -> None:
             sizes = tuple(size.value for size in self.shape)
             self.shape = shapes.setdefault(sizes, self.shape)
             type_.tensor_attributes = self.shape, self.numel, self.dtype
-        self.handle, self.type = handle, type_
+        self.handle = handle
+        self.type = type_
 
     block_type.__new__, block_type.__init__ = new_type, init_type
     tensor.__init__ = init_tensor

@@ -54,8 +54,7 @@ def make_planned_scales(
 
 def make_centered_scales(scale: float = 0.05, num_layers: int = 8) -> KVScales:
     """Return static scales with a center of K in each layer, for 2 heads of 16 channels."""
-    generator = torch.Generator().manual_seed(7)
-    centers = torch.randn(num_layers, 2, 16, generator=generator)
+    centers = torch.randn(num_layers, 2, 16, generator=torch.Generator().manual_seed(7))
     constant = torch.tensor(scale)
     return KVScales(
         {index: LayerScales(constant, constant, center) for index, center in enumerate(centers)}
@@ -68,7 +67,6 @@ def make_cache_keyword(scales: KVScales) -> dict[str, KVScales]:
 
 
 def make_planned_scales_for(model: PreTrainedModel, **options: bool) -> KVScales:
-    """Return `make_planned_scales` with the number of layers, heads and channels of a model."""
     config = model.config.get_text_config()
     return make_planned_scales(config.num_hidden_layers, *read_kv_sizes(config), **options)
 

@@ -54,12 +54,18 @@ TOOLS_TEMPLATE = r"""
 {{- '<|im_end|>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
 """
-NUM_PAGES, PAGE_SIZE, STEP_TOKENS, CONTEXT_LENGTH = 24, 16, 64, 320
+NUM_PAGES = 24
+PAGE_SIZE = 16
+STEP_TOKENS = 64
+CONTEXT_LENGTH = 320
 SERVE_OPTIONS = (
     "--device", "cpu", "--port", "0", "--cb-num-blocks", str(NUM_PAGES),
     "--cb-block-size", str(PAGE_SIZE), "--cb-max-batch-tokens", str(STEP_TOKENS),
 )  # fmt: skip
 TIMEOUT = 120.0  # seconds
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 NAN_CHARACTER = "~"  # after `add_nan_token`, the logits of a prompt with this character are NaN
 
 
@@ -67,10 +73,12 @@ def make_step_requests(sequences: Sequence[Any], position: int) -> list[Any]:
     """Return the requests of an engine's step, with one new token per sequence at `position`."""
     return [
         SimpleNamespace(
-            state=SimpleNamespace(logit_processor_kwargs={"sequence": x}, position_offset=position),
+            state=SimpleNamespace(
+                logit_processor_kwargs={"sequence": sequence}, position_offset=position
+            ),
             has_new_token=True, query_length=1,
         )
-        for x in sequences
+        for sequence in sequences
     ]  # fmt: skip
 
 
@@ -117,9 +125,9 @@ def generate_paged(folder: str, question: str, num_tokens: int, **options: objec
 
 def parse_events(text: str) -> list[Any]:
     """Parse the events of a streamed response, except the final [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    *events, end = re.findall("^data: (.*)$", text, re.MULTILINE)
+    assert end == "[DONE]"
+    return [json.loads(event) for event in events]
 
 
 def read_answer(response: Any) -> str:
@@ -134,12 +142,10 @@ def read_answer(response: Any) -> str:
 
 
 def encode(text: str) -> list[int]:
-    """Return the tokens of a text, for a model of `save_chat_model`."""
     return [ord(character) - 32 for character in text]
 
 
 def generate_dense(model: Any, prompt: str, num_tokens: int, *processors: LogitsProcessor) -> str:
-    """Return the greedy answer of `generate()` with transformers' default cache."""
     inputs = torch.tensor([encode(prompt)])
     with torch.inference_mode():
         output = model.generate(
@@ -288,7 +294,6 @@ class Server(Endpoint):
             self.lines.append(line)
 
     def wait_for_log(self, pattern: str, seconds: float = TIMEOUT) -> re.Match[str]:
-        """Wait until the log contains a match of `pattern`, and return the match."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if match := re.search(pattern, self.log):

@@ -23,11 +23,11 @@ class LoadError(Exception):
 def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
     """Return the config, and the tensors of the files in the index (with `by_index`) or of all."""
     config = json.loads((folder / "config.json").read_text())
-    index = folder / "model.safetensors.index.json"
+    index_file = folder / "model.safetensors.index.json"
     files = {path.name for path in folder.glob("*.safetensors")}
     tensors: dict[str, torch.Tensor] = {}
-    if by_index and index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
+    if by_index and index_file.exists():
+        weight_map = json.loads(index_file.read_text())["weight_map"]
         if not set(weight_map.values()) <= files:
             raise LoadError("the index names a missing file")
         files = set(weight_map.values())
@@ -36,7 +36,7 @@ def read_checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[
         if set(file_tensors) & set(tensors):
             raise LoadError("two files hold the same tensor")
         tensors |= file_tensors
-    if by_index and index.exists() and set(tensors) != set(weight_map):
+    if by_index and index_file.exists() and set(tensors) != set(weight_map):
         raise LoadError("index and files have different tensors")
     return config, tensors
 
@@ -64,29 +64,31 @@ def group_scales(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
     """Return the scales by layer and side, without tensors that the server does not rename."""
     scales: dict[int, dict] = {}
     for name, tensor in tensors.items():
-        side = next((m[1] for m in (re.search(p, name) for p in SGLANG_PATTERNS) if m), None)
-        layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
-        if side and layer:
-            scales.setdefault(int(layer[1]), {})["k" if side == "kv" else side] = tensor
+        matches = (re.search(pattern, name) for pattern in SGLANG_PATTERNS)
+        side_match = next(filter(None, matches), None)
+        index_match = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
+        if side_match and index_match:
+            # The first letter, because the server reads a shared scale as the scale of K.
+            scales.setdefault(int(index_match[1]), {})[side_match[1][0]] = tensor
     return scales
 
 
 def read_scalars(scales: dict[int, dict], num_layers: int) -> ScalePairs:
     """Return a positive scale for K and V of each layer. V without a scale gets the scale of K."""
     pairs = {}
-    for layer in range(num_layers):
-        layer_scales = scales.get(layer, {})
+    for index in range(num_layers):
+        layer_scales = scales.get(index, {})
         for tensor in layer_scales.values():
             if tensor.numel() != 1:
-                raise LoadError(f"layer {layer}: expected a scalar, got {tuple(tensor.shape)}")
+                raise LoadError(f"layer {index}: expected a scalar, got {tuple(tensor.shape)}")
         k, v = (
             layer_scales[side].float().item() if side in layer_scales else -1.0 for side in "kv"
         )
         if k <= 0 and v <= 0:
-            raise LoadError(f"layer {layer}: the server would use a scale of 1.0")
+            raise LoadError(f"layer {index}: the server would use a scale of 1.0")
         if not k > 0:
-            raise LoadError(f"layer {layer}: the assertion k_scale > 0 fails")
-        pairs[layer] = (torch.tensor(k), torch.tensor(v if v > 0 else max(k, v)))
+            raise LoadError(f"layer {index}: the assertion k_scale > 0 fails")
+        pairs[index] = (torch.tensor(k), torch.tensor(v if v > 0 else max(k, v)))
     return pairs
 
 
@@ -114,11 +116,11 @@ def read_as_tgi(folder: Path) -> ScalePairs:
     if config.get("kv_cache_torch_dtype") not in ("float8_e4m3fn", None):
         raise LoadError("the dtype is unknown")
     pairs = {}
-    for layer in range(config["num_hidden_layers"]):
-        names = [f"model.layers.{layer}.self_attn.{side}_scale" for side in "kv"]
+    for index in range(config["num_hidden_layers"]):
+        names = [f"model.layers.{index}.self_attn.{side}_scale" for side in "kv"]
         if not all(name in tensors for name in names):
-            raise LoadError(f"layer {layer}: the server would use a scale of 1.0")
+            raise LoadError(f"layer {index}: the server would use a scale of 1.0")
         if any(tensors[name].numel() != 1 for name in names):
             raise LoadError("Key and value scales must be scalar tensors.")
-        pairs[layer] = tuple(tensors[name].float() for name in names)
+        pairs[index] = tuple(tensors[name].float() for name in names)
     return pairs

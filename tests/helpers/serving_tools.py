@@ -36,7 +36,8 @@ class OpenAIPenalties(LogitsProcessor):
 
     def __init__(self, num_prompt_tokens: int, presence: float, frequency: float) -> None:
         self._num_prompt_tokens = num_prompt_tokens
-        self._presence, self._frequency = presence, frequency
+        self._presence = presence
+        self._frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         counts = input_ids[0, self._num_prompt_tokens :].bincount(minlength=scores.shape[1])
@@ -67,12 +68,12 @@ def draw_head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScale
 
     return KVScales(
         {
-            i: LayerScales(
+            index: LayerScales(
                 draw_scales(10, 60),
                 draw_scales(20, 80),
                 torch.randn((num_heads, head_dim), generator=generator) if center else None,
             )
-            for i in range(config.num_hidden_layers)
+            for index in range(config.num_hidden_layers)
         }
     )
 
@@ -108,7 +109,6 @@ def generate_each(model: PreTrainedModel, prompts: Prompts, **options: Any) -> T
 
 
 def are_exact(model: PreTrainedModel, prompts: Prompts, answers: TokenLists) -> bool:
-    """Return whether the answers equal the answers from unquantized pages."""
     pairs = zip(prompts, answers, strict=True)
     return all(generate_each(model, [prompt], dtype="auto") == [answer] for prompt, answer in pairs)
 
@@ -135,7 +135,6 @@ def generate_batch(
 
 
 def open_manager(model: PreTrainedModel, generation: Any = None, **config: Any) -> Any:
-    """Return a context with a running manager of the model."""
     return model.continuous_batching_context_manager(
         generation_config=generation or greedy(), continuous_batching_config=batching(**config)
     )

@@ -34,7 +34,6 @@ def save_first_layers(
 
 @pytest.fixture(scope="session")
 def shallow_model_path(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the first layers of the demo model."""
     return save_first_layers(demo_model_path, tmp_path_factory.mktemp("shallow") / "model")
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for the "triton" backend, which rejects a schedule of another step."""
+"""A stand-in for the "triton" backend, whose attention refuses a schedule of another step."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Tests of style, which only warn about changes by contributors who do not run .ci/run."""
+"""A pytest hook that reports failed tests of style as warnings, except in .ci/run."""
 
 import os
 from collections.abc import Iterator
@@ -14,6 +14,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     """Report a failed test with the marker "style" as an expected failure, with its message."""
     report = yield
     if report.failed and item.get_closest_marker("style") and not os.environ.get(STRICT):
-        report.wasxfail = f"style, {STRICT}=1 fails: {report.longrepr.reprcrash.message}"
+        report.wasxfail = f"style, a failure with {STRICT}=1: {report.longrepr.reprcrash.message}"
         report.outcome = "skipped"
     return report

@@ -271,12 +271,13 @@ NUM_AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
 def list_types(kind: str | None = None) -> list[str]:
     """Return the types of one kind ("causal", "seq2seq", "vision"), or of all kinds."""
     available = set(TEXT_TYPES_LISTED_AS_VISION) & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
-    names = {
+    names_by_kind = {
         "causal": sorted(available.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
         "seq2seq": sorted(f"seq2seq/{name}" for name in (*SEQ2SEQ_EXTRAS, *NESTED_TYPES)),
         "vision": [f"vision/{name}" for name in VISION_TYPES],
     }
-    return names[kind] if kind else [name for kind_names in names.values() for name in kind_names]
+    kinds = [kind] if kind else list(names_by_kind)
+    return [name for each_kind in kinds for name in names_by_kind[each_kind]]
 
 
 # Types and arguments of `build_variant`, by the name of a feature to test.
@@ -306,13 +307,13 @@ VARIANTS: dict[str, tuple[str, Fields]] = {
 
 def build_variant(name: str, seed: int = 0, **fields: Any) -> ModelInputs:
     """Build a type or one of `VARIANTS`. `key_bias` is the standard deviation of the bias of K."""
-    name, variant_fields = VARIANTS.get(name, (name, {}))
-    fields = variant_fields | fields
-    key_bias = fields.pop("key_bias", 0.0)
-    model, inputs = build_model(name, seed, **fields)
+    model_type, variant_fields = VARIANTS.get(name, (name, {}))
+    all_fields = variant_fields | fields
+    key_bias = all_fields.pop("key_bias", 0.0)
+    model, inputs = build_model(model_type, seed, **all_fields)
     generator = torch.Generator().manual_seed(seed + 3)
-    for parameter_name, parameter in model.named_parameters() if key_bias else ():
-        if parameter_name.endswith("k_proj.bias"):
+    for parameter_name, parameter in model.named_parameters():
+        if key_bias and parameter_name.endswith("k_proj.bias"):
             parameter.data = key_bias * torch.randn(parameter.shape, generator=generator)
     return model, inputs
 
@@ -483,16 +484,19 @@ def _has_field(config: PreTrainedConfig, key: str, fields: Fields | None) -> boo
 def _select_fields(config: PreTrainedConfig, candidates: Fields, overrides: Fields) -> Fields:
     """Return the candidates that the config has, and `overrides`, without fields set to None."""
     default_fields = _get_fields(config)
-    fields = {k: v for k, v in candidates.items() if _has_field(config, k, default_fields)}
+    fields = {
+        key: value for key, value in candidates.items() if _has_field(config, key, default_fields)
+    }
     fields |= overrides
-    return {k: v for k, v in fields.items() if v is not None or k in _NULLABLE_FIELDS}
+    return {
+        key: value for key, value in fields.items() if value is not None or key in _NULLABLE_FIELDS
+    }
 
 
 def _build_seq2seq(name: str, seed: int, fields: Fields, attention: Fields) -> ModelInputs:
     # Encoders are padded on the right.
-    source = {
-        name: tensor.flip(1) for name, tensor in make_prompt(seed, tokens=SOURCE_TOKENS).items()
-    }
+    prompt = make_prompt(seed, tokens=SOURCE_TOKENS)
+    source = {argument: tensor.flip(1) for argument, tensor in prompt.items()}
     target = make_prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
     target[:, 0] = 1
     generator = torch.Generator().manual_seed(seed + 1)
@@ -507,7 +511,8 @@ def _build_seq2seq(name: str, seed: int, fields: Fields, attention: Fields) -> M
         auto_class = AutoModelForImageTextToText
         source = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
     elif name in NUM_AUDIO_FRAMES:
-        auto_class, num_frames = AutoModelForSpeechSeq2Seq, NUM_AUDIO_FRAMES[name]
+        auto_class = AutoModelForSpeechSeq2Seq
+        num_frames = NUM_AUDIO_FRAMES[name]
         shape = (2, 16, num_frames) if name == "whisper" else (2, num_frames, 16)
         source = {"input_features": torch.randn(shape, generator=generator)}
     elif name == "moonshine":

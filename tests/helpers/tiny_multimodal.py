@@ -96,8 +96,7 @@ def make_text(seed: int, num_tokens: int) -> list[int]:
 
 
 def make_values(name: str, medium: Medium) -> Tensor:
-    shape = KINDS[name].shape
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(medium.seed))
+    values = torch.randn(KINDS[name].shape, generator=torch.Generator().manual_seed(medium.seed))
     values.view(-1)[values.numel() // 2] += medium.offset
     return values
 
@@ -185,14 +184,16 @@ def _configure(
     def make_config() -> PreTrainedConfig:
         base = AutoConfig.for_model(name)
         sub_configs: Fields = {}
-        for key, type_name, defaults, overrides in (
+        parts = (
             ("text_config", text_type, _TEXT, text or {}),
             ("vision_config", vision_type, _VISION, vision or {}),
-        ):
+        )
+        for key, type_name, defaults, overrides in parts:
             if key in base.sub_configs:
                 model_type = type_name or getattr(base, key).model_type
                 sub_configs[key] = {"model_type": model_type, **defaults, **overrides}
-        placeholders = {k: v for k, v in _PLACEHOLDERS.items() if k in base.to_dict()}
+        placeholder_fields = _PLACEHOLDERS.keys() & base.to_dict().keys()
+        placeholders = dict.fromkeys(placeholder_fields, PLACEHOLDER)
         return type(base)(**{"tie_word_embeddings": False, **placeholders, **sub_configs, **fields})
 
     return make_config

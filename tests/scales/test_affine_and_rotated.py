@@ -38,7 +38,6 @@ def write_checkpoint(
     quantization_config: dict[str, object],
     tensors: dict[str, torch.Tensor],
 ) -> Path:
-    """Write a copy of a checkpoint with a quantization config, and with `tensors` in its layers."""
     folder.mkdir()
     config = json.loads((plain_folder / "config.json").read_text())
     config["quantization_config"] = quantization_config
@@ -52,8 +51,9 @@ def write_checkpoint(
 def save_affine(plain_folder: Path, folder: Path) -> Path:
     """Save a checkpoint in FP8_AFFINE. Biases are means, and scales fit the centered values."""
     tensors: dict[str, torch.Tensor] = {}
-    for index, states_of_layer in enumerate(run_model(plain_folder)[1]):
-        for side, states in zip("kv", states_of_layer, strict=True):
+    _, layer_states = run_model(plain_folder)
+    for index, k_and_v in enumerate(layer_states):
+        for side, states in zip("kv", k_and_v, strict=True):
             bias = states.mean(2, keepdim=True) + 3.0
             prefix = f"{index}.self_attn.{side}_proj.{side}"
             tensors[f"{prefix}_bias"] = bias.bfloat16()
@@ -68,10 +68,12 @@ def save_affine(plain_folder: Path, folder: Path) -> Path:
 @torch.no_grad()
 def test_biases_become_centers_of_k_and_enlarge_scales_of_v(plain_folder, tmp_path):
     folder = save_affine(plain_folder, tmp_path / "affine")
-    scales, tensors = KVScales.from_pretrained(folder), load_file(folder / "model.safetensors")
+    scales = KVScales.from_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
     logits, layer_states = run_model(plain_folder)
     for index, (k, v) in enumerate(layer_states):
-        prefix, layer = f"model.layers.{index}.self_attn", scales.layers[index]
+        prefix = f"model.layers.{index}.self_attn"
+        layer = scales.layers[index]
         assert torch.equal(layer.k_center, tensors[f"{prefix}.k_proj.k_bias"][0, :, 0].float())
         assert torch.equal(layer.k, tensors[f"{prefix}.k_proj.k_scale"])
         # Neither K minus the center nor V, which is stored unchanged, saturates.
@@ -102,8 +104,8 @@ def make_rotation_config(**changes: object) -> dict[str, object]:
 def save_rotated(plain_folder: Path, folder: Path, **changes: object) -> Path:
     tensors = {}
     for index, (k, v) in enumerate(run_model(plain_folder)[1]):
-        for side, states in (("k", rotate(k)), ("v", v)):
-            tensors[f"{index}.self_attn.{side}_scale"] = states.abs().max()[None] / 448
+        tensors[f"{index}.self_attn.k_scale"] = rotate(k).abs().max()[None] / 448
+        tensors[f"{index}.self_attn.v_scale"] = v.abs().max()[None] / 448
     return write_checkpoint(plain_folder, folder, make_rotation_config(**changes), tensors)
 
 
@@ -138,17 +140,18 @@ K_CACHE_LOCATION = {"targets": ["LlamaAttention"], "location": "k_cache"}
     ],
     ids=str,
 )
-def test_other_rotations_of_k_are_rejected(plain_folder, tmp_path, changes, message):
+def test_other_rotations_of_k_are_refused(plain_folder, tmp_path, changes, message):
     folder = save_rotated(plain_folder, tmp_path / "rotated", **changes)
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "targets", ["re:.*self_attn$", [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]]
-)
+ALL_LAYERS = [f"model.layers.{index}.self_attn" for index in range(NUM_LAYERS)]
+
+
+@pytest.mark.parametrize("targets", ["re:.*self_attn$", ALL_LAYERS])
 def test_k_is_rotated_for_any_kind_of_targets(plain_folder, tmp_path, targets):
-    """K is rotated even if the config does not declare a cache."""
+    # K is rotated even if the config does not declare a cache.
     location = K_CACHE_LOCATION | {"targets": targets}
     folder = save_rotated(plain_folder, tmp_path / "rotated", apply=[location])
     block = make_rotation_config(apply=[location]) | {"kv_cache_scheme": None}
@@ -172,23 +175,20 @@ def test_rotations_of_weights_are_ignored(plain_folder, tmp_path):
     assert KVScales.from_pretrained(folder).plan is None
 
 
-ALL_LAYERS = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
+def save_partial(plain_folder, folder, algorithms, scale_layers, *, in_second_config=False):
+    """Save a checkpoint as ModelOpt 0.48 does if only some layers have a quantized cache.
 
-
-def save_partial(plain_folder, folder, formats, scale_layers, *, in_second_config=False):
-    """Save a checkpoint as ModelOpt 0.48 does if only some layers have a quantized cache."""
-    entries = {
-        "kv_cache_quantized_layers": {
-            name: {"quant_algo": format_name} for name, format_name in formats.items()
-        },
-        "kv_cache_schema_version": 1,
-    }
-    tensors = {
-        f"{index}.self_attn.{side}_proj.{side}_scale": torch.tensor(0.25 + index)
-        for index in scale_layers for side in "kv"
-    }  # fmt: skip
-    algorithms = {*formats.values()}
-    algorithm = algorithms.pop() if len(algorithms) == 1 else "MIXED_PRECISION"
+    `algorithms` has the algorithm of each quantized layer, by the name of the layer.
+    """
+    quantized_layers = {name: {"quant_algo": value} for name, value in algorithms.items()}
+    entries = {"kv_cache_quantized_layers": quantized_layers, "kv_cache_schema_version": 1}
+    tensors = {}
+    for index in scale_layers:
+        tensors[f"{index}.self_attn.k_proj.k_scale"] = torch.tensor(0.25 + index)
+        tensors[f"{index}.self_attn.v_proj.v_scale"] = torch.tensor(0.25 + index)
+    algorithm, *others = set(algorithms.values())
+    if others:
+        algorithm = "MIXED_PRECISION"
     block = {"quant_method": "modelopt", "kv_cache_quant_algo": algorithm}
     if in_second_config:
         folder = write_checkpoint(plain_folder, folder, block, tensors)
@@ -215,9 +215,9 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
     model = AutoModelForCausalLM.from_pretrained(plain_folder, attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, scales=scales)
     model(IDS, past_key_values=cache)
-    _, exact = run_model(plain_folder)
-    for index, layer in enumerate(cache.layers):
-        assert torch.equal(densify(layer.keys).float(), exact[index][0]) == (index != 1)
+    _, exact_states = run_model(plain_folder)
+    for index, (layer, (exact_k, _)) in enumerate(zip(cache.layers, exact_states, strict=True)):
+        assert torch.equal(densify(layer.keys).float(), exact_k) == (index != 1)
     scales.save_pretrained(tmp_path / "converted")
     assert KVScales.from_pretrained(tmp_path / "converted").digest == scales.digest
     with scale_error("expected scales of unchanged K and V, got scales for unquantized layers 0"):
@@ -228,7 +228,7 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("formats", "scale_layers", "message"),
+    ("layer_algorithms", "scale_layers", "message"),
     [
         (["FP8", "NVFP4"], [0], "kv_cache_quantized_layers: model.layers.1.self_attn with 'NVFP4'"),
         ([None], [0], "0.self_attn with None"),
@@ -237,9 +237,9 @@ def test_layers_that_modelopt_leaves_out_keep_the_dtype_of_the_model(
     ],
 )
 def test_wrong_lists_of_quantized_layers_are_refused(
-    plain_folder, tmp_path, formats, scale_layers, message
+    plain_folder, tmp_path, layer_algorithms, scale_layers, message
 ):
-    formats = dict(zip(ALL_LAYERS, formats, strict=False))
-    folder = save_partial(plain_folder, tmp_path / "partial", formats, scale_layers)
+    algorithms = dict(zip(ALL_LAYERS, layer_algorithms, strict=False))
+    folder = save_partial(plain_folder, tmp_path / "partial", algorithms, scale_layers)
     with scale_error(message, folder):
         KVScales.from_pretrained(folder)

@@ -61,17 +61,18 @@ def reduce_scales(scales: KVScales, format: str) -> KVScales:
 
 
 def reduce_layer(layer: LayerScales, format: str) -> LayerScales:
-    k, v = enlarge_k(layer), layer.v
+    k = enlarge_k(layer)
+    v = layer.v
     if format == "compressed-tensors" and any(
         scale.ndim and scale.shape[0] > 1 for scale in (k, v)
     ):
         return LayerScales(*(scale.amax(1, keepdim=True).expand(NUM_HEADS, 1) for scale in (k, v)))
-    k, v = k.max(), v.max()
-    return LayerScales(*(torch.maximum(k, v),) * 2 if format == "vllm-json" else (k, v))
+    if format == "vllm-json":
+        return LayerScales(torch.maximum(k.max(), v.max()), torch.maximum(k.max(), v.max()))
+    return LayerScales(k.max(), v.max())
 
 
 def enlarge_k(layer: LayerScales) -> torch.Tensor:
-    """Return the scale of K, enlarged by the center."""
     if layer.k_center is None:
         return layer.k
     margin = layer.k_center.abs() / 448
@@ -80,14 +81,14 @@ def enlarge_k(layer: LayerScales) -> torch.Tensor:
 
 def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
     """Assert that a folder contains the stored scales, and that servers read equal scales."""
-    loaded, expected = KVScales.from_pretrained(folder), reduce_scales(scales, format)
+    expected = reduce_scales(scales, format)
+    loaded = KVScales.from_pretrained(folder)
     assert loaded.format == format
     assert_same_scales(loaded, expected)
-    if format in READERS and {layer.granularity for layer in expected.layers.values()} == {
-        "tensor"
-    }:
-        server_sides = zip(*READERS[format](folder).values(), strict=True)
-        assert [[t.item() for t in side] for side in server_sides] == list_sides(expected)
+    granularities = {layer.granularity for layer in expected.layers.values()}
+    if format in READERS and granularities == {"tensor"}:
+        server_pairs = [[k.item(), v.item()] for k, v in READERS[format](folder).values()]
+        assert torch.tensor(server_pairs).T.tolist() == list_sides(expected)
 
 
 @pytest.fixture
@@ -96,21 +97,21 @@ def folder(model_folder, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
-def test_saved_scales_are_loaded(tmp_path, caplog, format):
-    for kind in KINDS:
-        folder, scales = tmp_path / kind, make_random_scales(kind)
-        caplog.clear()
-        assert sorted(scales.save_pretrained(folder, format=format)) == sorted(folder.iterdir())
-        is_lossy = reduce_scales(scales, format).digest != scales.digest
-        assert_holds(folder, scales, format)
-        assert KVScales.from_pretrained(folder).model_type == "llama"
-        warnings = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
-        assert len(warnings) == is_lossy, "expected one warning if scales are reduced"
-        assert all("written as" in message for message in warnings)
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_scales_are_loaded(tmp_path, caplog, kind, format):
+    scales = make_random_scales(kind)
+    assert sorted(scales.save_pretrained(tmp_path, format=format)) == sorted(tmp_path.iterdir())
+    assert_holds(tmp_path, scales, format)
+    assert KVScales.from_pretrained(tmp_path).model_type == "llama"
+    is_lossy = reduce_scales(scales, format).digest != scales.digest
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == is_lossy, "expected one warning if scales are reduced"
+    assert all("written as" in record.message for record in warnings)
 
 
 def test_each_rank_of_the_json_has_the_larger_scale(tmp_path, model_folder):
-    scales, folder = make_random_scales("centered-head"), tmp_path / "out"
+    scales = make_random_scales("centered-head")
+    folder = tmp_path / "out"
     scales.save_pretrained(folder, format="vllm-json", tp_size=3, checkpoint=model_folder)
     expected = reduce_scales(scales, "vllm-json")
     for rank in range(3):
@@ -145,7 +146,7 @@ def test_invalid_options_write_no_files(tmp_path, options, message):
 
 @pytest.mark.parametrize("format", SCALE_FORMATS)
 def test_existing_files_are_replaced_only_with_overwrite(tmp_path, monkeypatch, format):
-    scales, new_scales = make_random_scales("tensor", 1), make_random_scales("tensor", 2)
+    scales, new_scales = (make_random_scales("tensor", seed) for seed in (1, 2))
     scales.save_pretrained(tmp_path, format=format)
     old_content = read_content(tmp_path)
     with scale_error("pass overwrite=True"):
@@ -173,7 +174,11 @@ def fail_write(monkeypatch, index: int, failure: BaseException) -> None:
 
 
 def read_content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +219,9 @@ def add_scales(source: Path, target: Path, format: str, kind: str = "tensor", **
     ],
 )
 def test_scales_are_saved_with_a_model(tmp_path, request, source, old_format, format, is_copy):
-    """transformers, vLLM, SGLang and TGI can load the folder, which is one file or has an index."""
-    source = request.getfixturevalue(source)
-    folder = Path(shutil.copytree(source, tmp_path / "folder"))
+    # transformers, vLLM, SGLang and TGI can load the folder, which is one file or has an index.
+    source_folder = request.getfixturevalue(source)
+    folder = Path(shutil.copytree(source_folder, tmp_path / "folder"))
     if old_format is not None:
         make_random_scales("tensor", 9).save_pretrained(folder, format=old_format, overwrite=True)
     old_content = read_content(folder)
@@ -227,24 +232,19 @@ def test_scales_are_saved_with_a_model(tmp_path, request, source, old_format, fo
     if is_copy:
         assert read_content(folder) == old_content
         assert not (target / ".cache").exists()
-    assert read_weights(target) == read_weights(source)
+    assert read_weights(target) == read_weights(source_folder)
     assert_holds(target, make_random_scales(kind), format)
     # Without old scales, and as a copy, the config and the names of tensors would be the same.
-    direct = add_scales(source, tmp_path / "direct", format, kind)
-    config, direct_config = (
-        json.loads((folder / "config.json").read_text()) for folder in (target, direct)
-    )
-    assert config == direct_config
-    tensor_names, expected_names = (
-        server_rules.read_checkpoint(path)[1].keys() for path in (target, direct)
-    )
-    assert tensor_names == expected_names
+    direct_folder = add_scales(source_folder, tmp_path / "direct", format, kind)
+    config, tensors = server_rules.read_checkpoint(target)
+    direct_config, direct_tensors = server_rules.read_checkpoint(direct_folder)
+    assert (config, tensors.keys()) == (direct_config, direct_tensors.keys())
     if format in ("compressed-tensors", "autofp8", "modelopt", "quark"):
         index = json.loads((target / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == tensor_names
+        assert index["weight_map"].keys() == tensors.keys()
         assert index["metadata"] == {}  # the size of the old tensors was removed
     if format != "quark":  # transformers requires the quark package
-        assert_loads_the_same(source, target)
+        assert_loads_the_same(source_folder, target)
 
 
 def assert_loads_the_same(source: Path, copy: Path) -> None:
@@ -255,9 +255,12 @@ def assert_loads_the_same(source: Path, copy: Path) -> None:
     )
     assert not loading_info["missing_keys"]
     assert all(name.endswith("_scale") for name in loading_info["unexpected_keys"])
-    state, expected = loaded.state_dict(), expected_model.state_dict()
-    assert {n for n in state if not n.endswith("_scale")} == set(expected)
-    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    expected = expected_model.state_dict()
+    weights = {
+        name: tensor for name, tensor in loaded.state_dict().items() if not name.endswith("_scale")
+    }
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 BAD_SOURCES = {
@@ -341,7 +344,8 @@ def test_other_files_in_the_folder_of_a_model_are_kept(model_folder, folder):
 
 
 def test_kv_scales_are_saved_in_a_subfolder_next_to_weights(folder):
-    old_content, scales = read_content(folder), make_random_scales("centered-head")
+    old_content = read_content(folder)
+    scales = make_random_scales("centered-head")
     with scale_error(r"expected a place without config\.json"):
         scales.save_pretrained(folder, format="tgi")
     assert scales.save_pretrained(folder) == [folder / KV_PATH]
@@ -363,10 +367,11 @@ def test_nothing_is_written_next_to_scales_that_are_read_first(tmp_path):
 
 
 def test_a_folder_of_links_is_copied(tmp_path, folder):
-    """The folder has links to files that must not change, as in a Hub cache."""
+    # The folder has links to files that must not change, as in a Hub cache.
     blobs = tmp_path / "blobs"
     blobs.mkdir()
-    for index, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
+    files = [path for path in folder.iterdir() if path.is_file()]
+    for index, path in enumerate(files):
         blob = path.rename(blobs / str(index))
         path.symlink_to(blob)
         blob.chmod(0o444)
@@ -382,19 +387,24 @@ def test_a_folder_of_links_is_copied(tmp_path, folder):
     assert read_content(blobs) == blob_content
 
 
+KEPT_FIELDS = (
+    "quant_method", "quant_algo", "ignore", "ignored_layers", "config_groups", "activation_scheme",
+    "exclude", "global_quant_config",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("format", "is_nested"), [("compressed-tensors", True), ("modelopt", True), ("quark", False)]
 )
 def test_the_config_of_quantized_weights_is_kept(tmp_path, folder, format, is_nested):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = QUANTIZED_CONFIGS[format]
-    config = {"model_type": "llava", "text_config": config} if is_nested else config
-    (folder / "config.json").write_text(json.dumps(config))
+    outer_config = {"model_type": "llava", "text_config": config} if is_nested else config
+    (folder / "config.json").write_text(json.dumps(outer_config))
     copy = add_scales(folder, tmp_path / "copy", format)
     new_config = json.loads((copy / "config.json").read_text())
     block = (new_config["text_config"] if is_nested else new_config)["quantization_config"]
-    for field in ("quant_method", "quant_algo", "ignore", "ignored_layers", "config_groups",
-                  "activation_scheme", "exclude", "global_quant_config"):  # fmt: skip
+    for field in KEPT_FIELDS:
         assert block.get(field) == QUANTIZED_CONFIGS[format].get(field)
     if format == "quark":
         assert block["layer_quant_config"]["*k_proj"]["weight"] == {"dtype": "fp8_e4m3"}
@@ -421,28 +431,28 @@ def test_a_second_config_that_declares_the_weights_is_extended(tmp_path, folder)
 def test_scales_are_named_after_their_attention_module(tmp_path, path):
     source = tmp_path / "source"
     source.mkdir()
-    paths = [path.format(i) for i in range(NUM_LAYERS)]
-    towers = [f"vision_tower.layers.{i}.self_attn" for i in range(9)]
+    paths = [path.format(index) for index in range(NUM_LAYERS)]
+    towers = [f"vision_tower.layers.{index}.self_attn" for index in range(9)]
     weights = {f"{name}.o_proj.weight": torch.ones(1) for name in paths + towers}
     save_file(weights, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"num_hidden_layers": NUM_LAYERS}))
     copy = add_scales(source, tmp_path / "copy", "modelopt")
-    names = load_file(copy / "model-kv-scales.safetensors").keys()
-    assert names == {f"{name}.{side}_proj.{side}_scale" for name in paths for side in "kv"}
+    scale_names = load_file(copy / "model-kv-scales.safetensors").keys()
+    assert scale_names == {f"{name}.{side}_proj.{side}_scale" for name in paths for side in "kv"}
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES)
-def test_an_unsuitable_checkpoint_is_rejected(tmp_path, folder, spoil, message):
-    """No copy is written, and no file is added to the folder."""
+def test_an_unsuitable_checkpoint_is_refused(tmp_path, folder, spoil, message):
+    # No copy is written, and no file is added to the folder.
     spoil(folder)
     old_content = read_content(folder)
-    scales, options = make_random_scales("tensor"), {"format": "autofp8"}
-    calls = [lambda: scales.save_pretrained(tmp_path / "copy", checkpoint=folder, **options)]
+    scales = make_random_scales("tensor")
+    options_by_target = {tmp_path / "copy": {"checkpoint": folder}}
     if "without KV scales" not in message:  # overwrite=True replaces such scales
-        calls.append(lambda: scales.save_pretrained(folder, overwrite=True, **options))
-    for call in calls:
+        options_by_target[folder] = {"overwrite": True}
+    for target, options in options_by_target.items():
         with scale_error(message) as error:
-            call()
+            scales.save_pretrained(target, format="autofp8", **options)
         assert ".part" not in str(error.value)
         assert read_content(folder) == old_content
         assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]

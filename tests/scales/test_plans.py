@@ -62,7 +62,7 @@ PROTECTION = {"kl": 1, "unprotected_kl": 1, "extra_bytes": 0, "sides": []}
     ],
     ids=str,
 )
-def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) -> None:
+def test_damaged_plans_are_refused(tmp_path: Path, change: dict, message: str) -> None:
     make_planned_scales().save_pretrained(tmp_path)
     path = tmp_path / KV_FILE
     edit_metadata(path, lambda metadata: metadata | change)
@@ -85,7 +85,7 @@ def test_damaged_plans_are_rejected(tmp_path: Path, change: dict, message: str) 
     ],
     ids=str,
 )
-def test_mismatched_scales_and_plans_are_rejected(arguments: tuple, message: str) -> None:
+def test_mismatched_scales_and_plans_are_refused(arguments: tuple, message: str) -> None:
     error_type = ConfigError if message == "expected a LayerPlan" else ScaleError
     with pytest.raises(error_type, match=message):
         LayerScales(*arguments)

@@ -46,7 +46,7 @@ def load_all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("weights", ["copy", "link"])
 def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder, weights):
-    """LLM Compressor writes scales into the files of the weights."""
+    # LLM Compressor writes scales into the files of the weights.
     old_folder = tmp_path / "old"
     save_with_scales(old_folder, plain_folder)
     for target in ("compressed-tensors", "hf_fp8kv"):
@@ -55,10 +55,8 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
             new_folder, format=target, checkpoint=old_folder, weights=weights, overwrite=True
         )
         assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
-        remaining, expected = (
-            load_all_tensors(new_folder),
-            load_file(plain_folder / "model.safetensors"),
-        )
+        remaining = load_all_tensors(new_folder)
+        expected = load_file(plain_folder / "model.safetensors")
         assert all(torch.equal(remaining.pop(name), tensor) for name, tensor in expected.items())
         assert len(remaining) == (2 * NUM_LAYERS if target == "compressed-tensors" else 0)
         new_index = json.loads((new_folder / INDEX_FILE).read_text())
@@ -76,7 +74,6 @@ def test_scales_in_the_files_of_the_weights_are_replaced(tmp_path, plain_folder,
 
 
 def save_with_scales(folder: Path, plain_folder: Path) -> None:
-    """Save a checkpoint with scales among its weights, in two files."""
     declare(plain_folder, folder)
     zero_point = {"model.layers.0.self_attn.k_zero_point": torch.zeros(1, dtype=torch.int8)}
     tensors = sorted((load_all_tensors(folder) | zero_point).items())
@@ -84,7 +81,8 @@ def save_with_scales(folder: Path, plain_folder: Path) -> None:
         path.unlink()
     weight_map = {}
     for file_index in range(2):
-        file, file_tensors = f"model-{file_index}.safetensors", dict(tensors[file_index::2])
+        file = f"model-{file_index}.safetensors"
+        file_tensors = dict(tensors[file_index::2])
         save_file(file_tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(file_tensors, file)
     (folder / INDEX_FILE).write_text(
@@ -93,20 +91,21 @@ def save_with_scales(folder: Path, plain_folder: Path) -> None:
 
 
 def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypatch):
-    """The call is interrupted before each replaced or deleted file, and then repeated."""
+    # The call is interrupted before each replaced or deleted file, and then repeated.
     expected = load_file(plain_folder / "model.safetensors")
     replace, unlink = Path.replace, Path.unlink
 
     def stop_at_step(self: Path, *arguments: Any, **options: Any) -> Any:
         function = replace if arguments else unlink
         if arguments or not self.name.endswith(".part"):
-            steps_left[0] -= 1
-            if steps_left[0] < 0:
+            steps.append(self)
+            if len(steps) > max_steps:
                 raise KeyboardInterrupt
         return function(self, *arguments, **options)
 
-    for num_steps in itertools.count():
-        folder, steps_left = tmp_path / str(num_steps), [num_steps]
+    for max_steps in itertools.count():
+        steps: list[Path] = []
+        folder = tmp_path / str(max_steps)
         save_with_scales(folder, plain_folder)
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Path, "replace", stop_at_step)
@@ -118,25 +117,25 @@ def test_an_interrupt_leaves_a_complete_folder(tmp_path, plain_folder, monkeypat
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
         NEW_SCALES.save_pretrained(folder, format="compressed-tensors", overwrite=True)
         assert_same_scales(KVScales.from_pretrained(folder), NEW_SCALES)
-        if steps_left[0] >= 0:
+        if len(steps) <= max_steps:
             break
-    assert num_steps > 4
+    assert max_steps > 4
 
 
-def test_output_scales_of_projections_are_removed(tmp_path, plain_folder):
+@pytest.mark.parametrize("format", ["compressed-tensors", "hf_fp8kv"])
+def test_output_scales_of_projections_are_removed(tmp_path, plain_folder, format):
     old_folder = declare_output_scales(plain_folder, tmp_path / "old")
     assert KVScales.from_pretrained(old_folder).layers[0].k == torch.tensor(0.002)
-    for target in ("compressed-tensors", "hf_fp8kv"):
-        new_folder = tmp_path / target
-        NEW_SCALES.save_pretrained(new_folder, format=target, checkpoint=old_folder, overwrite=True)
-        assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
-        assert not [name for name in load_all_tensors(new_folder) if "output_scale" in name]
-        config_text = (new_folder / "config.json").read_text()
-        assert "output_activations" not in config_text
-        assert ("kv_cache_scheme" in config_text) == (target == "compressed-tensors")
+    new_folder = tmp_path / "new"
+    NEW_SCALES.save_pretrained(new_folder, format=format, checkpoint=old_folder, overwrite=True)
+    assert_same_scales(KVScales.from_pretrained(new_folder), NEW_SCALES)
+    assert not [name for name in load_all_tensors(new_folder) if "output_scale" in name]
+    config_text = (new_folder / "config.json").read_text()
+    assert "output_activations" not in config_text
+    assert ("kv_cache_scheme" in config_text) == (format == "compressed-tensors")
 
 
-def test_a_declaration_that_cannot_be_removed_is_rejected(tmp_path, plain_folder):
+def test_a_declaration_that_cannot_be_removed_is_refused(tmp_path, plain_folder):
     TOO_SMALL.save_pretrained(tmp_path / "old", format="modelopt", checkpoint=plain_folder)
     old_content = read_content(tmp_path)
     with scale_error(r"hf_quant_config\.json", "Choose modelopt"):
@@ -160,6 +159,6 @@ def test_a_model_with_replaced_scales_loads_and_uses_them(tmp_path, caplog, save
     if CACHE == "past_key_values":  # with transformers 5.24, compressed-tensors 0.20 has no scale
         scale = model.model.layers[1].self_attn.k_scale
         assert torch.equal(scale.flatten(), NEW_SCALES.layers[1].k.flatten().to(scale.dtype))
-    cache = FP8PagedCache.from_pretrained(tmp_path / "new")
-    logits = model(torch.arange(3, 20)[None], past_key_values=cache).logits
-    assert torch.equal(logits, load(tmp_path / "plain")(torch.arange(3, 20)[None]).logits)
+    ids = torch.arange(3, 20)[None]
+    logits = model(ids, past_key_values=FP8PagedCache.from_pretrained(tmp_path / "new")).logits
+    assert torch.equal(logits, load(tmp_path / "plain")(ids).logits)

@@ -32,11 +32,12 @@ def make_scales(num_heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
 
 
 def assert_same_scales(actual: KVScales, expected: KVScales) -> None:
-    """Assert that two sets of scales have the same layers, shapes and bits."""
     assert list(actual.layers) == list(expected.layers)
     for index, layer in actual.layers.items():
         for name in ("k", "v", "k_center"):
-            tensor, expected_tensor = getattr(layer, name), getattr(expected.layers[index], name)
+            tensor, expected_tensor = (
+                getattr(each, name) for each in (layer, expected.layers[index])
+            )
             assert (tensor is None) == (expected_tensor is None)
             if tensor is not None:
                 assert tensor.shape == expected_tensor.shape
@@ -70,13 +71,12 @@ BAD_TENSORS = {
 }
 
 
+@pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("value", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_invalid_scales_are_rejected(value):
-    for index, side in enumerate("KV"):
-        arguments = [ONE, ONE]
-        arguments[index] = value
-        with pytest.raises(ScaleError, match=rf"{side} scale \(file.safetensors: name\).*got"):
-            LayerScales(*arguments, source="file.safetensors: name")
+def test_invalid_scales_are_refused(value, side):
+    scales = {"k": ONE, "v": ONE, side: value}
+    with pytest.raises(ScaleError, match=rf"{side.upper()} scale \(file.safetensors: name\).*got"):
+        LayerScales(**scales, source="file.safetensors: name")
 
 
 def test_layers_are_sorted_by_index():
@@ -98,20 +98,22 @@ BAD_LAYERS = {
 
 
 @pytest.mark.parametrize("layers", BAD_LAYERS.values(), ids=BAD_LAYERS)
-def test_invalid_layers_are_rejected(layers):
+def test_invalid_layers_are_refused(layers):
     with pytest.raises(ScaleError, match="expected"):
         KVScales(layers)
 
 
 @pytest.mark.parametrize("value", [0, True, "1", pytest.param(10**400, id="huge-integer")])
-def test_uniform_rejects_an_invalid_constant_or_number_of_layers(value):
+def test_uniform_refuses_an_invalid_constant_or_number_of_layers(value):
     with pytest.raises(ScaleError, match="expected a finite number above 0"):
         KVScales.uniform(1, v=value)
     with pytest.raises(ScaleError, match="num_layers"):
         KVScales.uniform(value if value != 10**400 else 1.0)
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, lambda scales: pickle.loads(pickle.dumps(scales))]
+)
 def test_copies_are_equal(make_copy):
     assert_same_scales(make_copy(make_scales()), make_scales())
 
@@ -174,7 +176,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_for_layer_rejects_sizes_and_ranks_that_do_not_match(change, message):
+def test_for_layer_refuses_sizes_and_ranks_that_do_not_match(change, message):
     arguments = {"index": 1, "num_kv_heads": 4, "k_head_dim": 3, "v_head_dim": 5} | change
     with pytest.raises(ScaleError, match=message):
         make_scales().for_layer(arguments.pop("index"), **arguments)
@@ -216,7 +218,7 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize(("value", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_resolve_rejects_invalid_arguments(value, message):
+def test_resolve_refuses_invalid_arguments(value, message):
     with pytest.raises(ScaleError, match=message) as error:
         resolve_scales(value)
     assert isinstance(error.value, FP8KVError)

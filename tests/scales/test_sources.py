@@ -38,7 +38,6 @@ ATTENTION = "model.layers.{}.self_attn."
 
 
 def list_values(scales: KVScales, side: str) -> list[float]:
-    """Return the scales of one side, by layer."""
     return [getattr(layer, side).item() for layer in scales.layers.values()]
 
 
@@ -47,7 +46,6 @@ def list_sides(scales: KVScales) -> list[list[float]]:
 
 
 def round_values(values: Sequence[float], dtype: torch.dtype = torch.float32) -> list[float]:
-    """Return values after rounding to the dtype of a file."""
     return torch.tensor(values, dtype=dtype).float().tolist()
 
 
@@ -69,14 +67,15 @@ def copy_golden(name: str, tmp_path: Path) -> Path:
 
 def edit_json(path: Path, **changes: object) -> None:
     """Set top-level entries of a JSON file. None deletes an entry."""
-    data = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in data.items() if value is not None}))
+    entries = json.loads(path.read_text()) | changes
+    kept_entries = {name: value for name, value in entries.items() if value is not None}
+    path.write_text(json.dumps(kept_entries))
 
 
 def set_scales(folder: Path, layers: Iterable[int], scale: float | None) -> None:
     """Set the scales of K and V of these layers. None deletes them."""
-    names = [ATTENTION.format(layer) + f"{side}_scale" for layer in layers for side in "kv"]
-    edit_tensors(folder, {n: None if scale is None else torch.tensor(scale) for n in names})
+    names = [ATTENTION.format(index) + f"{side}_scale" for index in layers for side in "kv"]
+    edit_tensors(folder, dict.fromkeys(names, None if scale is None else torch.tensor(scale)))
 
 
 def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
@@ -135,8 +134,8 @@ def test_a_golden_checkpoint_is_read(caplog, name):
 def test_a_single_golden_file_is_read():
     assert KVScales.from_file(DATA / "vllm" / "kv_cache_scales.json").format == "vllm-json"
     assert KVScales.from_file(DATA / "autofp8" / "model.safetensors").format == "autofp8"
-    index_path = DATA / "compressed-tensors-heads" / INDEX_FILE
-    assert list(KVScales.from_file(index_path).layers) == [0, 1, 2]
+    scales = KVScales.from_file(DATA / "compressed-tensors-heads" / INDEX_FILE)
+    assert list(scales.layers) == [0, 1, 2]
     # The source of a layer names the file and the tensors.
     assert KVScales.from_pretrained(DATA / "tgi").layers[1].source == (
         f"{DATA / 'tgi'}/model.safetensors: model.layers.1.self_attn.k_scale, "
@@ -178,8 +177,12 @@ def test_names_of_the_language_model_are_used(tmp_path, name):
     assert list_sides(KVScales.from_pretrained(tmp_path)) == [[0.5], [0.25]]
 
 
-def test_names_of_other_modules_are_ignored(tmp_path):
-    folder = copy_golden("autofp8", tmp_path)
+@pytest.fixture
+def folder(tmp_path):
+    return copy_golden("autofp8", tmp_path)
+
+
+def test_names_of_other_modules_are_ignored(folder):
     edit_tensors(folder, {name: torch.tensor(9.0) for name in OTHER_NAMES})
     scales = KVScales.from_pretrained(folder)
     assert scales.format == "autofp8"
@@ -199,11 +202,10 @@ def test_names_of_other_modules_are_ignored(tmp_path):
     ],
     ids=str,
 )
-def test_a_pair_takes_precedence_over_a_shared_scale(tmp_path, caplog, changes, k, v, warning):
-    """The tensors in `changes` are added to all layers, or deleted. `warning` may be None."""
-    folder = copy_golden("autofp8", tmp_path)
+def test_a_pair_takes_precedence_over_a_shared_scale(folder, caplog, changes, k, v, warning):
+    # The tensors in `changes` are added to all layers, or deleted. `warning` may be None.
     for suffix, values in changes.items():
-        names = [ATTENTION.format(layer) + suffix for layer in range(3)]
+        names = [ATTENTION.format(index) + suffix for index in range(3)]
         tensors = [None] * 3 if values is None else map(torch.tensor, values)
         edit_tensors(folder, dict(zip(names, tensors, strict=True)))
     assert list_sides(KVScales.from_pretrained(folder)) == [round_values(k), round_values(v)]
@@ -220,16 +222,14 @@ UNCACHED_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("layer", "config"), UNCACHED_LAYERS.values(), ids=UNCACHED_LAYERS)
-def test_layers_without_a_separate_cache_need_no_scales(tmp_path, layer, config):
-    folder = copy_golden("autofp8", tmp_path)
-    set_scales(folder, [layer], None)
+@pytest.mark.parametrize(("index", "config"), UNCACHED_LAYERS.values(), ids=UNCACHED_LAYERS)
+def test_layers_without_a_separate_cache_need_no_scales(folder, index, config):
+    set_scales(folder, [index], None)
     edit_json(folder / "config.json", **config)
-    assert list(KVScales.from_pretrained(folder).layers) == sorted({0, 1, 2} - {layer})
+    assert list(KVScales.from_pretrained(folder).layers) == sorted({0, 1, 2} - {index})
 
 
-def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, caplog):
-    folder = copy_golden("autofp8", tmp_path)
+def test_kv_scales_are_read_before_tensors_and_tensors_before_json(tmp_path, folder, caplog):
     shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
     assert KVScales.from_pretrained(tmp_path, subfolder="autofp8").format == "autofp8"
     set_scales(folder, range(3), None)
@@ -253,11 +253,13 @@ TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
 
 
 def test_variants_of_a_json_are_accepted(tmp_path):
-    """Strings as scales, layers in any order, byte order marks and extra entries are valid."""
-    factors = {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))} | {"0": "0.5", "2": " 1e-2 "}
+    # Strings as scales, layers in any order, byte order marks and extra entries are valid.
+    factors = {str(index): index + 1 for index in (10, 2, 1, 0, *range(3, 10))}
+    factors |= {"0": "0.5", "2": " 1e-2 "}
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}, "more": [1, 2]}
     content = json.dumps({"model_type": None, "kv_cache": cache, "also": {"a": 1}})
-    (path := tmp_path / "s.json").write_bytes(b"\xef\xbb\xbf" + content.encode())
+    path = tmp_path / "s.json"
+    path.write_bytes(b"\xef\xbb\xbf" + content.encode())
     torch.set_default_dtype(BF16)  # the default dtype must not change the values
     scales = KVScales.from_file(path)
     assert list_values(scales, "v") == round_values((0.5, 2, 0.01, *range(4, 12)))
@@ -282,13 +284,12 @@ def test_ranks_of_a_json_are_selected_or_merged(tmp_path, caplog):
 def test_strict_errors_become_warnings_without_strict(tmp_path, caplog):
     write_scales(tmp_path / "kv_cache_scales.json", {"0": {"0": 0.5, "2": 0.25, "7": 1.0}})
     config_path = tmp_path / "config.json"
-    for config, message in (
-        ('{"model_type": "qwen2"}', "got 'llama'"),
-        ('{"n_layer": 4}', "layers 7"),
-    ):
-        config_path.write_text(config)
-        with scale_error(message):
-            KVScales.from_pretrained(tmp_path)
+    config_path.write_text('{"model_type": "qwen2"}')
+    with scale_error("got 'llama'"):
+        KVScales.from_pretrained(tmp_path)
+    config_path.write_text('{"n_layer": 4}')
+    with scale_error("layers 7"):
+        KVScales.from_pretrained(tmp_path)
     config_path.write_text('{"model_type": "qwen2", "n_layer": 4}')
     assert list(KVScales.from_pretrained(tmp_path, strict=False).layers) == [0, 2]
     assert "expected scales of a 'qwen2' model, got 'llama'" in caplog.text
@@ -327,8 +328,8 @@ def corrupt_config(**entries: object) -> Corrupt:
     return lambda folder: edit_json(folder / "config.json", **entries)
 
 
-def corrupt_tensors(tensors: dict[str, torch.Tensor], layer: int = 1) -> Corrupt:
-    changes = {ATTENTION.format(layer) + suffix: tensor for suffix, tensor in tensors.items()}
+def corrupt_tensors(tensors: dict[str, torch.Tensor], index: int = 1) -> Corrupt:
+    changes = {ATTENTION.format(index) + suffix: tensor for suffix, tensor in tensors.items()}
     return lambda folder: edit_tensors(folder, changes)
 
 
@@ -394,7 +395,7 @@ BAD_CHECKPOINTS = {
         r"v_bias: expected floats of the shape \[1, heads, 1, D\] with heads in \[1, 2\]",
     ),
     "bias-without-a-scale": (
-        corrupt_tensors({"k_proj.k_bias": torch.ones(())}, layer=9),
+        corrupt_tensors({"k_proj.k_bias": torch.ones(())}, index=9),
         "expected a scale for the layer of model.layers.9.self_attn.k_proj.k_bias, got none",
     ),
     "config-missing": (delete("config.json"), "expected a config.json"),
@@ -433,21 +434,19 @@ BAD_INDICES = {
     "outside": (edit_index(lambda files: dict.fromkeys(files, "../x")), "expected file names"),
     "not-a-name": (edit_index(lambda files: dict.fromkeys(files, 3)), "expected file names.*got 3"),
 }  # fmt: skip
+BAD_CASES = {
+    "vllm": BAD_JSON, "autofp8": BAD_CHECKPOINTS, "compressed-tensors-heads": BAD_INDICES,
+}  # fmt: skip
 INVALID_FOLDERS = {
     f"{golden}-{name}": (golden, *case)
-    for golden, cases in (
-        ("vllm", BAD_JSON),
-        ("autofp8", BAD_CHECKPOINTS),
-        ("compressed-tensors-heads", BAD_INDICES),
-    )
-    for name, case in cases.items()
-}
-# Checkpoints that are rejected even with strict=False.
+    for golden, cases in BAD_CASES.items() for name, case in cases.items()
+}  # fmt: skip
+# Checkpoints that are refused even with strict=False.
 ALWAYS_INVALID = ("autofp8-zero", "autofp8-int64", "autofp8-zero-point")
 
 
 @pytest.mark.parametrize("name", INVALID_FOLDERS)
-def test_an_invalid_folder_is_rejected(tmp_path, name):
+def test_an_invalid_folder_is_refused(tmp_path, name):
     golden, corrupt, message = INVALID_FOLDERS[name]
     folder = copy_golden(golden, tmp_path)
     corrupt(folder)
@@ -459,7 +458,7 @@ def test_an_invalid_folder_is_rejected(tmp_path, name):
             KVScales.from_pretrained(folder, strict=False)
 
 
-def test_a_large_json_is_rejected_before_it_is_read(tmp_path):
+def test_a_large_json_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / JSON_FILE
     path.touch()
     os.truncate(path, (256 << 20) + 1)
@@ -478,7 +477,7 @@ def test_a_large_json_is_rejected_before_it_is_read(tmp_path):
         ("scales.pt", "pickles are never loaded"),
     ],
 )
-def test_unsupported_files_are_rejected(tmp_path, name, message):
+def test_unsupported_files_are_refused(tmp_path, name, message):
     (tmp_path / "scales.pt").touch()
     with scale_error(message, tmp_path / name):
         KVScales.from_file(tmp_path / name)
@@ -518,7 +517,8 @@ def serve(monkeypatch, tmp_path):
                 raise error
             return str(folder / name)
 
-        api, download = mock.Mock(), mock.Mock(side_effect=find_file)
+        download = mock.Mock(side_effect=find_file)
+        api = mock.Mock()
         api().parse_safetensors_file_metadata.side_effect = lambda *names, **_: SimpleNamespace(
             tensors=load_file(find_file(*names))
         )
@@ -533,13 +533,13 @@ def serve(monkeypatch, tmp_path):
 
 def test_only_files_with_scales_are_fetched(serve, tmp_path):
     folder, download = serve("compressed-tensors-heads")
-    edit_index(lambda names: names | {"model.norm.weight": "model-9.safetensors"})(folder)
+    edit_index(lambda files: files | {"model.norm.weight": "model-9.safetensors"})(folder)
     save_file({"model.norm.weight": torch.ones(2)}, folder / "model-9.safetensors")
     options = {"revision": "v1", "token": "t", "force_download": True, "cache_dir": tmp_path}
     assert list(KVScales.from_pretrained("org/model", **options).layers) == [0, 1, 2]
     assert download.call_args.kwargs == options | {"local_files_only": False, "subfolder": None}
-    names = [call.args[1] for call in download.call_args_list]
-    fetched_files = sorted(name for name in names if (folder / name).exists())
+    requested_files = [call.args[1] for call in download.call_args_list]
+    fetched_files = sorted(file for file in requested_files if (folder / file).exists())
     assert fetched_files == ["config.json", SHARD.replace("2", "1", 1), SHARD, INDEX_FILE]
     serve("autofp8")  # in one file
     assert list_values(KVScales.from_pretrained("org/model"), "k") == round_values(K)

@@ -7,6 +7,7 @@ folders that differ from those files only in a tensor's name or an entry of the 
 import contextlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import KVScales, describe_kv_scales
@@ -44,11 +45,11 @@ Tensors = dict[str, torch.Tensor]
 def make_tensors(name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers") -> Tensors:
     """Return scales of all layers: for K and for V if `name` has "{side}", else shared scales."""
     side_scales = {"k": K, "v": V} if "{side}" in name else {"kv": LARGER_KV}
-    return {
-        f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
-        for side, scales in side_scales.items()
-        for layer, scale in enumerate(scales)
-    }
+    tensors = {}
+    for side, scales in side_scales.items():
+        for index, scale in enumerate(scales):
+            tensors[f"{prefix}.{index}.{name.format(side=side)}"] = torch.full(shape, scale)
+    return tensors
 
 
 def make_quark(*layers: str, **changes: object) -> dict[str, object]:
@@ -74,7 +75,8 @@ def write_folder(
         (folder / "config.json").write_text(json.dumps(config))
     if second_config is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps(second_config))
-    files = tensors if any(isinstance(t, dict) for t in tensors.values()) else {"model": tensors}
+    has_files = any(isinstance(entry, dict) for entry in tensors.values())
+    files = tensors if has_files else {"model": tensors}
     for name, file_tensors in files.items():
         save_file(file_tensors, folder / f"{name}.safetensors")
     return folder
@@ -185,17 +187,17 @@ def test_a_folder_in_each_dialect_is_read(tmp_path, caplog, name):
     folder = write_folder(tmp_path, config, tensors, *second_config)
     scales = KVScales.from_pretrained(folder)
     assert scales.format == format
-    names = [n for file in tensors.values() for n in (file if isinstance(file, dict) else ())]
-    is_shared = not any("k_" in name or "k." in name for name in names or tensors)
+    names = [name for path in folder.glob("*.safetensors") for name in load_file(path)]
+    is_shared = not any("k_" in name or "k." in name for name in names)
     assert list_sides(scales) == [list(LARGER_KV if is_shared else side) for side in (K, V)]
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert scales.model_type == config.get("model_type")
     # Scales for FNUZ formats are halved.
     write_folder(
         tmp_path, config | {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, tensors, *second_config
     )
     fnuz_scales = KVScales.from_pretrained(folder)
-    assert list_sides(fnuz_scales) == [[s / 2 for s in side] for side in list_sides(scales)]
+    assert list_sides(fnuz_scales) == (torch.tensor(list_sides(scales)) / 2).tolist()
     if not second_config and format != "trtllm":  # other files declare these scales
         assert "kv_" in (describe_kv_scales(config) or "")
 
@@ -214,11 +216,15 @@ def test_a_vector_is_read_as_one_scale_per_head(tmp_path):
 RANK = make_tensors("attention.kv_cache_scaling_factor", (1,), "transformer.layers")
 
 
+def scale_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    return {name: change(scale) for name, scale in RANK.items()}
+
+
 def make_ranks(*factors: float) -> dict[str, Tensors]:
     """Return a file for each rank, with scales that are multiplied by the rank's factor."""
     return {
-        f"rank{r}": {name: scale * factor for name, scale in RANK.items()}
-        for r, factor in enumerate(factors)
+        f"rank{rank}": scale_rank(lambda scale, factor=factor: scale * factor)
+        for rank, factor in enumerate(factors)
     }
 
 
@@ -226,11 +232,11 @@ def test_ranks_of_tensorrt_are_selected_or_merged(tmp_path, caplog):
     folder = write_folder(tmp_path / "two", TENSORRT, make_ranks(1.0, 4.0))
     for rank, factor in enumerate((1, 4)):
         scales = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=2)
-        assert list_values(scales, "v") == [factor * s for s in LARGER_KV]
+        assert list_values(scales, "v") == [factor * scale for scale in LARGER_KV]
         assert f"rank{rank}.safetensors" in scales.layers[0].source
     assert not caplog.records
     folder = write_folder(tmp_path / "three", TENSORRT, make_ranks(1.0, 4.0, 2.0))
-    assert list_values(KVScales.from_pretrained(folder), "k") == [4 * s for s in LARGER_KV]
+    assert list_values(KVScales.from_pretrained(folder), "k") == [4 * scale for scale in LARGER_KV]
     assert "the scales of its 3 ranks differ" in caplog.text
 
 
@@ -321,12 +327,7 @@ INVALID_FOLDERS = {
     ),
     "trtllm-per-head": (
         TENSORRT,
-        {
-            f"rank{r}": {
-                name: scale.expand(2).reshape(2, 1, 1).clone() for name, scale in RANK.items()
-            }
-            for r in range(2)
-        },
+        dict.fromkeys(("rank0", "rank1"), scale_rank(lambda scale: scale.repeat(2).view(2, 1, 1))),
         "expected one number for K and for V",
     ),
     "trtllm-reciprocals": (
@@ -348,7 +349,7 @@ INVALID_FOLDERS = {
 
 
 @pytest.mark.parametrize("name", INVALID_FOLDERS)
-def test_an_invalid_folder_is_rejected(tmp_path, name):
+def test_an_invalid_folder_is_refused(tmp_path, name):
     config, tensors, message, *second_config = INVALID_FOLDERS[name]
     folder = write_folder(tmp_path, config, tensors, *second_config)
     with scale_error(message, folder):
@@ -372,7 +373,7 @@ def insert_junk(value: Any, junk: object, data: st.DataObject) -> Any:
 
 
 @given(name=st.sampled_from(sorted(VALID_FOLDERS)), data=st.data(), junk=JUNK)
-def test_a_config_with_junk_is_rejected_or_read_correctly(tmp_path_factory, name, data, junk):
+def test_a_config_with_junk_is_refused_or_read_correctly(tmp_path_factory, name, data, junk):
     _, config, tensors, *second_config = VALID_FOLDERS[name]
     folder = write_folder(
         tmp_path_factory.mktemp("junk"), insert_junk(config, junk, data), tensors, *second_config
@@ -387,7 +388,7 @@ def test_a_config_with_junk_is_rejected_or_read_correctly(tmp_path_factory, name
 
 
 @given(name=st.sampled_from(sorted(FOLDERS)), data=st.data())
-def test_a_file_with_changed_bytes_is_rejected_or_valid(tmp_path_factory, name, data):
+def test_a_file_with_changed_bytes_is_refused_or_valid(tmp_path_factory, name, data):
     folder = tmp_path_factory.mktemp("bytes")
     for path in (DATA / name).iterdir():
         (folder / path.name).write_bytes(path.read_bytes())

@@ -64,15 +64,14 @@ QUARK = {
     "qwen2-fp8-kv": ("autofp8", ATTENTION_NAME),
     "llama-fp8-kv-postrope-fp8mode": ("autofp8", OUTPUT_NAME),
 }  # fmt: skip
-READABLE_FOLDERS = {
-    f"{tool}/{name}": row
-    for tool, rows in (
-        ("auto-round-0.15.1", AUTO_ROUND), ("llm-compressor-0.14.0.1", LLM_COMPRESSOR),
-        ("modelopt-0.47.0", MODELOPT), ("quark-0.13", QUARK),
-    )
-    for name, row in rows.items()
+TOOLS = {
+    "auto-round-0.15.1": AUTO_ROUND, "llm-compressor-0.14.0.1": LLM_COMPRESSOR,
+    "modelopt-0.47.0": MODELOPT, "quark-0.13": QUARK,
 }  # fmt: skip
-REJECTED_FOLDERS = {
+READABLE_FOLDERS = {
+    f"{tool}/{name}": row for tool, rows in TOOLS.items() for name, row in rows.items()
+}
+REFUSED_FOLDERS = {
     "auto-round-0.15.1/llama-w4-ar-zeros": "K scale .*got 0.0",
     "llm-compressor-0.14.0.1/llama-kv-dynamic": "dynamic, which needs no scales",
     "llm-compressor-0.14.0.1/llama-kv-int4": r"4-bit int \(INT4\)",
@@ -94,7 +93,8 @@ def read_tool_scales(folder: Path, suffix: str, side: str) -> dict[int, torch.Te
     for path in folder.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             if (match := pattern.fullmatch(name)) is not None:
-                index, scale = int(match[1]), tensor.float().squeeze()
+                index = int(match[1])
+                scale = tensor.float().squeeze()
                 scales[index] = torch.maximum(scales.get(index, scale), scale)
     return scales
 
@@ -114,7 +114,7 @@ def test_the_scales_of_the_tool_are_read(caplog, name):
                 expected[index] = expected[index] + biases[index].abs() / 448
             elif biases:
                 assert torch.equal(layer.k_center, biases[index])
-        actual = {i: getattr(layer, side).squeeze() for i, layer in scales.layers.items()}
+        actual = {index: getattr(layer, side).squeeze() for index, layer in scales.layers.items()}
         assert actual.keys() == expected.keys()
         assert all(actual[index].tolist() == scale.tolist() for index, scale in expected.items())
     messages = {record.getMessage().split(": ", 1)[1] for record in caplog.records}
@@ -123,13 +123,13 @@ def test_the_scales_of_the_tool_are_read(caplog, name):
     assert all(any(text.startswith(start) for text in messages) for start in warnings)
 
 
-@pytest.mark.parametrize("name", REJECTED_FOLDERS)
-def test_folders_without_usable_scales_are_rejected(name):
-    with scale_error(REJECTED_FOLDERS[name]):
+@pytest.mark.parametrize("name", REFUSED_FOLDERS)
+def test_folders_without_usable_scales_are_refused(name):
+    with scale_error(REFUSED_FOLDERS[name]):
         KVScales.from_pretrained(DATA / name)
 
 
 def test_every_folder_is_in_a_table():
     folders = {str(path.parent.relative_to(DATA)) for path in DATA.glob("*/*/config.json")}
-    assert folders == {*READABLE_FOLDERS, *REJECTED_FOLDERS}
+    assert folders == {*READABLE_FOLDERS, *REFUSED_FOLDERS}
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 300_000

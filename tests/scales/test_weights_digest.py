@@ -33,7 +33,7 @@ def make_model() -> Any:
 def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return a function that lists the logged warnings about outdated scales."""
     caplog.set_level(logging.WARNING, "hf_fp8kv")
-    return lambda: [r.message for r in caplog.records if "made for different weights" in r.message]
+    return lambda: [text for text in caplog.messages if "made for different weights" in text]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def read_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 )
 @torch.no_grad()
 def test_changes_visible_in_bfloat16_change_the_digest(model_scales: KVScales, name: str) -> None:
-    """`digest_weights` also detects changes below the precision of bfloat16."""
+    # `digest_weights` also detects changes below the precision of bfloat16.
     model = make_model()
     exact_digest = digest_weights(model)
     model.lm_head.weight.mul_(-1)  # the output head does not affect the digest
@@ -72,7 +72,7 @@ def add_adapter(module: torch.nn.Module, **tensors: torch.Tensor) -> None:
 
 @torch.no_grad()
 def test_an_adapter_changes_the_digest_if_it_has_an_effect(model_scales: KVScales) -> None:
-    """The magnitude of DoRA scales the whole weight, even if lora_B is zero."""
+    # The magnitude of DoRA scales the whole weight, even if lora_B is zero.
     model = make_model()
     projection = model.model.layers[0].self_attn.k_proj
     add_adapter(projection, A=torch.ones(4, 64), B=torch.zeros(32, 4))
@@ -132,10 +132,9 @@ def test_outdated_scales_warn_once_and_current_scales_do_not(
 def test_scales_of_another_model_are_noticed_without_a_digest(
     apply: Any, model_scales: KVScales, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The scales have the correct shapes, but one more layer or another model type.
-
-    The text model of a multimodal model, such as Llama 4, may use the scales of that model.
-    """
+    # The scales have the correct shapes, but one more layer or another model type.
+    #
+    # The text model of a multimodal model, such as Llama 4, may use the scales of that model.
     caplog.set_level(logging.WARNING, "hf_fp8kv")
     scales = replace(model_scales, weights_digest=None, origin=f"same {apply}")
     for model_type in (scales.model_type, None, "llama4"):

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.helpers.serve_process import TOOLS_TEMPLATE, HostedServer, save_chat_model
+from tests.helpers.serve_process import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    TOOLS_TEMPLATE,
+    HostedServer,
+    save_chat_model,
+)
 
 pytestmark = pytest.mark.text
 
@@ -22,9 +30,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 from pydantic import TypeAdapter  # noqa: E402
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 REQUESTS = json.loads(Path(__file__).with_name("client_requests.json").read_text())
 VOCAB_SIZE = 95
+RESPONSE_TYPES = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}
 EVENT_ADAPTER = TypeAdapter(ResponseStreamEvent)
 
 
@@ -39,19 +47,19 @@ def server(tmp_path_factory):
 
 def adapt_request(fields: dict) -> dict:
     """Adapt a request to the tiny model, whose tokens are letters, and raise its token limits."""
-    fields = {name: value for name, value in fields.items() if name != "model"}
-    if isinstance(fields.get("prompt"), list):
-        fields["prompt"] = [
-            [token % VOCAB_SIZE for token in x] if isinstance(x, list) else x
-            for x in fields["prompt"]
+    adapted = {name: value for name, value in fields.items() if name != "model"}
+    if isinstance(adapted.get("prompt"), list):
+        adapted["prompt"] = [
+            prompt if isinstance(prompt, str) else (torch.tensor(prompt) % VOCAB_SIZE).tolist()
+            for prompt in adapted["prompt"]
         ]
-    structured_outputs = fields.get("structured_outputs") or {}
+    structured_outputs = adapted.get("structured_outputs") or {}
     if "regex" in structured_outputs:  # the tiny model has no token for line breaks
-        fields["structured_outputs"] = {"regex": structured_outputs["regex"].replace(r"\n", " ")}
-    if find_text_schema(fields) or forces_call(fields):
+        adapted["structured_outputs"] = {"regex": structured_outputs["regex"].replace(r"\n", " ")}
+    if find_text_schema(adapted) or forces_call(adapted):
         limits = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
-        fields |= dict.fromkeys(limits & fields.keys(), 150)
-    return fields
+        adapted |= dict.fromkeys(limits & adapted.keys(), 150)
+    return adapted
 
 
 def find_text_schema(fields: dict) -> dict | None:
@@ -86,9 +94,7 @@ def check_stream(path: str, fields: dict, text: str) -> None:
 
 
 def check_answer(path: str, fields: dict, text: str) -> None:
-    response = parse(
-        {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}[path], text
-    )
+    response = parse(RESPONSE_TYPES[path], text)
     assert response.usage.total_tokens
     calls: list[Any] = []
     texts: list[str] = []
@@ -106,8 +112,8 @@ def check_answer(path: str, fields: dict, text: str) -> None:
         assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
     elif schema := find_text_schema(fields):
         for content in texts:
-            names = json.loads(content).keys()
-            assert {*schema.get("required", ())} <= names <= {*schema["properties"]}
+            property_names = json.loads(content).keys()
+            assert {*schema.get("required", ())} <= property_names <= {*schema["properties"]}
 
 
 # Together, these clients send every field for which this file has a check.
@@ -123,8 +129,8 @@ FAST_CLIENTS = {"openai", "instructor", "lm-eval", "guidellm"}
 )
 def test_clients_can_read_their_responses(server, client):
     for request in REQUESTS[client]:
-        path, fields = request["path"], adapt_request(request["body"])
-        status, text, _ = server.ask(path, fields)
+        fields = adapt_request(request["body"])
+        status, text, _ = server.ask(request["path"], fields)
         assert status == 200, (text, request)
         check = check_stream if fields.get("stream") else check_answer
-        check(path, fields, text)
+        check(request["path"], fields, text)

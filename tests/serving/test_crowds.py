@@ -13,7 +13,13 @@ import torch
 from transformers import LlamaForCausalLM, LogitsProcessor
 
 from tests.helpers.margins import require_wide_margins
-from tests.helpers.serve_process import Endpoint, HostedServer, generate_dense, read_answer
+from tests.helpers.serve_process import (
+    COMPLETIONS,
+    Endpoint,
+    HostedServer,
+    generate_dense,
+    read_answer,
+)
 
 pytestmark = pytest.mark.text
 
@@ -21,8 +27,8 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("llguidance", reason="needs the extra serve")
 from hf_fp8kv.serving.engines.noise import make_gumbel_noise, make_noise_key  # noqa: E402
 
-COMPLETIONS = "/v1/completions"
-NUM_REQUESTS, NEW_TOKENS = 50, 16
+NUM_REQUESTS = 50
+NEW_TOKENS = 16
 NUM_PAGES = 48  # for about a third of the requests
 TEMPERATURE = 1.3
 STRUCTURES = (
@@ -81,7 +87,6 @@ def complete(server: Endpoint, index: int, kind: str) -> str:
 
 
 def disconnect(server: Endpoint, index: int) -> None:
-    """Request a long answer to the beginning of a prompt, and disconnect before its end."""
     fields = {"prompt": PROMPTS[index][:60], "max_tokens": 200, "stream": index % 2 == 0}
     with server.abandon_request(COMPLETIONS, **fields | KIND_FIELDS["seeds"](index)):
         time.sleep(index % 8 * 0.05)

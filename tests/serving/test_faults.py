@@ -40,7 +40,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-NUM_NEW, NUM_PAGES = 2, 10
+NUM_NEW = 2  # new tokens of an answer
+NUM_PAGES = 10
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mistral": {"sliding_window": 20},  # prompts wrap the ring of a window
@@ -56,13 +57,18 @@ def _no_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+def make_ids(factor: int, modulus: int, num_tokens: int) -> list[int]:
+    """Return token ids from 3 on that repeat only after `modulus` tokens."""
+    return [factor * position % modulus + 3 for position in range(1, num_tokens + 1)]
+
+
 class Engines:
     """A model with its engines, a prefix store that they share, and the expected answers."""
 
     def __init__(self, name: str, folder: Path | None) -> None:
         self.model, _ = build_variant(name, max_position_embeddings=512, **MODEL_OPTIONS[name])
         self.folder = folder
-        first_ids, second_ids = ([(seed * n) % 89 + 3 for n in range(1, 60)] for seed in (7, 31))
+        first_ids, second_ids = (make_ids(seed, 89, 59) for seed in (7, 31))
         # These prompts share pages, and need more pages than the engine has.
         self.prompts = [
             first_ids,
@@ -72,7 +78,7 @@ class Engines:
             second_ids[:33] + first_ids[:5],
         ]
         # This prompt and its answer need all pages.
-        self.longest_prompt = [(5 * n) % 83 + 3 for n in range(NUM_PAGES * PAGE_SIZE - NUM_NEW)]
+        self.longest_prompt = make_ids(5, 83, NUM_PAGES * PAGE_SIZE - NUM_NEW)
         self.model.set_attn_implementation("fp8_paged")
         answers = generate_each(self.model, [*self.prompts, self.longest_prompt])
         *self.answers, self.longest_answer = (answer[:NUM_NEW] for answer in answers)
@@ -91,7 +97,6 @@ class Engines:
         return manager
 
     def request(self, manager: Any) -> None:
-        """Request answers to all prompts at once, and keep the last output of each request."""
         self.outputs: dict[str, Any] = {}
         self.request_ids = manager.add_requests(self.prompts, max_new_tokens=NUM_NEW)
         while len(self.outputs) < len(self.request_ids):
@@ -139,7 +144,8 @@ class Engines:
         else:
             self.check_outputs(self.manager, place, has_failed=faults.has_failed)
         assert self.model.config._attn_implementation == "sdpa", place
-        manager, self.manager = self.manager, None
+        manager = self.manager
+        self.manager = None
         memory = weakref.ref(manager.batch_processor.cache)
         with run_manager(manager):
             self.request(manager)
@@ -148,7 +154,7 @@ class Engines:
             assert answer == self.longest_answer, place
         if self.folder is not None:
             self.store.flush()
-            assert not [*self.folder.glob(".*.part")], place
+            assert not list(self.folder.glob(".*.part")), place
         self.model.destroy_cached_continuous_batching_manager()
         del manager
         gc.collect()
@@ -167,31 +173,33 @@ CASES = {
 
 
 def check_faults(
-    case: tuple[str, str, frozenset[str]], folder: Path, line: str = "", *, stride: int = 1
+    case: tuple[str, str, frozenset[str]], folder: Path, text: str = "", *, stride: int = 1
 ) -> int:
-    """Let calls fail in each line of the package that contains `line`. Return the number of lines.
+    """Let calls fail in each line of the package that contains `text`. Return the number of lines.
 
     At most four calls of every `stride`-th line fail.
     """
-    name, store_kind, names = case
-    engines = Engines(name, folder if store_kind else None)
+    model_name, store_kind, function_names = case
+    engines = Engines(model_name, folder if store_kind else None)
     is_empty = store_kind == "empty store"
-    errors = (make_disk_error,) if names is FILE_FUNCTIONS else MEMORY_ERRORS[:2]
-    faults = Faults(names, errors[0])
-    for _ in range(1 if is_empty else 2):  # the second run reads the pages of the first
+    errors = (make_disk_error,) if function_names is FILE_FUNCTIONS else MEMORY_ERRORS[:2]
+    faults = Faults(function_names, errors[0])
+    num_runs = 1 if is_empty else 2  # the second run reads the pages of the first run
+    for _ in range(num_runs):
         engines.enable()
         faults.run(engines.run)
-    places = defaultdict[tuple[str, int], list[Place]](list)
+    places_by_line = defaultdict[tuple[str, int], list[Place]](list)
     for place in faults.places:
-        places[place[:2]].append(place)
-    lines = [key for key in places if line in linecache.getline(*key)][::stride]
-    assert lines
-    for number, key in enumerate(lines):
+        places_by_line[place[:2]].append(place)
+    source_lines = [key for key in places_by_line if text in linecache.getline(*key)][::stride]
+    assert source_lines
+    for number, key in enumerate(source_lines):
         faults.make_error = errors[number % len(errors)]
-        for place in places[key][:: len(places[key]) // 4 + 1]:
+        places = places_by_line[key]
+        for place in places[:: len(places) // 4 + 1]:
             engines.check_fault(faults, place, may_write=is_empty)
     serving.disable(engines.model)
-    return len(lines)
+    return len(source_lines)
 
 
 def test_a_block_of_a_store_is_not_lost_if_its_copy_fails(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ def sample_tokens(
 
 
 def test_other_requests_do_not_change_tokens(model: Any) -> None:
-    """Other requests have different lengths. They share steps, split prompts and evict pages."""
-    prompt_ids, other_prompt_ids = draw_prompts(), draw_prompts(seed=7)
+    # Other requests have different lengths. They share steps, split prompts and evict pages.
+    prompt_ids = draw_prompts()
+    other_prompt_ids = draw_prompts(seed=7)
     tokens = sample_tokens(model, prompt_ids)
     assert len(set(map(tuple, tokens))) == len(prompt_ids)
     assert sample_tokens(model, prompt_ids, max_batch_tokens=16) == tokens
@@ -61,7 +62,8 @@ def test_different_seeds_and_equal_prompts_give_different_tokens(model: Any) -> 
 
 def test_logprobs_contain_no_noise() -> None:
     processors = SimpleNamespace(logits_processor=[], tensors_required=0, do_processing=False)
-    warper, model_runner = NoiseLogitsWarper(processors), SimpleNamespace(_sample=None)
+    warper = NoiseLogitsWarper(processors)
+    model_runner = SimpleNamespace(_sample=None)
     warper.install(model_runner)
     assert (processors.logits_processor, processors.tensors_required) == ([warper], 1)
     states = [
@@ -70,7 +72,8 @@ def test_logprobs_contain_no_noise() -> None:
     ]
     keys = warper.prepare_tensor_args([SimpleNamespace(state=state) for state in states])
     assert len(keys.unique()) == 5
-    scores, output_ids = torch.randn(1, 50, 40), torch.zeros(2, 60, dtype=torch.int32)
+    scores = torch.randn(1, 50, 40)
+    output_ids = torch.zeros(2, 60, dtype=torch.int32)
     warper(scores[0], torch.arange(1, 61, dtype=torch.int32))
     model_runner._sample(scores, output_ids)
     tokens = output_ids[0, :50].long()

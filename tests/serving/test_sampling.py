@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.serve_process import (
+    COMPLETIONS,
     NAN_CHARACTER,
     Endpoint,
     HostedServer,
@@ -14,20 +15,18 @@ from tests.helpers.serve_process import (
     make_step_requests,
     read_answer,
     save_chat_model,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from hf_fp8kv.server import metrics, sampling  # noqa: E402
 
-COMPLETIONS = "/v1/completions"
-
 
 def make_noise_keys(count: int, *, seed: int | None = None) -> torch.Tensor:
     """Return the keys of one seed at `count` positions, or of `count` seeds at one position."""
-    arguments = [(n, 5) if seed is None else (seed, n) for n in range(count)]
-    return torch.tensor([sampling.make_noise_key(*pair) for pair in arguments]).to(torch.int32)
+    pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
+    return torch.tensor([sampling.make_noise_key(*pair) for pair in pairs]).to(torch.int32)
 
 
 def matches_distribution(counts: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -47,7 +46,7 @@ def test_tokens_have_the_probabilities_of_the_logits(seed):
 
 @pytest.mark.parametrize("seed", [None, 11])
 def test_noise_of_neighbors_is_independent(seed):
-    """Adjacent positions of one seed, and adjacent seeds at one position, are independent."""
+    # Adjacent positions of one seed, and adjacent seeds at one position, are independent.
     tokens = sampling.make_gumbel_noise(make_noise_keys(50_000, seed=seed), 16).argmax(-1)
     pair_counts = (16 * tokens[:-1] + tokens[1:]).bincount(minlength=256)
     assert matches_distribution(pair_counts, torch.full((256,), (len(tokens) - 1) / 256))
@@ -61,8 +60,9 @@ def test_noise_depends_only_on_key_and_token():
 
 
 def test_the_largest_noise_is_finite():
-    """For this position and token, all bits of the uniform number are 1."""
-    position, token = 296, 44251
+    # For this position and token, all bits of the uniform number are 1.
+    position = 296
+    token = 44251
     noise = sampling.make_gumbel_noise(make_noise_keys(position + 1, seed=7)[-1:], 49152)[0]
     assert noise.isfinite().all()
     assert noise.argmax() == token
@@ -91,7 +91,7 @@ def test_rows_without_temperature_have_no_noise():
 
 
 def test_each_row_is_filtered_by_its_limits():
-    """At temperature 0, no noise is added, and the row is still filtered."""
+    # At temperature 0, no noise is added, and the row is still filtered.
     logprobs = torch.tensor([0.5, 0.26, 0.14, 0.1]).log()
     scores = logprobs.repeat(7, 1) + torch.arange(7.0)[:, None]
     limits = ({"min_p": 0.3}, {}, {"min_p": 0.25}, {"min_p": 1.0}, {"top_k": 2}, {"top_p": 0.7})
@@ -130,12 +130,23 @@ def test_latency_metrics_match_their_names(monkeypatch):
     for _ in range(3):
         server_metrics.record_token(request, 93.0)
     server_metrics.record_end(request)
-    for name, seconds in (
-        ("queue_time_seconds", 3.0), ("time_to_first_token_seconds", 10.0),
-        ("inter_token_latency_seconds", 4.0), ("request_duration_seconds", 20.0),
-    ):  # fmt: skip
+    expected_seconds = {
+        "queue_time_seconds": 3.0, "time_to_first_token_seconds": 10.0,
+        "inter_token_latency_seconds": 4.0, "request_duration_seconds": 20.0,
+    }  # fmt: skip
+    for name, seconds in expected_seconds.items():
         sample = f"hf_fp8kv_{name}_sum"
         assert server_metrics._registry.get_sample_value(sample, {"model_name": "m"}) == seconds
+
+
+# Fields of requests whose logits are NaN.
+NAN_REQUESTS = (
+    {"prompt": NAN_CHARACTER},
+    {"prompt": "a" * 40 + NAN_CHARACTER, "temperature": 1.0},
+    {"prompt": "a" * 99 + NAN_CHARACTER},
+    {"prompt": "a" * 3 + NAN_CHARACTER, "top_p": 0.5},
+    {"prompt": f"{NAN_CHARACTER}b", "max_tokens": 0, "echo": True, "logprobs": 0},
+)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,14 +155,9 @@ def test_nonfinite_logits_only_fail_their_request(server, stream):
     with ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(complete, server, "steady", max_tokens=60) for _ in range(4)]
         failing_futures = [
-            pool.submit(
-                server.ask, COMPLETIONS,
-                {"prompt": "a" * n + NAN_CHARACTER, "max_tokens": 5, "stream": stream, **options},
-            )
-            for n, options in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}),
-                               (5, {"prompt": f"{NAN_CHARACTER}b", "max_tokens": 0, "echo": True,
-                                    "logprobs": 0}))
-        ]  # fmt: skip
+            pool.submit(server.ask, COMPLETIONS, {"max_tokens": 5, "stream": stream} | fields)
+            for fields in NAN_REQUESTS
+        ]
         assert [future.result() for future in futures] == [expected] * 4
         for future in failing_futures:
             status, text, _ = future.result()

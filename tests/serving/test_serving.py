@@ -146,7 +146,7 @@ class TestSameTokens:
     def test_decode_steps_with_block_tables_give_the_same_tokens(
         self, llama: Any, make_options: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The steps are eager. As in CUDA graphs, the host reads no tensors of a step."""
+        # The steps are eager. As in CUDA graphs, the host reads no tensors of a step.
         expected = enable(llama, draw_prompts(), **make_options(llama))
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
@@ -171,7 +171,7 @@ class TestSameTokens:
 @pytest.mark.parametrize("sides", [None, "K and V"])
 @torch.no_grad()
 def test_an_engine_stores_the_same_bytes_as_a_cache(sides: str | None) -> None:
-    """Each layer follows its plan. A page is one row of a block and contains K, V and scales."""
+    # Each layer follows its plan. A page is one row of a block and contains K, V and scales.
     model, _ = build_variant("llama", num_hidden_layers=3, attn_implementation="fp8_paged")
     ids = torch.randint(4, 90, (1, 43), generator=torch.Generator().manual_seed(3))
     plan = (
@@ -217,11 +217,13 @@ class TestSharedPages:
         model = make_model(name)
         prompt_ids = draw_prompts()[:4]
         expected = enable(model, prompt_ids, **options or {"scales": draw_head_scales(model)})
-        assert generate_forked(model, prompt_ids, 3) == [x for x in expected for _ in range(3)]
+        assert generate_forked(model, prompt_ids, 3) == [
+            answer for answer in expected for _ in range(3)
+        ]
 
     @pytest.mark.parametrize("is_protected", [False, True], ids=["static scales", "layer 0 in K"])
     def test_few_pages_give_the_same_tokens(self, is_protected: bool) -> None:
-        """The pages are enough for about two requests, so requests wait or restart."""
+        # The pages are enough for about two requests, so requests wait or restart.
         model = make_model("gemma2")
         prompt_ids = draw_prompts()
         options = {"plan": make_protected_plan_for(model)} if is_protected else {}
@@ -247,26 +249,28 @@ class TestManagers:
         assert set(vars(serving.disable(served_llama))) == set(vars(new_model))
         assert not served_llama._forward_pre_hooks
 
-    def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
-        llama.set_attn_implementation("sdpa")
-        for enable_or_disable, message in (
-            (serving.enable, "model.init_continuous_batching"), (serving.disable, "None"),
-        ):  # fmt: skip
-            enable_or_disable(llama)
-            manager = ContinuousBatchingManager(llama, greedy(), batching())
-            with run_manager(manager):
-                manager.add_request([5, 6], max_new_tokens=2)
-                assert message in str(manager.get_result(timeout=60).error)
+    @pytest.mark.parametrize("is_disabled", [False, True])
+    def test_a_stock_manager_of_an_enabled_model_is_an_error(
+        self, served_llama: Any, is_disabled: bool
+    ) -> None:
+        if is_disabled:
+            serving.disable(served_llama)
+        manager = ContinuousBatchingManager(served_llama, greedy(), batching())
+        with run_manager(manager):
+            manager.add_request([5, 6], max_new_tokens=2)
+            error = manager.get_result(timeout=60).error
+        assert error is None if is_disabled else "model.init_continuous_batching" in error
 
     def test_a_changed_attention_fails_the_requests_of_a_running_manager(
         self, served_llama: Any
     ) -> None:
         stock_model = make_model("llama")
         stock_model.set_attn_implementation("sdpa")
-        for model, attention, message in (
+        cases = (
             (served_llama, "paged|eager", "Do not change the attention"),
             (stock_model, "fp8_paged", "an engine with FP8 pages"),
-        ):
+        )
+        for model, attention, message in cases:
             manager = model.init_continuous_batching(greedy(), batching())
             with run_manager(manager):
                 model.set_attn_implementation(attention)
@@ -296,7 +300,7 @@ class TestManagers:
     def test_prompts_with_equal_hashes_share_no_pages(
         self, llama: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The engine's hash has 64 bits and no key, so equal hashes can be computed offline."""
+        # The engine's hash has 64 bits and no key, so equal hashes can be computed offline.
         first_prompt, second_prompt = draw_prompts()[5:7]
         prompt_ids = [first_prompt, second_prompt[::-1], [first_prompt[0] + 1, *first_prompt[1:]]]
         expected = enable(llama, prompt_ids, scales=draw_head_scales(llama))
@@ -322,22 +326,21 @@ class TestManagers:
                     manager.add_request(draw_prompts()[5], cache_salt=salt)
 
     def test_salts_of_requests_in_one_step_are_kept_apart(self, served_llama: Any) -> None:
-        prompt, reversed_prompt = draw_prompts()[5], draw_prompts()[5][::-1]
+        prompt = draw_prompts()[5]
         with open_manager(served_llama) as manager:
             manager.add_request(prompt, cache_salt="a", max_new_tokens=2)
-            manager.add_request(reversed_prompt, cache_salt="b", max_new_tokens=2)
+            manager.add_request(prompt[::-1], cache_salt="b", max_new_tokens=2)
             wait_for_results(manager, 2)
-            for ids, salt, num_shared in (
-                (prompt, "b", 0), (reversed_prompt, "a", 0), (prompt, "a", 48),
-                (reversed_prompt, "b", 48),
-            ):  # fmt: skip
-                assert count_shared_tokens(manager, ids, cache_salt=salt) == num_shared
+            assert count_shared_tokens(manager, prompt, cache_salt="b") == 0
+            assert count_shared_tokens(manager, prompt[::-1], cache_salt="a") == 0
+            assert count_shared_tokens(manager, prompt, cache_salt="a") == 48
+            assert count_shared_tokens(manager, prompt[::-1], cache_salt="b") == 48
 
     def test_forked_requests_keep_the_salt(self, served_llama: Any) -> None:
         prompt = draw_prompts()[5]
         with open_manager(served_llama, greedy(num_return_sequences=3)) as manager:
             manager.add_request(prompt, cache_salt="a")
-            answers = [*wait_for_results(manager, 3).values()]
+            answers = list(wait_for_results(manager, 3).values())
             assert answers[0] == answers[1] == answers[2]
             manager.num_return_sequences = 1
             for salt, num_shared in ((None, 0), ("a", 80), ("b", 0)):
@@ -415,7 +418,7 @@ class TestErrors:
             ("bloom", "attention"),  # no lookup of an attention function
         ],
     )
-    def test_unsupported_models_are_rejected(self, name: str, message: str) -> None:
+    def test_unsupported_models_are_refused(self, name: str, message: str) -> None:
         model, _ = build_variant(name)
         attention = model.config._attn_implementation
         with pytest.raises(ConfigError, match=message):
@@ -434,45 +437,46 @@ class TestErrors:
         ],
         ids=str,
     )  # fmt: skip
-    def test_supported_models_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
-        """The probe accepts rounding, a missing softcap, and windows shorter than its sequences."""
-        for dtype in (torch.float16, torch.bfloat16):
-            model = build_variant(name, **options)[0].to(dtype).train()
-            attention = model.config._attn_implementation
-            serving.enable(model)
-            assert model.config._attn_implementation == attention
-            assert model.training
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_supported_models_pass_the_probe(
+        self, name: str, options: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        # The probe accepts rounding, a missing softcap, and windows shorter than its sequences.
+        model = build_variant(name, **options)[0].to(dtype).train()
+        attention = model.config._attn_implementation
+        serving.enable(model)
+        assert model.config._attn_implementation == attention
+        assert model.training
 
     @pytest.mark.parametrize("page_size", [24, 2048])
-    def test_an_invalid_page_size_is_rejected(self, served_llama: Any, page_size: int) -> None:
+    def test_an_invalid_page_size_is_refused(self, served_llama: Any, page_size: int) -> None:
         manager = served_llama.init_continuous_batching(greedy(), batching(page_size=page_size))
         with pytest.raises(ConfigError, match="power of two"):
             manager.warmup()
 
     @pytest.mark.parametrize("use_cuda_graph", [True, (False, True)])
-    def test_cuda_graphs_are_rejected_without_a_gpu(self, llama: Any, use_cuda_graph: Any) -> None:
-        llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching())
+    def test_cuda_graphs_are_refused_without_a_gpu(
+        self, served_llama: Any, use_cuda_graph: Any
+    ) -> None:
+        manager = served_llama.init_continuous_batching(greedy(), batching())
         with pytest.raises(ConfigError, match="use_cuda_graph"):
-            llama.init_continuous_batching(greedy(), batching(use_cuda_graph=use_cuda_graph))
-        serving.disable(llama)  # also restores the attention after a manager that never ran
-        assert llama.config._attn_implementation == "sdpa"
+            served_llama.init_continuous_batching(greedy(), batching(use_cuda_graph=use_cuda_graph))
+        # This also restores the attention after a manager that never ran.
+        serving.disable(served_llama)
+        assert served_llama.config._attn_implementation == "sdpa"
         assert not manager.is_running()
 
     @pytest.mark.usefixtures("fresh_compiler")
-    def test_only_a_whole_step_as_one_graph_is_rejected(self, llama: Any) -> None:
-        llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
+    def test_only_a_whole_step_as_one_graph_is_refused(self, served_llama: Any) -> None:
+        manager = served_llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
         assert manager.continuous_batching_config.varlen_compile_config is not None
-        serving.enable(llama)
+        serving.enable(served_llama)
         # decode_compile_config is accepted, because the engine uses it only for its own attention.
         config = batching(varlen_compile_config=CompileConfig(fullgraph=True, backend="eager"))
         with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
-            llama.init_continuous_batching(greedy(), config)
+            served_llama.init_continuous_batching(greedy(), config)
 
-    def test_the_attention_is_rejected_without_enable(self, llama: Any) -> None:
+    def test_the_attention_is_refused_without_enable(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
         with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
             generate_batch(llama, draw_prompts()[:1])
@@ -504,7 +508,7 @@ class TestAdapters:
         assert not is_enabled(llama)
 
     def test_trained_tokens_are_refused(self, llama: Any) -> None:
-        """An engine would omit the tokens that such an adapter adds before a prompt."""
+        # An engine would omit the tokens that such an adapter adds before a prompt.
         with pytest.raises(ConfigError, match=r"adds trained tokens.*Use generate\(\)"):
             serving.enable(AdapterWrapper(llama, is_prompt_learning=True))
         assert not is_enabled(llama)
@@ -513,7 +517,7 @@ class TestAdapters:
 class TestRequestLimit:
     @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
     def test_the_limit_is_the_longest_request_that_fits(self, name: str) -> None:
-        """With one more token the engine would stop, because it could not free pages."""
+        # With one more token the engine would stop, because it could not free pages.
         model = make_model(name)
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(num_pages=6))
@@ -535,7 +539,7 @@ class TestRequestLimit:
     def test_a_request_that_outgrows_the_pages_is_refused(
         self, served_llama: Any, is_running: bool
     ) -> None:
-        """The engine still answers shorter requests. The first request allocates the pages."""
+        # The engine still answers shorter requests. The first request allocates the pages.
         manager = served_llama.init_continuous_batching(greedy(), batching(num_pages=6))
         if is_running:
             manager.start()
@@ -552,7 +556,8 @@ class TestRequestLimit:
 class TestRunningEngines:
     def test_a_stopping_manager_leaves_other_managers_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
-        prompt_ids, scales = draw_prompts(), draw_head_scales(llama)
+        prompt_ids = draw_prompts()
+        scales = draw_head_scales(llama)
         expected = generate_each(llama, prompt_ids, scales=scales)
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
@@ -573,25 +578,25 @@ class TestRunningEngines:
         (expected,) = generate_batch(served_llama, [[5, 6]])
         assert generate_batch(served_llama, [[], [5, 6]])[1] == expected
 
-    def test_enable_rejects_a_model_with_a_running_stock_manager(self) -> None:
+    def test_enable_refuses_a_model_with_a_running_stock_manager(self) -> None:
         model = build_variant("llama", attn_implementation="sdpa")[0]
         manager = model.init_continuous_batching(greedy(), batching())
         with run_manager(manager), pytest.raises(ConfigError, match="running"):
             serving.enable(model)
         serving.enable(model)
 
-    def test_failing_steps_fail_requests(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
+    def test_failing_steps_fail_requests(
+        self, served_llama: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with monkeypatch.context() as context:
             context.setattr(StoredLayer, "attend", mock.Mock(side_effect=ValueError("boom")))
-            outputs = llama.generate_batch([[5, 6]], greedy(), batching())
+            outputs = served_llama.generate_batch([[5, 6]], greedy(), batching())
         assert all(output.error == "boom" for output in outputs.values())
-        assert llama.config._attn_implementation == "sdpa"
+        assert served_llama.config._attn_implementation == "sdpa"
         with pytest.raises(ValueError, match="boom"), exact_states(is_engine_step=True):
             raise ValueError("boom")
         assert fp8_paged_mask(1, 2, 2, attention_mask=torch.tensor([[False, True]])) is not None
-        assert generate_batch(llama, [[5, 6]])
+        assert generate_batch(served_llama, [[5, 6]])
 
     def test_padding_is_not_written(self) -> None:
         step = EngineStep([None], 8)
@@ -602,14 +607,14 @@ class TestRunningEngines:
         assert sorted(targets) == list(range(19))  # each once, because CUDA does not order writes
 
     def test_an_unused_row_writes_to_no_page(self) -> None:
-        """Its page in the table may belong to another request."""
+        # Its page in the table may belong to another request.
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
         work = make_decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [-1]]
         assert work.slot_ends.tolist() == [1, 1]
 
     def test_requests_are_admitted_after_all_running_requests_are_canceled(self) -> None:
-        """An engine that evicts a request admits no request until a running request finishes."""
+        # An engine that evicts a request admits no request until a running request finishes.
         model, _ = build_variant("gqa", max_position_embeddings=512)
         serving.enable(model)
         model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
@@ -625,12 +630,14 @@ class TestRunningEngines:
                 assert time.monotonic() < deadline, "no request was evicted"
                 time.sleep(0.001)
             scheduler = manager.batch_processor.scheduler
-            (running_id,), (waiting_id,) = scheduler.active_requests, scheduler.waiting_requests
+            (running_id,) = scheduler.active_requests
+            (waiting_id,) = scheduler.waiting_requests
             manager.cancel_request(running_id)
             added_id = manager.add_request([5, 6, 7], max_new_tokens=2)
             lengths: dict[str, int] = {}
-            while {waiting_id, added_id} - lengths.keys() and (x := manager.get_result(timeout=20)):
-                lengths[x.request_id] = len(x.generated_tokens)
+            while {waiting_id, added_id} - lengths.keys():
+                output = manager.get_result(timeout=20)
+                lengths[output.request_id] = len(output.generated_tokens)
             for request_id in (waiting_id, added_id):
                 manager.cancel_request(request_id)  # otherwise the manager waits for it at exit
             lengths.pop(running_id, None)
@@ -658,9 +665,10 @@ class TestStreams:
     def test_late_fills_do_not_change_the_tokens(
         self, llama: Any, max_blocks: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An engine fills static tensors on the current stream, and computes on its own stream."""
+        # An engine fills static tensors on the current stream, and computes on its own stream.
         expected = enable(llama, draw_prompts())
-        current, compute = DelayedStream(), DelayedStream()
+        current = DelayedStream()
+        compute = DelayedStream()
         prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
 
         def prepare_late(inputs: Any, *args: Any, **kwargs: Any) -> None:
@@ -680,8 +688,10 @@ class TestStreams:
             assert request_answers(manager, draw_prompts()) == expected
 
     def test_uploads_wait_for_late_fills(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Asynchronous batching resets its tensors on the current stream, and then uploads."""
-        current, lengths, uploaded = DelayedStream(), torch.zeros(3), torch.ones(3)
+        # Asynchronous batching resets its tensors on the current stream, and then uploads.
+        current = DelayedStream()
+        lengths = torch.zeros(3)
+        uploaded = torch.ones(3)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
         current.operations.append(lengths.zero_)
         inputs: Any = SimpleNamespace(h2d_stream=DelayedStream(), compute_stream=None)

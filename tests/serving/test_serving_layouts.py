@@ -30,6 +30,7 @@ from tests.helpers.tiny_models import build_variant
 pytestmark = pytest.mark.text
 
 INT8_PLAN = LayerPlan.parse("int8 rotated", "int8")
+GEMMA_FIELDS = {"sliding_window": 24, "query_pre_attn_scalar": 1}
 LAYER_TYPES = ["sliding_attention", "full_attention", "full_attention"]
 
 
@@ -41,7 +42,7 @@ class TestEngineChoice:
             (stock_cache.PagedAttentionCache, "__init__", "MemoryHandler in stub"),
         ],
     )
-    def test_a_method_that_does_not_create_the_cache_is_rejected(
+    def test_a_method_that_does_not_create_the_cache_is_refused(
         self, owner: Any, name: str, message: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def stub(self: Any) -> None:
@@ -54,7 +55,7 @@ class TestEngineChoice:
         for detail in (transformers.__version__, "5.18 to 5.24", "FP8PagedCache"):
             assert detail in str(error.value)
 
-    def test_a_missing_engine_class_is_rejected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_engine_class_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, flat_tensor.__name__)
         monkeypatch.delattr(stock_cache, "PagedAttentionMemoryHandler")
         with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
@@ -67,52 +68,55 @@ def test_layers_in_any_order_give_the_same_tokens() -> None:
     )[0]
     model.set_attn_implementation("fp8_paged")
     # With other seeds, sums in a different order round a value to an adjacent code.
-    prompt_ids, scales = draw_prompts(seed=0), draw_head_scales(model)
+    prompt_ids = draw_prompts(seed=0)
+    scales = draw_head_scales(model)
     expected = generate_each(model, prompt_ids, scales=scales)
     assert not are_exact(model, prompt_ids, expected)
     serving.enable(model, scales=scales)
     assert generate_batch(model, prompt_ids, max_batch_tokens=16) == expected
 
 
-def test_planned_bytes_match_allocated_bytes() -> None:
-    # K and V of a token in layer 0 and in layer 1: two heads of 16 values, and scales.
-    for options, token_bytes in (
+# K and V of a token in layer 0 and in layer 1: two heads of 16 values, and scales.
+@pytest.mark.parametrize(
+    ("options", "token_bytes"),
+    [
         ({}, 2 * 2 * 36), ({"key_dtype": "auto"}, 2 * 2 * 52), ({"dtype": "auto"}, 2 * 2 * 64),
         ({"scales": 0.1}, 2 * 2 * 32),
-        ({"plan": dict(enumerate((PROTECTED_PLANS["K"], INT8_PLAN)))}, 2 * (52 + 36)),
-        ({"plan": dict(enumerate((INT8_PLAN, PROTECTED_PLANS["K and V"])))}, 2 * (36 + 64)),
-    ):  # fmt: skip
-        model = build_variant("llama")[0].to(torch.bfloat16)
-        serving.enable(model, **options)
-        manager = model.init_continuous_batching(greedy(), batching(num_pages=5))
-        manager.warmup()
-        cache = manager.batch_processor.cache
-        total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
-        assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE_SIZE * token_bytes)
-        assert total_bytes == 5 * page_bytes
-        # The engine allocates two more sectors, for the padding of its attention.
-        num_bytes = total_bytes + 2 * cache.bytes_per_sector
-        assert cache.layers[0].pages.block.untyped_storage().nbytes() == num_bytes
+        ({"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}, 2 * (52 + 36)),
+        ({"plan": {0: INT8_PLAN, 1: PROTECTED_PLANS["K and V"]}}, 2 * (36 + 64)),
+    ],
+)  # fmt: skip
+def test_planned_bytes_match_allocated_bytes(options: dict[str, Any], token_bytes: int) -> None:
+    model = build_variant("llama")[0].to(torch.bfloat16)
+    serving.enable(model, **options)
+    manager = model.init_continuous_batching(greedy(), batching(num_pages=5))
+    manager.warmup()
+    cache = manager.batch_processor.cache
+    total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
+    assert (used_bytes, num_tokens, page_bytes) == (0, 0, PAGE_SIZE * token_bytes)
+    assert total_bytes == 5 * page_bytes
+    # The engine allocates two more sectors, for the padding of its attention.
+    num_bytes = total_bytes + 2 * cache.bytes_per_sector
+    assert cache.layers[0].pages.block.untyped_storage().nbytes() == num_bytes
 
 
 @pytest.mark.parametrize(
-    ("name", "num_pages", "options"),
+    ("name", "fields", "num_pages", "options"),
     [
-        ("llama", 16, {"dtype": "fp8_e5m2"}),
-        ("gemma2", 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
-        ("gemma2", 16, {"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}),
+        ("llama", {}, 16, {"dtype": "fp8_e5m2"}),
+        ("gemma2", GEMMA_FIELDS, 20, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
+        ("gemma2", GEMMA_FIELDS, 16, {"plan": {0: PROTECTED_PLANS["K"], 1: INT8_PLAN}}),
     ],
 )
 def test_offloaded_requests_resume(
-    name: str, num_pages: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Codes and dynamic scales keep their bytes when they return to different blocks.
-
-    The pages of 8 tokens are too few for all requests at once.
-    """
+    name: str, fields: dict[str, int], num_pages: int, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # Codes and dynamic scales keep their bytes when they return to different blocks.
+    #
+    # The pages of 8 tokens are too few for all requests at once.
     offloads = record_offloads(monkeypatch)
-    sizes = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
-    model = build_variant(name, **sizes)[0]
+    model = build_variant(name, **fields)[0]
     prompt_ids = [ids[:40] for ids in draw_prompts() if len(ids) > 16]
     expected = enable(model, prompt_ids, **options)
     config = batching(page_size=8, num_pages=num_pages, max_batch_tokens=64, cpu_offload_space=0.01)

@@ -10,7 +10,14 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Endpoint, HostedServer, read_answer
+from tests.helpers.serve_process import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    Endpoint,
+    HostedServer,
+    read_answer,
+)
 
 pytestmark = pytest.mark.text
 
@@ -21,9 +28,9 @@ from hf_fp8kv.server import structured as grammars  # noqa: E402
 from hf_fp8kv.server.errors import APIError  # noqa: E402
 from hf_fp8kv.server.sampling import Sequence  # noqa: E402
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CHAT_FIELDS = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 250}
 RESPONSE_FIELDS = {"input": "hello", "max_output_tokens": 250}
+JSON_OBJECT = {"type": "json_object"}
 END_TOKEN = "~"  # ends an answer, if the model has an end token
 
 PERSON = {
@@ -49,7 +56,8 @@ RESPONSE_FORMAT = {"type": "json_schema", "schema": PERSON, **SCHEMA_OPTIONS}
 
 def is_person(text: str) -> bool:
     person = json.loads(text)
-    home, share = person["home"], person.get("share", 0)
+    home = person["home"]
+    share = person.get("share", 0)
     return (
         person.keys() - {"share"} == {"name", "age", "tags", "home"}
         and len(person["name"]) <= 8
@@ -90,31 +98,42 @@ def constrain(**constraint: object) -> dict[str, object]:
     return {"structured_outputs": constraint}
 
 
-def test_each_endpoint_accepts_its_field(server):
-    for path, fields in (
+def wrap_schema(schema: object, **fields: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
         (CHAT, CHAT_FIELDS | wrap_schema(PERSON, **SCHEMA_OPTIONS)),
         (RESPONSES, RESPONSE_FIELDS | {"text": {"format": RESPONSE_FORMAT}}),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 250} | constrain(json=json.dumps(PERSON))),
-    ):
-        assert is_person(read_answer(server.answer(path, **fields)))
-    # The grammar ends a text although the model could continue it.
-    json_object = {"type": "json_object"}
-    for path, fields in (
-        (CHAT, CHAT_FIELDS | {"response_format": json_object}),
-        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": json_object}}),
-        (CHAT, CHAT_FIELDS | constrain(json_object=True)),
-    ):
-        assert read_answer(server.answer(path, **fields)).startswith("{")
-    text_fields = {"response_format": {"type": "text"}, "max_tokens": 5}
-    assert not read_answer(server.answer(CHAT, **CHAT_FIELDS | text_fields)).startswith("{")
+    ],
+)
+def test_each_endpoint_accepts_a_schema(server, path, fields):
+    assert is_person(read_answer(server.answer(path, **fields)))
 
 
-def test_an_answer_matches_its_regular_expression(server):
+@pytest.mark.parametrize(
+    ("path", "fields", "is_object"),
+    [
+        # The grammar ends a text although the model could continue it.
+        (CHAT, CHAT_FIELDS | {"response_format": JSON_OBJECT}, True),
+        (RESPONSES, RESPONSE_FIELDS | {"text": {"format": JSON_OBJECT}}, True),
+        (CHAT, CHAT_FIELDS | constrain(json_object=True), True),
+        (CHAT, CHAT_FIELDS | {"response_format": {"type": "text"}, "max_tokens": 5}, False),
+    ],
+)
+def test_an_answer_is_an_object_only_if_requested(server, path, fields, is_object):
+    assert read_answer(server.answer(path, **fields)).startswith("{") == is_object
+
+
+@pytest.mark.parametrize("temperature", [0, 1.8])
+def test_an_answer_matches_its_regular_expression(server, temperature):
     regex = r"^(a/b|\"#|\\\\) [^b-y]x{7}$"
-    for temperature in (0, 1.8):
-        text, reason = complete(server, **constrain(regex=regex), temperature=temperature, seed=3)
-        assert re.fullmatch(regex, text)
-        assert reason == "stop"
+    text, reason = complete(server, **constrain(regex=regex), temperature=temperature, seed=3)
+    assert re.fullmatch(regex, text)
+    assert reason == "stop"
 
 
 def test_an_answer_is_one_of_the_choices(server):
@@ -131,15 +150,16 @@ def test_an_answer_is_one_of_the_choices(server):
 
 def test_a_truncated_answer_has_the_finish_reason_length(server):
     expected, _ = complete(server, **constrain(json=PERSON))
-    num_tokens = len(expected) + 1  # with the end token
-    for max_tokens, reason in ((num_tokens - 2, "length"), (num_tokens, "stop")):
-        fields = constrain(json=PERSON) | {"max_tokens": max_tokens}
-        assert complete(server, **fields) == (expected[:max_tokens], reason)
+    truncated_answer = complete(server, **constrain(json=PERSON), max_tokens=len(expected) - 1)
+    assert truncated_answer == (expected[:-1], "length")
+    # The last token is the end token.
+    answer = complete(server, **constrain(json=PERSON), max_tokens=len(expected) + 1)
+    assert answer == (expected, "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_structured_answer_ends_with_the_end_token(server, stream):
-    """The end token must not occur before the grammar allows it. No token may follow it."""
+    # The end token must not occur before the grammar allows it. No token may follow it.
     for seed in range(2):
         sampling = {"temperature": 2.0, "seed": seed, "stream": stream}
         text, reason = complete(server, **constrain(json=PERSON), **sampling)
@@ -154,7 +174,7 @@ def test_a_structured_answer_ends_with_the_end_token(server, stream):
 
 
 def test_a_preempted_request_continues_in_its_grammar(server, monkeypatch):
-    """Three requests need 13 pages each. The engine has 24 pages."""
+    # Three requests need 13 pages each. The engine has 24 pages.
     requests = [
         constrain(regex=r"([a-f]{3}-[0-9]{3} ){24}\.")
         | {"prompt": f"{n}", "temperature": 1.0, "seed": n, "max_tokens": 240}
@@ -193,7 +213,7 @@ class FailingMatcher:
 
 
 def test_a_failing_grammar_only_fails_its_request(server, monkeypatch):
-    """Grammars fail at the letter z or above 30 lexer states."""
+    # Grammars fail at the letter z or above 30 lexer states.
     stock_init = grammars.Guide.__init__
     monkeypatch.setattr(
         grammars.Guide,
@@ -213,20 +233,17 @@ def test_a_failing_grammar_only_fails_its_request(server, monkeypatch):
         panics = [submit("[a-y]{9}z[a-y]{9}") for _ in range(2)]
         overflows = [submit("[a-y]{50}") for _ in range(2)]
         assert [future.result() for future in futures] == expected_texts * 2
-    for futures, expected, message in (
+    failures = (
         (panics, 500, "the grammar failed: BaseException: a bug of the library"),
         (overflows, 400, "lexer error: too many states"),
-    ):
-        for future in futures:
+    )
+    for failed_futures, expected_status, message in failures:
+        for future in failed_futures:
             status, text, _ = future.result()
-            assert status == expected
+            assert status == expected_status
             assert f"structured_outputs.regex: {message}" in text
     assert [complete(server, **fields) for fields in requests] == expected_texts
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
-
-
-def wrap_schema(schema: object, **fields: object) -> dict[str, object]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **fields}}}
 
 
 MANY_PATTERNS: dict[str, dict] = {f"a{n}": {} for n in range(101)}
@@ -255,7 +272,7 @@ INVALID_GRAMMARS = {
 
 # Each rule, and each limit of a grammar, has one case.
 @pytest.mark.parametrize(("payload", "field"), INVALID_GRAMMARS.values(), ids=INVALID_GRAMMARS)
-def test_an_invalid_grammar_is_rejected_with_its_field(server, payload, field):
+def test_an_invalid_grammar_is_refused_with_its_field(server, payload, field):
     body = json.dumps(CHAT_FIELDS | payload).replace("Infinity", "1e999").encode()
     status, text, _ = server.ask(CHAT, body=body)
     error = json.loads(text)["error"]
@@ -264,7 +281,7 @@ def test_an_invalid_grammar_is_rejected_with_its_field(server, payload, field):
     assert len(error["message"]) < 500
 
 
-def test_grammars_are_rejected_if_steps_are_planned_ahead():
+def test_grammars_are_refused_if_steps_are_planned_ahead():
     runner = SimpleNamespace(pad_inputs=False)
     processor = SimpleNamespace(use_async_batching=False, model_runner=runner)
     assert engine.explain_fixed_steps(processor) is None
@@ -291,7 +308,7 @@ def test_a_matching_text_is_complete_if_the_model_has_no_end_token(folder):
     assert error.value.status == 400
 
 
-def test_a_tokenizer_without_bytes_is_rejected(folder):
+def test_a_tokenizer_without_bytes_is_refused(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     compiler = grammars.Grammars(tokenizer, 95, None)

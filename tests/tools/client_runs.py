@@ -144,12 +144,13 @@ def run_lm_eval(target: Target) -> None:
 
     Path(folder, "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     tokenizer = {"tokenizer": target.tokenizer, "tokenizer_backend": "huggingface"}
-    for name, task, options in (
+    runs = (
         ("local-completions", CHOICE_TASK, {**tokenizer, "batch_size": 4}),
         ("local-completions", CHOICE_TASK, {**tokenizer, "tokenized_requests": False}),
         ("local-completions", GENERATION_TASK, {**tokenizer, "num_concurrent": 3}),
         ("local-chat-completions", GENERATION_TASK, {"num_concurrent": 3}),
-    ):
+    )
+    for name, task, options in runs:
         path = "chat/completions" if "chat" in name else "completions"
         config = {
             "task": "facts", "dataset_path": "json", "test_split": "test",

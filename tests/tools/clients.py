@@ -21,7 +21,6 @@ SERVER_OPTIONS = ("--cb-num-blocks", "512", "--max-model-len", "2048")
 
 
 def main() -> int:
-    """Run the clients, and return the number of clients that failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", required=True, help="interpreter that can import the clients")
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS,
@@ -29,17 +28,17 @@ def main() -> int:
     options = parser.parse_args()
     model = str(demo_model_path())
     command = [options.python, "-W", "ignore", "-m", "tests.tools.client_runs"]
-    num_failed = 0
+    exit_codes = []
     with tempfile.TemporaryDirectory() as folder:
-        template = Path(folder, "template")
-        template.write_text(TOOLS_TEMPLATE)
-        model_options = ("--served-model-name", "demo", "--chat-template", str(template))
+        template_file = Path(folder, "template")
+        template_file.write_text(TOOLS_TEMPLATE)
+        model_options = ("--served-model-name", "demo", "--chat-template", str(template_file))
         with Server(model, *SERVER_OPTIONS, *model_options) as server:
-            for name in options.only:
-                arguments = (name, f"{server.url}/v1", "demo", model)
+            for client in options.only:
+                arguments = (client, f"{server.url}/v1", "demo", model)
                 process = subprocess.run([*command, *arguments], cwd=ROOT, timeout=CLIENT_SECONDS)
-                num_failed += process.returncode != 0
-    return num_failed
+                exit_codes.append(process.returncode)
+    return sum(code != 0 for code in exit_codes)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ def make_cache(case: str, config: Any) -> Any:
 
 
 def clear_caches(model: PreTrainedModel) -> None:
-    """Empty the caches that earlier calls have filled."""
     torch._dynamo.reset()
     counters.clear()
     find_model_class.cache_clear()
@@ -53,9 +52,11 @@ def clear_caches(model: PreTrainedModel) -> None:
 
 def compute_logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> Logits:
     """Return the logits of the prompt and, with a cache, of two decoding steps after it."""
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
     step_logits = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
-    for step in range(2 if cache is not None else 0):
+    num_steps = 2 if cache is not None else 0
+    for step in range(num_steps):
         mask = torch.cat([mask, mask[:, -1:]], 1)
         token = ids[:, step + 3 : step + 4]
         output = forward(input_ids=token, attention_mask=mask, past_key_values=cache)
@@ -94,7 +95,8 @@ def compile_first(case: str, model: PreTrainedModel, inputs: dict[str, torch.Ten
     backend = "aot_eager" if case == "preallocated" else "eager"
     compiled_model = torch.compile(model, fullgraph=True, backend=backend)
     is_preallocated = case.startswith("preallocated")
-    caches = [make_cache(case, model.config) for _ in range(1 + is_preallocated)]
+    num_caches = 2 if is_preallocated else 1
+    caches = [make_cache(case, model.config) for _ in range(num_caches)]
     logits_by_cache = [compute_logits(compiled_model, cache, inputs) for cache in caches]
     assert not counters["graph_break"]
     if is_preallocated:

@@ -28,22 +28,23 @@ CHOICES = {
 
 def list_settings() -> list[dict[str, str]]:
     """Return one setting for each pair of instruction sets."""
-    isa_pairs = itertools.product(*list(CHOICES.values())[:2])
-    rows = [(*pair, CHOICES["OMP_NUM_THREADS"][i % 2]) for i, pair in enumerate(isa_pairs)]
+    onednn_isas, aten_isas, thread_counts = CHOICES.values()
+    isa_pairs = itertools.product(onednn_isas, aten_isas)
+    rows = [(*pair, threads) for pair, threads in zip(isa_pairs, itertools.cycle(thread_counts))]
     return [dict(zip(CHOICES, row, strict=True)) for row in rows]
 
 
 def main() -> int:
-    """Run the settings in order. Return the number of settings under which a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="run all tests, not only `-m text`")
     parser.add_argument("--only", nargs="+", type=int, help="numbers of the settings to run")
     parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT", help="passed to pytest")
     options = parser.parse_args()
-    arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if not options.all:
+        command += ["-m", "text"]
     other_variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
-    num_failed = 0
+    exit_codes = []
     for number, setting in enumerate(list_settings(), 1):
         if options.only is None or number in options.only:
             print(f"== {number}: {setting}", flush=True)
@@ -51,8 +52,9 @@ def main() -> int:
             # torch would reuse code that was compiled under other settings.
             cache = str(ROOT / "build" / "cpu_matrix" / "-".join(setting.values()))
             environment = {**other_variables, **variables, "TORCHINDUCTOR_CACHE_DIR": cache}
-            num_failed += subprocess.run(command, cwd=ROOT, env=environment).returncode != 0
-    return num_failed
+            process = subprocess.run([*command, *options.pytest], cwd=ROOT, env=environment)
+            exit_codes.append(process.returncode)
+    return sum(code != 0 for code in exit_codes)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,17 @@ from typing import Any
 
 import psutil
 
-from tests.helpers.serve_process import TOOLS_TEMPLATE, Server, save_chat_model
+from tests.helpers.serve_process import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    TOOLS_TEMPLATE,
+    Server,
+    save_chat_model,
+)
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-NUM_PAGES, PAGE_SIZE = 96, 16
+NUM_PAGES = 96
+PAGE_SIZE = 16
 MAX_SECONDS = 120.0  # time limit of a request, among 60 clients on two cores
 MAX_GROWTH_BYTES = 24 * 2**20  # limit for the growth of memory from the second to the last quarter
 MAX_IDLE_SECONDS = 5.0  # time that a client may neither send nor read
@@ -81,7 +88,6 @@ ENDLESS_DATA = (
 
 
 def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return the path and the fields of a random valid request."""
     path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
     # Most prompts have the same beginning, so they share pages.
     text = "the same beginning of many " * rng.randrange(8) + "and words " * rng.randrange(1, 12)
@@ -105,14 +111,14 @@ class AbuseRun:
     """
 
     def __init__(self, server: Server, options: argparse.Namespace) -> None:
-        self.server, self.seed = server, options.seed
+        self.server = server
+        self.seed = options.seed
         self.outcomes = Counter[tuple[str, object]]()
         self.violations: list[str] = []
         self.repeated_text = self.send(COMPLETIONS, REPEATED_FIELDS)["choices"][0]["text"]
         self.deadline = time.monotonic() + options.minutes * 60
 
     def run_client(self, index: int) -> None:
-        """Run client `index` until the deadline of the run."""
         rng = random.Random(self.seed * 1000 + index)
         good_actions = (self.send_valid, self.send_repeated)
         bad_actions = (self.send_bad_body, self.send_and_leave, self.send_without_end)
@@ -213,7 +219,6 @@ class AbuseRun:
 
 
 def main() -> int:
-    """Run the clients, print a report, and return 1 after a violation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="duration of the run")
     parser.add_argument("--clients", type=int, default=60, help="number of clients")
@@ -236,7 +241,7 @@ def main() -> int:
         print(f"{action:18} {result!s:20} {count:7}")
     for violation, count in Counter(abuse.violations).most_common(20):
         print(f"{count} violations: {violation}")
-    return bool(abuse.violations)
+    return 1 if abuse.violations else 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
-NUM_PROMPTS, PROMPT_TOKENS, PAGE_SIZE = 6, 100, 8  # PAGE_SIZE in tokens
+NUM_PROMPTS = 6
+PROMPT_TOKENS = 100
+PAGE_SIZE = 8  # in tokens
 # Half of the 6 x 12 pages of all prompts fit. The file of a page has about 2,300 bytes.
 MAX_BYTES = 36 * 2300
 
@@ -68,7 +70,6 @@ class Workload:
             self.expected_answers.append(answer.tolist())
 
     def answer_prompts(self, num_answers: int, seed: int) -> dict[str, int]:
-        """Answer random prompts with a new store, and return the counts."""
         from hf_fp8kv import PrefixStore, enable
 
         store = PrefixStore(self.folder, max_bytes=MAX_BYTES)
@@ -78,11 +79,12 @@ class Workload:
         for _ in range(num_answers):
             index = rng.randrange(NUM_PROMPTS)
             answer = self.model.generate(self.prompts[index], **GREEDY)
-            num_wrong += answer.tolist() != self.expected_answers[index]
+            if answer.tolist() != self.expected_answers[index]:
+                num_wrong += 1
         usage = store.usage()
         return {
             "wrong_answers": num_wrong, "tokens_found": usage.tokens_found,
-            "bytes_written": usage.bytes_written, "over_limit": self.is_over_limit(),
+            "bytes_written": usage.bytes_written, "over_limit": int(self.is_over_limit()),
         }  # fmt: skip
 
     def is_over_limit(self) -> bool:
@@ -121,7 +123,8 @@ def kill_writers(workload: Workload, num_kills: int) -> dict[str, int]:
         os.kill(killed_pid, signal.SIGKILL)
         os.waitpid(killed_pid, 0)
         totals["partial_files"] += len(list(workload.folder.glob(".*.part")))
-        totals["over_limit"] += workload.is_over_limit()
+        if workload.is_over_limit():
+            totals["over_limit"] += 1
         os.waitpid(other_pid, 0)
         totals.update(json.loads(result_path.read_text()))
         totals.update(workload.answer_prompts(3, seed))

@@ -76,8 +76,6 @@ NOT_RUN = Outcome()
 
 @dataclasses.dataclass
 class Row:
-    """Results of one model type."""
-
     name: str
     baseline_error: str = ""  # why the type fails with `DynamicCache`, or ""
     attention: str = ""  # the model's own attention implementation
@@ -108,7 +106,9 @@ class Row:
             for label, statuses in allowed_statuses.items()
             if self.has_baseline and getattr(self, label).status not in statuses
         ]
-        return failures + [f"{self.name}, captured"] * self.captured.startswith("WRONG")
+        if self.captured.startswith("WRONG"):
+            failures.append(f"{self.name}, captured")
+        return failures
 
 
 def generate(
@@ -138,8 +138,10 @@ def compare(expected: Answer, actual: Answer) -> Outcome:
         agreement = 1 - is_different.float().mean().item()
         return Outcome("differs", agreement, f"row {row} from token {step}")
     logits_std = expected.logits[expected.logits.isfinite()].std().clamp_min(1e-12)
-    x, y = (answer.logits.nan_to_num(torch.finfo().max) for answer in (expected, actual))
-    is_close = bool(((x - y).abs() <= TOLERANCE * logits_std).all())
+    expected_logits, actual_logits = (
+        answer.logits.nan_to_num(torch.finfo().max) for answer in (expected, actual)
+    )
+    is_close = bool(((actual_logits - expected_logits).abs() <= TOLERANCE * logits_std).all())
     return Outcome("equal" if is_close else "close", 1.0)
 
 
@@ -186,7 +188,8 @@ def list_cache_makers(model: PreTrainedModel, inputs: Inputs, expected: Answer) 
     if model.config.is_encoder_decoder:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         outcome = attempt(lambda: compare(expected, generate(model, inputs, cache)))
-        makers += [CacheMaker(model, False)] * (outcome.status == "equal")
+        if outcome.status == "equal":
+            makers.append(CacheMaker(model, in_pair=False))
     return makers
 
 
@@ -236,9 +239,8 @@ class Watch:
                 is_sparse = any(argument is not None for argument in arguments)
                 is_paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
                 is_latent = is_paged and reads_stored_latents(module)
-                is_fused = is_paged and (is_latent or not is_sparse)
-                path = ("fused, latent" if is_latent else "fused") if is_fused else "dense"
-                self.path_counts[path] += 1
+                path = "fused" if is_paged and not is_sparse else "dense"
+                self.path_counts["fused, latent" if is_latent else path] += 1
             return stock_attention(module, query, key, value, *args, **kwargs)
 
         AttentionInterface.register(FP8_PAGED, count_and_attend)
@@ -335,7 +337,6 @@ def check_type(name: str) -> Row:
 
 
 def count_outcomes(rows: list[Row]) -> dict[str, int]:
-    """Return the counts above the table, by label."""
     runnable_rows = [row for row in rows if row.has_baseline]
     accepting_rows = [row for row in runnable_rows if row.accepts_paged]
     return {
@@ -344,7 +345,7 @@ def count_outcomes(rows: list[Row]) -> dict[str, int]:
         "equal under their own attention": sum(row.own.status == "equal" for row in runnable_rows),
         'accept "fp8_paged"': len(accepting_rows),
         'equal under "fp8_paged"': sum(row.paged.status == "equal" for row in accepting_rows),
-        "of these fused": sum("fused" in row.path for row in accepting_rows),
+        'fused under "fp8_paged"': sum("fused" in row.path for row in accepting_rows),
         'refuse "fp8_paged"': len(runnable_rows) - len(accepting_rows),
         "run in E4M3 under their own attention": sum(
             row.own_fp8.agreement is not None for row in runnable_rows
@@ -427,7 +428,8 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     rows = []
-    for name in options.types.split(",") if options.types else list_types():
+    type_names = options.types.split(",") if options.types else list_types()
+    for name in type_names:
         rows.append(check_type(name))
         print(f"{rows[-1].seconds:6.2f} s  {format_row(rows[-1])}", flush=True)
     for label, count in count_outcomes(rows).items():

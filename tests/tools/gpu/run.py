@@ -27,13 +27,15 @@ LIMITS = {
     "smoke": 25, "memcheck": 60, "racecheck": 55, "kernels": 70, "benchmark": 225, "table": 14,
     "gpu": 44,
 }  # fmt: skip
-SHUTDOWN_SECONDS, IMPORT_SECONDS, TOTAL_SECONDS = 5, 12, 540
+SHUTDOWN_SECONDS = 5
+IMPORT_SECONDS = 12
+TOTAL_SECONDS = 540
 SANITIZER = "compute-sanitizer"
 GRACE_SECONDS = 15  # time that the benchmark may run past the limit that it gets
 DRY_SECONDS = 1800  # limit of each part in a dry run
-# Exit code of a part that exceeds its limit (the code that the command `timeout` uses), and exit
-# code of pytest if it selects no test.
-TIMEOUT_CODE, NO_TESTS_CODE = 124, 5
+# Exit code of a part that exceeds its limit. The command `timeout` uses the same code.
+TIMEOUT_CODE = 124
+NO_TESTS_CODE = 5  # exit code of pytest if it selects no test
 PYTEST_OPTIONS = [
     "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.tools.gpu.unfinished",
     # A GPU machine may have other versions of packages than the tests were written for.
@@ -75,7 +77,8 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"
 
     def run_smoke(name: str, *tool: str) -> int:
-        command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", *(["tiny"] if tool else [])]
+        sizes = ["tiny"] if tool else []
+        command = ["-W", "ignore", "-m", "tests.tools.gpu.smoke", *sizes]
         return run_part(name, command, out, limits[name], tool)
 
     def run_tests(name: str, *arguments: str) -> int:
@@ -125,7 +128,7 @@ def run_python(command: list[str], log: Path, limit: float, tool: Sequence[str] 
             exit_code = process.wait(limit)
         except subprocess.TimeoutExpired:
             exit_code = TIMEOUT_CODE
-            # After an interrupt, pytest still prints the failures up to then.
+            # After an interrupt, pytest prints the failures of the tests that have run.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SHUTDOWN_SECONDS - 1)
@@ -157,31 +160,32 @@ def make_benchmark_command() -> list[str]:
 
 def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]) -> int:
     command = make_benchmark_command()
-    results = out / "gpu.json"
+    results_file = out / "gpu.json"
     seconds = options.seconds or limits["benchmark"] - GRACE_SECONDS
-    arguments = ["--seconds", str(seconds), "--json", str(results), *["--dry"] * options.dry]
+    arguments = ["--seconds", str(seconds), "--json", str(results_file)]
+    if options.dry:
+        arguments.append("--dry")
     exit_code = run_part("benchmark", [*command, *arguments], out, seconds + GRACE_SECONDS)
-    if results.exists():
-        # The file exists even if the benchmark was stopped.
-        table_log = out / "table.log"
-        table_code = run_python([*command, "--from", str(results)], table_log, limits["table"])
-        print(table_log.read_text(), flush=True)
-        return exit_code or bool(table_code)
-    return exit_code
+    if not results_file.exists():
+        return exit_code
+    # The file exists even if the benchmark was stopped.
+    table_log = out / "table.log"
+    table_code = run_python([*command, "--from", str(results_file)], table_log, limits["table"])
+    print(table_log.read_text(), flush=True)
+    return exit_code or table_code
 
 
-def read_tail(log: Path, num_lines: int = 14) -> str:
+def read_tail(log: Path, num_lines: int) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
-def read_summary(results: Path) -> dict[str, object]:
-    """Return the summary of the benchmark's results, or {} without results."""
-    if not results.exists():
+def read_summary(results_file: Path) -> dict[str, object]:
+    if not results_file.exists():
         return {}
     sys.path.insert(0, str(ROOT))
     from benchmarks.gpu.record import summarize
 
-    return summarize(json.loads(results.read_text()))
+    return summarize(json.loads(results_file.read_text()))
 
 
 if __name__ == "__main__":

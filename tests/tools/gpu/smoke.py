@@ -23,6 +23,7 @@ from hf_fp8kv.cache.paged_tensor import get_pages
 ON_GPU = torch.cuda.is_available()
 HEADS = Heads(8, 2, 64) if ON_GPU else TINY.heads
 TINY_CASES = {"ragged": Case((300, 65), HEADS), "extend": Case((200,), HEADS, num_new_tokens=70)}
+DECODE_CASE = Case((32768,) if ON_GPU else (130,), HEADS)
 LATENT_HEADS = Heads(16, 1, 512, 64) if ON_GPU else TINY.latent_cases[0].heads
 
 
@@ -37,11 +38,10 @@ def attend_to_pages(stage: Stage, case: Case, fmt: PageFormat) -> float:
 
 def run_cache_steps(stage: Stage, fmt: PageFormat) -> float:
     """Return the error of a growing cache after three steps, which write, schedule and attend."""
-    case = Case((130, 130), HEADS)
-    cache_steps = CacheSteps(stage, fmt, case, 2, "triton", preallocated=False)
+    cache_steps = CacheSteps(stage, fmt, Case((130, 130), HEADS), 2, "triton", preallocated=False)
     for _ in range(3):
-        for layer in range(2):
-            output = cache_steps.step(layer)
+        for index in range(2):
+            output = cache_steps.step(index)
     final_case = Case((132, 132), HEADS)
     return compute_output_error(output, cache_steps.query, get_pages(cache_steps.key), final_case)
 
@@ -67,9 +67,7 @@ def main() -> int:
         if formats:
             errors["latent"] = attend_to_pages(stage, Case((300, 65), LATENT_HEADS), E3M4)
         else:
-            errors["decode"] = attend_to_pages(
-                stage, Case((32768 if ON_GPU else 130,), HEADS), E3M4
-            )
+            errors["decode"] = attend_to_pages(stage, DECODE_CASE, E3M4)
         stage.synchronize()
     print({name: f"{error:.1e}" for name, error in errors.items()})
     return int(not max(errors.values()) < TOLERANCE)

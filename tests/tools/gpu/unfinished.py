@@ -5,7 +5,6 @@ A process whose test has lost the GPU ends, so that pytest-xdist replaces it.
 """
 
 import os
-import sys
 from collections import Counter
 
 import pytest
@@ -47,14 +46,13 @@ def has_lost_gpu() -> bool:
     return False
 
 
-def pytest_keyboard_interrupt() -> None:
+def print_unfinished() -> None:
+    """Print the failures, and the number of unfinished tests of each file."""
     if not IS_WORKER:
         counts = Counter(test_id.partition("::")[0] for test_id in collected_ids - finished_ids)
-        lines = [f"not finished: {count} of {file}" for file, count in sorted(counts.items())]
-        sys.stdout.write("\n".join(["", *failure_texts, *lines, ""]))
-        sys.stdout.flush()
+        count_lines = [f"not finished: {count} of {file}" for file, count in sorted(counts.items())]
+        print("", *failure_texts, *count_lines, sep="\n", flush=True)
 
 
-def pytest_internalerror() -> None:
-    # pytest reports an interrupt as an internal error while pytest-xdist holds a lock.
-    pytest_keyboard_interrupt()
+# pytest reports an interrupt as an internal error while pytest-xdist holds a lock.
+pytest_keyboard_interrupt = pytest_internalerror = print_unfinished

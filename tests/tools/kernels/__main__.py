@@ -23,8 +23,8 @@ from .variants import list_variants
 
 # The decode and extend kernels with head size 128, for each storage format.
 SUMMARY_VARIANTS = [
-    f"{operation} {formats} D128{tokens}"
-    for operation, tokens in (("decode", ""), ("extend", " T1024"))
+    template.format(formats)
+    for template in ("decode {} D128", "extend {} D128 T1024")
     for formats in ("e4m3 static", "e4m3", "e5m2", "e3m4", "auto")
 ]
 # `check.make_row` explains the columns.
@@ -41,11 +41,11 @@ def read_rows(path: str) -> dict[tuple[str, ...], Any]:
 
 def make_cells(row: Row, old_rows: dict[tuple[str, ...], Any]) -> list[str]:
     """Return the cells of a row. A cell shows both values if the value in `old_rows` differs."""
-    names = [row["variant"], row["kernel"], row["target"]]
     old_row = old_rows.get((row["target"], row["variant"], row["kernel"]), row)
     pairs = [(str(old_row.get(name, "")), str(row.get(name, ""))) for name in COLUMNS]
     cells = [new if old == new else f"{old} -> {new}" for old, new in pairs]
-    return [*names, *cells, "; ".join(row["violations"]) or "ok"]
+    verdict = "; ".join(row["violations"]) or "ok"
+    return [row["variant"], row["kernel"], row["target"], *cells, verdict]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"triton": version("triton"), "targets": targets}))
     else:
         rows.sort(key=lambda row: ([*all_names, ""].index(row["variant"]), row["kernel"]))
-        names = ["variant", "kernel", "target", *COLUMNS, "verdict"]
-        headers = {name.replace("_", " "): "left" for name in names}
+        columns = ["variant", "kernel", "target", *COLUMNS, "verdict"]
+        headers = {column.replace("_", " "): "left" for column in columns}
         table = build_table(headers, [make_cells(row, options.before) for row in rows])
         Console(width=None if sys.stdout.isatty() else 250).print(table)
     return int(any(row["violations"] for row in rows))

@@ -123,7 +123,8 @@ def predict_cycles(loop: Sequence[str]) -> float:
     for line in loop:
         if match := _SASS_GROUP_PRODUCT.match(line):
             columns = int(match[1])
-            num_bytes = (columns + 64 * (match[2] is not None)) * 16 * 2
+            rows_in_shared_memory = columns + 64 if match[2] else columns
+            num_bytes = rows_in_shared_memory * 16 * 2
             cycles += max(64 * columns * 16 / 2048, num_bytes / 128) / 4
         elif match := _SASS_SHARED.match(line):
             # Without a field, a lane accesses 32 bits.
@@ -165,9 +166,9 @@ def _find_instructions(
 ) -> tuple[list[str], dict[str, int]]:
     """Return the instructions, and for each label the index of the instruction after it."""
     matches = list(instruction.finditer(text))
-    starts = [m.start() for m in matches]
-    labels = {m[1]: bisect(starts, m.start()) for m in label.finditer(text)}
-    return [m["line"].strip() for m in matches], labels
+    starts = [match.start() for match in matches]
+    labels = {match[1]: bisect(starts, match.start()) for match in label.finditer(text)}
+    return [match["line"].strip() for match in matches], labels
 
 
 def _find_main_loop(
@@ -178,14 +179,22 @@ def _find_main_loop(
         (end, match) for end, line in enumerate(instructions) if (match := re.match(jump, line))
     ]
     spans = [(labels.get(match[1], len(instructions)), end) for end, match in jumps]
-    loops = {(i, j) for i, j in spans if i <= j and _count(product, instructions[i : j + 1])}
+    loops = [
+        range(start, end + 1)
+        for start, end in set(spans)
+        if start <= end and _count(product, instructions[start : end + 1])
+    ]
     inner_loops = [
-        instructions[start : end + 1]
-        for start, end in loops
-        if not any(start <= i and j <= end and (i, j) != (start, end) for i, j in loops)
+        instructions[loop.start : loop.stop]
+        for loop in loops
+        if not any(_is_inside(other, loop) for other in loops)
     ]
     main_loop = min(inner_loops, key=lambda loop: (-_count(wide_load, loop), len(loop)), default=[])
     return [line for line in main_loop if not line.startswith("NOP")]
+
+
+def _is_inside(loop: range, outer_loop: range) -> bool:
+    return loop != outer_loop and outer_loop.start <= loop.start and loop.stop <= outer_loop.stop
 
 
 def _count(pattern: str, instructions: Sequence[str]) -> int:

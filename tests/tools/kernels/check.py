@@ -32,19 +32,21 @@ from .variants import Variant, call_variant, list_variants
 Row: TypeAlias = dict[str, Any]
 
 
-def check_targets(targets: Sequence[str], names: Collection[str] = ()) -> dict[str, list[Row]]:
+def check_targets(
+    targets: Sequence[str], variant_names: Collection[str] = ()
+) -> dict[str, list[Row]]:
     """Return the rows of each target, for the variants with these names or all variants.
 
     Two processes run at a time, each for one target, because Triton 3.6 converts FP8 for all
     targets of a process like for its first target. The processes are forks, because an import of
     torch and transformers takes seconds. A process that dies adds a row with a violation.
     """
-    variants = list_variants(names)
+    variants = list_variants(variant_names)
     fork = multiprocessing.get_context("fork")
     rows: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for pair in (targets[i : i + 2] for i in range(0, len(targets), 2)):
-            paths = {target: Path(folder, target) for target in pair}
+        for start in range(0, len(targets), 2):
+            paths = {target: Path(folder, target) for target in targets[start : start + 2]}
             processes = [fork.Process(target=_write_rows, args=(*item, variants))
                          for item in paths.items()]  # fmt: skip
             for process in processes:
@@ -83,8 +85,8 @@ def compile_variants(name: str, variants: Iterable[Variant]) -> Iterator[Row]:
                     seen_hashes.add(compiled.hash)
                     yield make_row(target, variant, kernel.__name__, compiled, constants)
         except Exception as error:  # a compiler may raise any error, and the row reports it
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
+            last_line = str(error).strip().rpartition("\n")[2]
+            reason = f"does not compile: {type(error).__name__}: {last_line}"
             yield _make_failed_row(name, variant.name, variant.operation, reason)
 
 
@@ -93,7 +95,7 @@ def _make_failed_row(target: str, variant: str, kernel: str, reason: str) -> Row
 
 
 def set_target(name: str) -> None:
-    """Make Triton compile for the GPU `name` from now on."""
+    """Make Triton compile for the GPU `name` in this process."""
     target = Target.parse(name)
     triton_target = GPUTarget(target.vendor, target.arch, 32 if target.is_nvidia else 64)
     # A compilation uses only these methods of a driver.

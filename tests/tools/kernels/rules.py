@@ -11,7 +11,8 @@ from .variants import Variant
 
 # Maximum bytes of shared memory of one program, by the name of the GPU. NVIDIA reserves one KiB.
 MAX_SHARED_BYTES = {
-    name: chip.shared_bytes - 1024 * name.startswith("sm_") for name, (_, chip) in CHIPS.items()
+    name: chip.shared_bytes - 1024 if name.startswith("sm_") else chip.shared_bytes
+    for name, (_, chip) in CHIPS.items()
 }
 # Maximum number of spills outside the main loop. Newer versions of ptxas spill a few values that
 # are only used after the loop.
@@ -35,10 +36,10 @@ def _get_max_spills(target: Target, variant: Variant, assembly: Assembly) -> tup
     if not assembly.loop_size or not target.is_nvidia:
         return 0, 0
     has_many_rows = _has_many_latent_rows(target, variant)
-    max_spills = MAX_LATENT_SPILLS if has_many_rows else MAX_SPILLS
-    if {"latent", "rotated"} <= {*variant.extras}:
-        max_spills = MAX_ROTATED_LATENT_SPILLS
-    return max_spills, MAX_LATENT_LOOP_SPILLS * has_many_rows
+    max_loop_spills = MAX_LATENT_LOOP_SPILLS if has_many_rows else 0
+    if {"latent", "rotated"} <= set(variant.extras):
+        return MAX_ROTATED_LATENT_SPILLS, max_loop_spills
+    return MAX_LATENT_SPILLS if has_many_rows else MAX_SPILLS, max_loop_spills
 
 
 def find_violations(
@@ -83,9 +84,8 @@ def find_violations(
     num_lanes = 32 if target.is_nvidia else 64
     wide_bytes = assembly.wide_bytes * num_lanes
     needed_bytes = 0.0
-    for name, dim in list(zip((variant.k, variant.v), variant.dims, strict=True))[
-        : 2 - has_narrow_v
-    ]:
+    names = (variant.k,) if has_narrow_v else (variant.k, variant.v)
+    for name, dim in zip(names, variant.dims, strict=False):
         bits = FORMATS[name].bits if name in FORMATS else 8 * variant.dtype.itemsize
         # Some launches have fewer than 16 bytes of each part of packed codes for a thread.
         if bits >= 8 or dim // 4 * tile_tokens >= 16 * num_lanes * num_warps:

@@ -149,8 +149,7 @@ def call_variant(variant: Variant) -> None:
     pages = _make_pages(variant)
     lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)
     if variant.operation == "gather":
-        side = variant.extras[0]
-        kernels.gather(pages, lengths, side, 0, LENGTH, variant.dtype, True)
+        kernels.gather(pages, lengths, variant.extras[0], 0, LENGTH, variant.dtype, True)
     elif variant.operation == "write":
         kernels.write(pages, *_make_new_tokens(variant), lengths)
     else:

@@ -41,7 +41,7 @@ def _parse_and_compile(ptx: str) -> tuple[Program, list[Any]]:
 
 
 def activate() -> None:
-    """Make Triton compile for and launch on this device from now on."""
+    """Make Triton compile for this device, and launch kernels on it, in this process."""
     # PTX is the last stage, so Triton makes no cubin.
     CUDABackend.binary_ext = property(lambda _: "ptx", lambda *_: None)
     triton.knobs.runtime.add_stages_inspection_hook = _end_with_ptx

@@ -15,7 +15,6 @@ from .parse import Instruction, Program
 
 
 def compile_program(program: Program) -> list[CompiledInstruction]:
-    """Compile each instruction of a program, in order."""
     code = []
     for instruction in program.instructions:
         name = instruction.opcode[0]
@@ -85,7 +84,8 @@ def _make_move(instruction: Instruction, program: Program) -> Step:
 
 
 def _make_load(instruction: Instruction, program: Program) -> Step:
-    names, src = list_registers(instruction.operands[0]), instruction.operands[1]
+    dst, src = instruction.operands
+    names = list_registers(dst)
     dtype = TYPES[instruction.opcode[-1]]
     types = [REG_TYPES[program.register_widths[name]] for name in names]
     if "param" in instruction.opcode:
@@ -173,7 +173,6 @@ def _make_copy(instruction: Instruction, program: Program) -> Step:
 
 
 def _wait_for_copies(machine: Machine, mask: Mask, num_left: int) -> None:
-    """Complete the copies of all groups except the last `num_left` groups."""
     num_committed = machine.copy_groups.reshape(-1)
     remaining_copies = []
     for copy in machine.copies:

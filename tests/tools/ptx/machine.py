@@ -66,8 +66,10 @@ class Machine:
         self, program: Program, code: Sequence[CompiledInstruction], parameters: Array,
         grid: Sequence[int], program_ids: Ints, memory: GlobalMemory, shared_size: int,
     ) -> None:  # fmt: skip
-        self.program, self.code = program, code
-        self.parameters, self.memory = parameters, memory
+        self.program = program
+        self.code = code
+        self.parameters = parameters
+        self.memory = memory
         num_threads = program.num_threads
         self.shape = len(program_ids), num_threads
         self.program_ids = program_ids
@@ -91,7 +93,6 @@ class Machine:
         self.pc_masks: dict[int, Array] = {}  # masks of threads by their next instruction
 
     def run(self) -> None:
-        """Execute all threads to their end."""
         self.pc_masks = {0: np.ones(self.shape, bool)}
         try:
             with np.errstate(all="ignore"):
@@ -145,7 +146,6 @@ class Machine:
     # -- effects of instructions -------------------------------------------------------------------
 
     def set_register(self, name: str, value: Array, mask: Mask) -> None:
-        """Set a register of the threads in a mask."""
         if mask is not None:
             old_value = self.registers.get(name)
             old_value = self.make_garbage(name) if old_value is None else old_value
@@ -159,7 +159,6 @@ class Machine:
         return garbage.astype("?" if width == 1 else f"u{width // 8}")
 
     def list_threads(self, mask: Mask) -> Ints:
-        """Return the indices of the threads in a mask."""
         return np.arange(math.prod(self.shape)) if mask is None else np.flatnonzero(mask)
 
     def gather(self, x: Array, threads: Ints) -> Array:
@@ -201,7 +200,6 @@ class Machine:
         self.scatter(name, np.ascontiguousarray(values).reshape(-1), threads, mask)
 
     def find_program_ids(self, threads: Ints) -> Ints:
-        """Return the index of each thread's program in the launch."""
         return self.program_ids[threads // self.shape[1]]
 
 
@@ -234,6 +232,5 @@ def execute(
     num_programs = max(1, MAX_THREADS // program.num_threads)
     for start in range(0, len(program_ids), num_programs):
         batch = program_ids[start : start + num_programs]
-        machine = Machine(program, code, parameters, grid, batch, memory, shared_size)
-        machine.run()
+        Machine(program, code, parameters, grid, batch, memory, shared_size).run()
     memory.check_order()

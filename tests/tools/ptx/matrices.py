@@ -14,7 +14,8 @@ from .parse import Instruction, Program
 
 
 def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
-    names, src = list_registers(instruction.operands[0]), instruction.operands[1]
+    dst, src = instruction.operands
+    names = list_registers(dst)
     read_addresses = make_address_reader(src, program)
     num_matrices = len(names)
     is_transposed = "trans" in instruction.opcode
@@ -35,7 +36,8 @@ def _make_ldmatrix(instruction: Instruction, program: Program) -> Step:
 
 
 def _make_stmatrix(instruction: Instruction, program: Program) -> Step:
-    dst, names = instruction.operands[0], list_registers(instruction.operands[1])
+    dst, src = instruction.operands
+    names = list_registers(src)
     read_addresses = make_address_reader(dst, program)
     num_matrices = len(names)
     readers = [make_reader(name, REG_TYPES[32], program) for name in names]
@@ -79,19 +81,21 @@ def _make_mma(instruction: Instruction, program: Program) -> Step:
 
     def multiply(machine: Machine, mask: Mask) -> None:
         warps = machine.list_warps(mask)
-        words = [
-            np.stack([machine.select_warps(read(machine), warps) for read in operand], 2)
-            for operand in readers
-        ]  # [warps, 32, words]
-        a_matrix = _gather_rows(convert(words[0]), depth)
+        a_words, b_words, c_words = (_read_words(machine, operand, warps) for operand in readers)
+        a_matrix = _gather_rows(convert(a_words), depth)
         # The axes after the warps are column, row, half of the rows, and value of a word.
-        columns = convert(words[1]).reshape(len(warps), 8, 4, 2, values_per_word)
+        columns = convert(b_words).reshape(len(warps), 8, 4, 2, values_per_word)
         b_matrix = columns.transpose(0, 3, 2, 4, 1).reshape(len(warps), depth, 8)
-        sums = _distribute(a_matrix @ b_matrix) + words[2].view(np.float32)
+        sums = _distribute(a_matrix @ b_matrix) + c_words.view(np.float32)
         for i, name in enumerate(dst):
             machine.set_warps(name, sums[:, :, i].view(np.uint32), warps, mask)
 
     return multiply
+
+
+def _read_words(machine: Machine, readers: list[Any], warps: Ints) -> Array:
+    """Return the values of several registers of some warps, `[warps, 32, registers]`."""
+    return np.stack([machine.select_warps(read(machine), warps) for read in readers], 2)
 
 
 def _gather_rows(values: Array, depth: int) -> Array:
@@ -132,7 +136,7 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
         return lambda machine, _: _wait_for_products(machine, int(num_left))
     sizes = re.fullmatch(r"m64n(\d+)k(\d+)", instruction.opcode[4])
     assert sizes is not None, instruction.text
-    num_columns, depth = int(sizes[1]), int(sizes[2])
+    num_columns, depth = map(int, sizes.groups())
     dtype = instruction.opcode[6]
     dst, a, b, *flags = instruction.operands
     dst = list_registers(dst)
@@ -162,8 +166,7 @@ def _make_wgmma(instruction: Instruction, program: Program) -> Step:
         if (warps.reshape(-1, 4) != warp_groups[:, None] * 4 + np.arange(4)).any():
             raise Fault("some of the four warps of a group do not arrive")
         if is_a_in_registers:
-            words = np.stack([machine.select_warps(read(machine), warps) for read in readers], 2)
-            a_matrices = _gather_rows(convert(words), depth)
+            a_matrices = _gather_rows(convert(_read_words(machine, readers, warps)), depth)
             a_grains = []
         else:
             descriptors = machine.select_warps(readers[0](machine), warps)[::4, 0]
@@ -214,7 +217,6 @@ def _find_addresses(
 
 
 def _wait_for_products(machine: Machine, num_unfinished: int) -> None:
-    """End the products of all groups except the last `num_unfinished` groups."""
     num_finished = machine.num_product_groups - num_unfinished
     finished = [product for product in machine.products if product.group < num_finished]
     machine.products = [product for product in machine.products if product.group >= num_finished]

@@ -143,7 +143,8 @@ class SharedMemory:
     """
 
     def __init__(self, num_programs: int, threads_per_program: int, size: int, grain: int) -> None:
-        self.size, self.grain = -(-size // 16) * 16, grain
+        self.size = -(-size // 16) * 16
+        self.grain = grain
         self.threads_per_program = threads_per_program
         self.bytes = np.zeros((num_programs, self.size), np.uint8)
         self.store_states = np.full((num_programs, self.size // grain), _UNSTORED, np.int32)
@@ -241,13 +242,11 @@ class SharedMemory:
                 load_states[grains] = state
 
     def synchronize(self, programs: Any) -> None:
-        """Synchronize all threads of some programs."""
         self.store_states[programs] = np.minimum(self.store_states[programs], _CLEAN)
         load_states = self.load_states[programs]
         self.load_states[programs] = np.where(load_states == _PRODUCT, load_states, _CLEAN)
 
     def synchronize_warps(self, threads: Ints) -> None:
-        """Synchronize all threads of some warps."""
         for warp in np.unique(threads // 32):
             program, first_thread = divmod(int(warp) * 32, self.threads_per_program)
             for states in (self.store_states[program], self.load_states[program]):

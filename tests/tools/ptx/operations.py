@@ -18,11 +18,10 @@ Array = npt.NDArray[Any]
 _PRED = np.dtype(bool)
 _F32, _F16, _U32, _U16 = (np.dtype(name) for name in ("<f4", "<f2", "<u4", "<u2"))
 # Unsigned integers hold the bits of types that numpy lacks.
-TYPES = {"pred": _PRED, "f16": _F16, "f32": _F32, "f64": np.dtype("<f8"), "bf16": _U16} | {
-    f"{kind}{8 * size}": np.dtype(f"{'i' if kind == 's' else 'u'}{size}")
-    for kind in "bus"
-    for size in (1, 2, 4, 8)
-}
+TYPES = {"pred": _PRED, "f16": _F16, "f32": _F32, "f64": np.dtype("<f8"), "bf16": _U16}
+for _size in (1, 2, 4, 8):
+    TYPES[f"s{8 * _size}"] = np.dtype(f"i{_size}")
+    TYPES[f"u{8 * _size}"] = TYPES[f"b{8 * _size}"] = np.dtype(f"u{_size}")
 TYPES |= {"f16x2": _U32, "bf16x2": _U32, "tf32": _F32, "e4m3x2": _U16, "e5m2x2": _U16}
 
 
@@ -42,7 +41,6 @@ class Operation(NamedTuple):
 
 @functools.cache
 def find_operation(opcode: tuple[str, ...]) -> Operation | None:
-    """Return the operation with this opcode, or None."""
     if "ftz" in opcode:
         operation = find_operation(tuple(part for part in opcode if part != "ftz"))
         assert operation is None or {operation.result, *operation.sources} == {_F32}, opcode
@@ -80,7 +78,7 @@ def find_operation(opcode: tuple[str, ...]) -> Operation | None:
         wide_type = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
         sources = [dtype, dtype, *([wide_type] if name == "mad" else [])]
         return Operation(_multiply_wide, sources, wide_type)
-    kind = "f" if dtype.kind == "f" else "b" if dtype == _PRED else "i"
+    kind = dtype.kind if dtype.kind in "fb" else "i"
     compute = _OPERATIONS.get((key, kind))
     if (
         compute is None
@@ -191,11 +189,12 @@ def _multiply_high(a: Array, b: Array) -> Array:
 
 
 _OPERATIONS: dict[tuple[str, str], Callable[..., Array]] = {
-    **{(name, kind): function for kind in "if" for name, function in {
-        "add": np.add, "sub": np.subtract, "neg": np.negative, "abs": np.abs}.items()},
-    **{(name, kind): function for kind in "ib" for name, function in {
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-        "not": np.invert}.items()},
+    ("add", "i"): np.add, ("sub", "i"): np.subtract, ("neg", "i"): np.negative,
+    ("abs", "i"): np.abs, ("add", "f"): np.add, ("sub", "f"): np.subtract,
+    ("neg", "f"): np.negative, ("abs", "f"): np.abs,
+    ("and", "i"): np.bitwise_and, ("or", "i"): np.bitwise_or, ("xor", "i"): np.bitwise_xor,
+    ("not", "i"): np.invert, ("and", "b"): np.bitwise_and, ("or", "b"): np.bitwise_or,
+    ("xor", "b"): np.bitwise_xor, ("not", "b"): np.invert,
     ("min", "i"): np.minimum, ("max", "i"): np.maximum, ("min", "f"): np.fmin,
     ("max", "f"): np.fmax, ("max.relu", "i"): lambda a, b: np.maximum(np.maximum(a, b), 0),
     ("mul.lo", "i"): np.multiply, ("mul", "f"): np.multiply, ("mul.hi", "i"): _multiply_high,
@@ -220,7 +219,6 @@ def to_bfloat16(x: Array) -> Array:
 
 
 def from_bfloat16(bits: Array) -> Array:
-    """Return the float32 values of bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -60,7 +60,6 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,|{}\[\]]+")
 
 
 def parse(text: str) -> Program:
-    """Parse the kernel of a PTX module."""
     header = _HEADER.search(text)
     assert header is not None, "expected a kernel"
     num_threads = re.search(r"\.reqntid (\d+)", header[3])
@@ -92,10 +91,10 @@ def parse(text: str) -> Program:
         elif match["kind"]:
             for declared in map(str.strip, match["names"].split(",")):
                 num_declarations += 1
-                names = [declared]
+                register_names = [declared]
                 if name_range := _RANGE.fullmatch(declared):
-                    names = [f"{name_range[1]}{i}" for i in range(int(name_range[2]))]
-                for name in names:
+                    register_names = [f"{name_range[1]}{i}" for i in range(int(name_range[2]))]
+                for name in register_names:
                     unique_name = name if name.startswith("%") else f"{name}#{num_declarations}"
                     if unique_name != name:
                         scopes[name] = unique_name
