@@ -52,8 +52,8 @@ def load_model(tmp_path_factory):
         if name not in cached_models:
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            fields = MODEL_SIZES | _MODEL_OPTIONS[name]
-            config = AutoConfig.for_model(name.removesuffix("_deep"), **fields)
+            options = MODEL_SIZES | _MODEL_OPTIONS[name]
+            config = AutoConfig.for_model(name.removesuffix("_deep"), **options)
             torch.manual_seed(1)
             model = AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():
@@ -78,7 +78,9 @@ def load_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def prompts():
     generator = torch.Generator().manual_seed(2)
-    return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return [
+        torch.randint(3, 256, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
+    ]
 
 
 def make_scales(
@@ -91,16 +93,12 @@ def make_scales(
     def draw(low, high, shape=shape):
         return low + (high - low) * torch.rand(shape, generator=generator)
 
-    return KVScales(
-        {
-            index: LayerScales(
-                draw(0.01, 0.02), draw(0.03, 0.05),
-                draw(-1, 1, (num_heads, HEAD_DIM)) if centered else None,
-            )
-            for index in range(num_layers)
-        },
-        model_type=model_type,
-    )  # fmt: skip
+    layers = {}
+    for index in range(num_layers):
+        k, v = draw(0.01, 0.02), draw(0.03, 0.05)
+        k_center = draw(-1, 1, (num_heads, HEAD_DIM)) if centered else None
+        layers[index] = LayerScales(k, v, k_center)
+    return KVScales(layers, model_type=model_type)
 
 
 @functools.cache
@@ -126,17 +124,18 @@ def serve():
     engines = []
 
     def start_engine(folder, kv_cache_dtype, scales=None, plan=None, backend=None, **options):
-        sources = {"scales": scales, "plan": plan, "backend": backend}
-        config = {"hf_fp8kv": {name: str(path) for name, path in sources.items() if path}}
-        options = {
+        plugin_options = {"scales": scales, "plan": plan, "backend": backend}
+        config = {name: str(value) for name, value in plugin_options.items() if value}
+        default_options = {
             "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
             "max_model_len": 512,
             "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 8 << 20,
             # The longest prompts are prefilled in chunks, together with other requests.
             "max_num_batched_tokens": 128, "seed": 0, "block_size": 32,
-        } | options  # fmt: skip
-        engines.append(LLM(folder, additional_config=config, **options))
-        return engines[-1]
+        }  # fmt: skip
+        llm = LLM(folder, additional_config={"hf_fp8kv": config}, **default_options | options)
+        engines.append(llm)
+        return llm
 
     yield start_engine
     for llm in engines:
@@ -146,7 +145,6 @@ def serve():
 
 
 def make_file_tier(folder):
-    """Return vLLM's `kv_transfer_config` for offloading to files in a folder, on a CPU."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -177,9 +175,8 @@ def generate(llm, prompts, num_tokens=NEW_TOKENS):
         temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-    return [[*output.outputs[0].token_ids] for output in outputs], [
-        output.num_cached_tokens for output in outputs
-    ]
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens, [output.num_cached_tokens for output in outputs]
 
 
 def generate_expected(model, prompts, num_tokens=NEW_TOKENS, **options):

@@ -24,14 +24,12 @@ class CPUTieringSpec(TieringOffloadingSpec):
 
 
 class CPUWorker(OffloadingWorker):
-    """Copies blocks before a submission returns, in chunks of one block."""
-
     def __init__(self, kv_caches, region):
         self._region = region
         self._groups = kv_caches.group_data_refs
-        self._blocks = [x.tensor for x in kv_caches.tensors]
+        self._blocks = [cache.tensor for cache in kv_caches.tensors]
         self._chunks = [
-            region.create_next_worker_view(x.page_size_bytes) for x in kv_caches.tensors
+            region.create_next_worker_view(cache.page_size_bytes) for cache in kv_caches.tensors
         ]
         self._finished = []
 
@@ -44,20 +42,22 @@ class CPUWorker(OffloadingWorker):
     def _copy(self, job_id, block_spec, chunks, *, is_store):
         start = 0
         for refs, size in zip(self._groups, block_spec.group_sizes, strict=True):
-            rows = slice(start, start + size)
+            block_ids = block_spec.block_ids[start : start + size]
+            chunk_ids = chunks[start : start + size]
             start += size
             for ref in refs:
-                blocks, chunk_rows = self._blocks[ref.tensor_idx], self._chunks[ref.tensor_idx]
-                block_ids, chunk_ids = block_spec.block_ids[rows], chunks[rows]
+                block_rows = self._blocks[ref.tensor_idx]
+                chunk_rows = self._chunks[ref.tensor_idx]
                 if is_store:
-                    chunk_rows[chunk_ids] = blocks[block_ids]
+                    chunk_rows[chunk_ids] = block_rows[block_ids]
                 else:
-                    blocks[block_ids] = chunk_rows[chunk_ids]
+                    block_rows[block_ids] = chunk_rows[chunk_ids]
         self._finished.append(TransferResult(job_id, success=True))
         return True
 
     def get_finished(self):
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def wait(self, job_ids):

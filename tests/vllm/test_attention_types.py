@@ -23,9 +23,11 @@ _MODEL_OPTIONS = {
         "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
         "activation_sparsity_pattern": None,
     },
+    # BERT has no KV heads apart from its query heads, and no `head_dim`.
     "bert": {
-        name: size for name, size in MODEL_SIZES.items()
-        if name not in ("num_key_value_heads", "head_dim")
+        "hidden_size": 128, "intermediate_size": 128, "vocab_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 1024, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0,
     },
 }  # fmt: skip
 # Factors of the random weights. Larger weights give clearer differences between logits.
@@ -51,14 +53,14 @@ def save_random_model(name, folder):
 @torch.no_grad()
 def test_chunked_attention_gives_the_first_tokens_of_transformers(prompts, serve, tmp_path, dtype):
     model = save_random_model("llama4_text", tmp_path)
-    first_tokens = generate(serve(str(tmp_path), dtype), prompts, 1)[0]
-    logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
-    assert [ids[0] for ids in first_tokens] == [int(row.argmax()) for row in logits]
+    tokens, _ = generate(serve(str(tmp_path), dtype), prompts, 1)
+    last_logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    assert tokens == [[int(logits.argmax())] for logits in last_logits]
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
 def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
-    """A layer that shares pages has no scales. It uses the scales of the layer that wrote them."""
+    # A layer that shares pages has no scales. It uses the scales of the layer that wrote them.
     model = save_random_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
     options, scales = make_cache_options(dtype, tmp_path, num_layers=4)
@@ -69,7 +71,7 @@ def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve,
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_e3m4"])
 @torch.no_grad()
 def test_an_encoder_gives_the_same_embeddings(prompts, serve, tmp_path, dtype):
-    """The attention of an encoder is not causal, and has no cache."""
+    # The attention of an encoder is not causal, and has no cache.
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from vllm.config import PoolerConfig

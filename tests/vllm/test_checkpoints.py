@@ -51,7 +51,7 @@ class TestLoader:
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_vllm_ignores_scales_in_unsupported_formats(self, load_model, serve, tmp_path, format):
-        """With scales among the weights but no quantization config, vLLM would fail."""
+        # With scales among the weights but no quantization config, vLLM would fail.
         _, folder = load_model("llama")
         make_scales("tensor").save_pretrained(tmp_path / "copy", format=format, checkpoint=folder)
         assert all(k == v == 1 for k, v in get_loaded_scales(serve(str(tmp_path / "copy"), "fp8")))

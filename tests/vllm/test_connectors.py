@@ -37,7 +37,7 @@ def restart(prompts, serve, monkeypatch):
 
 
 def test_a_restart_reads_only_files_of_the_same_scales(load_model, prompts, restart, tmp_path):
-    """Only the contents of the file of scales change, not its path and name."""
+    # Only the contents of the file of scales change, not its path and name.
     model, folder = load_model("llama")
     answers = []
     for centered in (False, True):
@@ -45,10 +45,10 @@ def test_a_restart_reads_only_files_of_the_same_scales(load_model, prompts, rest
         scales.save_pretrained(tmp_path / "scales", overwrite=True)
         expected = generate_expected(model, prompts, scales=scales)
         for is_restarted in (False, True):
-            tier = make_file_tier(tmp_path / "tier")
             tokens, num_cached = restart(
-                folder, "hf_fp8kv_static", tmp_path / "scales", kv_transfer_config=tier
-            )
+                folder, "hf_fp8kv_static", tmp_path / "scales",
+                kv_transfer_config=make_file_tier(tmp_path / "tier"),
+            )  # fmt: skip
             assert tokens == expected
             assert any(num_cached) == is_restarted
         answers.append(expected)
@@ -93,14 +93,15 @@ def lmcache_options(tmp_path):
 def test_lmcache_returns_only_blocks_of_the_same_bytes(
     load_model, prompts, restart, lmcache_options, tmp_path, mode
 ):
-    """LMCache's server outlives the engines, and the names of files do not change."""
+    # LMCache's server outlives the engines, and the names of files do not change.
     model, folder = load_model("llama")
     connector = {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": lmcache_options | {"lmcache.mp.mp_transfer_mode": mode},
     }
-    num_stored = [min(n // 64 * 64, n - 1) for n in map(len, prompts)]
+    # Only whole chunks of 64 tokens are stored, and the last token of a prompt is always computed.
+    num_reused = [min(length // 64 * 64, length - 1) for length in map(len, prompts)]
     for centered in (None, False, True):
         if centered is None:
             cache_options = {"dtype": "fp8_e3m4"}
@@ -110,9 +111,10 @@ def test_lmcache_returns_only_blocks_of_the_same_bytes(
             cache_options["scales"].save_pretrained(tmp_path / "scales", overwrite=True)
             arguments = ("hf_fp8kv_static", tmp_path / "scales")
         expected = generate_expected(model, prompts, **cache_options)
-        for num_cached in ([0] * len(prompts), num_stored):
-            answer = restart(folder, *arguments, kv_transfer_config=connector)
-            assert answer == (expected, num_cached)
+        for num_cached in ([0] * len(prompts), num_reused):
+            assert (expected, num_cached) == restart(
+                folder, *arguments, kv_transfer_config=connector
+            )
 
 
 def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
@@ -121,22 +123,22 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
     _, folder = load_model("llama")
     make_scales("head").save_pretrained(tmp_path / "scales")
 
-    def configure(num_ranks=1, **fields):
+    def configure(num_ranks=1, **options):
         model = SimpleNamespace(
             model=folder, revision=None, dtype=torch.float32, quantization=None, hf_overrides={},
             hf_config_path=None, hf_config=SimpleNamespace(),
         )  # fmt: skip
-        vars(model).update({name: value for name, value in fields.items() if name in vars(model)})
+        vars(model).update((name, options[name]) for name in options.keys() & vars(model).keys())
         return SimpleNamespace(
             model_config=model,
             additional_config={
-                "hf_fp8kv": {"scales": fields.get("scales", str(tmp_path / "scales"))}
+                "hf_fp8kv": {"scales": options.get("scales", str(tmp_path / "scales"))}
             },
             cache_config=SimpleNamespace(
-                cache_dtype=fields.get("cache_dtype", "hf_fp8kv_static"),
-                kv_cache_dtype_skip_layers=fields.get("skip_layers", []),
+                cache_dtype=options.get("cache_dtype", "hf_fp8kv_static"),
+                kv_cache_dtype_skip_layers=options.get("skip_layers", []),
             ),
-            load_config=SimpleNamespace(load_format=fields.get("load_format", "auto")),
+            load_config=SimpleNamespace(load_format=options.get("load_format", "auto")),
             parallel_config=SimpleNamespace(world_size=num_ranks, tensor_parallel_size=num_ranks),
             speculative_config=None,
             instance_id="a",
@@ -148,32 +150,33 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))]
     )
     config = configure()
-    names = {rename_model(configure(n), pool).model_config.model for n in (1, 1, 2)}
-    assert len(names) == 2
-    assert all(name.startswith(f"{folder}-") for name in names)
+    model_names = [rename_model(configure(n), pool).model_config.model for n in (1, 1, 2)]
+    assert len(set(model_names)) == 2
+    assert all(name.startswith(f"{folder}-") for name in model_names)
     rename_model(config, pool)
     assert config.model_config.model == folder
-    for fields in (
+    other_options = [
         {"dtype": torch.float16}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 1.0}},
         {"cache_dtype": "hf_fp8kv_e4m3_static"}, {"skip_layers": ["0"]}, {"load_format": "dummy"},
         {"scales": 1.0}, {"scales": 2.0}, {"hf_config_path": "other"},
-    ):  # fmt: skip
-        assert identify_bytes(configure(**fields)) != fingerprint, fields
+    ]  # fmt: skip
+    for options in other_options:
+        assert identify_bytes(configure(**options)) != fingerprint, options
     copied_folder = shutil.copytree(folder, tmp_path / "copy")
     assert identify_bytes(configure(model=str(copied_folder))) == fingerprint
     with open(copied_folder / "model.safetensors", "r+b") as file:
         file.seek(100_000)
         file.write(bytes(5000))
-    edited_fingerprint = identify_bytes(configure(model=str(copied_folder)))
+    other_weights_fingerprint = identify_bytes(configure(model=str(copied_folder)))
     config_path = copied_folder / "config.json"
     config_path.write_text(config_path.read_text().replace("1024", "2048"))
-    last_fingerprint = identify_bytes(configure(model=str(copied_folder)))
-    assert len({fingerprint, edited_fingerprint, last_fingerprint}) == 3
-    hub_configs = [SimpleNamespace(_commit_hash=commit) for commit in ("0a", "0b")]
-    hub_fingerprints = (
-        identify_bytes(configure(model="org/model", hf_config=config)) for config in hub_configs
-    )
-    assert len({*hub_fingerprints, fingerprint}) == 3
+    other_config_fingerprint = identify_bytes(configure(model=str(copied_folder)))
+    assert len({fingerprint, other_weights_fingerprint, other_config_fingerprint}) == 3
+    fingerprints = {fingerprint}
+    for commit in ("0a", "0b"):
+        hub_config = SimpleNamespace(_commit_hash=commit)
+        fingerprints.add(identify_bytes(configure(model="org/model", hf_config=hub_config)))
+    assert len(fingerprints) == 3
     with pytest.raises(ConfigError, match="expected weights in a folder or a repository"):
         identify_bytes(configure(model="s3://bucket/model"))
     stock_config = configure(cache_dtype="auto")
@@ -192,12 +195,13 @@ def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, t
     with pytest.raises(ConfigError, match=r"expected one of .*got 'ExampleConnector'"):
         serve(folder, "hf_fp8kv_e3m4", kv_transfer_config=transfer_config)
     serve(folder, "auto", kv_transfer_config=transfer_config)  # not refused
-    for name, options, message in (
+    refused_connectors = [
         ("LMCacheConnectorV1", {}, "got 'LMCacheConnectorV1'"),
         ("LMCacheMPConnector", {}, "without serde, .*got serde None"),
         ("LMCacheMPConnector", {"serde": "fp8"}, "without serde, .*got serde 'fp8'"),
         ("MultiConnector", {"connectors": [transfer_config]}, "got 'ExampleConnector'"),
-    ):
+    ]
+    for name, options, message in refused_connectors:
         with pytest.raises(ConfigError, match=message):
             check_connector(name, options)
     check_connector("LMCacheMPConnector", {"serde": "none"})

@@ -23,12 +23,13 @@ def read_passed_options(dtype, options=None, checkpoint="nowhere", tp_rank=0, tp
 
 
 class TestWithoutVLLM:
-    def test_the_dtype_determines_the_bytes_of_a_token(self):
-        for dtype, scales, num_bytes in (
-            ("hf_fp8kv_e3m4", None, 132), ("hf_fp8kv_e3m4_static", 1.0, 128),
-        ):  # fmt: skip
-            options = read_passed_options(dtype, {"scales": scales})
-            assert count_slot_bytes(options, 0, 64, torch.bfloat16) == num_bytes
+    @pytest.mark.parametrize(
+        ("dtype", "scales", "num_bytes"),
+        [("hf_fp8kv_e3m4", None, 132), ("hf_fp8kv_e3m4_static", 1.0, 128)],
+    )
+    def test_the_dtype_determines_the_bytes_of_a_token(self, dtype, scales, num_bytes):
+        options = read_passed_options(dtype, {"scales": scales})
+        assert count_slot_bytes(options, 0, 64, torch.bfloat16) == num_bytes
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -48,9 +49,10 @@ class TestWithoutVLLM:
             read_passed_options("hf_fp8kv_static", options)
 
     def test_files_are_read_for_each_engine(self, tmp_path):
-        """The second engine of a process may find different scales in the same folder."""
+        # The second engine of a process may find different scales in the same folder.
         config = {"hf_fp8kv": {"scales": str(tmp_path)}}
-        for engine, granularity, shape in (("a", "head", (2, 1)), ("b", "tensor", ())):
+        saved_scales = [("first engine", "head", (2, 1)), ("second engine", "tensor", ())]
+        for engine, granularity, shape in saved_scales:
             make_scales(granularity).save_pretrained(tmp_path, overwrite=True)
             options = read_options("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
             assert options.scales.layers[0].k.shape == shape
@@ -75,18 +77,17 @@ class TestWithoutVLLM:
             parsed_options = read_passed_options(
                 "hf_fp8kv", options, tp_rank=tp_rank, tp_size=tp_size
             )
-            layer = make_layer_storage(parsed_options, 0, 2 // tp_size, 32, "cpu")
-            assert (layer.plan, layer.k_scale) == (plan.plan[0], None)
-            assert torch.equal(layer.center, plan.layers[0].k_center[tp_rank:])
+            storage = make_layer_storage(parsed_options, 0, 2 // tp_size, 32, "cpu")
+            assert (storage.plan, storage.k_scale) == (plan.plan[0], None)
+            assert torch.equal(storage.center, plan.layers[0].k_center[tp_rank:])
         with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model"):
             check_scales(parsed_options, 2, ["qwen2"])
-        for dtype, more_options, message in (
-            ("hf_fp8kv_static", {}, "Use hf_fp8kv for these scales"),
-            ("hf_fp8kv_e3m4", {}, "dtype: expected None, because the plan defines"),
-            ("hf_fp8kv", {"scales": str(tmp_path)}, "Pass it as plan"),
-        ):
-            with pytest.raises(ConfigError, match=message):
-                read_passed_options(dtype, options | more_options)
+        with pytest.raises(ConfigError, match="Use hf_fp8kv for these scales"):
+            read_passed_options("hf_fp8kv_static", options)
+        with pytest.raises(ConfigError, match="dtype: expected None, because the plan defines"):
+            read_passed_options("hf_fp8kv_e3m4", options)
+        with pytest.raises(ConfigError, match="Pass it as plan"):
+            read_passed_options("hf_fp8kv", options | {"scales": str(tmp_path)})
 
     def test_a_checkpoint_without_scales_is_refused(self, tmp_path):
         with pytest.raises(ScaleError, match="expected"):
@@ -97,27 +98,27 @@ class TestWithoutVLLM:
         options = read_passed_options("hf_fp8kv_static", {"scales": str(tmp_path)})
         check_scales(options, 2, ["mistral"])
         check_scales(options, 2, ["mistral_text", "mistral"])
-        for num_layers, model_type, message in (
-            (2, "llama", "expected scales of a 'llama' model, got 'mistral'"),
-            (1, "mistral", "expected only the model's layers, 0 to 0"),
-        ):
-            with pytest.raises(ScaleError, match=message):
-                check_scales(options, num_layers, [model_type])
+        with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
+            check_scales(options, 2, ["llama"])
+        with pytest.raises(ScaleError, match="expected only the model's layers, 0 to 0"):
+            check_scales(options, 1, ["mistral"])
         with pytest.raises(ScaleError, match="expected layer 2, got layers 0, 1"):
             make_layer_storage(options, 2, 2, 32, "cpu")
 
-    def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path):
-        """Rank 1 of 2 has the second half of the heads. With 4 ranks, two ranks share a head."""
+    @pytest.mark.parametrize(
+        ("tp_size", "tp_rank", "head"), [(2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)]
+    )
+    def test_each_rank_gets_the_scales_of_its_heads(self, tmp_path, tp_size, tp_rank, head):
+        # Rank 1 of 2 has the second half of the heads. With 4 ranks, two ranks share a head.
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
-        for tp_size, tp_rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
-            parsed_options = read_passed_options(
-                "hf_fp8kv_static", {"scales": str(tmp_path)}, "nowhere", tp_rank, tp_size
-            )
-            layer = make_layer_storage(parsed_options, 1, 1, 32, "cpu")
-            assert torch.equal(layer.k_scale, scales.layers[1].k[head].expand(1, 32))
-            assert torch.equal(layer.v_scale, scales.layers[1].v[head].expand(1, 32))
-            assert torch.equal(layer.center, scales.layers[1].k_center[head][None])
+        options = read_passed_options(
+            "hf_fp8kv_static", {"scales": str(tmp_path)}, tp_rank=tp_rank, tp_size=tp_size
+        )
+        storage = make_layer_storage(options, 1, 1, 32, "cpu")
+        assert torch.equal(storage.k_scale, scales.layers[1].k[head].expand(1, 32))
+        assert torch.equal(storage.v_scale, scales.layers[1].v[head].expand(1, 32))
+        assert torch.equal(storage.center, scales.layers[1].k_center[head][None])
 
     def test_registering_without_vllm_does_nothing(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
@@ -134,7 +135,7 @@ class TestWithoutVLLM:
     def test_an_unsupported_version_or_a_missing_hook_registers_nothing(
         self, monkeypatch, caplog, version, message
     ):
-        """An error would prevent vLLM from starting with any dtype. Here 0.33.9 lacks a hook."""
+        # An error would prevent vLLM from starting with any dtype. Here 0.33.9 lacks a hook.
         lacks_hook = version == "0.33.9"
         module = SimpleNamespace(register_dtypes=lambda: {}["no such hook"]) if lacks_hook else None
         monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
@@ -151,7 +152,7 @@ class TestWithVLLM:
         pytest.importorskip("vllm")
 
     def test_batch_invariance_is_refused_on_a_cpu(self, monkeypatch):
-        """vLLM's own mode replaces operations by Triton kernels, which need a GPU."""
+        # vLLM's own mode replaces operations by Triton kernels, which need a GPU.
         from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
 
         from hf_fp8kv.vllm import register, select
@@ -201,25 +202,24 @@ class TestWithVLLM:
 
         sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.int8}
         dtype_name = "hf_fp8kv_e3m4"
-        for spec, message in (
+        refused_specs = [
             (SinkFullAttentionSpec(**sizes, sink_len=32), "got pages of type SinkFull"),
             (RSWASpec(**sizes, rswa_window=8), "got pages of type RSWASpec"),
             (FullAttentionSpec(**sizes, non_causal=True), "that is not causal"),
             (FullAttentionSpec(**sizes, head_size_v=32), "values whose size differs"),
-        ):
+        ]
+        for spec, message in refused_specs:
             with pytest.raises(ConfigError, match=message):
                 refuse_spec(dtype_name, spec)
         config = VllmConfig(cache_config=CacheConfig(cache_dtype=dtype_name))
         refuse_unsupported(dtype_name, "decoder", None, config)
-        for attention_type, alibi_slopes, message in (
-            ("encoder_decoder", None, "'encoder_decoder'"), ("decoder", [1.0], "got ALiBi"),
-        ):  # fmt: skip
-            with pytest.raises(ConfigError, match=message):
-                refuse_unsupported(dtype_name, attention_type, alibi_slopes, config)
-        for part, option, message in (
-            (config.cache_config, "kv_sharing_fast_prefill", "got --kv-sharing-fast-prefill"),
-            (config.attention_config, "use_non_causal", "that is not causal"),
-        ):
-            setattr(part, option, True)
-            with pytest.raises(ConfigError, match=message):
-                refuse_unsupported(dtype_name, "decoder", None, config)
+        with pytest.raises(ConfigError, match="'encoder_decoder'"):
+            refuse_unsupported(dtype_name, "encoder_decoder", None, config)
+        with pytest.raises(ConfigError, match="got ALiBi"):
+            refuse_unsupported(dtype_name, "decoder", [1.0], config)
+        config.cache_config.kv_sharing_fast_prefill = True
+        with pytest.raises(ConfigError, match="got --kv-sharing-fast-prefill"):
+            refuse_unsupported(dtype_name, "decoder", None, config)
+        config.attention_config.use_non_causal = True
+        with pytest.raises(ConfigError, match="that is not causal"):
+            refuse_unsupported(dtype_name, "decoder", None, config)

@@ -6,6 +6,7 @@ The tests run the backend on a CPU, so they need no GPU.
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -56,32 +57,33 @@ def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_p
 def test_logprobs_do_not_depend_on_the_batch_or_the_chunks(
     load_model, prompts, serve, backend, monkeypatch
 ):
-    """vLLM's own mode needs a GPU, so linear layers compute single rows instead."""
+    # vLLM's own mode needs a GPU, so linear layers compute single rows instead.
     from vllm.model_executor.determinism import batch_invariant
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     monkeypatch.setattr(batch_invariant, "enable_batch_invariant_mode", lambda: None)
     _, folder = load_model("gemma2" if backend == "cpu" else "llama")
     answers = []
-    for chunk_size, batches in ((128, [prompts]), (48, [[prompt] for prompt in prompts])):
+    for chunk_size, batch_size in ((128, len(prompts)), (48, 1)):
         llm = serve(
             folder, "hf_fp8kv_e3m4", backend=backend, max_num_batched_tokens=chunk_size,
             enable_prefix_caching=False,
         )  # fmt: skip
         llm.apply_model(multiply_single_rows)
-        answers.append([x for batch in batches for x in read_logprobs(llm, batch)])
+        logprobs = []
+        for start in range(0, len(prompts), batch_size):
+            logprobs += read_logprobs(llm, prompts[start : start + batch_size])
+        answers.append(logprobs)
     assert answers[0] == answers[1]
 
 
 def multiply_single_rows(model):
-    def make_linear(multiply):
-        return lambda x, weight, bias: torch.cat(
-            [multiply(row, weight, bias) for row in x.split(1)]
-        )
+    def multiply_rows(multiply, x, weight, bias):
+        return torch.cat([multiply(row, weight, bias) for row in x.split(1)])
 
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
-            module.cpu_linear = make_linear(module.cpu_linear)
+            module.cpu_linear = partial(multiply_rows, module.cpu_linear)
 
 
 def read_logprobs(llm, prompts):
@@ -89,10 +91,9 @@ def read_logprobs(llm, prompts):
         temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=20
     )
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-    return [
-        [{token: entry.logprob for token, entry in step.items()} for step in x.outputs[0].logprobs]
-        for x in outputs
-    ]
+    for output in outputs:
+        for step in output.outputs[0].logprobs:
+            yield {token: entry.logprob for token, entry in step.items()}
 
 
 # K of layer 0 is in float32, so this layer has 4 * 32 + 32 + 4 bytes per token and head, and other
@@ -137,13 +138,14 @@ def test_the_gpu_backend_accepts_only_supported_models():
     }  # fmt: skip
     list_problems = PagedGPUBackend.validate_configuration
     assert list_problems(**supported_config) == []
-    for unsupported_entry in (
+    unsupported_entries = [
         {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}, {"block_size": 24},
         {"use_mla": True}, {"attn_type": "encoder_decoder"},
         {"device_capability": DeviceCapability(7, 5)}, {"use_non_causal": True},
         {"use_adaptive_verification": True},
-    ):  # fmt: skip
-        assert len(list_problems(**supported_config | unsupported_entry)) == 1, unsupported_entry
+    ]  # fmt: skip
+    for entry in unsupported_entries:
+        assert len(list_problems(**supported_config | entry)) == 1, entry
 
 
 # The script checks the registrations in the installed vLLM after two calls of `register`.
@@ -173,7 +175,7 @@ print("version", vllm.__version__)
 
 @pytest.mark.skipif("VLLM_0_33" not in os.environ, reason="needs vLLM 0.33's Python files")
 def test_the_plugin_registers_in_vllm_0_33(tmp_path):
-    """The environment variable VLLM_0_33 names a folder with the Python files of vLLM's wheel."""
+    # The environment variable VLLM_0_33 names a folder with the Python files of vLLM's wheel.
     process = subprocess.run(
         [sys.executable, "-c", REGISTRATION_SCRIPT], cwd=tmp_path, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.environ["VLLM_0_33"]},

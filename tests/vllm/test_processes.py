@@ -24,8 +24,8 @@ def main(folder, scales, num_ranks, prompts, transfer_config):
         block_size=32,
     )
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    inputs = [{"prompt_token_ids": ids} for ids in json.loads(prompts)]
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
     print("TOKENS", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
     llm.llm_engine.engine_core.shutdown()
 
@@ -43,10 +43,10 @@ def block_folder(tmp_path_factory):
 def test_ranks_give_the_tokens_of_one_process(
     load_model, prompts, tmp_path, block_folder, num_ranks
 ):
-    """With two ranks, each has one of the two heads. The heads differ in scales and centers.
-
-    Both runs offload blocks to the same folder. Two ranks must not read the blocks of one process.
-    """
+    # Each of two ranks has one of the two heads, which differ in scales and centers.
+    #
+    # Both runs offload blocks to the same folder. Two ranks must not read the blocks of one
+    # process.
     pytest.importorskip("vllm")
     if num_ranks > (os.cpu_count() or 1):
         pytest.skip("vLLM needs a core for each rank")
@@ -71,7 +71,7 @@ def test_ranks_give_the_tokens_of_one_process(
     assert token_lines, process.stderr[-3000:]
     expected = generate_expected(model, prompts, scales=scales)
     assert json.loads(token_lines[0].removeprefix("TOKENS")) == expected
-    assert len([*block_folder.glob("*_r0")]) == num_ranks
+    assert len(list(block_folder.glob("*_r0"))) == num_ranks
 
 
 def test_the_example_answers_three_prompts():

@@ -38,11 +38,13 @@ def test_vllm_gives_the_tokens_of_transformers(
     load_model, prompts, serve, tmp_path, name, dtype, scales, options
 ):
     model, folder = load_model(name)
-    if scales is not None:
+    if scales is None:
+        llm = serve(folder, dtype)
+    else:
         scales.save_pretrained(tmp_path)
-        options = {**options, "scales": scales}
-    tokens, _ = generate(serve(folder, dtype, None if scales is None else tmp_path), prompts)
-    assert tokens == generate_expected(model, prompts, **options)
+        llm = serve(folder, dtype, tmp_path)
+    tokens, _ = generate(llm, prompts)
+    assert tokens == generate_expected(model, prompts, scales=scales, **options)
 
 
 def test_skipped_layers_keep_the_dtype_of_the_model(load_model, prompts, serve):
@@ -65,7 +67,7 @@ def test_prefixes_of_earlier_requests_are_read(load_model, prompts, serve):
 
 
 def test_reused_blocks_do_not_change_the_tokens(load_model, prompts, serve):
-    """Requests wait, are preempted and recomputed. Blocks contain bytes of earlier requests."""
+    # Requests wait, are preempted and recomputed. Blocks contain bytes of earlier requests.
     model, folder = load_model("llama")
     llm = serve(folder, "hf_fp8kv_e3m4", num_gpu_blocks_override=17, enable_prefix_caching=False)
     expected = generate_expected(model, prompts, dtype="fp8_e3m4")
@@ -86,7 +88,7 @@ def test_a_saved_plan_gives_the_tokens_of_transformers(load_model, prompts, serv
     ("name", "sides"), [("mistral", "K and V"), ("gpt_oss", "V"), ("gemma2", "K")]
 )
 def test_a_layer_may_keep_the_dtype_of_the_model(load_model, prompts, serve, tmp_path, name, sides):
-    """Layer 0 has larger pages. The second call reads blocks of the first call."""
+    # Layer 0 has larger pages. The second call reads blocks of the first call.
     model, folder = load_model(name)
     plan = make_protected_plan_for(model, sides)
     plan.save_pretrained(tmp_path)

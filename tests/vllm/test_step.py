@@ -86,13 +86,13 @@ class Requests:
         blocks = torch.randperm(NUM_BLOCKS - 1, generator=self.generator).add(1)
         self.table = torch.zeros((NUM_REQUESTS, 8), dtype=torch.int32)
         self.table[:, :-1] = blocks[: NUM_REQUESTS * 7].view(NUM_REQUESTS, 7)
-        self.keys, self.values = ([self._draw_tokens(0)] * NUM_REQUESTS for _ in range(2))
+        self.keys = [self._draw_tokens(0)] * NUM_REQUESTS
+        self.values = [self._draw_tokens(0)] * NUM_REQUESTS
 
     def _draw_tokens(self, num_tokens):
         return torch.randn((num_tokens, NUM_HEADS, HEAD_DIM), generator=self.generator)
 
     def find_slots(self, index, start, stop):
-        """Return the slots of a request's tokens at positions from `start` to `stop`."""
         positions = torch.arange(start, stop)
         blocks = self.table[index][positions // BLOCK_SIZE].long()
         return blocks * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -100,16 +100,19 @@ class Requests:
     def run_step(self, counts, attend):
         """Add tokens, call `attend` on them, and return the queries, starts and output."""
         old_lengths = [len(keys) for keys in self.keys]
-        pairs = [(self._draw_tokens(n), self._draw_tokens(n)) for n in counts]
-        new_keys, new_values = zip(*pairs, strict=True)
+        new_keys = [self._draw_tokens(count) for count in counts]
+        new_values = [self._draw_tokens(count) for count in counts]
         self.keys = [torch.cat(pair) for pair in zip(self.keys, new_keys, strict=True)]
         self.values = [torch.cat(pair) for pair in zip(self.values, new_values, strict=True)]
         query = torch.randn((sum(counts), NUM_QUERY_HEADS, HEAD_DIM), generator=self.generator)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = torch.tensor([len(keys) for keys in self.keys], dtype=torch.int32)
-        ranges = enumerate(zip(old_lengths, lengths.tolist(), strict=True))
-        slots = torch.cat([self.find_slots(i, start, stop) for i, (start, stop) in ranges])
-        work = plan_step(starts, lengths, self.table, slots, BLOCK_SIZE, int(lengths.max()))
+        slots = [
+            self.find_slots(index, old_length, len(self.keys[index]))
+            for index, old_length in enumerate(old_lengths)
+        ]
+        max_length = int(lengths.max())
+        work = plan_step(starts, lengths, self.table, torch.cat(slots), BLOCK_SIZE, max_length)
         return query, starts, attend(query, torch.cat(new_keys), torch.cat(new_values), work)
 
 
@@ -117,18 +120,21 @@ def quantize_and_decode(tokens, plan, scale, center, *, search):
     """Return K or V, `[N, Hkv, D]`, as attention reads it from pages, `[1, Hq, N, D]`."""
     side = StoredSide(scale, center, plan.format, HEAD_DIM)
     codes, scales = reference.quantize(tokens.transpose(0, 1)[None], side, search=search)
-    dense = decode(codes, FORMATS[plan.format])
-    dense = dense * (scale[:, None] if scales is None else scales.float()[..., None])
-    dense = dense if center is None else dense + center[:, None]
-    return dense.repeat_interleave(GROUP_SIZE, 1)
+    token_scales = scale[:, None] if scales is None else scales.float()[..., None]
+    states = decode(codes, FORMATS[plan.format]) * token_scales
+    if center is not None:
+        states = states + center[:, None]
+    return states.repeat_interleave(GROUP_SIZE, 1)
 
 
 def compute_expected(requests, index, query, layer):
-    """Return the attention of a request's queries to the request's stored K and V."""
     storage, spec = layer.storage, layer.spec
-    keys, values, plan = requests.keys[index], requests.values[index], storage.plan
-    k = quantize_and_decode(keys, plan.k, storage.k_scale, storage.center, search=True)
-    v = quantize_and_decode(values, plan.v, storage.v_scale, None, search=False)
+    k = quantize_and_decode(
+        requests.keys[index], storage.plan.k, storage.k_scale, storage.center, search=True
+    )
+    v = quantize_and_decode(
+        requests.values[index], storage.plan.v, storage.v_scale, None, search=False
+    )
     q = query.transpose(0, 1)[None]
     logits = q @ k.transpose(2, 3) * spec.scaling
     if spec.softcap:
@@ -156,11 +162,11 @@ ATTENTION_OPTIONS = {
 
 
 # The interpreter is slow, so "triton" runs each attention only once, and always with gaps, because
-# its kernels locate pages by their addresses with and without gaps.
+# its kernels locate pages by address with and without gaps.
 @pytest.mark.parametrize(
     ("backend", "gap", "kind", "attention"),
     [
-        *pairwise(["torch", "cpu"], [0, 512], [*DTYPE_NAMES], [*ATTENTION_OPTIONS]),
+        *pairwise(["torch", "cpu"], [0, 512], list(DTYPE_NAMES), list(ATTENTION_OPTIONS)),
         ("triton", 512, "dynamic", "plain"), ("triton", 512, "static", "window"),
         ("triton", 512, "dynamic", "softcap and sinks"),
     ],
@@ -168,39 +174,38 @@ ATTENTION_OPTIONS = {
 @pytest.mark.usefixtures("interpreted")
 def test_a_step_matches_the_reference(backend, gap, kind, attention):
     layer = Layer(kind, backend, gap=gap, **ATTENTION_OPTIONS[attention])
-    memory, requests = layer.memory, Requests(seed=6)
-    for counts in STEPS[: 3 if backend == "triton" else None]:
+    requests = Requests(seed=6)
+    # The interpreter is slow, so "triton" runs without the last step.
+    for counts in STEPS[:3] if backend == "triton" else STEPS:
         query, starts, output = requests.run_step(counts, layer.attend)
         for index, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
                 expected = compute_expected(requests, index, query[start:stop], layer)
                 torch.testing.assert_close(output[start:stop], expected, rtol=2e-4, atol=2e-4)
-    assert (memory[:, memory.shape[1] - gap :] == 0xFF).all()
-    used_blocks = requests.table[:, : -(-max(map(len, requests.keys)) // BLOCK_SIZE)].unique()
+    assert (layer.memory[:, layer.memory.shape[1] - gap :] == 0xFF).all()
+    max_blocks = -(-max(map(len, requests.keys)) // BLOCK_SIZE)
     is_unused = torch.ones(NUM_BLOCKS, dtype=torch.bool)
-    is_unused[used_blocks.long()] = False
-    assert (memory[is_unused] == 0xFF).all()
+    is_unused[requests.table[:, :max_blocks].flatten().long()] = False
+    assert (layer.memory[is_unused] == 0xFF).all()
 
 
 @pytest.mark.parametrize("kind", DTYPE_NAMES)
 @pytest.mark.usefixtures("interpreted")
 def test_a_replayed_step_uses_the_current_requests(kind):
-    """The same tensors describe different requests in each step, as in replays of a CUDA graph.
-
-    In the first two steps, one row has no slot. Its block table belongs to a waiting request.
-    """
-    layer, requests = Layer(kind, "triton"), Requests(seed=8)
-    memory = layer.memory
+    # The same tensors describe different requests in each step, as in replays of a CUDA graph.
+    #
+    # In the first two steps, one row has no slot. Its block table belongs to a waiting request.
+    layer = Layer(kind, "triton")
+    requests = Requests(seed=8)
     requests.run_step((17, 16, 31, 5, 9), layer.attend)
     lengths = torch.empty(3, dtype=torch.int32)
     table = torch.empty((3, 8), dtype=torch.int32)
     slots = torch.empty(3, dtype=torch.int64)
-    for indices, row_without_slot in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
-        old_memory = memory.clone()
-        query, key, value = (
-            torch.randn((3, n, HEAD_DIM), generator=requests.generator)
-            for n in (NUM_QUERY_HEADS, NUM_HEADS, NUM_HEADS)
-        )
+    steps = [((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)]
+    for indices, row_without_slot in steps:
+        old_memory = layer.memory.clone()
+        query = torch.randn((3, NUM_QUERY_HEADS, HEAD_DIM), generator=requests.generator)
+        key, value = torch.randn((2, 3, NUM_HEADS, HEAD_DIM), generator=requests.generator)
         for row, index in enumerate(indices):
             length = len(requests.keys[index])
             lengths[row] = length + 1
@@ -215,7 +220,7 @@ def test_a_replayed_step_uses_the_current_requests(kind):
         for row, index in enumerate(indices):
             if row == row_without_slot:
                 blocks = requests.table[index].long()
-                assert torch.equal(memory[blocks], old_memory[blocks])
+                assert torch.equal(layer.memory[blocks], old_memory[blocks])
                 assert not output[row].any()
                 continue
             expected = compute_expected(requests, index, query[[row]], layer)
@@ -231,26 +236,32 @@ def test_only_decode_steps_can_be_captured(starts, expected):
 
 
 def test_tokens_without_a_slot_are_not_stored():
-    lengths, table = torch.tensor([2], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)
+    lengths = torch.tensor([2], dtype=torch.int32)
+    table = torch.tensor([[3]], dtype=torch.int32)
     slots = torch.tensor([3 * BLOCK_SIZE, -1])
     work = plan_step(np.array([0, 2], np.int32), lengths, table, slots, BLOCK_SIZE, 2)
-    rows = (work.written_tokens, work.table, work.slot_ends)
-    assert [tensor.tolist() for tensor in rows] == [[0], [[3]], [1]]
+    assert work.written_tokens.tolist() == [0]
+    assert work.table.tolist() == [[3]]
+    assert work.slot_ends.tolist() == [1]
 
 
 @torch.no_grad()
 def test_whole_prompts_are_read_densely_on_an_h100(monkeypatch):
-    """Pages are read for prompts that are padded to a longer prompt or that continue."""
+    # Pages are read for prompts that are padded to a longer prompt or that continue.
     monkeypatch.setattr(dense_prompts, "_MIN_TOKENS", 18)
     attend_densely = mock.Mock(side_effect=attend.attend_densely)
     monkeypatch.setattr(attend, "attend_densely", attend_densely)
     outputs = []
+    # The first run continues its prompts in a second step. The second run pads a prompt.
+    runs = [[[20, 20, 0, 0, 0], [20, 20, 0, 0, 0]], [[0, 0, 0, 21, 19]]]
     for capability in (None, (9, 0)):
-        monkeypatch.setattr(dense_prompts, "_read_capability", lambda _, x=capability: x)
-        for steps in ([[20, 20, 0, 0, 0], [20, 20, 0, 0, 0]], [[0, 0, 0, 21, 19]]):
-            layer, requests = Layer("dynamic", "torch"), Requests(seed=6)
+        monkeypatch.setattr(dense_prompts, "_read_capability", mock.Mock(return_value=capability))
+        for steps in runs:
+            layer = Layer("dynamic", "torch")
+            requests = Requests(seed=6)
             for counts in steps:
-                outputs.append(requests.run_step(counts, layer.attend_in_bfloat16)[2])
+                _, _, output = requests.run_step(counts, layer.attend_in_bfloat16)
+                outputs.append(output)
     assert [len(call.args[0]) for call in attend_densely.call_args_list] == [2]
     for expected, actual in zip(outputs[:3], outputs[3:], strict=True):
         # Stored values are rounded to bfloat16, by at most 2 ** -9 each.
