@@ -37,7 +37,7 @@ def find_failures(record, measure, *args):
 
 
 def test_every_section_has_correct_rows(monkeypatch):
-    """Only the first two caches run end to end, because compiling takes minutes."""
+    # Only the first two caches run end to end, because compiling takes minutes.
     monkeypatch.setattr(end_to_end, "CONTENDERS", end_to_end.CONTENDERS[:2])
     monkeypatch.setattr(end_to_end, "OTHER_CONTENDERS", [])
     monkeypatch.setattr(suite, "TINY", replace(TINY, write_batches=(1,)))
@@ -77,6 +77,10 @@ def drop_last_tokens(function):
     return attend_to_fewer_tokens
 
 
+def deny(function):
+    return lambda *args: False
+
+
 def drop_mask(function):
     return lambda module, query, key, value, _mask: function(module, query, key, value, None)
 
@@ -90,25 +94,25 @@ def flip_bit(function):
 
 
 # Measurements: a function, and its arguments after the record.
-LATENT_CALL = (latent.measure, TINY, "torch")
+LATENT_RUN = (latent.measure, TINY, "torch")
 PADDED_CASE = Case((130, 130), TINY.heads, padding=(0, 65))
-CACHED_CALL = (cached.measure_attention, "decode", PADDED_CASE, E4M3, "torch")
+CACHED_RUN = (cached.measure_attention, "decode", PADDED_CASE, E4M3, "torch")
 RAGGED_CASE = Case((1, 33, 130), TINY.heads, label="ragged")
-RAGGED_CALL = (attention.measure_pages, TINY, "torch", "decode", RAGGED_CASE, E4M3)
-WRITE_CALL = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70), "torch")
-SDPA_CALL = (functools.partial(baselines.measure_decode, with_gqa=True), TINY.decode_cases[0])
+RAGGED_RUN = (attention.measure_pages, TINY, "torch", "decode", RAGGED_CASE, E4M3)
+WRITE_RUN = (write.measure, replace(TINY, write_batches=(1,), written_tokens=70), "torch")
+SDPA_RUN = (functools.partial(baselines.measure_decode, with_gqa=True), TINY.decode_cases[0])
 # A module, its function, a defect for it, the measurement, and the contenders that must fail.
 DEFECTS = [
-    (ops, "attend", scale_output, LATENT_CALL, LATENT_STEPS | LATENT_KERNELS),
-    (ops, "attend", drop_last_tokens, RAGGED_CALL, {"e4m3"}),
-    (ops, "attend", make_one_value_nan, RAGGED_CALL, {"e4m3"}),
-    (ops, "write", flip_bit, WRITE_CALL, {fmt.name for fmt in PAGE_FORMATS}),
-    (cached, "fp8_paged_attention", drop_mask, CACHED_CALL, {"e4m3"}),
-    (latent, "fp8_paged_attention", scale_output, LATENT_CALL, LATENT_STEPS),
-    (latent, "sdpa_attention_forward", scale_output, LATENT_CALL, {latent.STOCK}),
+    (ops, "attend", scale_output, LATENT_RUN, LATENT_STEPS | LATENT_KERNELS),
+    (ops, "attend", drop_last_tokens, RAGGED_RUN, {"e4m3"}),
+    (ops, "attend", make_one_value_nan, RAGGED_RUN, {"e4m3"}),
+    (ops, "write", flip_bit, WRITE_RUN, {fmt.name for fmt in PAGE_FORMATS}),
+    (cached, "fp8_paged_attention", drop_mask, CACHED_RUN, {"e4m3"}),
+    (latent, "fp8_paged_attention", scale_output, LATENT_RUN, LATENT_STEPS),
+    (latent, "sdpa_attention_forward", scale_output, LATENT_RUN, {latent.STOCK}),
     # Attention to expanded latents is correct, but the row is for stored latents.
-    (latent.latent, "reads_stored_latents", lambda _: lambda *_: False, LATENT_CALL, LATENT_STEPS),
-    (baselines, "attend_grouped", scale_output, SDPA_CALL, {"sdpa math"}),
+    (latent.latent, "reads_stored_latents", deny, LATENT_RUN, LATENT_STEPS),
+    (baselines, "attend_grouped", scale_output, SDPA_RUN, {"sdpa math"}),
 ]  # fmt: skip
 
 

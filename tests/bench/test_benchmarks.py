@@ -1,5 +1,6 @@
 """Tests of `benchmarks/`: the reported values are correct, and every command runs."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,10 +14,9 @@ from benchmarks.shared import make_environment
 
 
 def test_a_decode_step_needs_few_calls():
-    """Calls are counted, because times depend on the load. Limits are per layer, of 32 layers.
-
-    From Triton 3.9 on, each of the two launches makes two more calls, to read a setting.
-    """
+    # Calls are counted, because times depend on the load. Limits are per layer, of 32 layers.
+    #
+    # From Triton 3.9 on, each of the two launches makes two more calls, to read a setting.
     program = """
 import json, sys, torch, triton
 from collections import Counter
@@ -37,8 +37,9 @@ with torch.no_grad(), assuming(Target.parse(host.GPU)):
         results.append([counts["call"] / 32, counts["c_call"] / 32])
 print(json.dumps(results))
 """
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, env=make_environment())
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=make_environment()
+    )
     assert process.returncode == 0, process.stderr
     plain, padded = json.loads(process.stdout)
     knobs = pytest.importorskip("triton").knobs
@@ -57,16 +58,17 @@ def test_windows_and_short_prompts_need_little_more_than_half_the_memory(model_n
     config = make_config(model_name)
     with torch.inference_mode():
         rows = list(measure_prompts(model_name, 1000, "torch"))
-    assert {(row["cache"], row["prompt"]) for row in rows} == {
-        (kind, mode) for kind in ("growing", "preallocated") for mode in PREFILL_MODES
-    }
+    kinds = itertools.product(("growing", "preallocated"), PREFILL_MODES)
+    assert {(row["cache"], row["prompt"]) for row in rows} == set(kinds)
     num_full_layers = sum(layer_type == "full_attention" for layer_type in config.layer_types)
     for row in rows:
         assert 0.5 < row["ratio"] <= 0.56, row  # half, and the scales and free slots
         # transformers' caches hold only the tokens inside the window of each layer.
-        window = config.sliding_window - (row["cache"] == "growing")
+        num_kept = config.sliding_window
+        if row["cache"] == "growing":
+            num_kept -= 1  # the window includes the next token
         cached_tokens = num_full_layers * 1000
-        cached_tokens += (config.num_hidden_layers - num_full_layers) * window
+        cached_tokens += (config.num_hidden_layers - num_full_layers) * num_kept
         assert row["stock_held"] >= cached_tokens * config.num_key_value_heads * config.head_dim * 4
 
 
@@ -77,8 +79,8 @@ def test_a_command_prints_its_rows_and_the_conditions_of_the_run(monkeypatch, ca
 
     monkeypatch.setattr(sys, "argv", ["a_benchmark.py", "--turns", "1"])
     shared.main("Description.", measure, shared.TURNS_OPTION)
-    out = capsys.readouterr().out
-    assert all(text in out for text in ("a cache", "0.3333", "commit: ", "{'turns': 1}"))
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("a cache", "0.3333", "commit: ", "{'turns': 1}"))
     monkeypatch.setattr(sys, "argv", ["a_benchmark.py", "--json", "-", "--turns", "1"])
     shared.main("Description.", measure, shared.TURNS_OPTION)
     result = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -33,10 +34,9 @@ EXPLICIT_PLAN = {
 def make_texts(num_texts: int = 16, seed: int = 0) -> list[torch.Tensor]:
     """Return texts of 8 to 40 token ids. Texts of more than 24 tokens have two windows."""
     generator = torch.Generator().manual_seed(seed)
-    # No text has 25 tokens, because a window of one token is dropped.
     lengths = torch.randint(8, 41, (num_texts,), generator=generator)
-    lengths = [n + (n == 25) for n in lengths.tolist()]
-    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+    lengths[lengths == 25] = 26  # because a window of one token is dropped
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths.tolist()]
 
 
 @torch.no_grad()
@@ -45,18 +45,15 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
 
     Each window is read once from each position in `starts`.
     """
-    states: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    states: dict[int, list[torch.Tensor]] = defaultdict(list)
     for window, start in itertools.product(windows, starts):
         cache = DynamicCache(config=model.config)
         positions = torch.arange(start, start + len(window))[None]
         model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
-            k_and_v = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
-            states.setdefault(index, []).append(k_and_v)
-    return {
-        i: (torch.cat([k for k, _ in pairs]).float(), torch.cat([v for _, v in pairs]).float())
-        for i, pairs in states.items()
-    }
+            # `[2, N, H, D]`, because K and V have the same shape.
+            states[index].append(torch.cat([layer.keys, layer.values]).transpose(1, 2))
+    return {index: torch.cat(windows, 1).float().unbind() for index, windows in states.items()}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +114,7 @@ def test_zeros_get_the_largest_scale(granularity, expected):
     ("plan", "side"), [(None, "k"), ("int8 rotated", "k"), ("int8 rotated", "v"), ("fp8_e3m4", "v")]
 )
 def test_the_scale_of_a_head_costs_least(plan, side):
-    """The cost is computed for dequantized values, in the basis of the model."""
+    # The cost is computed for dequantized values, in the basis of the model.
     generator = torch.Generator().manual_seed(2)
     k, v = torch.randn(2, 40, 2, 16, generator=generator) + 2
     queries = Queries.from_states(
@@ -127,7 +124,8 @@ def test_the_scale_of_a_head_costs_least(plan, side):
     layer_plan = None if plan is None else LayerPlan(side_plan, side_plan)
     min_scale = torch.tensor([[0.011], [0.013]])
     scale = search_head_scales(side, min_scale, [(k, v, queries)], layer_plan)
-    fmt, values = FORMATS[side_plan.format], k if side == "k" else v
+    fmt = FORMATS[side_plan.format]
+    values = k if side == "k" else v
     stored = rotate(values) if side_plan.rotated else values
     scales = torch.stack([min_scale * 2.0 ** (step / 16) for step in range(16)])
     costs = []
@@ -141,18 +139,20 @@ def test_the_scale_of_a_head_costs_least(plan, side):
     assert (chosen_costs <= torch.stack(costs).min(0).values * 1.001).all()
 
 
+# Shapes of scales of K per head, and of V per channel.
+SHAPES = {((2, 1), (2, 16))}
+
+
 def test_rotated_values_and_unknown_positions_have_no_scale_per_channel(biased_model, caplog):
     plan = LayerPlan.parse("fp8_e2m5 rotated", "fp8_e3m4")
     scales = calibrate(biased_model, make_texts(4), plan=plan, granularity="channel", **OPTIONS)
     assert scales.plan == dict.fromkeys((0, 1), plan)
-    assert {layer.k.shape for layer in scales.layers.values()} == {(2, 1)}
-    assert {layer.v.shape for layer in scales.layers.values()} == {(2, 16)}
+    assert {(layer.k.shape, layer.v.shape) for layer in scales.layers.values()} == SHAPES
     assert not caplog.messages
     # This model has 256 positions.
     scales = calibrate(build_variant("llama")[0], make_texts(4), granularity="channel", **OPTIONS)
     assert not scales.centered
-    assert {layer.k.shape for layer in scales.layers.values()} == {(2, 1)}
-    assert {layer.v.shape for layer in scales.layers.values()} == {(2, 16)}
+    assert {(layer.k.shape, layer.v.shape) for layer in scales.layers.values()} == SHAPES
     assert "K has a scale for each head, not for each channel" in caplog.text
 
 
@@ -168,12 +168,12 @@ def test_a_center_is_the_mean_at_all_positions(biased_model):
         layer = centered.layers[index]
         # Windows of the same length are in a different order, so the samples differ.
         assert (layer.k_center - k.mean(0)).abs().max() < 0.05 * k.abs().max()
-        k, _ = observe_kv(biased_model, all_windows, (0,))[index]
-        assert ((k - layer.k_center).abs() <= 448 * layer.k * (1 + 1e-5)).all()
+        all_k, _ = observe_kv(biased_model, all_windows, (0,))[index]
+        assert ((all_k - layer.k_center).abs() <= 448 * layer.k * (1 + 1e-5)).all()
 
 
 def test_scales_cover_the_stored_values_of_a_plan(biased_model):
-    """Scales are taken after the center and the rotation."""
+    # Scales are taken after the center and the rotation.
     windows = [text[:24] for text in make_texts(6)]
     scales = calibrate(biased_model, windows, plan=EXPLICIT_PLAN, granularity="tensor", **OPTIONS)
     assert scales.plan == EXPLICIT_PLAN
@@ -207,7 +207,7 @@ def test_scales_of_a_chosen_plan_keep_its_centers(biased_model, tmp_path):
 
 @torch.no_grad()
 def test_padding_does_not_affect_scales():
-    """Token 0 pads a batch. In this model, it has by far the largest embedding."""
+    # Token 0 pads a batch. In this model, it has by far the largest embedding.
     model = build_variant("llama")[0]
     model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
     for layer in model.model.layers:
@@ -255,12 +255,12 @@ def test_every_architecture_is_calibrated(name):
     else:
         factories = {"static": lambda: FP8PagedCache(model.config, scales=scales)}
         ids = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
-        scores = compare_caches(model, ids, factories, num_prefill=12)
-        assert 0 < scores["static"].kl.mean() < 0.5
+        scores = compare_caches(model, ids, factories, num_prefill=12)["static"]
+        assert 0 < scores.kl.mean() < 0.5
     model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
 
 
-def test_layers_without_keys_and_values_are_rejected():
+def test_layers_without_keys_and_values_are_refused():
     if "glm5_next" not in list_types():
         pytest.skip("this version of transformers does not have the model")
     model, _ = build_variant("glm5_next")
@@ -308,7 +308,7 @@ def test_nan_is_an_error_that_names_the_layer(side):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_invalid_arguments_are_rejected(biased_model, changes, message):
+def test_invalid_arguments_are_refused(biased_model, changes, message):
     with pytest.raises(ConfigError, match=message):
         calibrate(**{"model": biased_model, "texts": make_texts()} | OPTIONS | changes)
 
@@ -322,6 +322,6 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
     FP8PagedCache(model.config, scales=scales, skip_layers=[2])
 
 
-def test_models_of_speech_are_rejected():
+def test_models_of_speech_are_refused():
     with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
         calibrate(build_variant("seq2seq/whisper")[0], make_texts(), **OPTIONS)

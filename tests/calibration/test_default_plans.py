@@ -73,7 +73,6 @@ def make_protected_model() -> Any:
 
 @contextmanager
 def recorded_inputs(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Yield a list of the token ids of each call of the model."""
     inputs: list[torch.Tensor] = []
     hook = model.register_forward_pre_hook(
         lambda _, args, keywords: inputs.append(keywords["input_ids"]), with_kwargs=True
@@ -185,9 +184,9 @@ def damage_file(path: Path, kind: str) -> None:
     elif kind == "pipe":
         os.mkfifo(path)
     else:
-        index = len(original_bytes) - 40  # in a center
-        flipped = bytes([original_bytes[index] ^ 1])
-        path.write_bytes(original_bytes[:index] + flipped + original_bytes[index + 1 :])
+        damaged_bytes = bytearray(original_bytes)
+        damaged_bytes[-40] ^= 1  # in a center
+        path.write_bytes(damaged_bytes)
 
 
 @pytest.mark.parametrize("kind", ["flipped", "link", "pipe", "plan of another model"])
@@ -261,8 +260,8 @@ def test_a_failure_gives_the_plain_format_and_one_line(
     model.model.train() if hasattr(model, "model") else model.train()
     state = read_state(model)
     for prefix_store in (None, store):
-        resolved = resolve_plan(model, {"page_size": 16}, prefix_store=prefix_store)
-        assert resolved == {**PLAIN, "page_size": 16}
+        keywords = {"page_size": 16}
+        assert resolve_plan(model, keywords, prefix_store=prefix_store) == PLAIN | keywords
         assert read_state(model) == state
     (message,) = caplog.messages
     assert "\n" not in message
@@ -304,7 +303,7 @@ def test_an_interrupt_ends_the_choice() -> None:
 
 
 def test_a_choice_leaves_no_trace(own_plan: Any) -> None:
-    """The layers draw random numbers, and gradients are accumulated."""
+    # The layers draw random numbers, and gradients are accumulated.
     model = make_model().train()
     model.set_attn_implementation("eager")
     model.model.layers[0].register_forward_hook(lambda *_: torch.rand(1) and None)
@@ -346,7 +345,7 @@ SPLITS: dict[str, Callable[[Any], Any]] = {
 def test_a_model_split_over_processes_is_plain(
     kind: str, own_plan: Any, caplog: Any, tmp_path: Path
 ) -> None:
-    """Each process has a part of the heads, so processes could choose different plans."""
+    # Each process has a part of the heads, so processes could choose different plans.
     own_plan.save_pretrained(tmp_path / "plan")
     model = make_model()
     SPLITS[kind](model)
@@ -380,7 +379,7 @@ def test_passes_are_limited_by_counts(
 
 
 def test_large_models_get_fewer_passes_on_a_cpu(monkeypatch: Any, caplog: Any) -> None:
-    """An explicit choice is never reduced, and does not replace the reduced plan in its file."""
+    # An explicit choice is never reduced, and does not replace the reduced plan in its file.
     model = make_protected_model()
     num_parameters = sum(weight.numel() for weight in model.parameters())
     monkeypatch.setattr(plan_choice, "_MAX_EXTRA_BYTES", 1.0)
@@ -411,19 +410,20 @@ def test_random_tokens_are_not_special() -> None:
     model = make_model()
     window = read_window(model)
     assert not {0, 1} & {*window}, "the ids of padding and of the first token"
-    names = (
+    id_fields = (
         "audio_token_id", "boi_token_index", "eoa_token_id", "special_token_ids", "pad_index",
         "vision_start_token_id", "audio_token_index", "codec_bos_id",
     )  # fmt: skip
-    ids = [*dict.fromkeys(window)]
-    for name, token in zip(names, ids, strict=False):
+    ids = list(dict.fromkeys(window))
+    for name, token in zip(id_fields, ids, strict=False):
         setattr(model.config, name, [[token]] if name.endswith("ids") else token)
     model.generation_config.forced_bos_token_id = ids[-1]
     model.generation_config.eos_token_id = ids[-3:-1]
-    special = {*ids[: len(names)], *ids[-3:]}
+    special = {*ids[: len(id_fields)], *ids[-3:]}
     new_window = read_window(model)
     assert not special & {*new_window}
-    assert all(x == y or x in special for x, y in zip(window, new_window, strict=True))
+    pairs = zip(window, new_window, strict=True)
+    assert all(token == new_token or token in special for token, new_token in pairs)
 
 
 @pytest.mark.parametrize(

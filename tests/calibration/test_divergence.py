@@ -20,7 +20,8 @@ from tests.helpers.tiny_models import VOCAB, build_variant
 pytestmark = pytest.mark.text
 
 
-NUM_PREFILL, NUM_SCORED = 128, 64
+NUM_PREFILL = 128
+NUM_SCORED = 64
 MAX_KL = {"fp8_e3m4": 8e-4, "fp8_e4m3": 3e-3, "fp8_e5m2": 1.5e-2}
 
 
@@ -64,12 +65,11 @@ def test_scores_match_the_log_probabilities(chunk_size: int) -> None:
         assert actual.kl.mean().item() == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
         assert actual.kl.max().item() == pytest.approx(kl.max().item(), rel=1e-3, abs=1e-9)
         variation = (expected.exp() - log_probs.exp()).abs().sum(-1).mean().item() / 2
-        total_variation = actual.total_variation.mean().item()
-        assert total_variation == pytest.approx(variation, rel=1e-3, abs=1e-6)
-        top1 = (expected.argmax(-1) == log_probs.argmax(-1)).double().mean().item()
-        assert actual.top1_match.mean().item() == pytest.approx(top1)
+        assert actual.total_variation.mean().item() == pytest.approx(variation, rel=1e-3, abs=1e-6)
+        is_match = expected.argmax(-1) == log_probs.argmax(-1)
+        assert actual.top1_match.mean().item() == pytest.approx(is_match.double().mean().item())
         # The last token has no next token.
         predicted = log_probs[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(predicted, ids[:, num_prefill + 1 :].flatten())
-        assert actual.nll.mean().item() == pytest.approx(loss.item(), rel=1e-3)
+        nll = torch.nn.functional.cross_entropy(predicted, ids[:, num_prefill + 1 :].flatten())
+        assert actual.nll.mean().item() == pytest.approx(nll.item(), rel=1e-3)
     assert scores["fp8"].kl.mean() > 1e-6

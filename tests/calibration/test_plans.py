@@ -1,5 +1,6 @@
 """Tests of the storage plans that `choose_plan` chooses."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_gaussian_values_get_narrow_rotated_formats(llama: Any, chosen_plan: Sto
 
 
 def test_a_plan_is_reproducible(llama: Any, chosen_plan: StoragePlan, tmp_path: Path) -> None:
-    """A plan does not depend on the number of threads, and is the same in a file."""
+    # A plan does not depend on the number of threads, and is the same in a file.
     torch.set_num_threads(2)
     assert choose_plan(llama).plan == chosen_plan.plan
     torch.set_num_threads(1)
@@ -103,7 +104,9 @@ def test_layers_in_which_stored_prompts_lose_most_are_protected(
     assert plan.protection.sides == ()
     assert plan.protection.kl == plan.protection.unprotected_kl > 1e-3
     protected_plan = choose_plan(protected_model, max_extra_bytes=0.15)
-    assert all(w.grad is None and w.requires_grad for w in protected_model.parameters())
+    assert all(
+        weight.grad is None and weight.requires_grad for weight in protected_model.parameters()
+    )
     protection = protected_plan.protection
     assert protection.sides == ("K of layer 0",)
     assert protection.unprotected_kl == plan.protection.kl
@@ -144,14 +147,13 @@ def test_six_bits_have_the_error_of_e4m3(llama: Any, chosen_plan: StoragePlan) -
 def test_bits_bound_the_mean_of_all_values(protected_model: Any, bits: float) -> None:
     eight_bit_plan = choose_plan(protected_model, max_extra_bytes=0).plan
     plan = choose_plan(protected_model, bits=bits, max_extra_bytes=0)
-    sides = [(n, side) for n in plan.plan for side in (0, 1)]
-    all_bits = [FORMATS[plan.plan[n][side].format].bits for n, side in sides]
+    all_bits = []
+    for index, layer_plan in plan.plan.items():
+        for side_plan, eight_bit_side in zip(layer_plan, eight_bit_plan[index], strict=True):
+            all_bits.append(FORMATS[side_plan.format].bits)
+            if all_bits[-1] == 8 and layer_plan.v.format != "int4":
+                assert side_plan == eight_bit_side
     assert bits - 0.5 < sum(all_bits) / len(all_bits) <= bits
-    assert all(
-        plan.plan[n][side] == eight_bit_plan[n][side]
-        for n, side in sides
-        if FORMATS[plan.plan[n][side].format].bits == 8 and plan.plan[n].v.format != "int4"
-    )
 
 
 def test_layers_that_lose_too_much_have_8_bits() -> None:
@@ -168,16 +170,22 @@ def test_layers_that_lose_too_much_have_8_bits() -> None:
         5,
     }
     assert plan.plan[2] == choose_plan(model, max_extra_bytes=0).plan[2]
-    e4m3_kl = compare_plans(model, LayerPlan.parse("fp8_e4m3", "fp8_e4m3"))[1]
+    _, e4m3_kl = compare_plans(model, LayerPlan.parse("fp8_e4m3", "fp8_e4m3"))
     assert compare_plans(model, plan)[1] < 1.2 * e4m3_kl
 
 
-@pytest.mark.parametrize("bits", [5.99, 8.01, True, "6", None, float("nan")])
-def test_invalid_bits_are_rejected(llama: Any, bits: Any) -> None:
-    # None is the default of `serving.enable`.
-    for call in (choose_plan, enable) + (() if bits is None else (serving.enable,)):
-        with pytest.raises(ConfigError, match="bits: expected a number from 6 to 8, got"):
-            call(llama, bits=bits)
+@pytest.mark.parametrize(
+    ("call", "bits"),
+    [
+        *itertools.product(
+            (choose_plan, enable, serving.enable), (5.99, 8.01, True, "6", float("nan"))
+        ),
+        *((choose_plan, None), (enable, None)),  # None is the default of `serving.enable`
+    ],
+)
+def test_invalid_bits_are_refused(llama: Any, call: Any, bits: Any) -> None:
+    with pytest.raises(ConfigError, match="bits: expected a number from 6 to 8, got"):
+        call(llama, bits=bits)
 
 
 @pytest.mark.parametrize("name", ["latent", "alibi"])
@@ -186,7 +194,8 @@ def test_fewer_bits_need_queries(name: str) -> None:
         choose_plan(build_variant(name, **LONG_CONTEXT)[0], bits=6)
 
 
-FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
+FALLBACK = "fp8_e3m4"
+LATENT_PLANS = {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rotated"}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +217,7 @@ FALLBACK, LATENT_PLANS = "fp8_e3m4", {"fp8_e3m4", "fp8_e2m5 rotated", "int8 rota
     ],
 )
 def test_every_model_type_gets_a_plan(name: str, k_plans: Any, v_plans: Any) -> None:
-    """A model for which no plan can be tried gets the fallback format."""
+    # A model for which no plan can be tried gets the fallback format.
     try:
         model, inputs = build_variant(name)
         find_paged_layers(model)
@@ -236,7 +245,7 @@ def test_rotating_keys_are_tried_at_far_positions(name: str) -> None:
 def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
     llama: Any, monkeypatch: Any, accepts_positions: bool
 ) -> None:
-    """The model does not accept `position_ids`, or fails if they are passed."""
+    # The model does not accept `position_ids`, or fails if they are passed.
     observe_queries = plan_choice.observe_queries
 
     def observe(model: Any, batch: Any, layers: Any, on_layer: Any) -> None:
@@ -253,7 +262,8 @@ def test_keys_get_the_fallback_if_far_positions_cannot_be_tried(
 
 
 def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
-    tokenizer, texts = make_tokenizer(), ["a b c d " * 40, "d c b a " * 30]
+    tokenizer = make_tokenizer()
+    texts = ["a b c d " * 40, "d c b a " * 30]
     plan = choose_plan(llama, texts, tokenizer=tokenizer)
     assert plan.digest == choose_plan(llama, [tokenizer(text).input_ids for text in texts]).digest
     assert plan.origin == "chosen on 280 tokens of text"
@@ -272,7 +282,7 @@ def test_a_plan_can_be_chosen_on_texts(llama: Any) -> None:
     ],
     ids=str,
 )
-def test_choose_plan_rejects_invalid_texts_and_budgets(
+def test_choose_plan_refuses_invalid_texts_and_budgets(
     llama: Any, keywords: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

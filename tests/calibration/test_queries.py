@@ -12,7 +12,7 @@ pytestmark = pytest.mark.text
 
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_the_cost_of_errors_matches_its_definition(side):
-    """A model with 2 KV heads has 3 queries in each of 6 query heads."""
+    # A model with 2 KV heads has 3 queries in each of 6 query heads.
     k = torch.randn(7, 2, 4)
     queries = Queries.from_states(torch.randn(6, 3, 4), k, torch.tensor([2, 4, 6]), 1.0, None)
     error = torch.randn(k.shape) + 0.5
@@ -29,11 +29,10 @@ def test_the_cost_of_errors_matches_its_definition(side):
 
 
 def record_queries(model, *windows: torch.Tensor) -> list[Queries | None]:
-    """Return the queries of each layer, from a batch of these windows."""
     calls: list[Queries | None] = []
     observe_queries(
         model, Batch(windows), find_paged_layers(model),
-        lambda i, k, v, queries: calls.append(queries),
+        lambda index, k, v, queries: calls.append(queries),
     )  # fmt: skip
     return calls
 
@@ -55,8 +54,9 @@ def make_random_windows(*lengths: int) -> list[torch.Tensor]:
 )
 @torch.no_grad()
 def test_queries_match_the_attention_of_the_model(name, config, num_tokens, window):
-    """Queries are from the last three quarters. Their weights are rows of the model's attention."""
-    model, (ids,) = build_variant(name, **config)[0], make_random_windows(num_tokens)
+    # Queries are from the last three quarters. Their weights are rows of the model's attention.
+    model = build_variant(name, **config)[0]
+    (ids,) = make_random_windows(num_tokens)
     calls = record_queries(model, ids)
     eager = build_variant(name, attn_implementation="eager", **config)[0]
     eager.load_state_dict(model.state_dict())
@@ -73,5 +73,4 @@ def test_queries_match_the_attention_of_the_model(name, config, num_tokens, wind
 
 
 def test_a_batch_of_several_texts_has_no_queries():
-    calls = record_queries(build_variant("mistral")[0], *make_random_windows(12, 9))
-    assert calls == [None, None]
+    assert record_queries(build_variant("mistral")[0], *make_random_windows(12, 9)) == [None, None]

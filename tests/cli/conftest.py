@@ -21,7 +21,6 @@ class Command:
         return output, stderr
 
     def json(self, *arguments: object, **kwargs: str) -> Any:
-        """Run a command with `--json` that must succeed. Return its parsed output."""
         return json.loads(self(*arguments, "--json", **kwargs)[0])
 
     def fails(self, *arguments: object, code: int = 1, stdin: str = "") -> str:

@@ -20,8 +20,6 @@ TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 
 @pytest.fixture
 def generate(run, model_folder):
-    """Return a function that runs `generate --json` with the tiny model."""
-
     def run_generate(
         *arguments: str, prompt: str = PROMPT, stdin: str = "", model_folder: str = model_folder
     ) -> dict:

@@ -17,8 +17,8 @@ from .conftest import Command
 @pytest.fixture
 def calibration(monkeypatch) -> mock.Mock:
     """Replace `calibrate` with a mock that returns scales."""
-    scales = make_random_scales("head", num_layers=2)
-    calibrate = mock.create_autospec(hf_fp8kv.calibration.calibrate, return_value=scales)
+    calibrate = mock.create_autospec(hf_fp8kv.calibration.calibrate)
+    calibrate.return_value = make_random_scales("head", num_layers=2)
     monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", calibrate)
     return calibrate
 
@@ -88,7 +88,8 @@ def test_scales_are_saved_in_a_copy_of_the_checkpoint(
     assert "--overwrite" in run_calibrate.fails(*options)
     assert not calibration.called
     printed, _ = run_calibrate(*options, "--overwrite")
-    folder, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint"
+    folder = tmp_path / "out"
+    checkpoint = folder / "checkpoint"
     scales, copied_scales = (KVScales.from_pretrained(path) for path in (folder, checkpoint))
     assert (scales.format, copied_scales.format) == ("hf_fp8kv", "compressed-tensors")
     assert scales.digest == copied_scales.digest
@@ -105,7 +106,7 @@ def test_scales_that_a_format_cannot_store_are_saved_as_hf_fp8kv(
     assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
 
 
-def test_existing_scales_are_rejected_before_calibration(run_calibrate, calibration, tmp_path):
+def test_existing_scales_are_refused_before_calibration(run_calibrate, calibration, tmp_path):
     existing_scales = make_random_scales("tensor")
     existing_scales.save_pretrained(tmp_path / "out")
     assert "--overwrite" in run_calibrate.fails()
@@ -152,7 +153,7 @@ def test_usage_errors_exit_with_2(run_calibrate, calibration, tmp_path, argument
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_texts_are_rejected_before_calibration(run_calibrate, calibration):
+def test_missing_texts_are_refused_before_calibration(run_calibrate, calibration):
     assert "pydoc" in run_calibrate.fails("--texts", "/no/such/file")
     assert not calibration.called
     run_calibrate("--texts", "pydoc")

@@ -16,15 +16,15 @@ def test_json_contains_all_properties_of_the_scales(run, tmp_path, kind):
     assert (output["format"], output["model_type"]) == ("hf_fp8kv", "llama")
     assert (output["warnings"], output["remarks"]) == ([], [])
     assert output["layers"].keys() == {"0", "1", "2"}
-    row, layer = output["layers"]["1"], scales.layers[1]
+    row = output["layers"]["1"]
+    layer = scales.layers[1]
     assert row["centered"] == kind.startswith("centered")
     assert row["granularity"] == layer.granularity
-    for name, scale in zip("kv", layer.static, strict=True):
-        side = row[name]
-        assert side["shape"] == list(scale.shape)
-        assert (side["min"], side["max"]) == (scale.min().item(), scale.max().item())
-        assert side["amax"] == 448 * side["max"]
-        assert side.get("values") == (scale.flatten().tolist() if kind == "head" else None)
+    for side, scale in zip("kv", layer.static, strict=True):
+        assert row[side]["shape"] == list(scale.shape)
+        assert (row[side]["min"], row[side]["max"]) == (scale.min().item(), scale.max().item())
+        assert row[side]["amax"] == 448 * row[side]["max"]
+        assert row[side].get("values") == (scale.flatten().tolist() if kind == "head" else None)
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])

@@ -67,7 +67,7 @@ def test_a_closed_pipe_exits_with_1(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["chek", "serve --help", "COMPLETE generate --kv-cache-dtype fp8_e3"]
+    "line", ["chek", "serve --help", f"{cli.NAME} generate --kv-cache-dtype fp8_e3"]
 )
 def test_help_typos_and_completion_import_neither_torch_nor_transformers(line):
     script = (
@@ -77,11 +77,11 @@ def test_help_typos_and_completion_import_neither_torch_nor_transformers(line):
     )
     words = line.split()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    if words[0] == "COMPLETE":
-        words = [cli.NAME, *words[1:]]
-        environment |= {"_HF_FP8KV_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words),
+    if words[0] == cli.NAME:
+        environment |= {"_HF_FP8KV_COMPLETE": "complete_bash", "COMP_WORDS": line,
                         "COMP_CWORD": str(len(words) - 1)}  # fmt: skip
-    command = [sys.executable, "-c", script, *words[words[0] == cli.NAME :]]
+        words = []
+    command = [sys.executable, "-c", script, *words]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "set()", process.stdout
 

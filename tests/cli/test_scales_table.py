@@ -19,16 +19,15 @@ def render(scales: KVScales, width: int = 200) -> str:
 
 
 def read_rows(text: str) -> list[list[str]]:
-    """Return the cells of the headings and rows of all tables."""
-    lines = [line for line in text.splitlines() if line.startswith(("┃", "│"))]
-    return [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines]
+    row_lines = [line for line in text.splitlines() if line.startswith(("┃", "│"))]
+    return [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in row_lines]
 
 
 def test_the_table_has_a_row_for_each_side():
     center = torch.zeros(2, 4)
     layers = {}
     for index in range(2):
-        k, v = (torch.tensor([[x + index], [x + index + 0.5]]) / 448 for x in (10.0, 1.0))
+        k, v = (torch.tensor([[amax], [amax + 0.5]]) / 448 for amax in (10.0 + index, 1.0 + index))
         layers[index] = LayerScales(k, v, center if index else None, f"a: b: layers.{index}")
     scales = KVScales(layers, model_type="llama", origin="a: b/kv.safetensors")
     text = render(scales)

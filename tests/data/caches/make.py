@@ -15,7 +15,9 @@ from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, StoragePlan
 from hf_fp8kv.cache.tokens import Tokens
 from hf_fp8kv.formats import LayerPlan
 
-NUM_HEADS, HEAD_DIM, PROMPT_TOKENS = 2, 16, 13
+NUM_HEADS = 2
+HEAD_DIM = 16
+PROMPT_TOKENS = 13
 
 
 def make_config(model_type: str) -> Any:
@@ -29,18 +31,18 @@ def make_config(model_type: str) -> Any:
         return LlamaConfig(**sizes)
     if model_type == "mistral":
         return MistralConfig(**sizes, sliding_window=8)
-    types = ["sliding_attention", "full_attention"]
-    return Gemma3TextConfig(**sizes, sliding_window=8, layer_types=types)
+    return Gemma3TextConfig(
+        **sizes, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    )
 
 
 def make_plan() -> StoragePlan:
     center = torch.linspace(-2, 2, NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM)
     centered_plan = LayerPlan.parse("int8 rotated centered", "fp8_e2m5")
-    plan = LayerPlan.parse("int6", "int4 rotated")
     return StoragePlan(
         {
             0: LayerScales(None, None, center, plan=centered_plan),
-            1: LayerScales(None, None, plan=plan),
+            1: LayerScales(None, None, plan=LayerPlan.parse("int6", "int4 rotated")),
         }
     )
 
@@ -49,7 +51,9 @@ def make_scales(*, has_center: bool) -> KVScales:
     k, v = torch.tensor([[0.01], [0.04]]), torch.tensor([[0.5], [0.002]])
     channels = torch.arange(NUM_HEADS * HEAD_DIM).reshape(NUM_HEADS, HEAD_DIM)
     k_center = channels / 8 if has_center else None
-    return KVScales({i: LayerScales(k * (i + 1), v * (i + 1), k_center) for i in range(2)})
+    return KVScales(
+        {index: LayerScales(k * (index + 1), v * (index + 1), k_center) for index in range(2)}
+    )
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,10 +83,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def append_tokens(cache: FP8PagedCache, num_tokens: int, seed: int) -> None:
     """Append random keys and values of `num_tokens` tokens to both layers."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in range(2):
-        shape = 2, NUM_HEADS, num_tokens, HEAD_DIM
+    shape = (2, NUM_HEADS, num_tokens, HEAD_DIM)
+    for index in range(2):
         keys = torch.randint(-64, 65, shape, generator=generator) / 8
-        cache.update(keys, keys.flip(-1) + layer, layer)
+        cache.update(keys, keys.flip(-1) + index, index)
 
 
 def make_cache(name: str) -> FP8PagedCache:
