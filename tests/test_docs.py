@@ -42,8 +42,8 @@ def run_blocks(num_layers, tmp_path, monkeypatch, capsys):  # noqa: F811
 
     def scale_number(match: re.Match[str]) -> str:
         """Scale counts of layers and of bytes, which are multiples of the model's 30 layers."""
-        value = int(match[0])
-        return str(value if value % 30 else value // 30 * num_layers)
+        number = int(match[0])
+        return str(number if number % 30 else number // 30 * num_layers)
 
     def run_page(page: str, namespace: dict[str, Any]) -> list[str]:
         text = (ROOT / page).read_text()
@@ -74,8 +74,7 @@ def test_the_block_of_the_readme_runs(run_blocks):
 
 def test_the_blocks_of_the_tutorial_and_then_of_each_page_run(run_blocks):
     tutorial: dict[str, Any] = {}
-    lines = run_blocks("docs/quickstart.md", tutorial)
-    assert any(line.startswith(PROMPT) for line in lines)
+    assert any(line.startswith(PROMPT) for line in run_blocks("docs/quickstart.md", tutorial))
     public_names = {"FP8PagedCache", "check_model", "demo_model_path", "disable", "enable"}
     assert {name for name in hf_fp8kv.__all__ if name in tutorial} == public_names
     # The page about training is the last, because it changes the weights.

@@ -12,21 +12,18 @@ from hf_fp8kv import FP8PagedCache
 ROOT = Path(__file__).parent.parent
 DOC_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TOP_LEVEL_FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "hf_fp8kv_cli", "tests")
-# Paths relative to the root of the repository, and relative to the package's folder. They start
-# with "/", so that the name "pages.py" matches the end of "/cache/pages.py".
+# Paths relative to the root of the repository. They start with "/", so that the name "pages.py"
+# matches the end of "/hf_fp8kv/cache/pages.py".
 KNOWN_PATHS = [
-    f"/{path.relative_to(base)}"
-    for base in (ROOT, ROOT / "hf_fp8kv")
+    f"/{path.relative_to(ROOT)}"
     for folder in TOP_LEVEL_FOLDERS
     for path in (ROOT / folder).rglob("*")
-    if path.is_relative_to(base) and "__pycache__" not in path.parts
 ]
 
 for_each_page = pytest.mark.parametrize("page", DOC_PAGES, ids=lambda page: page.name)
 
 
 def find_anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub generates for the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
@@ -61,8 +58,7 @@ def test_named_modules_exist(page: Path):
     package_pattern = "attention|calibration|formats|ops|paging|serving"
     dotted_names = re.findall(rf"`((?:{package_pattern})(?:\.(?!py\b)[a-z]\w*)+)", text)
     names |= {f"hf_fp8kv.{name}" for name in dotted_names}
-    missing = [name for name in sorted(names) if pydoc.locate(name) is None]
-    assert not missing
+    assert not [name for name in sorted(names) if pydoc.locate(name) is None]
 
 
 @for_each_page

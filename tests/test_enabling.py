@@ -54,15 +54,30 @@ UNCHOSEN = ("speech", "meta", "NaN")
 def build_model(name: str, seed: int = 0, **fields: Any) -> tuple[PreTrainedModel, Inputs]:
     """Return a tiny model, and a prompt without padding."""
     variants = {"no special tokens": "llama", "meta": "llama", "NaN": "llama"}
-    fields = {**CHOSEN.get(name, {}), **fields}
-    model, inputs = build_variant(variants.get(name, name), seed, **fields)
-    inputs = {name: tensor[1:] for name, tensor in inputs.items()}
+    config_fields = {**CHOSEN.get(name, {}), **fields}
+    model, padded_inputs = build_variant(variants.get(name, name), seed, **config_fields)
+    inputs = {name: tensor[1:] for name, tensor in padded_inputs.items()}
     if name == "meta":
         model.to("meta")
     if name == "NaN":
         with torch.no_grad():
             model.model.layers[1].self_attn.v_proj.weight.fill_(torch.nan)
     return model, inputs
+
+
+@pytest.fixture
+def llama() -> tuple[PreTrainedModel, Inputs]:
+    return build_model("llama")
+
+
+@pytest.fixture
+def model(llama: tuple[PreTrainedModel, Inputs]) -> PreTrainedModel:
+    return llama[0]
+
+
+@pytest.fixture
+def inputs(llama: tuple[PreTrainedModel, Inputs]) -> Inputs:
+    return llama[1]
 
 
 def generate_and_get_cache(model: Any, inputs: Any, **keywords: Any) -> Any:
@@ -76,7 +91,6 @@ def generate_and_get_cache(model: Any, inputs: Any, **keywords: Any) -> Any:
 
 
 def read_digest(cache: Any) -> str | None:
-    """Return the digest of a cache's plan, or None if the cache has no chosen plan."""
     return getattr(cache.options.scales, "digest", None)
 
 
@@ -95,16 +109,14 @@ def test_enable_has_a_plan_or_logs_why_not(name: str, caplog: Any) -> None:
     model, inputs = build_model(name)
     with caplog.at_level("WARNING", "hf_fp8kv"):
         enable(model)
-    messages = [
-        record.getMessage() for record in caplog.records if record.name.startswith("hf_fp8kv")
-    ]
-    assert len(messages) == (name in UNCHOSEN), messages
+    records = [record for record in caplog.records if record.name.startswith("hf_fp8kv")]
+    assert len(records) == (1 if name in UNCHOSEN else 0), records
     if name != "meta":
-        cache = generate_and_get_cache(model, inputs)
-        cache = getattr(cache, "self_attention_cache", cache)
+        caches = generate_and_get_cache(model, inputs)
+        cache = getattr(caches, "self_attention_cache", caches)
         assert (read_digest(cache) is None) == (name in UNCHOSEN)
         if name in UNCHOSEN:
-            assert {*cache.memory_footprint().layers_by_plan} == {PLAIN}
+            assert set(cache.memory_footprint().layers_by_plan) == {PLAIN}
     disable(model)
     if name in UNCHOSEN:
         with pytest.raises((ConfigError, NotImplementedError)):
@@ -129,14 +141,11 @@ def test_a_compiled_model_is_enabled(is_called: bool) -> None:
         assert_same(compiled(**inputs, **{CACHE: cache}).logits, expected)
 
 
-def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
-    model, _ = build_model("llama")
-    unsupported = "config: expected a model, its config or None"
-    for value, message in (
-        (torch.nn.DataParallel(model), "model: .*Pass the model inside it"),
-        ("some/model", unsupported), (type(model), unsupported), (3, unsupported),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"^{message}"):
+def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^model: .*Pass the model inside it"):
+        FP8PagedCache(torch.nn.DataParallel(model))
+    for value in ("some/model", type(model), 3):
+        with pytest.raises(ConfigError, match=r"^config: expected a model, its config or None"):
             FP8PagedCache(value)
 
 
@@ -150,9 +159,8 @@ def test_a_cache_of_an_unsupported_wrapper_or_value_is_refused() -> None:
     ids=str,
 )  # fmt: skip
 def test_an_argument_that_says_how_to_store_does_not_call_the_model(
-    keywords: dict[str, Any],
+    model: Any, inputs: Inputs, keywords: dict[str, Any]
 ) -> None:
-    model, inputs = build_model("llama")
     hook = model.register_forward_pre_hook(lambda *_: pytest.fail("the model was called"))
     enable(model, **keywords)
     plan = FP8PagedCache(model, **keywords).plan
@@ -164,27 +172,28 @@ def test_an_argument_that_says_how_to_store_does_not_call_the_model(
     assert generate_and_get_cache(model, inputs).plan == plan
 
 
-def test_arguments_that_do_not_say_how_to_store_keep_the_plan(tmp_path: Path) -> None:
-    model, inputs = build_model("llama")
+def test_arguments_that_do_not_say_how_to_store_keep_the_plan(
+    model: Any, inputs: Inputs, tmp_path: Path
+) -> None:
     digest = choose_plan(model).digest
-    for keywords in (
+    other_arguments: list[dict[str, Any]] = [
         {"page_size": 16}, {"max_cache_len": 64}, {"max_pages": 64}, {"skip_layers": [1]},
         {"prefill": "stored"}, {"backend": "torch"}, {"offloading": True}, {"dtype": "adaptive"},
         {"prefix_store": PrefixStore(tmp_path)}, {"deterministic": True}, {"training": "stored"},
         {"reuse_prefix": False},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for keywords in other_arguments:
         enable(model, **keywords)
         cache = generate_and_get_cache(model, inputs, disable_compile=True)
         assert read_digest(cache) == digest, keywords
-        assert {*cache.plan} == ({0} if "skip_layers" in keywords else {0, 1})
+        assert set(cache.plan) == ({0} if "skip_layers" in keywords else {0, 1})
     enable(model)
     cache = generate_and_get_cache(model, inputs, cache_implementation="offloaded")
     assert read_digest(cache) == digest
     assert cache.options.offloading
 
 
-def test_bits_apply_to_generate_and_engines() -> None:
-    model, inputs = build_model("llama")
+def test_bits_apply_to_generate_and_engines(model: Any, inputs: Inputs) -> None:
     enable(model, bits=6)
     cache = generate_and_get_cache(model, inputs)
     assert {side.format for layer in cache.plan.values() for side in layer} == {"int6"}
@@ -219,8 +228,7 @@ def test_the_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {generate_digest(model, inputs), *digests} == {digest}
 
 
-def test_enable_keeps_the_plan_while_the_weights_change() -> None:
-    model, inputs = build_model("llama")
+def test_enable_keeps_the_plan_while_the_weights_change(model: Any, inputs: Inputs) -> None:
     enable(model, training="stored")
     digest = generate_digest(model, inputs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
@@ -250,8 +258,9 @@ def test_enable_keeps_the_plan_while_the_weights_change() -> None:
     assert get_serving_digest(model) == choose_plan(model).digest != new_digest
 
 
-def test_a_cache_of_a_model_equals_a_cache_with_its_plan(tmp_path: Path) -> None:
-    model, inputs = build_model("llama")
+def test_a_cache_of_a_model_equals_a_cache_with_its_plan(
+    model: Any, inputs: Inputs, tmp_path: Path
+) -> None:
     plan = choose_plan(model)
     cache = FP8PagedCache(model, page_size=8)
     expected = FP8PagedCache(model.config, plan=plan, page_size=8)
@@ -259,17 +268,19 @@ def test_a_cache_of_a_model_equals_a_cache_with_its_plan(tmp_path: Path) -> None
     tokens = model.generate(**inputs, **GREEDY, past_key_values=cache)
     assert_same(model.generate(**inputs, **GREEDY, past_key_values=expected), tokens)
     # tests/cache/test_machine.py compares the contents of copies.
-    for copied_cache in (
+    copies = [
         copy.copy(cache), copy.deepcopy(cache), cache.fork(), pickle.loads(pickle.dumps(cache)),
         FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for copied_cache in copies:
         assert copied_cache.plan == cache.plan == expected.plan
         assert read_digest(copied_cache) == plan.digest
 
 
 def test_a_cache_does_not_keep_its_model() -> None:
-    model, inputs = build_model("llama")
-    cache, reference = FP8PagedCache(model), weakref.ref(model)
+    model, inputs = build_model("llama")  # a fixture would keep the model
+    cache = FP8PagedCache(model)
+    reference = weakref.ref(model)
     generate_and_get_cache(model, inputs, past_key_values=cache)
     fork = cache.fork()
     del model
@@ -284,7 +295,7 @@ def test_cross_attention_stays_plain(name: str) -> None:
     enable(model)
     caches = generate_and_get_cache(model, inputs)
     assert isinstance(caches, EncoderDecoderCache)
-    assert {*caches.cross_attention_cache.memory_footprint().layers_by_plan} == {PLAIN}
+    assert set(caches.cross_attention_cache.memory_footprint().layers_by_plan) == {PLAIN}
     cache = FP8PagedCache(model)
     assert cache.plan == caches.self_attention_cache.plan
     disable(model)
@@ -316,8 +327,9 @@ def test_models_that_treat_empty_positions_as_tokens_cannot_preallocate(name: st
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
-def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> None:
-    model, inputs = build_model("llama")
+def test_a_summary_has_the_memory_of_the_last_generate(
+    model: Any, inputs: Inputs, keeps_cache: bool
+) -> None:
     with pytest.raises(ConfigError, match="expected an enabled model, got LlamaForCausalLM"):
         summary(model)
     enable(model, dtype="fp8", page_size=8)
@@ -328,14 +340,10 @@ def test_a_summary_has_the_memory_of_the_last_generate(keeps_cache: bool) -> Non
     num_tokens = inputs["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
     assert model_summary.footprint.tokens == num_tokens
     assert model_summary.footprint.used_bytes == -(-num_tokens // 8) * 8 * 144
-    assert (model_summary.stored_bytes, model_summary.bf16_bytes) == (
-        num_tokens * 144,
-        num_tokens * 256,
-    )
-    assert (model_summary.report.counts, model_summary.captured) == (
-        {"fused": 2},
-        "not on this device",
-    )
+    assert model_summary.stored_bytes == num_tokens * 144
+    assert model_summary.bf16_bytes == num_tokens * 256
+    assert model_summary.report.counts == {"fused": 2}
+    assert model_summary.captured == "not on this device"
     assert f"{num_tokens} tokens in {num_tokens * 144:,} bytes" in str(model_summary)
     assert f"pages of {model_summary.footprint.used_bytes:,} bytes" in str(model_summary)
     del generated
@@ -349,8 +357,8 @@ def test_a_summary_counts_windows_and_layers_of_transformers() -> None:
     model, inputs = build_model("sliding_and_full")
     enable(model, dtype="fp8", page_size=8)
     model.generate(**inputs, max_new_tokens=40, min_new_tokens=40, do_sample=False)
-    window, num_tokens = model.config.sliding_window, inputs["input_ids"].shape[1] + 39
-    num_stored = num_tokens + min(window, num_tokens)
+    num_tokens = inputs["input_ids"].shape[1] + 40 - 1  # the last token is never stored
+    num_stored = num_tokens + min(model.config.sliding_window, num_tokens)
     assert summary(model).stored_bytes == num_stored * 72
     assert summary(model).bf16_bytes == num_stored * 128
     model, inputs = build_model("hybrid")
@@ -360,10 +368,9 @@ def test_a_summary_counts_windows_and_layers_of_transformers() -> None:
 
 
 def test_a_stock_cache_warns_that_nothing_is_stored_in_8_bits(
-    caplog: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, inputs: Inputs, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
-    model, inputs = build_model("llama")
     model.set_attn_implementation("fp8_paged")
     model.generate(**inputs, **GREEDY, **{CACHE: FP8PagedCache(model)})
     model(**inputs, use_cache=False)
@@ -374,22 +381,24 @@ def test_a_stock_cache_warns_that_nothing_is_stored_in_8_bits(
     assert "nothing is stored in 8 bits. Call hf_fp8kv.enable(model)" in message
 
 
-def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion() -> None:
-    model, inputs = build_model("llama")
+def test_a_dtype_may_be_positional_and_a_wrong_keyword_gets_a_suggestion(
+    model: Any, inputs: Inputs
+) -> None:
     model.generate(**enable(model, "fp8") and inputs, **GREEDY)
     assert summary(model).footprint.layers_by_plan == {"K fp8_e4m3, V fp8_e4m3": 2}
-    for function, keywords, message in (
-        (enable, {"page_sise": 32}, r"enable: expected .*Did you mean 'page_size'\?"),
-        (enable, {"determinstic": True}, r"enable: expected .*Did you mean 'deterministic'\?"),
-        (serving.enable, {"max_pages": 3}, r"serving.enable: expected .* got max_pages. Set pages"),
-        (serving.enable, {"scale": 1.0}, r"Did you mean 'scales'\?"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            function(model, **keywords)
+    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'page_size'\?"):
+        enable(model, page_sise=32)
+    with pytest.raises(ConfigError, match=r"enable: expected .*Did you mean 'deterministic'\?"):
+        enable(model, determinstic=True)
+    with pytest.raises(ConfigError, match=r"serving.enable: expected .* got max_pages. Set pages"):
+        serving.enable(model, max_pages=3)
+    with pytest.raises(ConfigError, match=r"Did you mean 'scales'\?"):
+        serving.enable(model, scale=1.0)
 
 
-def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step() -> None:
-    model, inputs = build_model("llama")
+def test_rollouts_and_the_trainer_store_the_same_bytes_after_a_step(
+    model: Any, inputs: Inputs
+) -> None:
     serving.enable(model, probe=False)
     enable(model, training="stored")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)

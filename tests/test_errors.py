@@ -16,7 +16,7 @@ from hf_fp8kv.errors import (
     ScaleError,
 )
 
-# The built-in base class of each error.
+# The built-in class that each error extends, apart from Exception and FP8KVError.
 BUILT_IN_BASES = {
     FP8KVError: Exception,
     ConfigError: ValueError,
@@ -36,11 +36,14 @@ def test_each_error_has_one_built_in_base():
 
 @pytest.mark.parametrize("error_class", BUILT_IN_BASES, ids=lambda cls: cls.__name__)
 def test_errors_can_be_copied_and_pickled(error_class):
-    counts = {"needed": 7, "available": 2} if error_class is OutOfPagesError else {}
-    error = error_class("a message", **counts)
-    protocols = range(pickle.HIGHEST_PROTOCOL + 1)
-    copies = [pickle.loads(pickle.dumps(error, protocol)) for protocol in protocols]
-    for duplicate in (copy.copy(error), copy.deepcopy(error), *copies):
+    page_counts = {"needed": 7, "available": 2} if error_class is OutOfPagesError else {}
+    error = error_class("a message", **page_counts)
+    duplicates = [copy.copy(error), copy.deepcopy(error)]
+    duplicates += [
+        pickle.loads(pickle.dumps(error, protocol))
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    ]
+    for duplicate in duplicates:
         assert type(duplicate) is error_class
         assert (str(duplicate), duplicate.args) == ("a message", error.args)
-        assert vars(duplicate) == vars(error) == counts
+        assert vars(duplicate) == vars(error) == page_counts

@@ -42,7 +42,10 @@ TESTED_ELSEWHERE = {
     "ray_serve.py": "docs/serving.md: tried manually, since tests do not install Ray",
     "vllm_serve.py": "tests/vllm/test_processes.py",
 }
-NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 3, 64, 64  # of SmolLM2-135M and its cache
+# Of SmolLM2-135M and its cache.
+NUM_KV_HEADS = 3
+HEAD_DIM = 64
+PAGE_SIZE = 64
 # Bytes of K and V per token and layer, in 16 bits and in 8-bit pages.
 DENSE_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2
 PAGED_BYTES = NUM_KV_HEADS * 2 * (HEAD_DIM + 2)
@@ -119,8 +122,10 @@ def test_forks_share_pages_and_give_the_answers_of_separate_caches(run_example, 
 
 
 def test_a_chat_computes_only_new_tokens(run_example):
-    counts = re.findall(r"\((\d+) tokens, (\d+) of them reused\)", run_example("chat.py"))
-    num_tokens, num_reused = zip(*(map(int, turn) for turn in counts), strict=True)
+    output = run_example("chat.py")
+    num_tokens = [int(count) for count in re.findall(r"\((\d+) tokens", output)]
+    num_reused = [int(count) for count in re.findall(r"(\d+) of them reused", output)]
+    assert len(num_tokens) == len(num_reused) == 3
     assert num_reused[0] == 0
     # The cache does not hold the last of the answer's six tokens.
     assert num_tokens[0] < num_reused[1] <= num_tokens[0] + 5 < num_tokens[1]

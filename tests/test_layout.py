@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -52,8 +53,7 @@ MODULES = {get_module_name(path): path for path in PATHS}
 
 @functools.cache
 def list_nodes(path: Path) -> list[ast.AST]:
-    """Return all nodes of the syntax tree of a file."""
-    return [*ast.walk(ast.parse(path.read_text()))]
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def find_imports(name: str) -> Iterator[str]:
@@ -64,8 +64,7 @@ def find_imports(name: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
-            base_parts = package.split(".")[: len(package.split(".")) - node.level + 1]
-            source = ".".join([*(base_parts if node.level else []), *filter(None, [node.module])])
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             for alias in node.names:
                 member = f"{source}.{alias.name}"
                 if member in MODULES or source in MODULES:
@@ -105,19 +104,14 @@ def test_the_package_has_no_import_cycles():
 
 
 def test_imports_point_to_lower_floors():
-    floor = {name: index for index, names in enumerate(FLOORS) for name in names}
-    assert {get_folder(module) for module in MODULES} == set(floor)
-    imports = (
-        (name, target)
-        for name, targets in build_import_graph().items()
-        for target in sorted(targets)
-    )
-    wrong_imports = [
-        f"{module} imports {target}"
-        for module, target in imports
-        if get_folder(module) != get_folder(target)
-        and floor[get_folder(target)] >= floor[get_folder(module)]
-    ]
+    floors = {folder: index for index, folders in enumerate(FLOORS) for folder in folders}
+    assert {get_folder(module) for module in MODULES} == set(floors)
+    wrong_imports = []
+    for module, targets in build_import_graph().items():
+        folder = get_folder(module)
+        for target_folder in {get_folder(target) for target in targets} - {folder}:
+            if floors[target_folder] >= floors[folder]:
+                wrong_imports.append(f"{module} imports from {target_folder}")
     print(f"{len(wrong_imports)} imports against the order")
     assert not wrong_imports, "\n".join(wrong_imports)
 
@@ -125,16 +119,18 @@ def test_imports_point_to_lower_floors():
 def test_docs_list_the_same_floors():
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     table = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
-    assert table == [(str(n), name) for n, names in enumerate(FLOORS, 1) for name in names]
+    assert table == [(str(n), folder) for n, folders in enumerate(FLOORS, 1) for folder in folders]
 
 
 def test_each_mutant_can_be_applied():
-    counts = {
-        mutant.name: (PACKAGE / mutant.file).read_text().count(mutant.old) for mutant in MUTANTS
-    }
-    assert [name for name, count in counts.items() if count != 1] == []
-    paths = {PACKAGE.parent / path for mutant in MUTANTS for path in mutant.tests.split()}
-    assert [path for path in paths if not path.exists()] == []
+    stale_names = [
+        mutant.name
+        for mutant in MUTANTS
+        if (PACKAGE / mutant.file).read_text().count(mutant.old) != 1
+    ]
+    assert not stale_names
+    test_paths = {PACKAGE.parent / path for mutant in MUTANTS for path in mutant.tests.split()}
+    assert all(path.exists() for path in test_paths), test_paths
 
 
 @pytest.mark.style

@@ -27,10 +27,10 @@ STABLE_NAMES = {
 
 
 def test_all_lists_exactly_the_public_names_in_order():
-    names: dict[str, object] = {}
-    exec("from hf_fp8kv import *", names)
+    namespace: dict[str, object] = {}
+    exec("from hf_fp8kv import *", namespace)
     public_names = find_public_names(hf_fp8kv) | {"make_application"}
-    assert set(hf_fp8kv.__all__) == public_names <= names.keys()
+    assert set(hf_fp8kv.__all__) == public_names <= namespace.keys()
     assert hf_fp8kv.__all__ == sorted(set(hf_fp8kv.__all__))
     assert set(hf_fp8kv.__all__) >= STABLE_NAMES
     assert all(inspect.getdoc(getattr(hf_fp8kv, name)) for name in hf_fp8kv.__all__)
@@ -51,16 +51,24 @@ def read_registries():
         "mask": dict(AttentionMaskInterface._global_mapping),
         "imported attention": dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.items()),
         "imported mask": dict(transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items()),
-        "cache": {n: o for n, o in vars(cache_utils).items() if not n.startswith("__")},
+        "cache": {
+            name: member for name, member in vars(cache_utils).items() if not name.startswith("__")
+        },
     }
 
-old, old_modules, num_filters = read_registries(), set(sys.modules), len(warnings.filters)
+old_registries = read_registries()
+old_modules = set(sys.modules)
+num_filters = len(warnings.filters)
 import hf_fp8kv
-new, new_modules = read_registries(), set(sys.modules) - old_modules
+added, changed = {}, {}
+for kind, new in read_registries().items():
+    old = old_registries[kind]
+    added[kind] = sorted(new.keys() - old.keys())
+    changed[kind] = [name for name in old if new.get(name) is not old[name]]
 print(json.dumps({
-    "added": {k: sorted(new[k].keys() - old[k].keys()) for k in old},
-    "changed": {k: [n for n in old[k] if new[k].get(n) is not old[k][n]] for k in old},
-    "modules": sorted(new_modules),
+    "added": added,
+    "changed": changed,
+    "modules": sorted(set(sys.modules) - old_modules),
     "filters": len(warnings.filters) - num_filters,
     "lazy": [hf_fp8kv.serving.enable.__module__, hf_fp8kv.make_application.__module__],
 }))
@@ -76,11 +84,11 @@ def test_importing_adds_one_name_to_the_registries_and_loads_no_other_package():
     assert changes["added"] == {**{name: ["fp8_paged"] for name in registries}, "cache": []}
     assert not any(changes["changed"].values()), changes["changed"]
     assert changes["filters"] == 0
-    names = {name for name in changes["modules"] if name.split(".")[0] != "hf_fp8kv"}
-    # Otherwise the first `np.unique` imports it. A cache that is deleted during that import is
-    # measured, which would call `np.unique` again, and import it again, without end.
-    assert "numpy.ma" in names
-    assert all(name.startswith("numpy.ma") for name in names), names
+    other_modules = {name for name in changes["modules"] if name.split(".")[0] != "hf_fp8kv"}
+    # Otherwise the first `np.unique` imports numpy.ma. A cache that is deleted during that import
+    # is measured, which would call `np.unique` and import numpy.ma again, without end.
+    assert "numpy.ma" in other_modules
+    assert all(name.startswith("numpy.ma") for name in other_modules), other_modules
     assert "hf_fp8kv.serving" not in changes["modules"]
     assert changes["lazy"] == ["hf_fp8kv.serving", "hf_fp8kv.server"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
