@@ -67,8 +67,9 @@ class AnswerDecoder:
         self._num_released_characters = 0
         self._num_released_tokens = 0  # number of tokens that begin in the text that was returned
         self.text_ends = [0]  # lengths of the text after the first 0, 1, 2, ... tokens
-        initial_events = [] if self._parser is None else self._parser.initial_events
-        self._initial_parts = self._make_parts(initial_events)
+        self._initial_parts = (
+            [] if self._parser is None else self._make_parts(self._parser.initial_events)
+        )
 
     def add_tokens(self, tokens: Iterable[int]) -> list[AnswerPart]:
         """Return the parts that new tokens complete."""

@@ -330,16 +330,18 @@ class Application:
         return {**entry, "max_model_len": engine.max_tokens, "kv_cache": engine.pages}
 
     async def _show_metrics(self) -> Response:
-        media_type = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.metrics.format_prometheus(), media_type=media_type)
+        return Response(
+            self.metrics.format_prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _show_health(self) -> Any:
         try:
             engine = self._require_engine()
         except APIError as error:
             reason = "stopping" if self.is_stopping else "cb_worker_dead"
-            content = {"status": "unhealthy", "reason": reason, **error.to_dict()}
-            return JSONResponse(content, error.status)
+            return JSONResponse(
+                {"status": "unhealthy", "reason": reason, **error.to_dict()}, error.status
+            )
         return {
             "status": "ok",
             "requests_active": engine.count_active(),

@@ -110,8 +110,7 @@ class ChoiceMaker:
                     parser=self._build_parser(body, prompt),
                     forced_tool=body.forced_tool,
                 )
-                choice = Choice(len(choices), index == 0, sequence, decoder, prompt_logprobs)
-                choices.append(choice)
+                choices.append(Choice(len(choices), index == 0, sequence, decoder, prompt_logprobs))
         return choices
 
     def _build_parser(self, body: AnyBody, prompt: list[int]) -> Any:
@@ -122,8 +121,9 @@ class ChoiceMaker:
         return build_response_parser(served_model.tokenizer, served_model.model, prompt, **tools)
 
     def _get_default(self, body: AnyBody, name: str) -> Any:
-        defaults = body.generation_config or self._served_model.model.generation_config
-        return getattr(defaults, name, None)
+        return getattr(
+            body.generation_config or self._served_model.model.generation_config, name, None
+        )
 
     def _read_sampling(self, body: AnyBody, index: int) -> dict[str, Any]:
         """Return the sampling fields of the answer with this index.
@@ -170,12 +170,11 @@ class ChoiceMaker:
         penalty = body.repetition_penalty
         if penalty is None and body.generation_config is None and fixed_steps_reason is None:
             penalty = self._get_default(body, "repetition_penalty")
-        logit_bias = {int(token): float(value) for token, value in body.logit_bias.items()}
         rules = TokenRules(
             penalty or 1.0,
             body.presence_penalty,
             body.frequency_penalty,
-            logit_bias,
+            {int(token): float(bias) for token, bias in body.logit_bias.items()},
             body.min_tokens,
         )
         has_logprobs = body.num_top_tokens is not None
@@ -231,8 +230,11 @@ class RunningRequest:
         for choice in choices:
             if choice.is_first:
                 started_events.append(asyncio.Event())
-            answering = self._answer(choice, running_limit, started_events[-1], per_step)
-            tasks.append(asyncio.create_task(answering))
+            tasks.append(
+                asyncio.create_task(
+                    self._answer(choice, running_limit, started_events[-1], per_step)
+                )
+            )
         num_unfinished = len(choices)
         try:
             while num_unfinished:

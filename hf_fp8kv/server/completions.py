@@ -125,14 +125,19 @@ class CompletionWriter:
         if part is None:
             return {}
         if part.call is None:
-            key = "reasoning_content" if part.reasoning else "content"
-            return {key: part.reasoning or part.text}
+            return (
+                {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.text}
+            )
         name, arguments = part.call
         call_index = self._num_tool_calls[choice.index]
         index_field = {"index": call_index} if self._body.stream else {}
-        call = {"id": f"{self._call_prefix}_{choice.index}_{call_index}", "type": "function"}
-        function = {"name": name, "arguments": arguments}
-        return {"tool_calls": [{**index_field, **call, "function": function}]}
+        call = {
+            **index_field,
+            "id": f"{self._call_prefix}_{choice.index}_{call_index}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        return {"tool_calls": [call]}
 
     def _get_echo(self, choice: Choice) -> Echo | None:
         if not isinstance(self._body, CompletionBody) or not self._body.echo:

@@ -106,9 +106,12 @@ class Engine:
             ) from error
         # Reason why the host cannot change or read the logits of a request. None means that it can.
         self.fixed_steps_reason = explain_fixed_steps(manager.batch_processor)
-        max_positions = getattr(text_config, "max_position_embeddings", None)
         # The last token of an answer is never stored.
-        limits = (max_stored_tokens + 1, max_positions, max_model_tokens)
+        limits = (
+            max_stored_tokens + 1,
+            getattr(text_config, "max_position_embeddings", None),
+            max_model_tokens,
+        )
         # Maximum number of tokens of a prompt and its answer.
         self.max_tokens = min(limit for limit in limits if isinstance(limit, int) and limit > 0)
         usage = read_usage(manager)
@@ -201,8 +204,9 @@ class Engine:
                     output = outputs.get_nowait()
                 is_finished = output.is_finished()
                 if output.error is not None:
-                    status = 500 if self.is_alive() else 503
-                    raise sequence.error or APIError(status, str(output.error))
+                    raise sequence.error or APIError(
+                        500 if self.is_alive() else 503, str(output.error)
+                    )
                 new_tokens = output.generated_tokens[num_yielded:]
                 num_yielded += len(new_tokens)
                 self.num_new_tokens += len(new_tokens)

@@ -126,9 +126,9 @@ class Metrics(Collector):
         )
         if usage is None:
             return summary
-        sizes = f"{format_size(usage.bytes_used)} of {format_size(usage.bytes_total)}"
         return (
             f"{summary}; pages: {usage.pages_used} of {usage.pages_total} used, "
-            f"{usage.tokens_held} tokens, {sizes}; "
+            f"{usage.tokens_held} tokens, "
+            f"{format_size(usage.bytes_used)} of {format_size(usage.bytes_total)}; "
             f"prefixes: {usage.prefix_hits} hits, {usage.prefix_tokens} tokens"
         )

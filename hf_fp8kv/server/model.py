@@ -129,8 +129,13 @@ class ServedModel:
         return [list(inputs["input_ids"])]
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> Any:
-        defaults = {"add_generation_prompt": True, "return_dict": True, **self._template_arguments}
-        return self.tokenizer.apply_chat_template(messages, **{**defaults, **options})
+        arguments = {
+            "add_generation_prompt": True,
+            "return_dict": True,
+            **self._template_arguments,
+            **options,
+        }
+        return self.tokenizer.apply_chat_template(messages, **arguments)
 
 
 def template_shows_tools(tokenizer: Any) -> bool:

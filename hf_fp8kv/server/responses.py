@@ -135,9 +135,8 @@ class ResponseWriter:
 
     def _complete_item(self) -> None:
         item = self._items[-1]
-        index = len(self._items) - 1
         item["status"] = "completed"
-        self._add_event("response.output_item.done", output_index=index, item=item)
+        self._add_event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _add_call(self, name: str, arguments: str) -> None:
         self._finish_text_item()
@@ -162,6 +161,10 @@ class ResponseWriter:
             "total_tokens": counts["total_tokens"],
         }
         if self._choice.finish_reason == "length":
-            details = {"incomplete_details": {"reason": "max_output_tokens"}}
-            return self._make_response("incomplete", self._items, usage=usage, **details)
+            return self._make_response(
+                "incomplete",
+                self._items,
+                usage=usage,
+                incomplete_details={"reason": "max_output_tokens"},
+            )
         return self._make_response("completed", self._items, usage=usage)

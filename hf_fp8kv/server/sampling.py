@@ -124,8 +124,9 @@ def make_logprobs(logits: torch.Tensor, tokens: list[int], num_top: int) -> list
     logprobs = logits.float().log_softmax(-1).clamp_(min=_MIN_LOGPROB)
     token_logprobs = logprobs.gather(1, _make_index(tokens, logits)[:, None])[:, 0]
     top_values, top_indices = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    columns = (token_logprobs, top_indices, top_values)
-    rows = zip(tokens, *(column.tolist() for column in columns), strict=True)
+    rows = zip(
+        tokens, token_logprobs.tolist(), top_indices.tolist(), top_values.tolist(), strict=True
+    )
     return [
         TokenLogprob(token, logprob, tuple(zip(indices, values, strict=True)))
         for token, logprob, indices, values in rows

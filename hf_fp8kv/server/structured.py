@@ -124,8 +124,8 @@ def _read_tool_grammar(body: AnyBody) -> _Grammar | None:
     rules = []
     for index, (tool, schema) in enumerate(schemas.items()):
         prefix = json.dumps(f'{{"name": {json.dumps(tool)}, "parameters": ')
-        options = {"x-guidance": _JSON_OPTIONS}
-        rules.append(f'call_{index}: {prefix} %json {json.dumps(schema | options)} "}}"')
+        json_schema = json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+        rules.append(f'call_{index}: {prefix} %json {json_schema} "}}"')
     any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
     more_calls = "" if body.parallel_tool_calls is False else ' (", " call)*'
     lark_grammar = "\n".join([f'start: "[" call{more_calls} "]"', f"call: {any_call}", *rules])
@@ -137,8 +137,9 @@ def _make_json_grammar(field: str, schema: dict[str, Any]) -> _Grammar:
     text = json.dumps(schema, ensure_ascii=False)
     _check_limits(field, text, schema)
     try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
-        return field, str(grammar)
+        return field, str(
+            llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
+        )
     except ValueError as error:  # the schema has a value that is not finite
         raise make_field_error(field, str(error)) from None
 
@@ -212,8 +213,9 @@ class Guide:
             raise
         except BaseException as error:  # a panic in llguidance is not an Exception
             logger.exception("a grammar failed")
-            reason = f"{type(error).__name__}: {error}"
-            raise APIError(500, f"{self.field}: the grammar failed: {reason}") from None
+            raise APIError(
+                500, f"{self.field}: the grammar failed: {type(error).__name__}: {error}"
+            ) from None
 
     def compute_mask(self, end_tokens: Iterable[int], vocab_size: int) -> np.ndarray:
         """Return a mask of tokens that must not follow, `[V]`, bool. `end_tokens` end the text."""

@@ -52,8 +52,7 @@ class TokenTexts:
         decoder = AnswerDecoder(self._tokenizer, skips_special=False)
         decoder.add_tokens(prompt)
         decoder.finish()
-        token_ends = decoder.text_ends[1:]
-        for token, token_end in zip(prompt, token_ends, strict=True):
+        for token, token_end in zip(prompt, decoder.text_ends[1:], strict=True):
             offsets.append(self.find_offset(token, end, token_end))
             end = token_end
         return offsets

@@ -129,16 +129,19 @@ def enable(
                 f"engine overwrites the pages of windows, got {type(base).__name__}. Omit {name}, "
                 "or use generate() with enable()"
             )
-    keywords: dict[str, Any] = {
-        "scales": scales,
-        "dtype": dtype,
-        "key_dtype": key_dtype,
-        "value_dtype": value_dtype,
-        "plan": plan,
-        "bits": bits,
-        "tensor_parallel": tensor_parallel(base),
-    }
-    keywords = resolve_plan(base, keywords, prefix_store=prefix_store)
+    keywords = resolve_plan(
+        base,
+        {
+            "scales": scales,
+            "dtype": dtype,
+            "key_dtype": key_dtype,
+            "value_dtype": value_dtype,
+            "plan": plan,
+            "bits": bits,
+            "tensor_parallel": tensor_parallel(base),
+        },
+        prefix_store=prefix_store,
+    )
     config = ServingConfig.parse(backend=backend, prefix_store=prefix_store, **keywords)
     make_cache_class(config)  # raises an error if this version of transformers is not supported
     EngineCache().prepare(config, text_config, page_size=64, dtype=base.dtype, device=base.device)

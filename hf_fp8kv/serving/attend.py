@@ -18,13 +18,17 @@ class StoredLayer:
     def __init__(
         self, pages: Pages, storage: LayerStorage, layout: EngineLayout, backend: str
     ) -> None:
-        k, v = (
-            side._replace(static_scale=scale, format=plan.format, rotated=plan.rotated)
-            for side, scale, plan in zip(
-                (pages.k, pages.v), (storage.k_scale, storage.v_scale), storage.plan, strict=True
-            )
+        k_plan, v_plan = storage.plan
+        k = pages.k._replace(
+            static_scale=storage.k_scale,
+            format=k_plan.format,
+            rotated=k_plan.rotated,
+            center=storage.center,
         )
-        self.pages = pages._replace(k=k._replace(center=storage.center), v=v)
+        v = pages.v._replace(
+            static_scale=storage.v_scale, format=v_plan.format, rotated=v_plan.rotated
+        )
+        self.pages = pages._replace(k=k, v=v)
         self.plan = storage.plan
         self._layout = layout
         self._backend = backend
@@ -73,7 +77,8 @@ class StoredLayer:
             key = key[:, :, : work.num_tokens]
             value = value[:, :, : work.num_tokens]
         else:
-            key, value = (x.index_select(2, work.written_tokens) for x in (key, value))
+            key = key.index_select(2, work.written_tokens)
+            value = value.index_select(2, work.written_tokens)
         key = key.permute(2, 1, 0, 3)
         value = value.permute(2, 1, 0, 3)
         for start in range(0, len(work.slot_ends), MAX_BATCH):
@@ -97,9 +102,9 @@ class StoredLayer:
         if not has_padding and is_dense_faster(queries, batch.max_length, pages, spec):
             result = attend_densely(queries, pages, batch.lengths, spec, backend=self._backend)
         else:
-            num_heads = self._layout.num_heads
-            num_query_heads = queries.shape[1]
-            schedule = batch.get_schedule(self._backend, num_heads, num_query_heads, spec.window)
+            schedule = batch.get_schedule(
+                self._backend, self._layout.num_heads, queries.shape[1], spec.window
+            )
             result = ops.attend(
                 queries,
                 pages,
@@ -137,10 +142,12 @@ class StoredLayer:
         num_pages = -(-num_tokens // page_size)
         page_rows = query.new_zeros((num_pages, self._layout.bytes_per_page), dtype=torch.uint8)
         table = torch.arange(num_pages, dtype=torch.int32, device=query.device)[None]
-        scratch = self._layout.view_pages(page_rows)
-        scratch = scratch._replace(k=self.pages.k, v=self.pages.v, table=table)
+        scratch = self._layout.view_pages(page_rows)._replace(
+            k=self.pages.k, v=self.pages.v, table=table
+        )
         positions = torch.arange(num_tokens, device=query.device)
-        pages, slots = positions // page_size, positions % page_size
+        pages = positions // page_size
+        slots = positions % page_size
         _copy_tokens(self.pages, chunk.old_slots, scratch, (pages[:num_old], slots[:num_old]))
         span = slice(chunk.first_token, chunk.first_token + chunk.num_new)
         lengths = torch.full((1,), num_tokens, dtype=torch.int32, device=query.device)
@@ -162,7 +169,8 @@ class StoredLayer:
 
 def _copy_tokens(source: Pages, source_slots: _Slots, target: Pages, target_slots: _Slots) -> None:
     """Copy the bytes of stored tokens from `source_slots` to `target_slots`."""
-    (page, slot), (target_page, target_slot) = source_slots, target_slots
+    page, slot = source_slots
+    target_page, target_slot = target_slots
     target.k_codes[target_page, :, target_slot] = source.k_codes[page, :, slot]
     target.v_codes[target_page, :, :, target_slot] = source.v_codes[page, :, :, slot]
     if source.token_scales is not None and target.token_scales is not None:

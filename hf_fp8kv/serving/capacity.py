@@ -40,9 +40,9 @@ _SHAPES: dict[str, tuple[str | int | None, ...]] = {
     "gpt-oss-20b": ("gpt_oss", 2880, 24, 64, 8, 64, 201088, 128),
     "Llama-3.1-70B": ("llama", 8192, 80, 64, 8, 128, 128256),
 }
+# The fields of each model by name. A missing head_dim or sliding_window is None or left out.
 MODELS: dict[str, dict[str, Any]] = {
-    name: {field: x for field, x in zip(_FIELDS, values, strict=False) if x is not None}
-    for name, values in _SHAPES.items()
+    name: dict(zip(_FIELDS, values, strict=False)) for name, values in _SHAPES.items()
 }
 
 # Attention functions of transformers' engine. flash copies fewer keys and values than sdpa.
@@ -56,7 +56,9 @@ FP8_OPTIONS: dict[str, dict[str, Any]] = {
 GIB = 2**30
 MEMORY_SHARE = 0.9  # share of the free memory that pages may use, the engine's default on a GPU
 PAGE_SIZE = 256  # tokens
-MAX_BATCH_TOKENS, MAX_REQUESTS = 8192, 256  # per step, whose activations need memory
+# Maximum numbers of tokens and requests of a step, whose activations need memory.
+MAX_BATCH_TOKENS = 8192
+MAX_REQUESTS = 256
 
 
 def plan_tokens(
@@ -108,23 +110,21 @@ def plan_tokens(
 
 def _make_planning_class(serving_config: ServingConfig | None, num_bytes: int) -> Any:
     """Return a cache class whose planner has `num_bytes` bytes of memory on every machine."""
+    base_class: Any = stock.PagedAttentionCache
+    make: Callable[..., Any] = stock.PagedAttentionMemoryHandler
+    if serving_config is not None:
+        base_class = make_cache_class(serving_config)
+        make = base_class.make_memory_handler
 
-    def fix_memory(make: Callable[..., Any]) -> Callable[..., Any]:
-        def make_handler(*args: Any, **options: Any) -> Any:
-            handler = make(*args, **options)
-            handler.available_memory = num_bytes
-            return handler
-
-        return make_handler
+    def make_handler(*args: Any, **options: Any) -> Any:
+        handler = make(*args, **options)
+        handler.available_memory = num_bytes
+        return handler
 
     if serving_config is not None:
-        paged_class = make_cache_class(serving_config)
-        make = fix_memory(paged_class.make_memory_handler)
-        return type("PlanningCache", (paged_class,), {"make_memory_handler": make})
-    stock_class = stock.PagedAttentionCache
-    make = fix_memory(stock.PagedAttentionMemoryHandler)
-    init = rebind_globals(stock_class.__init__, PagedAttentionMemoryHandler=make)
-    return type("PlanningCache", (stock_class,), {"__init__": init})
+        return type("PlanningCache", (base_class,), {"make_memory_handler": make_handler})
+    init = rebind_globals(base_class.__init__, PagedAttentionMemoryHandler=make_handler)
+    return type("PlanningCache", (base_class,), {"__init__": init})
 
 
 def plan_capacity(
@@ -154,7 +154,8 @@ def plan_capacity(
                 "check, which counts bytes per token"
             )
         num_kv_heads, dim = read_kv_sizes(decoder)
-        token_bytes = 4.0 * num_kv_heads * dim * decoder.num_hidden_layers
+        # K and V have two bytes per value in bfloat16.
+        token_bytes = 2 * 2.0 * num_kv_heads * dim * decoder.num_hidden_layers
         sizes_by_cache = {
             cache: (token_bytes, plan_tokens(decoder, memory_bytes, None, attention=attention))
             for cache, attention in STOCK_ATTENTION.items()
@@ -164,10 +165,11 @@ def plan_capacity(
             serving_config = ServingConfig.parse(backend="torch", **options)
             layout = EngineCache()
             layout.prepare(serving_config, decoder, PAGE_SIZE, torch.bfloat16, "cpu")
-            token_bytes = (
-                sum(page_layout.bytes_per_page for page_layout in layout.page_layouts) / PAGE_SIZE
+            page_bytes = sum(page_layout.bytes_per_page for page_layout in layout.page_layouts)
+            sizes_by_cache[cache] = (
+                page_bytes / PAGE_SIZE,
+                plan_tokens(decoder, memory_bytes, serving_config),
             )
-            sizes_by_cache[cache] = token_bytes, plan_tokens(decoder, memory_bytes, serving_config)
         rows += [
             {
                 "model": model,
@@ -183,5 +185,5 @@ def plan_capacity(
 
 def get_config(name: str) -> PreTrainedConfig:
     """Return the config of the model `name`, a key of `MODELS`."""
-    fields = dict(MODELS[name])
+    fields = {field: value for field, value in MODELS[name].items() if value is not None}
     return AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -37,15 +37,15 @@ class ServingConfig:
         Raises:
             ConfigError, ScaleError, BackendError: A keyword is invalid, as in `enable`.
         """
-        options = CacheOptions.parse(prefill="stored", **keywords)
-        return cls(options, prefix_store, keywords)
+        return cls(CacheOptions.parse(prefill="stored", **keywords), prefix_store, keywords)
 
     def identify(self, model: Any, page_size: int) -> str:
         """Return a digest of everything that stored pages depend on, except the tokens."""
         num_layers = model.config.get_text_config().num_hidden_layers
         layers = ((index, None, self.options.get_layer_plan(index)) for index in range(num_layers))
-        options = replace(self.options, page_size=page_size)
-        return identify_model(model) + digest_options(options, layers)
+        return identify_model(model) + digest_options(
+            replace(self.options, page_size=page_size), layers
+        )
 
     def make_storages(
         self, num_layers: int, num_heads: int, head_dim: int, device: torch.device | str = "cpu"
@@ -55,10 +55,9 @@ class ServingConfig:
         Raises:
             ConfigError, ScaleError: The plan or the scales lack a layer, or do not fit a layer.
         """
-        options = self.options
-        options.check_layers(range(num_layers), num_layers)
+        self.options.check_layers(range(num_layers), num_layers)
         return [
-            make_layer_storage(options, index, num_heads, head_dim, device)
+            make_layer_storage(self.options, index, num_heads, head_dim, device)
             for index in range(num_layers)
         ]
 
@@ -71,6 +70,8 @@ def make_layer_storage(
     Raises:
         ConfigError, ScaleError: The plan or the scales lack the layer, or do not fit it.
     """
-    scales = options.get_layer_scales(index, num_heads, head_dim, head_dim)
-    tensors = (None if x is None else x.to(device) for x in scales)
+    tensors = (
+        None if tensor is None else tensor.to(device)
+        for tensor in options.get_layer_scales(index, num_heads, head_dim, head_dim)
+    )
     return LayerStorage(options.get_layer_plan(index), *tensors)

@@ -64,15 +64,17 @@ class ManagerFactory:
         hook: RemovableHandle | None = None,
     ) -> None:
         self._model = weakref.ref(model)  # weak, because the model references this object
-        self.config, self.stock_manager = config, stock_manager
-        self._hook = hook or model.register_forward_pre_hook(_reject_stock_cache, with_kwargs=True)
+        self.config = config
+        self.stock_manager = stock_manager
+        self._hook = hook or model.register_forward_pre_hook(_refuse_stock_cache, with_kwargs=True)
         # Managers of the model that are still referenced. The newest is last.
         self.managers = weakref.WeakKeyDictionary[Any, None]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FP8Manager":
         """Return a manager. The arguments are as in transformers' method."""
-        stock_init = StockMixin.init_continuous_batching
-        init = rebind_globals(stock_init, ContinuousBatchingManager=FP8Manager)
+        init = rebind_globals(
+            StockMixin.init_continuous_batching, ContinuousBatchingManager=FP8Manager
+        )
         with torch.no_grad():
             manager: FP8Manager = init(self._model(), *args, **kwargs)
         return manager
@@ -92,7 +94,8 @@ class ManagerFactory:
             _CACHED_MANAGER.set(model, self.stock_manager)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ManagerFactory":
-        model, hook = self._model(), deepcopy(self._hook, memo)
+        model = self._model()
+        hook = deepcopy(self._hook, memo)
         return ManagerFactory(memo.get(id(model), model), self.config, None, hook)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,7 +117,7 @@ def require_enabled(model: Any) -> None:
         )
 
 
-def _reject_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_stock_cache(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("cache")
     if isinstance(cache, StockCache) and not isinstance(cache, EngineCache):
         raise ConfigError(
@@ -148,9 +151,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def _check_compilation(self) -> None:
         """Refuse to compile attention, which reads Python lists in each step."""
-        config = self.continuous_batching_config
         for name in ("varlen_compile_config", "decode_compile_config"):
-            compile_config = getattr(config, name)
+            compile_config = getattr(self.continuous_batching_config, name)
             if compile_config is not None and compile_config.fullgraph:
                 raise ConfigError(
                     f"{name}: expected fullgraph=False, got True. Attention over FP8 pages is not "
@@ -168,7 +170,8 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         resolved_graphs = config.use_cuda_graph
         config.use_cuda_graph = (False, False)
         requested = requested_config.use_cuda_graph  # for all steps, or (prompts, decode steps)
-        if not (requested[1] if isinstance(requested, list | tuple) else requested):
+        is_requested = requested[1] if isinstance(requested, list | tuple) else requested
+        if not is_requested:
             return
         backend = choose_backend(self._factory.config.options.backend, device)
         windows = read_layer_windows(self.model.config.get_text_config())
@@ -226,15 +229,20 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         run.
         """
         errors = [self._find_length_error(input_ids, max_new_tokens) for input_ids in inputs]
-        fitting_inputs = [x for x, error in zip(inputs, errors, strict=True) if error is None]
+        fitting_inputs = [
+            input_ids for input_ids, error in zip(inputs, errors, strict=True) if error is None
+        ]
         added_ids = iter(super().add_requests(fitting_inputs, max_new_tokens, *args, **kwargs))
         request_ids = []
         for input_ids, error in zip(inputs, errors, strict=True):
             request_id = next(added_ids) if error is None else uuid.uuid4().hex
             request_ids.append(request_id)
             if error is not None:
-                children = range(self.num_return_sequences - 1)
-                for output_id in (*(f"{request_id}__child#{n}" for n in children), request_id):
+                # The names of child requests are as in the stock method.
+                child_ids = [
+                    f"{request_id}__child#{child}" for child in range(self.num_return_sequences - 1)
+                ]
+                for output_id in (*child_ids, request_id):
                     state = RequestState(output_id, list(input_ids))
                     self.output_router.fail_and_deliver(state, error)
         return request_ids
@@ -263,8 +271,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
 
     def make_cache(self) -> FP8PagedCache:
         """Return an empty cache for `generate()` that stores K and V like the engine's pages."""
-        keywords = self._factory.config.keywords
-        return FP8PagedCache(self.model.config, prefill="stored", **keywords)
+        return FP8PagedCache(self.model.config, prefill="stored", **self._factory.config.keywords)
 
     def start(self) -> None:
         """Start the engine's thread, with the attention "fp8_paged" until the thread ends."""
@@ -299,10 +306,11 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         config = self._factory.config
         identity = ""
         if config.prefix_store is not None:
-            page_size = self.continuous_batching_config.page_size
-            identity = config.identify(self.model, page_size)
-        replacements = {"PagedAttentionCache": make_cache_class(config, identity, self._hash_key)}
-        processor = rebind_globals(StockManager._create_batch_processor, **replacements)(self)
+            identity = config.identify(self.model, self.continuous_batching_config.page_size)
+        cache_class = make_cache_class(config, identity, self._hash_key)
+        processor = rebind_globals(
+            StockManager._create_batch_processor, PagedAttentionCache=cache_class
+        )(self)
         order_streams(processor.inputs_and_outputs)
         # The thread of the engine may have a different current stream than this thread, which
         # zeroes the pages.
@@ -328,13 +336,13 @@ def use_engine_attention(model: Any) -> Iterator[None]:
         num_users, original = _attention_users.get(model) or (0, get_attn_implementations(model))
         if not num_users:
             model.set_attn_implementation(ATTENTION)
-        _attention_users[model] = num_users + 1, original
+        _attention_users[model] = (num_users + 1, original)
     try:
         yield
     finally:
         with _lock:
             num_users, original = _attention_users.pop(model)
             if num_users > 1:
-                _attention_users[model] = num_users - 1, original
+                _attention_users[model] = (num_users - 1, original)
             else:
                 set_attn_implementations(model, original)

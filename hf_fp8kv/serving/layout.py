@@ -31,8 +31,14 @@ class EngineLayout:
     @property
     def bytes_per_page(self) -> int:
         """Size of a page in bytes, including its dynamic scales."""
-        sizes = self.num_heads, self.page_size, self.head_dim, self.head_dim
-        return make_page_layout(*sizes, *self._dtypes, self._has_token_scales).size
+        return make_page_layout(
+            self.num_heads,
+            self.page_size,
+            self.head_dim,
+            self.head_dim,
+            *self._dtypes,
+            self._has_token_scales,
+        ).size
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -46,8 +52,8 @@ class EngineLayout:
         """Raise ConfigError for K or V, `[1, Hkv, N, D]`, that do not fit the pages."""
         expected = (1, self.num_heads, self.head_dim)
         for name, tensor in (("keys", key), ("values", value)):
-            batch, num_heads, _, head_dim = tensor.shape
-            if (batch, num_heads, head_dim) != expected:
+            batch_size, num_heads, _, head_dim = tensor.shape
+            if (batch_size, num_heads, head_dim) != expected:
                 raise ConfigError(
                     f"expected {name} [1, {self.num_heads}, N, {self.head_dim}], for which the "
                     f"engine's pages were made, got {tuple(tensor.shape)}. This model cannot run "
@@ -60,7 +66,8 @@ class EngineLayout:
         Raises:
             ConfigError: Pages do not begin at multiples of 16 bytes, as the kernels' loads require.
         """
-        address, page_stride = page_rows.data_ptr(), page_rows.stride(0)
+        address = page_rows.data_ptr()
+        page_stride = page_rows.stride(0)
         if address % 16 or page_stride % 16:
             raise ConfigError(
                 f"expected pages that begin at multiples of 16 bytes, got a page at {address} and "
@@ -92,8 +99,10 @@ def make_layouts(
     advice = "Set ContinuousBatchingConfig(page_size=...), or block_size"
     check_supported_page_size(page_size, "the engine's page size", advice)
     is_dynamic = options.has_dynamic_scales
-    plans = [options.get_layer_plan(index) for index in range(num_layers)]
-    return [EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic) for plan in plans]
+    return [
+        EngineLayout(num_heads, head_dim, page_size, plan, dtype, is_dynamic)
+        for plan in map(options.get_layer_plan, range(num_layers))
+    ]
 
 
 def view_layers(blocks: torch.Tensor, layouts: Sequence[EngineLayout]) -> list[Pages]:
@@ -124,5 +133,8 @@ def plan_block_sizes(layouts: Mapping[str, Sequence[EngineLayout]]) -> dict[str,
         sector_size += -sector_size % (128 * math.lcm(*block_counts.values()))
         return {kind: sector_size // num_blocks for kind, num_blocks in block_counts.items()}
 
-    candidates = {num_largest: compute_block_sizes(num_largest) for num_largest in range(1, 65)}
-    return candidates[min(candidates, key=lambda n: sum(candidates[n].values()) * (1 + n / 512))]
+    def compute_cost(num_largest: int) -> float:
+        # About four sectors of `num_largest` blocks stay free in a memory of 2,048 blocks.
+        return sum(compute_block_sizes(num_largest).values()) * (1 + num_largest / 512)
+
+    return compute_block_sizes(min(range(1, 65), key=compute_cost))

@@ -42,10 +42,10 @@ def read_layer_windows(config: Any) -> list[int | None]:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return [window] * config.num_hidden_layers
-    if unknown := sorted(set(layer_types) - {_FULL_ATTENTION, _SLIDING_ATTENTION}):
+    if unknown_types := sorted(set(layer_types) - {_FULL_ATTENTION, _SLIDING_ATTENTION}):
         raise ConfigError(
             f"expected layers of the types {_FULL_ATTENTION} and {_SLIDING_ATTENTION}, got "
-            f"{', '.join(unknown)} ({getattr(config, 'model_type', type(config).__name__)}). "
+            f"{', '.join(unknown_types)} ({getattr(config, 'model_type', type(config).__name__)}). "
             "Continuous batching has no cache for such layers. Use generate() with FP8PagedCache"
         )
     return [window if layer_type == _SLIDING_ATTENTION else None for layer_type in layer_types]
@@ -55,6 +55,7 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
     """Raise ConfigError if packing two short sequences into one changes their logits."""
     model_name = type(model).__name__
     vocab_size = model.config.get_text_config().vocab_size
+    # Arbitrary tokens, of which neighbors differ.
     ids = ((torch.arange(sum(_LENGTHS), device=model.device) * 37 + 11) % vocab_size)[None]
     try:
         # Both runs use the same attention function, because the model's own function may lack a
@@ -74,7 +75,8 @@ def check_packing(model: PreTrainedModel, config: ServingConfig) -> None:
             f"{type(error).__name__}: {error}. Use generate() with FP8PagedCache"
         ) from error
     rms_error = _compute_relative_rms(packed_logits, torch.cat(separate_logits))
-    if not rms_error < (_TOLERANCE_16_BIT if model.dtype.itemsize < 4 else _TOLERANCE):
+    tolerance = _TOLERANCE_16_BIT if model.dtype.itemsize < 4 else _TOLERANCE
+    if not rms_error < tolerance:  # the error may be NaN
         raise ConfigError(
             f"expected a model that can run packed requests, got {model_name}. Packing changes its "
             f"logits (relative RMS {rms_error:.2g}). It computes its own position ids, or does not "
@@ -88,14 +90,19 @@ def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.T
     """Return the logits of all sequences, with the last token of each in a second step."""
     sequence_logits: list[list[torch.Tensor]] = [[] for _ in _LENGTHS]
     prompt_lengths = [length - 1 for length in _LENGTHS]  # numbers of tokens in the first step
-    for starts, counts in (([0, 0], prompt_lengths), (prompt_lengths, [1, 1])):
-        spans = [slice(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    steps = (([0, 0], prompt_lengths), (prompt_lengths, [1, 1]))
+    for starts, counts in steps:
+        spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
         cache.begin_step(starts, counts)
         positions = torch.arange(ids.shape[1], device=ids.device)
-        sequences = zip(ids[0].split(_LENGTHS), spans, strict=True)
         logits = (
             model(
-                input_ids=torch.cat([sequence[span] for sequence, span in sequences])[None],
+                input_ids=torch.cat(
+                    [
+                        sequence[span]
+                        for sequence, span in zip(ids[0].split(_LENGTHS), spans, strict=True)
+                    ]
+                )[None],
                 position_ids=torch.cat([positions[span] for span in spans])[None],
                 attention_mask=None,
                 use_cache=False,
@@ -111,7 +118,8 @@ def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> torch.T
 
 def _compute_relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative RMS error. A constant added to all logits of a row has no effect."""
-    actual, expected = (x - x.mean(-1, keepdim=True) for x in (actual, expected))
+    actual = actual - actual.mean(-1, keepdim=True)
+    expected = expected - expected.mean(-1, keepdim=True)
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
@@ -127,10 +135,11 @@ class _PackedCache(EngineCache, StockCache):  # type: ignore[misc]
         self.prepare(unquantized, config, _PAGE_SIZE, model.dtype, model.device)
         windows = read_layer_windows(config)
         self.windows = list(dict.fromkeys(windows))
-        self._layer_kinds = {i: self.windows.index(window) for i, window in enumerate(windows)}
+        self._layer_kinds = {
+            index: self.windows.index(window) for index, window in enumerate(windows)
+        }
         block_size = sum(layout.bytes_per_page for layout in self.page_layouts)
-        shape = len(_LENGTHS), block_size
-        blocks = torch.zeros(shape, dtype=torch.uint8, device=model.device)
+        blocks = torch.zeros(len(_LENGTHS), block_size, dtype=torch.uint8, device=model.device)
         self.add_layers(dict(enumerate(view_layers(blocks, self.page_layouts))))
 
     def begin_step(self, starts: list[int], counts: list[int]) -> None:

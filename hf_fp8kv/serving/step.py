@@ -47,7 +47,6 @@ class AttendBatch:
         """Return the schedule for these heads. None means that the backend has no schedules."""
         key = (backend, num_heads, num_query_heads, window)
         if key not in self._schedules:
-            num_query_rows = num_query_heads // num_heads * self.num_queries
             self._schedules[key] = ops.create_schedule(
                 self.lengths,
                 self.num_queries,
@@ -55,7 +54,7 @@ class AttendBatch:
                 0,
                 num_heads,
                 backend,
-                num_query_rows=num_query_rows,
+                num_query_rows=num_query_heads // num_heads * self.num_queries,
             )
         return self._schedules[key]
 
@@ -104,7 +103,8 @@ class EngineStep:
     """
 
     def __init__(self, windows: Sequence[int | None], page_size: int) -> None:
-        self._windows, self._page_size = windows, page_size
+        self._windows = windows
+        self._page_size = page_size
         self._requests: list[_Request] = []
         self._work: dict[tuple[int, torch.device], LayerWork] = {}
         self.num_tokens = 0  # number of tokens of the step, N
@@ -113,7 +113,7 @@ class EngineStep:
         """Add a request of `num_new` tokens, with its page numbers for each kind of layers."""
         if not num_new:  # the engine accepts empty prompts, which attend to nothing
             return
-        copied_pages = tuple(np.array(numbers, np.int32) for numbers in pages)
+        copied_pages = tuple(np.array(page_numbers, np.int32) for page_numbers in pages)
         self._requests.append(_Request(num_stored, num_new, self.num_tokens, copied_pages))
         self.num_tokens += num_new
 
@@ -136,8 +136,7 @@ def make_decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int)
     pages = table.gather(1, (positions // page_size)[:, None].long())
     # A row of padding may have the page of an earlier request, which must not be written.
     pages = pages.masked_fill(lengths[:, None] == 0, -1)
-    max_length = table.shape[1] * page_size
-    batch = AttendBatch(None, None, None, 1, table, lengths, max_length)
+    batch = AttendBatch(None, None, None, 1, table, lengths, table.shape[1] * page_size)
     return LayerWork(None, pages, positions % page_size + 1, [batch], [], len(lengths))
 
 
@@ -160,9 +159,8 @@ class _Planner:
             self.locate_slots(request, request.num_stored, request.num_stored + request.num_new)
             for request in appending
         ]
-        page, slot = (
-            np.concatenate(arrays) for arrays in zip((_EMPTY, _EMPTY), *slots, strict=True)
-        )
+        page = np.concatenate([_EMPTY, *(request_page for request_page, _ in slots)])
+        slot = np.concatenate([_EMPTY, *(request_slot for _, request_slot in slots)])
         written_tokens = None
         if wrapping:
             spans = [
@@ -189,8 +187,10 @@ class _Planner:
         positions = np.arange(start, stop)
         if self.window is not None:
             positions %= self.window
-        page = request.pages[self.kind][positions // self.page_size]
-        return page, (positions % self.page_size).astype(np.int32)
+        return (
+            request.pages[self.kind][positions // self.page_size],
+            (positions % self.page_size).astype(np.int32),
+        )
 
     def plan_batch(self, group: list[_Request], num_step_tokens: int) -> AttendBatch:
         stops = [request.num_stored + request.num_new for request in group]
@@ -209,15 +209,17 @@ class _Planner:
 
     def plan_chunk(self, request: _Request) -> RingChunk:
         assert self.window is not None
-        start = request.num_stored
-        stop = request.num_stored + request.num_new
+        num_stored = request.num_stored
+        length = num_stored + request.num_new
 
-        def upload_slots(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-            page, slot = self.locate_slots(request, begin, end)
+        def upload_slots(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            page, slot = self.locate_slots(request, start, stop)
             return self.upload(page, np.int64), self.upload(slot, np.int64)
 
-        old_slots = upload_slots(max(find_first_visible(start, self.window), 0), start)
-        kept_slots = upload_slots(max(find_first_visible(stop - 1, self.window), start), stop)
+        old_slots = upload_slots(max(find_first_visible(num_stored, self.window), 0), num_stored)
+        kept_slots = upload_slots(
+            max(find_first_visible(length - 1, self.window), num_stored), length
+        )
         return RingChunk(self.window, request.first_token, request.num_new, old_slots, kept_slots)
 
 
@@ -246,9 +248,8 @@ def make_batch(
         tokens = targets = upload(queries, lengths.device)
         if is_padding.any():
             used_rows = np.flatnonzero(~is_padding).astype(np.int64)
-            rows, targets = (
-                upload(indices, lengths.device) for indices in (used_rows, queries[used_rows])
-            )
+            rows = upload(used_rows, lengths.device)
+            targets = upload(queries[used_rows], lengths.device)
     return AttendBatch(tokens, rows, targets, num_queries, table, lengths, max_length)
 
 

@@ -57,7 +57,8 @@ def read_usage(owner: Any) -> Usage | None:
     processor = getattr(owner, "batch_processor", None)
     if processor is None:
         return None
-    cache, scheduler = processor.cache, processor.scheduler
+    cache = processor.cache
+    scheduler = processor.scheduler
     active_requests = list(scheduler.active_requests.values())
     stored_lengths = {state.request_id: state.position_offset for state in active_requests}
     total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory(stored_lengths)
@@ -73,7 +74,7 @@ def read_usage(owner: Any) -> Usage | None:
         prefix_tokens=cache.prefix_tokens,
         requests_active=len(active_requests),
         requests_waiting=len(scheduler.waiting_requests) + owner.input_queue.qsize(),
-        plans=count_plans({i: layer.plan for i, layer in cache.layers.items()}),
+        plans=count_plans({index: layer.plan for index, layer in cache.layers.items()}),
         store_tokens=store_counts["tokens_found"],
         store_bytes_read=store_counts["bytes_read"],
         store_bytes_written=store_counts["bytes_written"],

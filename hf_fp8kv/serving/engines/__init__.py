@@ -48,8 +48,10 @@ def rebind_globals(function: Callable[..., Any], **replacements: Any) -> Callabl
     function = inspect.unwrap(function)  # removes decorators such as torch.no_grad()
     if not isinstance(function, FunctionType):
         raise make_engine_error(f"has {function!r}, which is not a plain function")
-    if missing := set(replacements) - set(function.__code__.co_names):
-        raise make_engine_error(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
+    if missing_names := set(replacements) - set(function.__code__.co_names):
+        raise make_engine_error(
+            f"has no {', '.join(sorted(missing_names))} in {function.__qualname__}"
+        )
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **replacements},

@@ -16,7 +16,7 @@ from ...modeling.model_support import ATTENTION, ENGINE_ATTRIBUTE
 from ...ops import AttentionSpec, Pages
 from ..attend import StoredLayer
 from ..config import ServingConfig
-from ..layout import EngineLayout, make_layouts
+from ..layout import make_layouts
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerWork, make_decode_work
 
 
@@ -48,10 +48,9 @@ def count_extra_values(config: Any) -> int:
     * keys in float32, if K is centered
     """
     num_heads, head_dim = read_kv_sizes(config)
-    hidden_size = int(config.hidden_size)
     query_size = int(config.num_attention_heads) * head_dim
     num_query_values = math.ceil((2 / MIN_LENGTH_RATIO + 1) * query_size)
-    return hidden_size + num_query_values + 2 * num_heads * head_dim
+    return int(config.hidden_size) + num_query_values + 2 * num_heads * head_dim
 
 
 class EngineCache:
@@ -64,12 +63,8 @@ class EngineCache:
     serving_config: ServingConfig
     identity: str  # digest of the model and the options, for a prefix store
     hash_key: bytes  # key of the hash that identifies blocks
-    page_layouts: list[EngineLayout]  # by layer index
-    page_size: int  # tokens per page
     windows: list[int | None]  # window of each kind of layers, in the engine's order
-    layers: dict[int, StoredLayer]  # by layer index
     _layer_kinds: Mapping[int, int]  # index into `windows`, by layer index
-    backend: str  # one of `ops.BACKENDS`
 
     def prepare(
         self,
@@ -86,11 +81,17 @@ class EngineCache:
         Raises:
             ConfigError, ScaleError, BackendError: The options do not fit the model.
         """
-        options, (num_heads, head_dim) = serving_config.options, read_kv_sizes(config)
-        sizes = config.num_hidden_layers, num_heads // options.tensor_parallel.size, head_dim
-        self._config, self._storage = config, serving_config.make_storages(*sizes, device)
-        self.page_layouts = make_layouts(options, *sizes, page_size, dtype)
-        self.page_size = page_size
+        options = serving_config.options
+        num_all_heads, head_dim = read_kv_sizes(config)
+        num_heads = num_all_heads // options.tensor_parallel.size
+        self._config = config
+        self._storages = serving_config.make_storages(
+            config.num_hidden_layers, num_heads, head_dim, device
+        )
+        self.page_layouts = make_layouts(
+            options, config.num_hidden_layers, num_heads, head_dim, page_size, dtype
+        )
+        self.page_size = page_size  # in tokens
         self.backend = ops.choose_backend(options.backend, torch.device(device))
         self._step = EngineStep([], page_size)
         self._step_id: object = None
@@ -98,10 +99,10 @@ class EngineCache:
         self._last_index = -1  # layer index of the last call
 
     def add_layers(self, pages: Mapping[int, Pages]) -> None:
-        """Add the pages of each layer, in the numbering of the block tables."""
+        """Add the pages of each layer, by its index, in the numbering of the block tables."""
         self.layers = {
             index: StoredLayer(pages[index], storage, self.page_layouts[index], self.backend)
-            for index, storage in enumerate(self._storage)
+            for index, storage in enumerate(self._storages)
         }
 
     def record(

@@ -32,16 +32,21 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     scheduler: Callable[[], Any]  # returns the engine's scheduler, set before the first request
 
     def __init__(self, *, config: Any, device: Any, dtype: torch.dtype, **kwargs: Any) -> None:
-        page_size = kwargs["continuous_batching_config"].page_size
-        self.prefix_hits = self.prefix_tokens = 0
+        self.prefix_hits = 0
+        self.prefix_tokens = 0
         # Called with a request's state, and the number of its tokens that are in the cache.
         self.on_prefix_match: Callable[[Any, int], None] = lambda _state, _num_tokens: None
-        self.prepare(self.serving_config, config, page_size, dtype, device)
+        self.prepare(
+            self.serving_config,
+            config,
+            kwargs["continuous_batching_config"].page_size,
+            dtype,
+            device,
+        )
         self._hasher = BlockHasher(self.hash_key)
-        layouts = {
-            kind: [self.page_layouts[index] for index in indices]
-            for kind, indices in stock.group_layers_by_attn_type(config).items()
-        }
+        layouts = {}
+        for kind, indices in stock.group_layers_by_attn_type(config).items():
+            layouts[kind] = [self.page_layouts[index] for index in indices]
         block_sizes = plan_block_sizes(layouts)
         # Bytes of a page of every layer, which are a block of each kind.
         self._page_bytes = sum(block_sizes.values())
@@ -59,7 +64,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         stock_init(self, config=config, device=device, dtype=dtype, **kwargs)
         allocators = self.cache_allocators.values()
         self.windows = [getattr(allocator, "sliding_window", None) for allocator in allocators]
-        self._layer_kinds = {i: allocator.index for i, allocator in self.layer_to_allocator.items()}
+        self._layer_kinds = {
+            index: allocator.index for index, allocator in self.layer_to_allocator.items()
+        }
         pages: dict[int, Pages] = {}
         for kind, allocator in self.cache_allocators.items():
             kind_pages = view_layers(allocator._copy_view, layouts[kind])
@@ -78,7 +85,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         if self._exchange is not None:
             self._exchange.load(request_id, prompt_ids)
         num_tokens = int(super().search_prefix_match(request_id, prompt_ids))
-        self.prefix_hits += num_tokens > 0
+        if num_tokens > 0:
+            self.prefix_hits += 1
         self.prefix_tokens += num_tokens
         if state is not None:
             self.on_prefix_match(state, num_tokens)
@@ -130,7 +138,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
         The engine makes a new `write_index` for each step, and calls this for requests in order.
         """
-        tables = [x.block_table[request_id] for x in self.cache_allocators.values()]
+        tables = [allocator.block_table[request_id] for allocator in self.cache_allocators.values()]
         self.record(write_index, past_length, query_length, tables)
 
     def evict_cached_blocks(self) -> bool:
@@ -155,13 +163,12 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def _has_free_pages(self) -> bool:
         """Return whether all starved requests fit, and one portion of the pages is free."""
         scheduler = self.scheduler()
-        needed_blocks = [
-            {
+        needed_blocks = []
+        for state, num_tokens in scheduler.starved_requests:
+            needed_blocks.append({
                 name: allocator.needs_new_blocks(state.request_id, state.current_len(), num_tokens)
                 for name, allocator in self.cache_allocators.items()
-            }
-            for state, num_tokens in scheduler.starved_requests
-        ]
+            })  # fmt: skip
         min_free = min(scheduler.safety_margin + 1 / _NUM_PORTIONS, 1.0)
         requests_fit = self.count_storable_requests(needed_blocks) == len(needed_blocks)
         return requests_fit and bool(self.compute_free_capacity() >= min_free)
@@ -175,17 +182,17 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         free_bytes = int(self.compute_free_capacity(relative=False))
         allocators = self.cache_allocators
         allocator = allocators.get(stock.FULL_ATTENTION) or next(iter(allocators.values()))
-        page_size = self.page_size
         # Tokens are counted by block, because requests share blocks. The lists are copied, because
         # the engine's thread may change the originals.
-        block_tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), page_size)
+        block_tokens = dict.fromkeys(list(allocator.ledger.cached_blocks), self.page_size)
         for request_id, blocks in list(allocator.block_table.items()):
             remaining = min(lengths.get(request_id, 0), getattr(allocator, "sliding_window", 2**62))
             for block in list(blocks):
-                block_tokens[block] = max(block_tokens.get(block, 0), min(remaining, page_size))
-                remaining = max(remaining - page_size, 0)
-        num_tokens = sum(block_tokens.values())
-        return total_bytes, total_bytes - free_bytes, self._page_bytes, num_tokens
+                num_tokens = min(remaining, self.page_size)
+                block_tokens[block] = max(block_tokens.get(block, 0), num_tokens)
+                remaining -= num_tokens
+        used_bytes = total_bytes - free_bytes
+        return total_bytes, used_bytes, self._page_bytes, sum(block_tokens.values())
 
 
 def _read_salt(state: Any) -> str:
@@ -200,12 +207,10 @@ def _make_allocator_type(
 
     The engine's hash has 64 bits and no key, so prompts with equal hashes can be computed.
     """
-    members = {
-        name: rebind_globals(getattr(base, name), compute_block_hash=hasher)
-        for name in HASHING_METHODS
-    }
-    sizes = {"block_size": block_size, "mean_page_size": mean_page_size}
-    return type(f"Paged{base.__name__}", (_FP8Allocator, base), {**members, **sizes})
+    members: dict[str, Any] = {"block_size": block_size, "mean_page_size": mean_page_size}
+    for name in HASHING_METHODS:
+        members[name] = rebind_globals(getattr(base, name), compute_block_hash=hasher)
+    return type(f"Paged{base.__name__}", (_FP8Allocator, base), members)
 
 
 class _FP8Allocator:
@@ -232,7 +237,6 @@ class _FP8Allocator:
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
     ) -> None:
-        """Use the blocks in `cache_tensor`."""
         self.bytes_per_sector = bytes_per_sector
         # Blocks as rows of bytes, which the engine copies when it forks or offloads requests.
         self._copy_view = cache_tensor.view(-1, self.block_size)
