@@ -164,7 +164,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
                 replace(declaration, dialect=dialect)
                 for declaration in _parse_entry(path + entry_name, entries.get(entry_name))
             ]
-    # The strongest kind comes first. Of several declarations of this kind, the first applies.
+    # The strongest kind comes first, and the first of several declarations of this kind applies.
     kinds = ("unsupported", "static", "dynamic")
     strongest_declaration = min(
         (each for each in declarations if each.kind in kinds),
