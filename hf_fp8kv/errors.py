@@ -11,6 +11,8 @@ A message states what was expected, what was passed, and what to do. After an er
 it was before the call.
 """
 
+from functools import partial
+
 
 class FP8KVError(Exception):
     """Base of every error that this package defines."""
@@ -48,7 +50,7 @@ class OutOfPagesError(FP8KVError, MemoryError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_out_of_pages, (self.args[0], self.needed, self.available)
+        return partial(OutOfPagesError, needed=self.needed, available=self.available), self.args
 
 
 class BackendError(FP8KVError, RuntimeError):
@@ -57,7 +59,3 @@ class BackendError(FP8KVError, RuntimeError):
 
 class EngineError(FP8KVError, RuntimeError):
     """The engine of a server stopped unexpectedly."""
-
-
-def _rebuild_out_of_pages(message: str, needed: int, available: int) -> OutOfPagesError:
-    return OutOfPagesError(message, needed=needed, available=available)

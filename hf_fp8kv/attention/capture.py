@@ -163,11 +163,12 @@ class StepDescription(TorchDispatchMode):
         if not is_constant:
             self._check(func, args, _find_tensors(leaves), outputs)
         if func._schema.is_mutable:
-            self._written.update(map(_number_storage, _find_tensors(args[:1])))
-        for output in outputs:
-            number = _number_storage(output)
+            written_tensors = _find_tensors(args[:1])
+            self._written |= {tensor.untyped_storage()._cdata for tensor in written_tensors}
+        for storage in (output.untyped_storage() for output in outputs):
+            number = storage._cdata
             if number not in self._old_storages and number not in self._producers:
-                self._producers[number] = len(self.calls), StorageWeakRef(output.untyped_storage())
+                self._producers[number] = len(self.calls), StorageWeakRef(storage)
         self.calls.append((str(func), [structure, *descriptions]))
         return result
 
@@ -183,7 +184,9 @@ class StepDescription(TorchDispatchMode):
                 tags = []  # without dropout, an operation draws no numbers
         devices = {tensor.device for tensor in (*inputs, *outputs) if tensor.ndim}
         reads_old_memory = any(
-            _number_storage(tensor) in self._old_storages for tensor in inputs if tensor.is_cpu
+            tensor.untyped_storage()._cdata in self._old_storages
+            for tensor in inputs
+            if tensor.is_cpu
         )
         for tag in tags:
             self.report(f"{func} {_TAGS[tag]}")
@@ -198,16 +201,18 @@ class StepDescription(TorchDispatchMode):
         if inner_names:
             inner = [self._describe(getattr(x, name)) for name in inner_names]
             return type(x), constants, x.shape, inner
-        number = _number_storage(x)
-        producer = self._producers.get(number)
+        storage = x.untyped_storage()
+        producer = self._producers.get(storage._cdata)
         if producer is None:
-            self._old_storages[number] = x.untyped_storage()
-        origin = ("memory", number) if producer is None else ("operation", producer[0])
+            self._old_storages[storage._cdata] = storage
+        origin = ("memory", storage._cdata) if producer is None else ("operation", producer[0])
         return Tensor, origin, (x.storage_offset(), x.shape, x.stride(), x.dtype, x.device)
 
     def writes_to(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether an operation has changed one of `tensors`."""
-        return any(_number_storage(tensor) in self._written for tensor in _find_tensors(tensors))
+        return any(
+            tensor.untyped_storage()._cdata in self._written for tensor in _find_tensors(tensors)
+        )
 
     def add_result(self, result: Any) -> None:
         """Describe the result of the step. Only the logits may be a new tensor."""
@@ -215,7 +220,7 @@ class StepDescription(TorchDispatchMode):
         self.calls.append(("the result", list(map(self._describe, tensors))))
         logits = getattr(result, "logits", None)
         other_tensors = [tensor for tensor in tensors if tensor is not logits]
-        if any(_number_storage(tensor) in self._producers for tensor in other_tensors):
+        if any(tensor.untyped_storage()._cdata in self._producers for tensor in other_tensors):
             self.report("the model returns new tensors in addition to the logits")
 
     def find_difference(self, previous: "StepDescription") -> str:
@@ -235,11 +240,6 @@ class StepDescription(TorchDispatchMode):
                     return f"{name} reads {change:.100}"
         has_other_length = len(self.calls) != len(previous.calls)
         return "steps have different numbers of operations" if has_other_length else ""
-
-
-def _number_storage(tensor: Tensor) -> int:
-    """Return the number of a tensor's storage, which no other storage has at the same time."""
-    return tensor.untyped_storage()._cdata
 
 
 def _flatten(x: Any) -> tuple[Any, Any]:

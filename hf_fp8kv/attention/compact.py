@@ -54,9 +54,8 @@ class CompactMask(LazyTensor):
                 f"tokens {self.start} to {self.start + width - 1}. Pass a mask over the cached and "
                 "the new tokens"
             )
-        if stop_column - first_column == width:
-            return self.token_mask
-        return self.token_mask[..., first_column:stop_column]
+        is_whole = stop_column - first_column == width
+        return self.token_mask if is_whole else self.token_mask[..., first_column:stop_column]
 
     def make_complete(self, start: int, stop: int, window: int) -> Tensor:
         """Return the complete mask for positions `start` to `stop - 1`."""
@@ -106,9 +105,9 @@ def make_compact(
     else:
         lengths = torch.full((batch,), length, dtype=torch.int32, device=is_token.device)
     # Kernels read rows, and a mask may be column-major.
-    token_mask = is_token.to(torch.uint8, memory_format=torch.contiguous_format)[:, None, None]
+    token_mask = is_token.to(torch.uint8, memory_format=torch.contiguous_format)
     attributes = {
-        "token_mask": token_mask,
+        "token_mask": token_mask[:, None, None],
         "bounds": find_mask_bounds(is_token, start),
         "lengths": lengths,
         "start": start,

@@ -469,8 +469,9 @@ def _attend_in_engine(call: Call, engine_cache: Any) -> Tensor:
             "support. Use generate() with FP8PagedCache"
         )
     spec = spec._replace(causal=True, window=0, sinks=_detach_sinks(spec.sinks), mask=None)
-    output: Tensor = engine_cache.attend_stored(module, query, key, value, spec, kwargs)
-    return output
+    return engine_cache.attend_stored(  # type: ignore[no-any-return]
+        module, query, key, value, spec, kwargs
+    )
 
 
 def attend_with_transformers(call: Call) -> tuple[Tensor, Tensor | None]:

@@ -506,8 +506,10 @@ class FP8PagedCache(DynamicCache):
 
     def _count_sequences(self) -> int:
         """Return the number of sequences of all layers, 0 without memory, or -1 if they differ."""
-        stock_batches = {len(tensor) for tensor in self._stock_tensors if tensor.ndim > 2}
-        batches = (stock_batches | {self._paged.batch}) - {0}
+        batches = {
+            self._paged.batch,
+            *(len(tensor) for tensor in self._stock_tensors if tensor.ndim > 2),
+        } - {0}
         return -1 if len(batches) > 1 else next(iter(batches), 0)
 
     @property

@@ -46,7 +46,7 @@ class IndexerLayer(StaticIndexedLayer):
             # These tensors are later written in inference mode and outside it.
             with torch.inference_mode(False), torch.no_grad():
                 self.lazy_initialization_indexer(indexer_key_states)
-        return super().update_indexer(indexer_key_states)  # type: ignore[no-any-return]
+        return super().update_indexer(indexer_key_states)
 
     def set_tensors(self, tensors: dict[str, Tensor], length: int) -> None:
         """Store the first `length` tokens, above 0, of copies of `get_indexer_tensors`' result."""

@@ -357,7 +357,6 @@ class LayerStore:
         Each sequence gets separate pages.
         """
         length = self.length
-        pool = source.pool
         table = source.group.table
         num_stored = source.length.count_stored()
         assert isinstance(length, DeviceLength)
@@ -365,14 +364,14 @@ class LayerStore:
             return
         if self.indexer is not None and num_stored:
             self.indexer.set_tensors(get_indexer_tensors(source.indexer), num_stored)
-        self.allocate(*pool.make_empty_kv(table.batch))
+        self.allocate(*source.pool.make_empty_kv(table.batch))
         # A ring only holds the last pages.
         group = length.group
         stop = table.num_columns
         start = max(table.first_page, stop - (group.ring_size or stop))
         group.first_intact[length.member] = start * table.page_size
         new_pages = length.table[:, start:stop].long().reshape(-1)
-        rows = pool.memory.take(table.rows[:, start:stop].reshape(-1))
+        rows = source.pool.memory.take(table.rows[:, start:stop].reshape(-1))
         self.pool.memory.put(new_pages, rows.to(new_pages.device))
         length.set(num_stored)
         length.fill_schedule(1)

@@ -265,20 +265,17 @@ class CacheOptions:
         plan = self.get_layer_plan(index)
         if isinstance(self.scales, KVScales):
             scales = self.expand_scales(self.scales, index, num_heads, k_dim, v_dim)
-            k = _convert_scale(scales.k, plan.k)
-            v = _convert_scale(scales.v, plan.v)
+            k, v = (
+                scale * FORMATS[side.format].scale_from_e4m3
+                if not side.is_auto and scale is not None and scale.numel()
+                else None
+                for scale, side in ((scales.k, plan.k), (scales.v, plan.v))
+            )
             return k, v, scales.k_center if plan.k.centered else None
         scale = torch.tensor(self.scales, dtype=torch.float32, device="cpu")
         k = None if plan.k.format == AUTO else scale.repeat(num_heads, k_dim)
         v = None if plan.v.format == AUTO or not v_dim else scale.repeat(num_heads, v_dim)
         return k, v, None
-
-
-def _convert_scale(scale: torch.Tensor | None, side: SidePlan) -> torch.Tensor | None:
-    """Return a scale for E4M3 in the unit of the stored format, or None if there is none."""
-    if side.is_auto or scale is None or not scale.numel():
-        return None
-    return scale * FORMATS[side.format].scale_from_e4m3
 
 
 def _make_layer_plan(

@@ -82,7 +82,6 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
         layers: list[Metadata] = []
         for store in (store for store in fork.stores if store.group is group):
             index = store.encoding.index
-            pool = store.pool
             metadata: Metadata = {"index": index}
             layers.append(metadata)
             if store.indexer is not None:
@@ -91,10 +90,10 @@ def pack(paged: PagedLayers) -> tuple[Metadata, Tensors]:
                 for name, tensor in indexer_tensors.items():
                     tensors[f"layers.{index}.{name}"] = tensor
             if store.is_initialized:
-                metadata |= {"length": store.length.count_stored(), **describe_pool(pool)}
+                metadata |= {"length": store.length.count_stored(), **describe_pool(store.pool)}
                 # The pool of a layer with fewer tokens may not have grown to all pages yet.
-                pool.memory.grow(group.table.allocator.capacity)
-                tensors[f"layers.{index}.pages"] = pool.memory.take(pages)
+                store.pool.memory.grow(group.table.allocator.capacity)
+                tensors[f"layers.{index}.pages"] = store.pool.memory.take(pages)
         groups.append({"window": group.window, "record_past": group.record_past, "layers": layers})
     return {"groups": groups, "open_ended": paged.is_open_ended}, tensors
 
@@ -149,14 +148,13 @@ def unpack(
     budget = options.make_budget()
     max_tokens = options.max_cache_len or 0
     max_entries = max(_MIN_ENTRY_LIMIT, sum(tensor.nbytes for tensor in tensors.values()))
-    open_ended = metadata["open_ended"]
-    _check(isinstance(open_ended, bool), "open_ended", "true or false", open_ended)
+    _check_bool(metadata, "open_ended")
     windows = [group_metadata["window"] for group_metadata in metadata["groups"]]
     _check_same("windows of the groups", list(dict.fromkeys(windows)), windows)
     stock_keys = [layer.keys for layer in stock_layers] if "stock" in metadata else []
     batch_sizes = {len(keys) for keys in stock_keys if keys is not None}
     paged = PagedLayers(options, config, budget)
-    paged.is_open_ended = open_ended
+    paged.is_open_ended = metadata["open_ended"]
     # Arguments of `PagedLayers.add_layer` and `LayerStore.restore`, by layer.
     layers: dict[int, tuple[Metadata, Metadata]] = {}
     pools: list[tuple[PagePool, torch.Tensor]] = []
@@ -222,9 +220,8 @@ def _unpack_group(
     `lengths` are the numbers of tokens of its layers.
     """
     window = metadata["window"]
-    record_past = metadata["record_past"]
     _check_count("window", 1 if window is None else window, 1)
-    _check(isinstance(record_past, bool), "record_past", "true or false", record_past)
+    _check_bool(metadata, "record_past")
     max_length = max(lengths, default=0)
     # A preallocated cache may be saved within a step, when only some layers have new tokens.
     group_length = max_length if options.is_preallocated else min(filter(None, lengths), default=0)
@@ -240,7 +237,7 @@ def _unpack_group(
     _check_same(f"{table_name}: pages", (0, num_pages), page_bounds)
     table = _make_table(budget, rows, num_pages, first_page) if num_pages else None
     group = LayerGroup(budget, window, table)
-    group.record_past = record_past
+    group.record_past = metadata["record_past"]
     return group
 
 
@@ -281,6 +278,10 @@ def _make_table(budget: PageBudget, rows: IntArray, num_pages: int, first_page: 
 
 def _check_same(subject: str, expected: object, got: object) -> None:
     _check(expected == got, subject, expected, got)
+
+
+def _check_bool(metadata: Metadata, name: str) -> None:
+    _check(isinstance(metadata[name], bool), name, "true or false", metadata[name])
 
 
 def _check(holds: bool, subject: str, rule: object, got: object) -> None:

@@ -146,8 +146,7 @@ def parse_dtype(dtype: object, argument: str = "dtype") -> str:
         if name == AUTO or name in FORMATS:
             return name
     # Int8 is listed separately. It has no `torch_dtype`, because torch stores different bytes.
-    names_by_dtype = {fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}
-    names_by_dtype[torch.int8] = "int8"
+    names_by_dtype = {torch.int8: "int8", **{fmt.torch_dtype: fmt.name for fmt in FORMATS.values()}}
     if isinstance(dtype, torch.dtype) and dtype in names_by_dtype:
         return names_by_dtype[dtype]
     valid_names = ", ".join(map(repr, (*ALIASES, *FORMATS)))

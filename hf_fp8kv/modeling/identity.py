@@ -78,12 +78,7 @@ def describe_model(model: Any) -> dict[str, object]:
 
 def _describe_adapters(model: Any) -> dict[str, object]:
     """Return the config of a model, and the settings of its adapters."""
-    config = {
-        name: setting
-        for name, setting in model.config.to_dict().items()
-        if name not in _NEUTRAL_FIELDS and not name.endswith(_NEUTRAL_SUFFIXES)
-    }
-    adapters = {name: _describe_adapter(module) for name, module in model.named_modules()}
+    adapters = [(name, _describe_adapter(module)) for name, module in model.named_modules()]
     # The adapter of each sequence, which PEFT passes in hooks (`adapter_names`).
     hook_arguments = []
     for name, module in model.named_modules():
@@ -93,8 +88,12 @@ def _describe_adapters(model: Any) -> dict[str, object]:
             for hook in hooks
         ]
     return {
-        "config": config,
-        "adapters": [(name, adapter) for name, adapter in adapters.items() if adapter],
+        "config": {
+            name: setting
+            for name, setting in model.config.to_dict().items()
+            if name not in _NEUTRAL_FIELDS and not name.endswith(_NEUTRAL_SUFFIXES)
+        },
+        "adapters": [(name, adapter) for name, adapter in adapters if adapter],
         "arguments": hook_arguments,
     }
 

@@ -81,8 +81,11 @@ def find_skipped_layers(
         if type(selector) is int and -len(layers) <= selector < len(layers):
             indices.add(selector % len(layers))
         elif isinstance(selector, str) and selector in layer_types:
-            named_layers = enumerate(layer_types[: len(layers)])
-            indices.update(index for index, layer_type in named_layers if layer_type == selector)
+            indices.update(
+                index
+                for index, layer_type in enumerate(layer_types[: len(layers)])
+                if layer_type == selector
+            )
         else:
             raise ConfigError(
                 f"skip_layers: expected indices from {-len(layers)} to {len(layers) - 1} or layer "

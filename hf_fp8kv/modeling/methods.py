@@ -28,7 +28,7 @@ class ModelAttribute(Generic[_Value]):
 
     def get(self, model: Any) -> _Value | None:
         """Return the value, or None if the attribute is not set."""
-        return getattr(model, "__dict__", {}).get(self.name)  # type: ignore[no-any-return]
+        return getattr(model, "__dict__", {}).get(self.name)
 
     def set(self, model: Any, value: _Value) -> None:
         """Set the attribute of this model only."""

@@ -137,7 +137,7 @@ def find_model_class(config_class: type) -> type[Any] | None:
     """Return the model class of a config, or None if transformers lists none."""
     import transformers
 
-    mappings: tuple[Any, ...] = (
+    mappings = (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         transformers.MODEL_MAPPING,
@@ -213,8 +213,7 @@ def find_refusal(cls: type[Any]) -> str:
 
 def describe_cache_replacement(config: Any) -> str:
     """Return a note if `generate()` of a config's model replaces its cache between two steps."""
-    num_tokens = getattr(config, _REPLACEMENT_FIELD, None)
-    if num_tokens is None:
+    if (num_tokens := getattr(config, _REPLACEMENT_FIELD, None)) is None:
         return ""
     name = getattr(find_model_class(config.__class__), "__name__", "the model")
     return (

@@ -125,4 +125,4 @@ def group_by_block(
 
 def list_blocks(pages: Pages) -> tuple[Tensor, ...]:
     """Return all blocks of the pages."""
-    return getattr(pages.offsets, "blocks", (pages.block,))  # type: ignore[no-any-return]
+    return getattr(pages.offsets, "blocks", (pages.block,))

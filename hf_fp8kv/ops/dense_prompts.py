@@ -49,15 +49,16 @@ def attend_densely(
     Stored values are rounded to the dtype of the queries, unlike in `attend`.
     """
     num_tokens = query.shape[2]
-    dtype = query.dtype
-    keys = gather(pages, lengths, "k", 0, num_tokens, dtype, ragged=False, backend=backend)
-    values = gather(pages, lengths, "v", 0, num_tokens, dtype, ragged=False, backend=backend)
+    keys, values = (
+        gather(pages, lengths, side, 0, num_tokens, query.dtype, ragged=False, backend=backend)
+        for side in "kv"
+    )
     with sdpa_kernel(list_sdpa_backends(query, num_tokens), set_priority=True):
         output = scaled_dot_product_attention(
             query, keys, values, is_causal=True, scale=spec.scaling, enable_gqa=True
         )
     # Under autocast, the result has a different dtype.
-    return output.transpose(1, 2).to(dtype).contiguous()
+    return output.transpose(1, 2).to(query.dtype).contiguous()
 
 
 def list_sdpa_backends(query: Tensor, num_keys: int) -> list[SDPBackend]:

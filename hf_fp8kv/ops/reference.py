@@ -104,8 +104,9 @@ def gather(
     for page_start in range(start // step * step, stop, step):
         chunk_start = max(page_start, start)
         chunk_stop = min(page_start + step, stop)
-        chunk = read_dense(pages, side, chunk_start, chunk_stop)
-        out[:, :, chunk_start - start : chunk_stop - start] = chunk
+        out[:, :, chunk_start - start : chunk_stop - start] = read_dense(
+            pages, side, chunk_start, chunk_stop
+        )
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
         is_empty = position >= lengths[:, None]

@@ -110,8 +110,7 @@ class HostLength:
         """Return the positions of all tokens that are visible to the next token."""
         table = self.group.table
         stop = self.num_stored
-        start = self.group.find_window_start(stop)
-        return Positions(table, table.batch, stop - 1, stop, first_position=start)
+        return Positions(table, table.batch, stop - 1, stop, self.group.find_window_start(stop))
 
 
 class DeviceLength:

@@ -153,8 +153,7 @@ class OffloadedLayer:
 
     def grow(self, num_pages: int) -> None:
         """Make room for `num_pages` pages."""
-        num_added = num_pages - len(self)
-        if num_added <= 0:
+        if (num_added := num_pages - len(self)) <= 0:
             return
         if self.device_blocks.is_allocated:
             self.device_blocks.grow(num_pages)  # moves no page

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..utils.digests import compute_digest
-from .file import Page, chain_keys
+from .file import StoredPage, chain_keys
 from .store import PrefixStore
 
 
@@ -69,15 +69,17 @@ class BlockExchange:
 
         Loading stops when no block is free. At least one token is left to compute.
         """
-        allocator, block_size = self._allocator, self._block_size
+        allocator = self._allocator
+        block_size = self._block_size
         num_cached = len(allocator.match_prefix_blocks(tokens))
         max_blocks = (len(tokens) - 1) // block_size
         blocks: list[int] = []
         missing_blocks: list[tuple[bytes, str]] = []  # hash and key
 
         def find_missing_keys() -> Iterator[str]:
-            key, block_hash = "", None
-            for index in range(max_blocks if num_cached < max_blocks else 0):
+            key = ""
+            block_hash = None
+            for index in range(max_blocks):
                 block_tokens = tokens[index * block_size : (index + 1) * block_size]
                 (key,) = self._chain_keys(block_tokens, key)
                 block_hash = self._hasher(block_hash, block_tokens)
@@ -87,8 +89,9 @@ class BlockExchange:
                 # Otherwise the block is cached. An earlier block may have been evicted.
 
         try:
-            pages = self._store.read(find_missing_keys(), self._check_page)
-            for page in pages if self._has_free_block() else ():
+            can_load = num_cached < max_blocks and self._has_free_block()
+            pages = self._store.read(find_missing_keys(), self._check_page) if can_load else ()
+            for page in pages:
                 if not blocks:  # a running step may still write to free blocks
                     synchronize(self._block_rows.device)
                 block_hash, key = missing_blocks[len(blocks)]
@@ -114,13 +117,13 @@ class BlockExchange:
 
     def _chain_keys(self, tokens: list[int], previous_key: str) -> list[str]:
         """Return the store's keys of the full blocks of `tokens`. See `chain_keys`."""
-        salt, identity = self._hasher.salt, self._identity
-        if salt:
-            identity += f".{compute_digest(salt)}"
+        identity = self._identity
+        if self._hasher.salt:
+            identity += f".{compute_digest(self._hasher.salt)}"
         return chain_keys(identity, tokens, self._block_size, previous_key)
 
-    def _check_page(self, page: Page) -> None:
-        if page.metadata is not None or [*map(len, page.rows)] != [self._block_rows.shape[1]]:
+    def _check_page(self, page: StoredPage) -> None:
+        if page.metadata is not None or list(map(len, page.rows)) != [self._block_rows.shape[1]]:
             raise ValueError("not a block of this engine")
 
     def _has_free_block(self) -> bool:
@@ -139,7 +142,6 @@ class BlockExchange:
         `is_last` means that the engine frees the blocks after this call. All blocks are then marked
         as used, and blocks that the store has evicted are written again.
         """
-        block_size = self._block_size
         hashes = self._allocator.ledger.block_to_hash
         table = self._allocator.block_table.get(request_id, ())
         blocks = list(takewhile(hashes.__contains__, table))
@@ -150,7 +152,7 @@ class BlockExchange:
                 break
             keys.append(key)
         num_known = len(keys)
-        if new_tokens := tokens[num_known * block_size : len(blocks) * block_size]:
+        if new_tokens := tokens[num_known * self._block_size : len(blocks) * self._block_size]:
             keys += self._chain_keys(new_tokens, keys[-1] if keys else "")
             for block, key in zip(blocks[num_known:], keys[num_known:], strict=False):
                 self._hashes_and_keys[block] = hashes[block], key
@@ -159,14 +161,18 @@ class BlockExchange:
             num_known = 0
         if num_known < len(keys):
             self._store.write(
-                keys, lambda indices: self._copy_blocks([blocks[i] for i in indices]), num_known
+                keys,
+                lambda indices: self._copy_blocks([blocks[index] for index in indices]),
+                num_known,
             )
         if is_last:
             self._store.touch(keys)
 
-    def _copy_blocks(self, blocks: list[int]) -> Iterator[Page]:
+    def _copy_blocks(self, blocks: list[int]) -> Iterator[StoredPage]:
         # Blocks are copied one by one, because the engine leaves no memory to copy many at once.
-        return (Page([self._block_rows[block].to("cpu", copy=True)], None) for block in blocks)
+        return (
+            StoredPage([self._block_rows[block].to("cpu", copy=True)], None) for block in blocks
+        )
 
 
 def synchronize(device: torch.device) -> None:

@@ -15,7 +15,7 @@ from ..utils.files import parse_metadata
 _FORMAT_VERSION = "hf_fp8kv.prefix.5"
 
 
-class Page(NamedTuple):
+class StoredPage(NamedTuple):
     """The bytes of one page of tokens.
 
     Attributes:
@@ -49,15 +49,15 @@ def chain_keys(identity: str, ids: Any, page_size: int, previous_key: str = "") 
     return keys
 
 
-def pack(key: str, page: Page) -> bytes:
+def serialize_page(key: str, page: StoredPage) -> bytes:
     """Return the contents of a page's file."""
-    rows = {str(layer): row for layer, row in enumerate(page.rows)}
+    rows = {str(index): row for index, row in enumerate(page.rows)}
     header = {"format": _FORMAT_VERSION, "key": key, "metadata": json.dumps(page.metadata)}
     header["digest"] = compute_digest(header, rows)
     return safetensors.save(rows, metadata=header)
 
 
-def unpack(key: str, contents: bytes) -> Page:
+def parse_page(key: str, contents: bytes) -> StoredPage:
     """Return the page in the contents of a file. Invalid contents may raise any type of error."""
     rows = safetensors.load(contents)
     header = parse_metadata(contents)
@@ -67,4 +67,6 @@ def unpack(key: str, contents: bytes) -> Page:
         raise ValueError("the file has a different format, or belongs to another page")
     if any((row.dtype, row.ndim) != (torch.uint8, 1) for row in rows.values()):
         raise ValueError("its tensors are not vectors of uint8")
-    return Page([rows[str(layer)] for layer in range(len(rows))], json.loads(header["metadata"]))
+    return StoredPage(
+        [rows[str(index)] for index in range(len(rows))], json.loads(header["metadata"])
+    )

@@ -23,7 +23,7 @@ _NAME_PATTERN = re.compile(r"[0-9a-f]{64}\.safetensors")
 # The names of the files of `write_atomically`, until they are complete.
 _PARTIAL_PATTERN = re.compile(rf"\.{_NAME_PATTERN.pattern}\.[0-9a-f-]+\.part")
 # Nanoseconds that a file's time may lag behind the clock: one kernel tick, plus a margin.
-_TICK_NS = 20_000_000
+_MAX_CLOCK_LAG_NS = 20_000_000
 
 
 class StoredFile(NamedTuple):
@@ -38,11 +38,13 @@ class PrefixFolder:
     """The stored pages of a folder, with at most `max_bytes` in total. Other files are ignored."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self.path, self._max_bytes = path, max_bytes
-        # A heap of the files at the last scan, and the time of the scan. Files that are not in the
-        # heap were used later. A file is checked again before it is removed.
+        self.path = path
+        self._max_bytes = max_bytes
+        # A heap of the files at the last scan. Files that are not in the heap were used after
+        # `_unused_since`. A file is checked again before it is removed.
         self._heap: list[StoredFile] = []
-        self._scan_time = 0
+        # A time before the last scan. A file that was used later may have been used after the scan.
+        self._unused_since = 0
 
     def list_files(self) -> list[StoredFile]:
         """Return all files, or an empty list if the folder cannot be read."""
@@ -104,7 +106,8 @@ class PrefixFolder:
         """
         has_scanned = False
         while total_bytes > max_bytes:
-            if not has_scanned and (not self._heap or self._heap[0].last_use >= self._scan_time):
+            is_outdated = not self._heap or self._heap[0].last_use >= self._unused_since
+            if is_outdated and not has_scanned:
                 total_bytes = self._scan(lock_fd)
                 has_scanned = True
                 continue
@@ -126,12 +129,12 @@ class PrefixFolder:
             if _PARTIAL_PATTERN.fullmatch(name):
                 with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
-        self._scan_time = time.time_ns() - _TICK_NS
+        self._unused_since = time.time_ns() - _MAX_CLOCK_LAG_NS
         self._heap = self.list_files()
         now = time.time_ns()
         for file in self._heap:
             if file.last_use > now:  # the clock was set back, so new files would be evicted first
-                self.touch(file.name, self._scan_time)
+                self.touch(file.name, self._unused_since)
         heapq.heapify(self._heap)
         # The total is invalid until the caller writes it, because the disk may still be full.
         os.ftruncate(lock_fd, 0)
@@ -172,7 +175,7 @@ class PrefixFolder:
 
 def _read_total(lock_fd: int) -> int | None:
     """Return the total size in the lock file, or None if the file is not exactly 20 digits."""
-    digits = os.pread(lock_fd, 21, 0)
+    digits = os.pread(lock_fd, 21, 0)  # one more byte than `_write_total` writes
     return int(digits) if len(digits) == 20 and digits.isdigit() else None
 
 

@@ -54,7 +54,8 @@ def prefill(
 
     `method.arguments` holds `reuse_prefix`, as in `enable`, and the `PrefixStore` or None.
     """
-    cache, (reuse_prefix, store) = model_kwargs.get(CACHE), method.arguments
+    cache = model_kwargs.get(CACHE)
+    reuse_prefix, store = method.arguments
     if not isinstance(cache, FP8PagedCache):
         return method.original_method(input_ids, config, model_kwargs, *args, **kwargs)
     if store is not None:
@@ -151,7 +152,8 @@ def _reuse_tokens(
         return UNKNOWN
     num_kept = _keep_shared_prefix(cache, batch, media)
     cache.reused_tokens += len(batch.ids) * num_kept
-    cache.identity, cache.tokens = identity, UNKNOWN
+    cache.identity = identity
+    cache.tokens = UNKNOWN
     if identity and not cache.has_assumed_prefix:
         prompts.compute_keys(identity, batch)
         if not needs_empty_cache:
@@ -178,8 +180,10 @@ def _identify_pages(model: Any, store: PrefixStore | None, cache: FP8PagedCache)
     if store is None or any(module.training for module in model.modules()):
         return ""
     try:
-        stores = cache._paged.stores
-        layers = ((x.encoding.index, x.group.window, x.encoding.plan) for x in stores)
+        layers = (
+            (layer.store.encoding.index, layer.store.group.window, layer.store.encoding.plan)
+            for layer in cache.paged_layers
+        )
         return identify_model(model) + digest_options(cache.options, layers)
     except ConfigError as error:
         warn_once(f"{store} is not used: {error}")
@@ -306,8 +310,8 @@ def _continue_media(cached_batch: Tokens, batch: Tokens) -> Tokens:
     """
     if cached_batch.features is None:
         return batch
-    cached_ids, ids = (Tokens(x.ids, x.mask) for x in (cached_batch, batch))
-    rows, num_shared = cached_ids.match(ids)
+    cached_text = Tokens(cached_batch.ids, cached_batch.mask)
+    rows, num_shared = cached_text.match(Tokens(batch.ids, batch.mask))
     if not num_shared:
         return batch
     cached_batch = cached_batch.select(torch.tensor(rows, device="cpu"))

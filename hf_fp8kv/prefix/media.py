@@ -44,8 +44,8 @@ def keep_encoder_inputs(
 ) -> dict[str, Any]:
     """Prepare the encoder's arguments, but keep the images, which the model replaces by features.
 
-    The last bits of an image's features depend on the number of images in a call. So the images
-    are kept for the prefill, which compares them.
+    The last bits of an image's features depend on the number of images in a call. The prefill
+    therefore compares the images instead of the features.
     """
     old_arguments = dict(model_kwargs)
     passed_features = dict(model_kwargs.get(_ENCODER_OUTPUTS) or {})
@@ -53,7 +53,9 @@ def keep_encoder_inputs(
         inputs, model_kwargs, model_input_name, config
     )
     if _ENCODER_OUTPUTS in arguments:
-        encoder_inputs = {name: x for name, x in old_arguments.items() if name not in arguments}
+        encoder_inputs = {
+            name: argument for name, argument in old_arguments.items() if name not in arguments
+        }
         encoder_inputs[_ENCODER_OUTPUTS] = passed_features  # computed by the caller
         setattr(config, _ENCODER_INPUTS, encoder_inputs)
     return arguments
@@ -86,37 +88,44 @@ class PromptMedia:
         self.placeholders = _find_placeholders(model_config, ids, _MODALITIES)
         self.image_digests: Tensor | None = None
         self._token_types = {
-            name: x for name in _TOKEN_TYPES if (x := arguments.get(name)) is not None
+            name: arguments[name] for name in _TOKEN_TYPES if arguments.get(name) is not None
         }
         # A model without placeholders may embed every type (GPT-2), or let the tokens of a type
         # attend to later tokens.
-        self.is_comparable = model_config.model_type not in _BIDIRECTIONAL_PROMPTS and (
-            not any(_has_typed_text(x, self.placeholders) for x in self._token_types.values())
+        has_typed_text = (
+            any(_has_typed_text(types, self.placeholders) for types in self._token_types.values())
             if _list_placeholder_ids(model_config, _MODALITIES)
-            else not self._token_types
+            else bool(self._token_types)
         )
+        is_bidirectional = model_config.model_type in _BIDIRECTIONAL_PROMPTS
+        self.is_comparable = not is_bidirectional and not has_typed_text
         self._passed_arguments = {
-            name: x
-            for name, x in arguments.items()
-            if name not in (*_NEUTRAL_ARGUMENTS, *_TOKEN_TYPES) and not _is_empty(x)
+            name: argument
+            for name, argument in arguments.items()
+            if name not in (*_NEUTRAL_ARGUMENTS, *_TOKEN_TYPES) and not _is_empty(argument)
         }
         encoder_outputs: dict[str, Any] = self._passed_arguments.pop(_ENCODER_OUTPUTS, {})
-        self._encoder_outputs = {name: x for name, x in encoder_outputs.items() if x is not None}
+        self._encoder_outputs = {
+            modality: output for modality, output in encoder_outputs.items() if output is not None
+        }
         self._output_masks = {
             modality: _find_placeholders(model_config, ids, (modality,))
             for modality in self._encoder_outputs
         }
         # Without inputs of the encoder, the caller has computed the features.
         encoder_inputs = getattr(generation_config, _ENCODER_INPUTS, self._encoder_outputs)
-        inputs = {**self._passed_arguments, **encoder_inputs}
-        inputs = {name: x for name, x in inputs.items() if not _is_empty(x)}
+        inputs = {
+            name: argument
+            for name, argument in (self._passed_arguments | encoder_inputs).items()
+            if not _is_empty(argument)
+        }
         self._starts: list[int] = []  # first column of each image
         if inputs and self.placeholders.any():
             self.image_digests = self._digest_images(ids, inputs)
             # With cross-attention, the text before an image depends on whether images follow.
-            decoder = model_config.get_text_config(decoder=True)
-            self.is_comparable &= not has_cross_layers(decoder)
-            self.is_comparable &= model_config.model_type not in _JOINT_IMAGES
+            has_cross_attention = has_cross_layers(model_config.get_text_config(decoder=True))
+            if has_cross_attention or model_config.model_type in _JOINT_IMAGES:
+                self.is_comparable = False
         elif inputs:
             self.is_comparable = False
         # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
@@ -127,33 +136,43 @@ class PromptMedia:
 
     def _digest_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Find the tokens of each image, and return their digests, `[B, N]`."""
-        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim}
-        constants = {name: x for name, x in inputs.items() if name not in tensors}
-        self._sizes = self._find_sizes(list(tensors.values()))
-        parts_by_name = {name: _divide(x, self._sizes) or [x] for name, x in tensors.items()}
-        token_types = {
-            name: x.long().cpu() for name, x in self._token_types.items() if x.shape == ids.shape
+        tensors = {
+            name: argument
+            for name, argument in inputs.items()
+            if isinstance(argument, Tensor) and argument.ndim
         }
-        features = torch.zeros_like(ids)
-        positions = self.placeholders.nonzero().cpu().split(self._sizes)
-        for index, (rows, columns) in enumerate(x.unbind(1) for x in positions):
+        constants = {name: argument for name, argument in inputs.items() if name not in tensors}
+        self._sizes = self._find_sizes(list(tensors.values()))
+        images_by_name = {
+            name: _divide(tensor, self._sizes) or [tensor] for name, tensor in tensors.items()
+        }
+        token_types = {
+            name: types.long().cpu()
+            for name, types in self._token_types.items()
+            if types.shape == ids.shape
+        }
+        token_digests = torch.zeros_like(ids)
+        placeholders_by_image = self.placeholders.nonzero().cpu().split(self._sizes)
+        for index, image_placeholders in enumerate(placeholders_by_image):
+            rows, columns = image_placeholders.unbind(1)
             start = int(columns.min())
             stop = int(columns.max()) + 1
             self._starts.append(start)
-            hashes = {name: _hash_values(x[index]) for name, x in parts_by_name.items()}
+            hashes = {name: _hash_values(images[index]) for name, images in images_by_name.items()}
             for name, types in token_types.items():
+                image_types = types[rows, columns]
                 # Types decide whether the tokens of an image attend to each other. 0 means no type.
-                if (image_types := types[rows, columns]).any():
+                if image_types.any():
                     hashes[name] = _hash_values(image_types)
             digest = compute_digest(constants, hashes)
             # A digest is several numbers, which are assigned to consecutive tokens in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
             indices = torch.arange(stop - start) % len(words)
-            features[rows[0] : rows[-1] + 1, start:stop] = words[indices].to(ids.device)
-        return features
+            token_digests[rows[0] : rows[-1] + 1, start:stop] = words[indices].to(ids.device)
+        return token_digests
 
     def _find_sizes(self, tensors: list[Tensor]) -> list[int]:
-        """Return the number of placeholders of each image, or of all together.
+        """Return the number of placeholders of each image, or of all images together.
 
         The images of a prompt are its runs of placeholders, or have the sizes of their features.
         """
@@ -162,21 +181,20 @@ class PromptMedia:
         run_of_placeholder = is_start.flatten().cumsum(0)[self.placeholders.flatten()]
         num_placeholders = len(run_of_placeholder)
         candidates: list[list[int]] = [run_of_placeholder.unique(return_counts=True)[1].tolist()]
-        for output in self._encoder_outputs.values():
-            parts = output.get("pooler_output") if isinstance(output, dict) else None
-            if parts is not None and all(isinstance(x, Tensor) for x in parts):
-                candidates.append([len(x.reshape(-1, x.shape[-1])) for x in parts])
         first_row = torch.zeros(1, dtype=torch.int64)
-        can_divide = all(
-            _select_vectors(output, int(self._output_masks[modality].sum()), first_row) is not None
-            for modality, output in self._encoder_outputs.items()
-        )
-        for sizes in candidates if can_divide else []:
-            divides_inputs = all(_divide(x, sizes) is not None for x in tensors)
+        for modality, output in self._encoder_outputs.items():
+            num_vectors = int(self._output_masks[modality].sum())
+            if _select_vectors(output, num_vectors, first_row) is None:
+                return [num_placeholders]
+            images = output.get("pooler_output") if isinstance(output, dict) else None
+            if images is not None and all(isinstance(image, Tensor) for image in images):
+                candidates.append([image.shape[:-1].numel() for image in images])
+        for sizes in candidates:
+            divides_inputs = all(_divide(tensor, sizes) is not None for tensor in tensors)
             # Inputs that the model receives are divided by `drop`.
             divides_passed = all(
-                isinstance(x, Tensor) and x.ndim and _list_lengths(x, sizes)
-                for x in self._passed_arguments.values()
+                isinstance(argument, Tensor) and argument.ndim and _list_lengths(argument, sizes)
+                for argument in self._passed_arguments.values()
             )
             if sum(sizes) == num_placeholders and divides_inputs and divides_passed:
                 return sizes
@@ -191,13 +209,13 @@ class PromptMedia:
 
         `num_tokens` does not divide an image.
         """
-        kept_images = [i for i, start in enumerate(self._starts) if start >= num_tokens]
+        kept_images = [index for index, start in enumerate(self._starts) if start >= num_tokens]
         if len(kept_images) == len(self._starts):
             return
-        for name, x in self._passed_arguments.items():
+        for name, tensor in self._passed_arguments.items():
             if kept_images:
-                parts = x.split(_list_lengths(x, self._sizes))
-                self._arguments[name] = torch.cat([parts[i] for i in kept_images])
+                images = tensor.split(_list_lengths(tensor, self._sizes))
+                self._arguments[name] = torch.cat([images[index] for index in kept_images])
             else:
                 del self._arguments[name]
         outputs: dict[str, Any] = {}
@@ -212,8 +230,9 @@ class PromptMedia:
 
 
 def _list_placeholder_ids(config: Any, modalities: tuple[str, ...]) -> list[int]:
-    names = [f"{x}_token_{suffix}" for x in modalities for suffix in ("id", "index")]
-    return [x for name in names if isinstance(x := getattr(config, name, None), int)]
+    names = [f"{modality}_token_{end}" for modality in modalities for end in ("id", "index")]
+    ids = [getattr(config, name, None) for name in names]
+    return [token_id for token_id in ids if isinstance(token_id, int)]
 
 
 def _find_placeholders(config: Any, ids: Tensor, modalities: tuple[str, ...]) -> Tensor:
@@ -239,32 +258,33 @@ def _is_empty(argument: Any) -> bool:
     return argument is None or argument is False
 
 
-def _list_lengths(x: Tensor, sizes: list[int]) -> list[int]:
-    """Return the length of each image along the first axis of `x`, or [] if it is not known."""
-    if len(x) == len(sizes):
+def _list_lengths(tensor: Tensor, sizes: list[int]) -> list[int]:
+    """Return the length of each image along the first axis, or [] if it is not known."""
+    if len(tensor) == len(sizes):
         return [1] * len(sizes)
-    length, remainder = divmod(len(x), sum(sizes))  # several patches for each placeholder
-    return [] if remainder or x.ndim > 3 else [length * size for size in sizes]
+    length, remainder = divmod(len(tensor), sum(sizes))  # several patches for each placeholder
+    return [] if remainder or tensor.ndim > 3 else [length * size for size in sizes]
 
 
-def _divide(x: Tensor, sizes: list[int]) -> list[Tensor] | None:
-    """Return the part of `x` for each image, or None if it is not known."""
+def _divide(tensor: Tensor, sizes: list[int]) -> list[Tensor] | None:
+    """Return the part of a tensor for each image, or None if it is not known."""
     if len(sizes) == 1:
-        return [x]
-    if lengths := _list_lengths(x, sizes):
-        return [*x.split(lengths)]
-    if x.ndim < 4:
+        return [tensor]
+    if lengths := _list_lengths(tensor, sizes):
+        return list(tensor.split(lengths))
+    if tensor.ndim < 4:
         return None
     # `[B, images, ...]`, in which rows with fewer images are padded with zeros.
-    images = x.flatten(0, 1)
+    images = tensor.flatten(0, 1)
     images = images[images.flatten(1).any(1)]
-    return [*images.split(1)] if len(images) == len(sizes) else None
+    return list(images.split(1)) if len(images) == len(sizes) else None
 
 
-def _hash_values(x: Tensor) -> str:
+def _hash_values(tensor: Tensor) -> str:
     """Return the dtype and a hash of a tensor without zeros at the end, which may be padding."""
-    flat_bytes = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{x.dtype} {hashlib.sha256(flat_bytes.numpy().tobytes().rstrip(bytes(1))).hexdigest()}"
+    flat_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    contents = flat_bytes.numpy().tobytes().rstrip(b"\0")
+    return f"{tensor.dtype} {hashlib.sha256(contents).hexdigest()}"
 
 
 def _select_vectors(output: Any, num_vectors: int, rows: Tensor) -> Any:
@@ -274,17 +294,19 @@ def _select_vectors(output: Any, num_vectors: int, rows: Tensor) -> Any:
     vectors are not changed. None means that no entry has this number of vectors.
     """
     if isinstance(output, dict):
-        selected = {name: _select_vectors(x, num_vectors, rows) for name, x in output.items()}
-        changes = {name: x for name, x in selected.items() if x is not None}
+        selected = {
+            name: _select_vectors(entry, num_vectors, rows) for name, entry in output.items()
+        }
+        changes = {name: entry for name, entry in selected.items() if entry is not None}
         return type(output)(**{**output, **changes}) if changes else None
     is_tensor = isinstance(output, Tensor)
     parts = [output] if is_tensor else output
     if not isinstance(parts, list | tuple) or not parts:
         return None
-    if all(isinstance(x, Tensor) and x.ndim for x in parts):
-        vectors = torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])
+    if all(isinstance(part, Tensor) and part.ndim for part in parts):
+        vectors = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
         if len(vectors) == num_vectors:
             vectors = vectors[rows.to(vectors.device)]
             return vectors[None] if is_tensor else [vectors]
-    layers = [None if is_tensor else _select_vectors(x, num_vectors, rows) for x in parts]
-    return None if any(x is None for x in layers) else layers
+    layers = [None if is_tensor else _select_vectors(part, num_vectors, rows) for part in parts]
+    return None if any(layer is None for layer in layers) else layers

@@ -29,15 +29,16 @@ import torch
 from ..errors import ConfigError
 from ..utils.arguments import check_count
 from ..utils.warn_once import warn_once
-from .file import Page, pack, unpack
+from .file import StoredPage, parse_page, serialize_page
 from .folder import PrefixFolder
 
 logger = logging.getLogger(__name__)
 
 _NO_MEMORY_MESSAGE = "{}: no memory for a copy of pages, which are not stored"
 DEFAULT_MAX_BYTES = 16 << 30
-# Time to wait for other processes that write: at first, and after a wait has timed out.
-_LOCK_SECONDS, _SHORT_LOCK_SECONDS = 2.0, 0.1
+# Time to wait for other processes that write, and the shorter time after a wait has timed out.
+_LOCK_SECONDS = 2.0
+_SHORT_LOCK_SECONDS = 0.1
 # Number of files to read at a time, and bytes in the queue above which `write` waits for the queue
 # to empty.
 NUM_READERS = min(os.cpu_count() or 1, 8)
@@ -57,7 +58,7 @@ class StoreUsage(NamedTuple):
         tokens_found: Number of tokens that were found, over all sequences.
         bytes_read: Bytes read from files.
         bytes_written: Bytes written to files.
-        files_refused: Number of damaged or foreign files that were rejected.
+        files_refused: Number of damaged or foreign files that were refused.
     """
 
     files: int
@@ -80,7 +81,7 @@ class PrefixStore:
 
     Several processes may share the folder. A file that is damaged, or does not match its name, is
     ignored with a warning, and removed. If a write fails (full disk, no permission), a message is
-    logged once, and nothing is stored from then on. Reading continues.
+    logged once, and nothing more is stored. Reading continues.
 
     The folder `plans` has the first plan of each model, which later processes use. These files do
     not count towards `max_bytes`.
@@ -119,7 +120,7 @@ class PrefixStore:
         self._mutex = threading.Lock()
         # The writer thread, which the interpreter joins at exit, and the pages to write.
         self._writer = ThreadPoolExecutor(1, "hf_fp8kv prefix store")
-        self._queue: dict[str, Page] = {}
+        self._queue: dict[str, StoredPage] = {}
 
     def __repr__(self) -> str:
         return f"PrefixStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -159,7 +160,9 @@ class PrefixStore:
         exists = key in self._queue or os.path.lexists(self._get_path(key))
         return exists and key not in self._refused_keys
 
-    def read(self, keys: Iterable[str], check: Callable[[Page], None]) -> Iterator[Page]:
+    def read(
+        self, keys: Iterable[str], check: Callable[[StoredPage], None]
+    ) -> Iterator[StoredPage]:
         """Yield the pages for keys, up to the first page that is missing or damaged.
 
         Threads read at most `NUM_READERS` pages in advance. Errors of files are not raised. `check`
@@ -172,17 +175,18 @@ class PrefixStore:
         keys = iter(keys)
         with ThreadPoolExecutor(NUM_READERS) as executor:
 
-            def submit_reads(num_reads: int) -> list[tuple[str, Future[Page]]]:
-                load = self._load_page
+            def submit_reads(num_reads: int) -> list[tuple[str, Future[StoredPage]]]:
                 return [
-                    (key, _submit(executor, partial(load, key))) for key in islice(keys, num_reads)
+                    (key, _submit(executor, partial(self._load_page, key)))
+                    for key in islice(keys, num_reads)
                 ]
 
             pending_reads = deque(submit_reads(1))  # only one page, because often no page is stored
             while pending_reads:
                 key, future = pending_reads.popleft()
                 try:
-                    check(page := future.result())
+                    page = future.result()
+                    check(page)
                 except FileNotFoundError:
                     return
                 except Exception as error:  # a file may have any contents
@@ -191,7 +195,7 @@ class PrefixStore:
                 pending_reads += submit_reads(NUM_READERS - len(pending_reads))
                 yield page
 
-    def _load_page(self, key: str) -> Page:
+    def _load_page(self, key: str) -> StoredPage:
         """Return the page for a key. Raise OSError or ValueError if it cannot be read."""
         if key in self._refused_keys:
             raise FileNotFoundError(key)
@@ -199,13 +203,13 @@ class PrefixStore:
             return page
         contents = self._folder.read(self._get_path(key).name)
         self.add_counts(bytes_read=len(contents))
-        return unpack(key, contents)
+        return parse_page(key, contents)
 
     def _get_path(self, key: str) -> Path:
         return self.path / f"{key}.safetensors"
 
     def refuse(self, key: str, error: Exception) -> None:
-        """Ignore the file of a key from now on, with a warning. Remove it if it is damaged."""
+        """Ignore the file of a key, with a warning. Remove the file if it is damaged."""
         self._refused_keys.add(key)
         self.add_counts(files_refused=1)
         error_number = getattr(error, "errno", None)
@@ -230,7 +234,7 @@ class PrefixStore:
     def write(
         self,
         keys: Sequence[str],
-        make_pages: Callable[[list[int]], Iterable[Page]],
+        make_pages: Callable[[list[int]], Iterable[StoredPage]],
         first_index: int = 0,
     ) -> None:
         """Store the missing pages of a prompt in a background thread.
@@ -243,20 +247,22 @@ class PrefixStore:
             first_index: First index that `make_pages` supports. If the page before it is not
                 stored, later pages would not be found and are not stored.
         """
-        missing = []
+        missing_indices = []
         for index in range(max(first_index - 1, 0), len(keys)):
             if self.has(keys[index]):
                 continue
             if index < first_index or keys[index] in self._refused_keys:
                 keys = keys[:index]
                 break
-            missing.append(index)
-        if not missing or not self._can_write:
+            missing_indices.append(index)
+        if not missing_indices or not self._can_write:
             return
-        if sum(sum(map(len, page.rows)) for page in [*self._queue.values()]) > _MAX_QUEUED_BYTES:
+        queued_pages = list(self._queue.values())  # a copy, because the writer removes pages
+        if sum(len(row) for page in queued_pages for row in page.rows) > _MAX_QUEUED_BYTES:
             self.flush()
+        missing_keys = [keys[index] for index in missing_indices]
         try:
-            pages = dict(zip((keys[index] for index in missing), make_pages(missing), strict=True))
+            pages = dict(zip(missing_keys, make_pages(missing_indices), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
             warn_once(_NO_MEMORY_MESSAGE.format(self))
             return
@@ -277,8 +283,8 @@ class PrefixStore:
         """Wait until all pending pages are in the folder."""
         _submit(self._writer, lambda: None).result()  # this job runs after all queued jobs
 
-    def _write_pages(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
-        names = {self._get_path(key).name for key in keys}
+    def _write_pages(self, keys: Sequence[str], pages: dict[str, StoredPage]) -> None:
+        file_names = {self._get_path(key).name for key in keys}
         try:
             with self._folder.lock(self._lock_timeout) as lock_fd:
                 # A process that holds the lock this long may be suspended, so wait less next time.
@@ -289,8 +295,8 @@ class PrefixStore:
                     path = self._get_path(key)
                     if os.path.lexists(path):
                         continue  # another process has written the page
-                    contents = pack(key, page)
-                    if not self._folder.put(lock_fd, path.name, contents, names):
+                    contents = serialize_page(key, page)
+                    if not self._folder.put(lock_fd, path.name, contents, file_names):
                         break  # the prompt fills the store, but its beginning is stored
                     self.add_counts(bytes_written=len(contents))
         except MemoryError:
@@ -298,7 +304,7 @@ class PrefixStore:
         except (OSError, ImportError) as error:
             self._can_write = False
             warn_once(
-                f"{self} stores nothing from now on ({type(error).__name__}: {error}). Existing "
+                f"{self} stores nothing more ({type(error).__name__}: {error}). Existing "
                 "pages are still read"
             )
         except Exception:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..formats import LayerPlan
 from ..modeling.model_support import find_varying_rope
 from ..scales import KVScales
 from ..utils.digests import compute_digest
-from .file import Page, chain_keys
+from .file import StoredPage, chain_keys
 from .store import PrefixStore
 
 
@@ -100,8 +101,8 @@ class StoredPrompts:
         max_pages = (self._batch.length - 1) // page_size
         if not num_prompts or not max_pages or cache.host_length():
             return
-        page_keys = [*zip(*self._keys, strict=True)][:max_pages]
-        pages = self._read_pages(dict.fromkeys(key for keys in page_keys for key in keys))
+        page_keys = list(zip(*self._keys, strict=True))[:max_pages]
+        pages = self._read_pages(dict.fromkeys(chain.from_iterable(page_keys)))
         num_pages = sum(all(key in pages for key in keys) for keys in page_keys)
         while self._batch.find_boundary(num_pages * page_size) != num_pages * page_size:
             num_pages -= 1
@@ -121,10 +122,12 @@ class StoredPrompts:
 
     def undo_restore(self, error: Exception) -> None:
         """Empty the cache and refuse its restored pages, because the model cannot use them."""
-        cache, num_pages = self._cache, self.num_restored
+        cache = self._cache
         cache.reset()
-        cache.restored_tokens -= len(self._keys) * num_pages * cache.options.page_size
-        for key in dict.fromkeys(key for keys in self._keys for key in keys[:num_pages]):
+        num_pages = len(self._keys) * self.num_restored
+        cache.restored_tokens -= num_pages * cache.options.page_size
+        restored_keys = chain.from_iterable(keys[: self.num_restored] for keys in self._keys)
+        for key in dict.fromkeys(restored_keys):
             self._store.refuse(key, error)
 
     @contextmanager
@@ -135,13 +138,16 @@ class StoredPrompts:
         freed are not stored. Nothing is stored unless every layer holds exactly the prompt, because
         wrappers of a model may add tokens to it.
         """
-        store, cache = self._store, self._cache
-        if all(store.has(key) for keys in self._keys for key in keys):
+        store = self._store
+        cache = self._cache
+        if all(store.has(key) for key in chain.from_iterable(self._keys)):
             yield
             return
         # With `max_pages`, no additional pages are kept, so that a prompt fits as without a store.
         groups = () if cache.options.max_pages is not None else cache.groups.values()
-        windowed_groups = [g for g in groups if g.window is not None and not g.record_past]
+        windowed_groups = [
+            group for group in groups if group.window is not None and not group.record_past
+        ]
         try:
             for group in windowed_groups:
                 group.record_past = True
@@ -157,7 +163,7 @@ class StoredPrompts:
         for group in windowed_groups:
             group.crop(0)
 
-    def _read_pages(self, keys: Collection[str]) -> dict[str, Page]:
+    def _read_pages(self, keys: Collection[str]) -> dict[str, StoredPage]:
         """Return the pages with these keys, by key, up to the first page that is missing.
 
         The store ignores pages, with a warning, unless they have the metadata and sizes that this
@@ -165,55 +171,60 @@ class StoredPrompts:
         """
         metadata: list[serialization.Metadata] = []
         sizes: list[int] = []
-        layers = self._cache.paged_layers
         options = self._cache.options
-        cpu = torch.device("cpu")
 
-        def check(page: Page) -> None:
+        def check(page: StoredPage) -> None:
             if not metadata:
-                for layer, fields in zip(layers, page.metadata, strict=True):
-                    pool = serialization.make_pool(fields, options, layer.index, cpu)
+                layers = self._cache.paged_layers
+                for layer, pool_metadata in zip(layers, page.metadata, strict=True):
+                    pool = serialization.make_pool(
+                        pool_metadata, options, layer.index, torch.device("cpu")
+                    )
                     metadata.append(serialization.describe_pool(pool))
                     sizes.append(pool.layout.size)
-                    options.get_layer_scales(layer.index, *fields["shape"])  # or raise ScaleError
-            if page.metadata != metadata or [*map(len, page.rows)] != sizes:
+                    # Raises ScaleError for other sizes.
+                    options.get_layer_scales(layer.index, *pool_metadata["shape"])
+            if page.metadata != metadata or list(map(len, page.rows)) != sizes:
                 raise ValueError("its metadata or sizes differ from the pages of this cache")
 
         return dict(zip(keys, self._store.read(keys, check), strict=False))
 
-    def _unpack_pages(self, num_pages: int, pages: dict[str, Page]) -> PagedLayers:
+    def _unpack_pages(self, num_pages: int, pages: dict[str, StoredPage]) -> PagedLayers:
         """Return layers with the first `num_pages` pages of each prompt."""
         cache = self._cache
-        keys = self._keys
         options = cache.options
         length = num_pages * options.page_size
         metadata = next(iter(pages.values())).metadata
         indices = {key: index for index, key in enumerate(pages)}
-        layer_rows = [*zip(*(page.rows for page in pages.values()), strict=True)]  # by layer
+        rows_by_layer = list(zip(*(page.rows for page in pages.values()), strict=True))
         pages.clear()
         tensors: dict[str, torch.Tensor] = {}
         groups: list[serialization.Metadata] = []
         for group_index, (window, group) in enumerate(cache.groups.items()):
             first_token = 0 if group.record_past else group.find_first_kept(length)
             used_pages = slice(first_token // options.page_size, num_pages)
-            used_keys, table = np.unique([x[used_pages] for x in keys], return_inverse=True)
-            table = table.reshape(len(keys), -1).astype(np.int32)
+            keys = [prompt_keys[used_pages] for prompt_keys in self._keys]
+            used_keys, page_numbers = np.unique(keys, return_inverse=True)
+            table = page_numbers.reshape(len(keys), -1).astype(np.int32)
             tensors[f"groups.{group_index}.table"] = torch.from_numpy(table)
             layers = []
-            for i in (layer.index for layer in cache.paged_layers if layer.store.group is group):
-                layers.append({"index": i, "length": length, **metadata[i]})
-                rows, layer_rows[i] = layer_rows[i], ()  # to free the rows of each layer
-                tensors[f"layers.{i}.pages"] = torch.stack([rows[indices[x]] for x in used_keys])
+            group_layers = [layer for layer in cache.paged_layers if layer.store.group is group]
+            for index in (layer.index for layer in group_layers):
+                layers.append({"index": index, "length": length, **metadata[index]})
+                rows = [rows_by_layer[index][indices[key]] for key in used_keys]
+                tensors[f"layers.{index}.pages"] = torch.stack(rows)
+                rows_by_layer[index] = ()  # frees the rows of the layer
             groups.append({"window": window, "record_past": group.record_past, "layers": layers})
-        all_metadata = {"groups": groups, "open_ended": False}
-        return serialization.unpack(all_metadata, tensors, options, [], cache.config)
+        return serialization.unpack(
+            {"groups": groups, "open_ended": False}, tensors, options, [], cache.config
+        )
 
 
-def _copy_pages(layers: list[Any], row: int, indices: list[int]) -> list[Page]:
+def _copy_pages(layers: list[Any], row: int, indices: list[int]) -> list[StoredPage]:
     """Return copies of the pages of the sequence in a row of the block table, at these indices."""
     layer_rows = []
     for layer in layers:
         page_numbers = layer.store.group.table.rows[row, np.array(indices)]
         layer_rows.append(layer.store.pool.memory.take(page_numbers).cpu())
     metadata = [serialization.describe_pool(layer.store.pool) for layer in layers]
-    return [Page([*rows], metadata) for rows in zip(*layer_rows, strict=True)]
+    return [StoredPage(list(rows), metadata) for rows in zip(*layer_rows, strict=True)]

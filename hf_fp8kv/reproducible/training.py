@@ -167,8 +167,7 @@ def prepare_rounding(
         return {}
     if training != "stored":
         raise ConfigError(f"training: expected None or 'stored', got {training!r}")
-    options = cache.options
-    options.check_stored("training='stored'")
+    cache.options.check_stored("training='stored'")
     reason = ""
     if model.config.is_encoder_decoder:
         reason = "is an encoder-decoder"
@@ -181,7 +180,7 @@ def prepare_rounding(
             "training='stored': expected a decoder that uses transformers' attention registry, got "
             f"{type(model).__name__}, which {reason}. Leave training out"
         )
-    roundings = _probe_roundings(model, options, find_stock_layers(cache))
+    roundings = _probe_roundings(model, cache.options, find_stock_layers(cache))
     is_exact = all(plan.k.is_auto and plan.v.is_auto for plan in cache.plan.values())
     if is_exact and not always_paged:
         return {}

@@ -77,8 +77,7 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
         return json_object
 
     with convert_read_errors(path, f"a JSON file of at most {_MAX_JSON_BYTES} bytes"):
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
+        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
             raise ValueError(f"{size} bytes")
         content = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_object)
     if not isinstance(content, dict):

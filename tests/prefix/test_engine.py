@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.cache_allocators import cache_a
 from hf_fp8kv import ConfigError, PrefixStore, serving
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.prefix import engine_blocks as engine_module
-from hf_fp8kv.prefix.file import Page, pack
+from hf_fp8kv.prefix.file import StoredPage, serialize_page
 from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serve_process import PAGE_SIZE as SERVED_PAGE_SIZE
 from tests.helpers.serve_process import HostedServer, generate_paged, read_answer, save_chat_model
@@ -71,12 +71,11 @@ def test_a_new_engine_finds_pages_of_a_previous_engine(tmp_path: Path) -> None:
 
 def test_pages_of_different_sizes_are_stored_in_one_block(tmp_path: Path) -> None:
     """Layer 0 keeps K in the dtype of the model. With V in this dtype, blocks are different."""
-    prompts = [make_prompt(4 * PAGE_SIZE + 1)]
     for sides in ("K", "V"):
         plan = {0: PROTECTED_PLANS[sides], 1: LayerPlan.parse("int8 rotated", "int8")}
         for num_found in (0, 4 * PAGE_SIZE):
-            store_usage = run_and_compare(tmp_path, prompts, plan=plan).store_usage
-            assert store_usage.tokens_found == num_found
+            engine_run = run_and_compare(tmp_path, [make_prompt(4 * PAGE_SIZE + 1)], plan=plan)
+            assert engine_run.store_usage.tokens_found == num_found
 
 
 def test_full_pages_of_answers_are_stored(tmp_path: Path) -> None:
@@ -136,7 +135,8 @@ def test_the_engine_waits_while_blocks_are_filled(
         (allocator,) = cache.cache_allocators.values()
         while allocator.block_table:  # blocks of a request are freed after its answer
             time.sleep(0.01)
-        num_used, num_filled = count_used_blocks(allocator), list[int]()
+        num_used = count_used_blocks(allocator)
+        num_filled: list[int] = []
 
         def record_blocks(_: Any) -> None:
             num_filled.append(count_used_blocks(allocator) - num_used)
@@ -170,13 +170,13 @@ def test_unsupported_stores_are_refused(
     "make_page",
     [
         None,  # a truncated file
-        lambda row: Page([row[:-1]], None),
-        lambda row: Page([row], []),
-        lambda row: Page([row, row.clone()], None),
+        lambda row: StoredPage([row[:-1]], None),
+        lambda row: StoredPage([row], []),
+        lambda row: StoredPage([row, row.clone()], None),
     ],
 )
 def test_invalid_files_are_recomputed(
-    make_page: Callable[[torch.Tensor], Page] | None, tmp_path: Path
+    make_page: Callable[[torch.Tensor], StoredPage] | None, tmp_path: Path
 ) -> None:
     prompt = make_prompt(4 * PAGE_SIZE)
     run_prompts(tmp_path, [prompt])
@@ -184,24 +184,25 @@ def test_invalid_files_are_recomputed(
         contents = path.read_bytes()[:-1]
         if make_page is not None:
             (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
-            contents = pack(path.stem, make_page(page.rows[0]))
+            contents = serialize_page(path.stem, make_page(page.rows[0]))
         path.write_bytes(contents)
     assert run_and_compare(tmp_path, [prompt]).store_usage.files_refused == 1
     assert run_prompts(tmp_path, [prompt]).store_usage.hits == 1
 
 
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
-    model, folder = save_chat_model(tmp_path / "model"), tmp_path / "store"
+    model = save_chat_model(tmp_path / "model")
     question = "is this the same beginning for two servers, or is it another one for each of them?"
-    request_body = {
-        "model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 8,
-        "temperature": 0,
-    }  # fmt: skip
-    answers, store_tokens = [], []
-    options = (model, "--prefix-store", str(folder))
+    answers = []
+    store_tokens = []
+    options = (model, "--prefix-store", str(tmp_path / "store"))
     with HostedServer(*options) as first_server, HostedServer(*options) as second_server:
         for server in (first_server, second_server):
-            answers.append(read_answer(server.answer("/v1/chat/completions", **request_body)))
+            response = server.answer(
+                "/v1/chat/completions", model=model, max_tokens=8, temperature=0,
+                messages=[{"role": "user", "content": question}],
+            )  # fmt: skip
+            answers.append(read_answer(response))
             store_tokens.append(server.metrics()["store_tokens_total"])
     assert answers[0] == answers[1] == generate_paged(model, question, 8)
     # The prompt is "u:", the question and ";a:". Its last token is always computed.

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import functools
 import io
+import operator
 import os
 import pickle
 import shutil
@@ -29,7 +30,7 @@ from transformers import LlavaConfig
 from benchmarks.shared import make_environment
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, LayerScales, PrefixStore, enable
 from hf_fp8kv.modeling.tensor_parallel import TensorParallel
-from hf_fp8kv.prefix.file import Page, pack
+from hf_fp8kv.prefix.file import StoredPage, serialize_page
 from hf_fp8kv.prefix.stored_pages import check_store
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import require_wide_margins
@@ -79,6 +80,11 @@ class StoreUser:
         return num_computed
 
 
+@pytest.fixture
+def user(tmp_path: Path) -> StoreUser:
+    return StoreUser(tmp_path)
+
+
 def make_ids(num_tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, 98, (rows, num_tokens), generator=torch.Generator().manual_seed(seed))
 
@@ -126,7 +132,8 @@ def test_a_new_process_computes_the_remaining_tokens(name: str, tmp_path: Path) 
 
 def test_rows_of_a_batch_share_a_folder(tmp_path: Path) -> None:
     name = "sliding_and_full"
-    ids, mask = make_ids(49, rows=3), torch.ones(3, 49, dtype=torch.long)
+    ids = make_ids(49, rows=3)
+    mask = torch.ones_like(ids)
     ids[1, :5] = mask[1, :5] = 0
     user = StoreUser(tmp_path, name)
     assert user.check_answer(ids[:, :45], attention_mask=mask[:, :45]) == 45
@@ -155,7 +162,8 @@ def test_a_recording_cache_restores_tokens_before_the_window(tmp_path: Path) -> 
 
 def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
     user = StoreUser(tmp_path, "gqa")
-    cache, ids = user.make_cache(), make_ids(20)
+    cache = user.make_cache()
+    ids = make_ids(20)
     for turn in range(3):
         answer = user.model.generate(ids, past_key_values=cache, **GREEDY)
         ids = torch.cat([answer, make_ids(8, seed=turn)], 1)
@@ -165,18 +173,20 @@ def test_a_chat_stores_its_answers(tmp_path: Path) -> None:
 
 
 def make_scales(factor: float = 1.0, center: float = 0.1) -> KVScales:
-    v, k_center = torch.full((2, 16), 0.03 * factor), torch.full((2, 16), center)
-    layers = {i: LayerScales(torch.full((2, 16), 0.02 + 0.01 * i), v, k_center) for i in (0, 1)}
-    return KVScales(layers, "hf_fp8kv")
+    first_scale, second_scale, v_scale, k_center = (
+        torch.full((2, 16), value) for value in (0.02, 0.03, 0.03 * factor, center)
+    )
+    layers = [LayerScales(scale, v_scale, k_center) for scale in (first_scale, second_scale)]
+    return KVScales(dict(enumerate(layers)), "hf_fp8kv")
 
 
-def test_changed_weights_find_no_pages(tmp_path: Path) -> None:
+def test_changed_weights_find_no_pages(user: StoreUser) -> None:
     """No page is found if a single value of any weight changed, in place or in a new tensor."""
     ids = make_ids(30)
-    user = StoreUser(tmp_path)
     assert user.check_answer(ids) == 30
     # Every third parameter, which includes all kinds in both layers.
-    for number, (name, weight) in enumerate([*user.model.named_parameters()][::3]):
+    parameters = list(user.model.named_parameters())
+    for number, (name, weight) in enumerate(parameters[::3]):
         weight.detach().view(-1)[37 * number % weight.numel()] += 0.01
         assert [user.check_answer(ids) for _ in range(2)] == [30, 6], name
     module = user.model.model.layers[1].mlp.up_proj
@@ -193,8 +203,8 @@ _adapter_hook = types.FunctionType(
 )
 
 
-def test_pages_of_other_adapters_are_not_found(tmp_path: Path) -> None:
-    user, ids = StoreUser(tmp_path), make_ids(30)
+def test_pages_of_other_adapters_are_not_found(user: StoreUser) -> None:
+    ids = make_ids(30)
     for name in ("first", "second"):
         handle = user.model.model.layers[0].mlp.register_forward_pre_hook(
             partial(_adapter_hook, adapter_names=[name]), with_kwargs=True
@@ -221,8 +231,7 @@ def test_different_options_find_no_pages(tmp_path: Path) -> None:
     assert max(user.check_answer(ids) for user in users) < 30
 
 
-def test_tokens_that_may_differ_from_the_prompt_are_not_stored(tmp_path: Path) -> None:
-    user = StoreUser(tmp_path)
+def test_tokens_that_may_differ_from_the_prompt_are_not_stored(user: StoreUser) -> None:
     cache = user.make_cache()
     ids = make_ids(40)
     with torch.no_grad():
@@ -291,7 +300,9 @@ CODE_CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook of all modules": lambda _: register_module_forward_hook(lambda *_: None),
     "a forward": _replace_forward,
     "a forward under accelerate": _replace_under_accelerate,
-    "a hook in accelerate": lambda x: add_hook_to_module(x.model.layers[0].mlp, _ScaleOutput()),
+    "a hook in accelerate": lambda model: add_hook_to_module(
+        model.model.layers[0].mlp, _ScaleOutput()
+    ),
     "more tokens": _add_tokens_in_method,
     "more tokens by PEFT": partial(_add_tokens_in_method, package="peft.peft_model"),
 }
@@ -319,16 +330,14 @@ def test_code_that_may_change_hidden_states_disables_the_store(
 
 
 @pytest.mark.parametrize("weight", [torch.empty(0), torch.empty(2, device="meta")])
-def test_weights_outside_this_process_are_refused(weight: torch.Tensor, tmp_path: Path) -> None:
+def test_weights_outside_this_process_are_refused(weight: torch.Tensor, user: StoreUser) -> None:
     """accelerate may offload weights, and DeepSpeed may store weights in other processes."""
-    user = StoreUser(tmp_path)
     user.model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight)
     with pytest.raises(ConfigError, match="expected all weights in this process"):
         user.enable()
 
 
-def test_tokens_added_by_a_model_are_not_stored(tmp_path: Path) -> None:
-    user = StoreUser(tmp_path)
+def test_tokens_added_by_a_model_are_not_stored(user: StoreUser, tmp_path: Path) -> None:
     _add_tokens_in_class(user.model)
     cache = user.make_cache()
     answer = user.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
@@ -339,8 +348,7 @@ def test_tokens_added_by_a_model_are_not_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_training", [False, True], ids=["weights", "training"])
-def test_a_model_may_change_during_a_chat(is_training: bool, tmp_path: Path) -> None:
-    user = StoreUser(tmp_path)
+def test_a_model_may_change_during_a_chat(is_training: bool, user: StoreUser) -> None:
     cache = user.make_cache()
     user.model.train(is_training)
     answer = user.model.generate(make_ids(40), past_key_values=cache, **GREEDY)
@@ -354,7 +362,7 @@ def test_a_model_may_change_during_a_chat(is_training: bool, tmp_path: Path) -> 
     assert user.check_answer(extended) == extended.shape[1] - 48
 
 
-def _accept_page(_page: Page) -> None:
+def _accept_page(_page: StoredPage) -> None:
     """Accept every page."""
 
 
@@ -375,9 +383,9 @@ FORGERIES: list[Callable[[Any, Any], Any]] = [
     edit_layer(dtypes=["load", "save"]), edit_layer(dtypes=["int64", 3]), edit_layer(dtypes=None),
     edit_layer(shape=[2**40, 0, 0]), edit_layer(shape=[-2, 16, 16]), edit_layer(shape=["2", 1, 1]),
     edit_layer(shape=[2**31 - 1] * 3), edit_layer(index=0),
-    edit_row(lambda x: [x[None]]), edit_row(lambda x: [x.view(torch.int8)]),
-    edit_row(lambda x: [torch.cat([x, x])]), edit_row(lambda x: []),
-    edit_row(lambda x: [x, x.clone()]),
+    edit_row(lambda row: [row[None]]), edit_row(lambda row: [row.view(torch.int8)]),
+    edit_row(lambda row: [torch.cat([row, row])]), edit_row(lambda row: []),
+    edit_row(lambda row: [row, row.clone()]),
 ]  # fmt: skip
 
 
@@ -386,9 +394,9 @@ def forge(change: Callable[[Any, Any], Any]) -> Damage:
 
     def damage(path: Path, _: Path) -> None:
         (page,) = PrefixStore(path.parent).read([path.stem], _accept_page)
-        rows = [*page.rows]
-        metadata = change(rows, copy.deepcopy(page.metadata))
-        path.write_bytes(pack(path.stem, Page(rows, metadata)))
+        rows = list(page.rows)
+        changed_page = StoredPage(rows, change(rows, copy.deepcopy(page.metadata)))
+        path.write_bytes(serialize_page(path.stem, changed_page))
 
     return damage
 
@@ -402,11 +410,14 @@ def replace_by_link(target: str) -> Damage:
 
 
 def flip_bit(index: int) -> Damage:
-    return rewrite_file(lambda x: x[:index] + bytes([x[index] ^ 1]) + x[index + 1 :])
+    def flip(contents: bytes) -> bytes:
+        return contents[:index] + bytes([contents[index] ^ 1]) + contents[index + 1 :]
+
+    return rewrite_file(flip)
 
 
 DAMAGES: list[Damage] = [
-    *(rewrite_file(lambda contents, size=size: contents[:size]) for size in (0, 300, -1)),
+    *(rewrite_file(operator.itemgetter(slice(size))) for size in (0, 300, -1)),
     *map(flip_bit, (0, 60, -40)),  # in the length of the header, in the header, and in the data
     *map(forge, FORGERIES),
     # A page of another model, and another page of this model.
@@ -431,7 +442,9 @@ def list_keys(folder: Path) -> list[str]:
 
 
 def test_invalid_files_are_recomputed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, other_folder, ids = tmp_path / "store", tmp_path / "other", make_ids(40)
+    folder = tmp_path / "store"
+    other_folder = tmp_path / "other"
+    ids = make_ids(40)
     StoreUser(folder, "sliding").check_answer(ids)
     StoreUser(other_folder, "sliding", dtype="fp8").check_answer(ids)
     shutil.copy(folder / f"{list_keys(folder)[0]}.safetensors", other_folder / "good")
@@ -445,7 +458,7 @@ def test_invalid_files_are_recomputed(tmp_path: Path, caplog: pytest.LogCaptureF
         assert sum("is not a page" in message for message in caplog.messages) == 1, case
         assert user.check_answer(ids, max_new_tokens=1) == 8, case
         assert not path.is_symlink()
-        assert [*user.store.read([path.stem], _accept_page)], "the page was not stored again"
+        assert list(user.store.read([path.stem], _accept_page)), "the page was not stored again"
     assert user.store.usage().files == 5
 
 
@@ -454,9 +467,10 @@ def _set_sizes(num_heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any
 
     def change(rows: list[torch.Tensor], metadata: Any) -> Any:
         for index, layer_metadata in enumerate(metadata):
-            has_scales = len(rows[index]) > 2 * PAGE_SIZE * 2 * 16
+            # Codes of K and V of 2 heads of 16 channels, without or with two scales of 2 bytes.
+            scale_bytes = 4 if len(rows[index]) > 2 * PAGE_SIZE * 2 * 16 else 0
             layer_metadata.update(shape=[num_heads, dim, dim], dtypes=[dtype] * 2)
-            num_bytes = num_heads * PAGE_SIZE * (2 * dim + 4 * has_scales)
+            num_bytes = num_heads * PAGE_SIZE * (2 * dim + scale_bytes)
             rows[index] = torch.ones(num_bytes, dtype=torch.uint8)
         return metadata
 
@@ -493,9 +507,10 @@ def test_pages_of_a_different_model_are_refused(
 
 
 def test_a_different_process_may_store_the_pages_first(tmp_path: Path) -> None:
-    stores, pages = [PrefixStore(tmp_path) for _ in "ab"], [Page([make_row(3)], {})]
+    stores = [PrefixStore(tmp_path) for _ in range(2)]
+    pages = [StoredPage([make_row(3)], {})]
 
-    def copy_pages(_: list[int]) -> list[Page]:
+    def copy_pages(_: list[int]) -> list[StoredPage]:
         stores[1].write(["a" * 64], lambda _: pages)
         stores[1].flush()
         return pages
@@ -517,7 +532,8 @@ def test_an_unreadable_file_is_kept(
 ) -> None:  # fmt: skip
     """The file may be intact, so it is ignored, and kept for processes that can read it."""
     StoreUser(tmp_path).check_answer(make_ids(40))
-    user, os_open = StoreUser(tmp_path), os.open
+    user = StoreUser(tmp_path)
+    os_open = os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
         if str(path).endswith(".safetensors"):
@@ -586,10 +602,9 @@ def test_a_copy_without_memory_is_not_stored(
 
 
 def test_pages_queued_for_writing_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    user: StoreUser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 60.0)
-    user = StoreUser(tmp_path)
     with hold_lock(tmp_path):
         answers = [user.model.generate(make_ids(40), **GREEDY) for _ in range(2)]
         assert not list_files(tmp_path)
@@ -601,7 +616,7 @@ def test_pages_queued_for_writing_are_found(
 
 def store_pages(store: PrefixStore, num_pages: int, seed: int = 0) -> list[str]:
     keys = [f"{seed:032x}{number:032x}" for number in range(num_pages)]
-    store.write(keys, lambda indices: [Page([make_row(i)], {"index": i}) for i in indices])
+    store.write(keys, lambda indices: [StoredPage([make_row(n)], {"index": n}) for n in indices])
     return keys
 
 
@@ -699,23 +714,20 @@ def test_pages_are_read_in_order(
     store = PrefixStore(tmp_path)
     keys = store_pages(store, missing_index)
     store.flush()
-    requested_keys = (key for key in [*keys, *("b" * 64 for _ in range(9))])
-    pages = [*PrefixStore(tmp_path).read(requested_keys, _accept_page)]
+    requested_keys = iter([*keys, *["b" * 64] * 9])
+    pages = list(PrefixStore(tmp_path).read(requested_keys, _accept_page))
     assert [page.metadata["index"] for page in pages] == list(range(missing_index))
     for index, page in enumerate(pages):
         assert torch.equal(page.rows[0], make_row(index))
-    assert len([*requested_keys]) >= 9 - 3, "too many keys were looked up"
+    assert len(list(requested_keys)) >= 9 - 3, "too many keys were looked up"
 
 
 @pytest.mark.parametrize("num_allowed", [0, 2])
 def test_pages_are_written_and_read_if_no_thread_starts(
     num_allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = threading.Thread.start
-    start_or_fail = mock.Mock(
-        side_effect=[*[mock.DEFAULT] * num_allowed, *[RuntimeError("can't start new thread")] * 99],
-        wraps=start,
-    )
+    effects = [mock.DEFAULT] * num_allowed + [RuntimeError("can't start new thread")] * 99
+    start_or_fail = mock.Mock(side_effect=effects, wraps=threading.Thread.start)
     monkeypatch.setattr(threading.Thread, "start", lambda thread: start_or_fail(thread))
     store = PrefixStore(tmp_path)
     keys = store_pages(store, 20)
@@ -725,10 +737,11 @@ def test_pages_are_written_and_read_if_no_thread_starts(
     assert [page.metadata["index"] for page in pages] == list(range(20))
 
 
-def test_a_slow_writer_delays_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_writer_delays_only_once(
+    user: StoreUser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hf_fp8kv.prefix.store._LOCK_SECONDS", 0.05)
     monkeypatch.setattr("hf_fp8kv.prefix.store._SHORT_LOCK_SECONDS", 0.0)
-    user = StoreUser(tmp_path)
     with hold_lock(tmp_path):
         assert user.check_answer(make_ids(40)) == 40
         assert not list_files(tmp_path)
@@ -787,7 +800,7 @@ def test_killed_writers_leave_valid_files() -> None:
         ("gqa", "a tensor-parallel model", {"tensor_parallel": TensorParallel(0, 2)}),
         ("gqa", "layers of other kinds", {"skip_layers": [0]}),
         ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
-        ("gqa", "reuse_prefix=True", {"reuse_prefix": False}),
+        ("gqa", "got reuse_prefix=False. Leave", {"reuse_prefix": False}),
         ("cross_attention", "encoder-decoder", {}),
     ],
     ids=str,
@@ -800,8 +813,8 @@ def test_caches_that_cannot_be_stored_are_refused(
         enable(model, **{"prefix_store": PrefixStore(tmp_path), **keywords})
 
 
-def test_caches_of_the_caller_use_the_store_or_are_refused(tmp_path: Path) -> None:
-    user, ids = StoreUser(tmp_path), make_ids(40)
+def test_caches_of_the_caller_use_the_store_or_are_refused(user: StoreUser, tmp_path: Path) -> None:
+    ids = make_ids(40)
     for keywords in ({}, {"prefill": "stored", "config": None}):
         cache = FP8PagedCache(**{"config": user.model, **keywords})
         with pytest.raises(ConfigError, match=r"Make the cache with prefill|with a config"):
@@ -819,9 +832,8 @@ def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
     options = FP8PagedCache(model, prefill="stored").options
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     nested_rope = {"sliding_attention": {"rope_type": "default"}, "": rope}
-    for config, parameters in (
-        (model.config, rope), (LlavaConfig(text_config=model.config), nested_rope)
-    ):  # fmt: skip
+    llava_config = LlavaConfig(text_config=model.config)
+    for config, parameters in ((model.config, rope), (llava_config, nested_rope)):
         config.get_text_config().rope_parameters = parameters
         with pytest.raises(ConfigError, match="dynamic"):
             check_store(PrefixStore(tmp_path), options, config)

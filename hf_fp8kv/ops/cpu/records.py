@@ -105,8 +105,7 @@ def list_broadcast_fields(tensor: Tensor | None) -> tuple[int, ...]:
 
 def make_rows_contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if its last axis is not contiguous."""
-    is_contiguous = tensor.stride(-1) == 1 or tensor.shape[-1] < 2
-    return tensor if is_contiguous else tensor.contiguous()
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
 
 
 @functools.cache

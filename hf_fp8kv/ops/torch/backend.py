@@ -74,9 +74,12 @@ def attend(
     chunk_tokens = LATENT_CHUNK_TOKENS if has_long_chunks else CHUNK_TOKENS
     chunk_size = max(chunk_tokens // pages.page_size, 1) * pages.page_size
     # Without a position from `start` on, there is nothing to attend to.
-    first_chunk = visible_start // chunk_size * chunk_size
-    last_stop = visible_stop if visible_start < visible_stop else first_chunk
-    for page_start in range(first_chunk, last_stop, chunk_size):
+    page_starts = (
+        range(visible_start // chunk_size * chunk_size, visible_stop, chunk_size)
+        if visible_start < visible_stop
+        else range(0)
+    )
+    for page_start in page_starts:
         chunk_start = max(page_start, visible_start)
         chunk_stop = min(page_start + chunk_size, visible_stop)
         columns = slice(chunk_start - start, chunk_stop - start)

@@ -357,7 +357,6 @@ def _attend_tile(
     """Add tile `j` to acc, m_i and l_i. MASKED means that part of it is hidden from some row."""
     K_CODEC: tl.constexpr = CALL.k_codec
     V_CODEC: tl.constexpr = CALL.v_codec
-    ROWS: tl.constexpr = CALL.config.rows
     TILE: tl.constexpr = CALL.config.masked_tile if MASKED else CALL.config.tile
     position = j * TILE + tl.arange(0, TILE)
     k_codes, v_codes, word_ptrs = load_codes(
@@ -381,7 +380,7 @@ def _attend_tile(
         rope_part = _decode_latents(v_codes, None, V_CODEC)
         # Products that depend on each other are laid out together: all groups of four warps would
         # compute the same logits. Only a block separates them, so its condition is always true.
-        weights = tl.zeros([ROWS, TILE], K_CODEC.operand_dtype)
+        weights = tl.zeros([CALL.config.rows, TILE], K_CODEC.operand_dtype)
         alpha = m_i
         if j >= 0 if CALL.config.isolated else True:
             q, factor, q_rope, v_factor = query

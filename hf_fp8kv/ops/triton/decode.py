@@ -49,9 +49,11 @@ def describe_layout(
     """
     scaling, causal, window, softcap, _, mask, bias, _, latent, deterministic = spec
     # Complete masks and biases are not recorded. They are rare in decoding, and more of their
-    # strides change with each step.
-    is_dense = bias is not None or (mask is not None and not _is_compact(mask))
-    if is_dense or not supports_call(query, pages, spec):
+    # strides change with each step. A compact mask is `[B, 1, 1, N]`.
+    is_compact = mask is None or (
+        mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
+    )
+    if bias is not None or not is_compact or not supports_call(query, pages, spec):
         return None
     return (
         describe_shape(query),
@@ -95,11 +97,6 @@ def supports_call(query: torch.Tensor, pages: Pages, spec: AttentionSpec) -> boo
     if spec.latent:
         return num_tokens <= MAX_DECODE_TOKENS
     return num_query_heads // pages.num_heads * num_tokens <= MAX_DECODE_ROWS
-
-
-def _is_compact(mask: torch.Tensor) -> bool:
-    """Return whether a mask is `[B, 1, 1, N]` and contiguous in its last axis."""
-    return mask.shape[1:3] == (1, 1) and (mask.stride(3) == 1 or mask.shape[3] == 1)
 
 
 def attend(

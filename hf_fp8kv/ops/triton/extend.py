@@ -65,8 +65,9 @@ def _widen_pages(args: AttentionArgs, pages: Pages, config: LaunchConfig) -> Pag
         * copies above `MAX_WIDENED_BYTES`
     """
     workload = args.workload
-    num_blocks = cdiv(workload.rows, config.rows)
-    is_small = num_blocks < MIN_WIDENED_BLOCKS or args.stop < MIN_WIDENED_TOKENS
+    is_small = (
+        cdiv(workload.rows, config.rows) < MIN_WIDENED_BLOCKS or args.stop < MIN_WIDENED_TOKENS
+    )
     if is_small or args.start or args.window or not get_family(args.target).has_warp_groups:
         return None
     may_spill = workload.has_float32_operands or workload.is_latent or workload.has_query_masks

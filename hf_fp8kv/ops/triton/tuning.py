@@ -317,10 +317,12 @@ def choose_extend_config(target: Target, workload: Workload) -> LaunchConfig:
     is_float32 = workload.has_float32_operands
     config = _look_up(_EXTEND_FLOAT32 if is_float32 else family.extend, workload.width)
     lacks_registers = not is_float32 and not family.has_warp_groups
-    stages = config.stages + 1 if workload.is_widened else config.stages
-    if lacks_registers and workload.has_16_bit_side:
-        stages = max(1, stages - 1)
-    config = replace(config, stages=stages, masked_tile=max(16, config.tile // 2))
+    num_removed = 1 if lacks_registers and workload.has_16_bit_side else 0
+    config = replace(
+        config,
+        stages=max(1, config.stages + (1 if workload.is_widened else 0) - num_removed),
+        masked_tile=max(16, config.tile // 2),
+    )
     if family.has_warp_groups and not is_float32:
         config = _share_tiles(config, workload)
     if lacks_registers and target.is_nvidia and workload.has_query_masks:
