@@ -166,8 +166,10 @@ def test_calls_that_are_not_captured_run_eagerly(keywords: Any, options: Any) ->
 
 def test_a_budget_without_room_for_reserved_pages_leaves_an_eager_call() -> None:
     # The call reserves pages for 100 tokens.
-    keywords = {"max_new_tokens": 100, "stopping_criteria": [MaxLengthCriteria(30)]}
-    step = compare(lambda: build_variant("gqa"), options={"max_pages": 10}, **keywords)
+    step = compare(
+        lambda: build_variant("gqa"), options={"max_pages": 10}, max_new_tokens=100,
+        stopping_criteria=[MaxLengthCriteria(30)],
+    )  # fmt: skip
     assert "max_pages" in step.reason
 
 
@@ -314,10 +316,9 @@ def test_an_exception_in_a_processor_leaves_a_growing_cache() -> None:
         run_captured(model, inputs, past_key_values=cache, logits_processor=[fail])
     assert not cache.is_compileable
     assert cache.host_length() == cache.fork().host_length() == 25
-    expected = run_eagerly(model, inputs)
     cache.reset()
     actual, step = run_captured(model, inputs, past_key_values=cache)
-    assert_equal(actual, expected)
+    assert_equal(actual, run_eagerly(model, inputs))
     assert step.num_replays > 0
 
 
@@ -334,9 +335,10 @@ def test_a_cache_that_changes_between_steps_is_captured_again(
         "reorder": lambda: cache.reorder_cache(torch.tensor([0, 1])),
     }
     expected = run_eagerly(model, inputs, max_new_tokens=48)
-    criteria = [run_at(25, actions[operation])]
-    keywords = {"past_key_values": cache, "stopping_criteria": criteria, "max_new_tokens": 48}
-    actual, step = run_captured(model, inputs, **keywords)
+    actual, step = run_captured(
+        model, inputs, past_key_values=cache, max_new_tokens=48,
+        stopping_criteria=[run_at(25, actions[operation])],
+    )  # fmt: skip
     assert_equal(actual, expected)
     # The step after the change is eager. Then two steps are described, and a third is captured.
     assert step.num_replays == 47 - 3 - 4
@@ -352,9 +354,8 @@ def test_a_preallocated_cache_that_swaps_sequences_is_captured_again() -> None:
         swap = run_at(25, lambda: cache.reorder_cache(torch.tensor([1, 0])))
         return call(model, inputs, past_key_values=cache, stopping_criteria=[swap])
 
-    expected = run(run_eagerly)
     actual, step = run(run_captured)
-    assert_equal(actual, expected)
+    assert_equal(actual, run(run_eagerly))
     assert step.num_replays == NEW_TOKENS - 1 - 6
 
 
@@ -374,8 +375,9 @@ def test_threads_have_their_own_graphs() -> None:
 def test_a_prefix_store_works_with_captured_steps(tmp_path: Path) -> None:
     """The captured call restores the pages that the eager call has stored."""
     store = PrefixStore(tmp_path)
-    options = {"prefix_store": store, "prefill": "stored"}
-    step = compare(lambda: build_variant("gqa"), options=options)
+    step = compare(
+        lambda: build_variant("gqa"), options={"prefix_store": store, "prefill": "stored"}
+    )
     assert step.num_replays == NEW_TOKENS - 4
     assert store.usage().tokens_found > 0
 
@@ -465,8 +467,9 @@ def test_reserved_pages_are_bounded(num_reserved: int, monkeypatch: pytest.Monke
         return torch.zeros(len(ids), dtype=torch.bool)
 
     prompt = {"input_ids": torch.arange(600).reshape(2, 300) % 90 + 1}
-    keywords = {"stopping_criteria": [count_pages], "past_key_values": cache, "max_new_tokens": 120}
-    _, step = run_captured(model, prompt, **keywords)
+    _, step = run_captured(
+        model, prompt, past_key_values=cache, max_new_tokens=120, stopping_criteria=[count_pages]
+    )
     assert step.num_replays > 100
     num_pages = 2 * 2 * (420 + num_reserved) / 8  # of two layers and two sequences
     assert max(page_counts) <= 1.15 * num_pages

@@ -27,13 +27,16 @@ class StoredPrompt:
         self, num_tokens: int = NUM_TOKENS, *, query_dtype: torch.dtype = torch.bfloat16,
         deterministic: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        options = {"dtype": "fp8_e3m4", "prefill": "stored", "page_size": 16, **options}
-        self.cache = FP8PagedCache(make_config(HEADS), backend="torch", **options)
+        self.cache = FP8PagedCache(
+            make_config(HEADS), dtype="fp8_e3m4", prefill="stored", page_size=16, backend="torch",
+            **options,
+        )  # fmt: skip
         self.layer = AttentionLayer(2).eval()
         if deterministic:
             DETERMINISTIC.set(self.layer, True)
-        query = torch.randn(BATCH, HEADS.num_query_heads, num_tokens, HEADS.dim)
-        self.query = query.to(query_dtype)
+        self.query = torch.randn(
+            BATCH, HEADS.num_query_heads, num_tokens, HEADS.dim, dtype=query_dtype
+        )
         self.add_tokens(num_tokens)
 
     def add_tokens(self, num_tokens: int) -> None:
@@ -41,9 +44,10 @@ class StoredPrompt:
         self.key, self.value = self.cache.update(*states, 0)
 
     def attend(self, mask: Any = None, **keywords: Any) -> torch.Tensor:
-        attend = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
         keywords = {"sliding_window": None, **keywords}
-        return attend(self.layer, self.query, self.key, self.value, mask, **keywords)[0]
+        return ALL_ATTENTION_FUNCTIONS["fp8_paged"](
+            self.layer, self.query, self.key, self.value, mask, **keywords
+        )[0]
 
 
 @pytest.fixture
@@ -136,8 +140,9 @@ def test_prompts_prefer_cudnn_on_an_h100(
     def attend(num_tokens: int, mask: Any = None, **keywords: Any) -> None:
         query = torch.randn(1, HEADS.num_query_heads, num_tokens, HEADS.dim)
         key = query[:, : HEADS.num_kv_heads]
-        attention = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
-        attention(AttentionLayer(2).eval(), query, key, key, mask, **keywords)
+        ALL_ATTENTION_FUNCTIONS["fp8_paged"](
+            AttentionLayer(2).eval(), query, key, key, mask, **keywords
+        )
 
     with torch.no_grad():
         attend(512)

@@ -87,9 +87,9 @@ class Chat:
         # These prompts are longer than the cached text, and share 0 and 33 tokens with it.
         shared_prompt = torch.cat([first_ids[:, :33], third_ids[:, :90]], 1)
         self.later_prompts = third_ids[:, :110], shared_prompt
-        margins = {"logits_processor": require_wide_margins(1e-5)}
         self.answers = [
-            self.generate(self.make_cache(), ids, **margins) for ids in self.later_prompts
+            self.generate(self.make_cache(), ids, logits_processor=require_wide_margins(1e-5))
+            for ids in self.later_prompts
         ]
         self.folder = folder
         # A crop frees most pages and renumbers the remaining pages. Windows allow only short crops.
@@ -127,8 +127,8 @@ class Chat:
             assert_same(answer, expected, point)
 
 
-MakeCache = Callable[[Chat], FP8PagedCache]
-CALLS: dict[str, tuple[MakeCache, Callable[[Chat, FP8PagedCache], Any]]] = {
+# A function that makes a cache, and a call of the cache.
+CALLS: dict[str, tuple[Callable[[Chat], FP8PagedCache], Callable[[Chat, FP8PagedCache], Any]]] = {
     "first prompt": (Chat.make_cache, lambda chat, cache: chat.generate(cache, chat.first_prompt)),
     "next prompt": (Chat.fill_cache, lambda chat, cache: chat.generate(cache, chat.next_prompt)),
     "beams": (
@@ -153,14 +153,18 @@ SLOW_CALLS = ("first prompt", "beams", "restore")
 # line, at its first run and, in fast calls, also at its last run. Cases share most lines, so each
 # case begins at a different line.
 STRIDE = 15
-PARAMETERS = [(*case, 20, 0) for case in CASES[1:7:2]]
-PARAMETERS += [
-    pytest.param(*case, 0, 2 * number % STRIDE, marks=pytest.mark.full)
-    for number, case in enumerate(CASES)
-]
 
 
-@pytest.mark.parametrize(("name", "kind", "call", "sample_size", "first_index"), PARAMETERS)
+@pytest.mark.parametrize(
+    ("name", "kind", "call", "sample_size", "first_index"),
+    [
+        *((*case, 20, 0) for case in CASES[1:7:2]),
+        *(
+            pytest.param(*case, 0, 2 * number % STRIDE, marks=pytest.mark.full)
+            for number, case in enumerate(CASES)
+        ),
+    ],
+)
 def test_an_interrupt_at_any_line_leaves_a_usable_cache(
     name: str, kind: str, call: str, sample_size: int, first_index: int, tmp_path: Path
 ) -> None:
@@ -222,14 +226,14 @@ FAULT_CASES = [
         )
     ),
 ]  # fmt: skip
-FAULT_PARAMETERS = [
-    *((*case, 4) for case in FAULT_CASES[:6]),
-    *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FAULT_CASES),
-]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "call", "failing_functions", "sample_size"), FAULT_PARAMETERS
+    ("name", "kind", "call", "failing_functions", "sample_size"),
+    [
+        *((*case, 4) for case in FAULT_CASES[:6]),
+        *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FAULT_CASES),
+    ],
 )
 def test_a_failed_allocation_or_file_operation_leaves_a_usable_cache(
     name: str,

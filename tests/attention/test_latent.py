@@ -67,8 +67,9 @@ def watch() -> Iterator[Watch]:
 
 def generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, Any]:
     options = {"max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, **options}
-    outputs = {"output_logits": True, "return_dict_in_generate": True}
-    output = model.generate(**inputs, past_key_values=cache, **options, **outputs)
+    output = model.generate(
+        **inputs, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options
+    )
     return output.sequences, torch.stack(output.logits, 1)
 
 
@@ -78,13 +79,12 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def assert_same_outputs(actual: Any, expected: Any) -> None:
     assert torch.equal(actual[0], expected[0])
-    std = float(expected[1].std())
-    torch.testing.assert_close(actual[1], expected[1], atol=LOGITS_TOLERANCE * std, rtol=0)
+    tolerance = LOGITS_TOLERANCE * float(expected[1].std())
+    torch.testing.assert_close(actual[1], expected[1], atol=tolerance, rtol=0)
 
 
 def generate_stock(model: Any, inputs: Any, **options: Any) -> Any:
-    cache = DynamicCache(config=model.config.get_text_config())
-    return generate(model, inputs, cache, **options)
+    return generate(model, inputs, DynamicCache(config=model.config.get_text_config()), **options)
 
 
 def make_cache(model: Any, **options: Any) -> FP8PagedCache:
@@ -95,14 +95,15 @@ def make_cache(model: Any, **options: Any) -> FP8PagedCache:
 # One family of each kind: plain, with windows, with an indexer, and with layers that read
 # the latents of another layer or have no RoPE part.
 FAST_FAMILIES = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
-OTHER_FAMILIES = [
-    pytest.param(family, marks=pytest.mark.full)
-    for family in FAMILIES
-    if family not in FAST_FAMILIES
-]
 
 
-@pytest.mark.parametrize("name", [*FAST_FAMILIES, *OTHER_FAMILIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        family if family in FAST_FAMILIES else pytest.param(family, marks=pytest.mark.full)
+        for family in FAMILIES
+    ],
+)
 def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
     model, inputs = copy_model(name)
     expected = generate_stock(model, inputs)
@@ -115,13 +116,14 @@ def test_all_families_give_the_same_tokens(name: str, watch: Watch) -> None:
         assert watch.path_counts["fused, latent"] == num_reads
 
 
-FAST_CASES: list[tuple[str, dict[str, int]]] = [
-    *((name, {}) for name in FAST_FAMILIES[::2]),
-    *((name, {"max_cache_len": 40}) for name in FAST_FAMILIES[1::2]),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), FAST_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in FAST_FAMILIES[::2]),
+        *((name, {"max_cache_len": 40}) for name in FAST_FAMILIES[1::2]),
+    ],
+    ids=str,
+)
 @torch.no_grad()
 def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Watch) -> None:
     model, _ = copy_model(name)
@@ -134,8 +136,7 @@ def test_chunks_crops_and_forks_keep_logits(name: str, options: dict, watch: Wat
     def check_chunk(cache: FP8PagedCache, start: int, stop: int) -> None:
         output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
         is_token = mask[:, start:stop].bool()
-        expected_logits = expected[:, start:stop][is_token]
-        assert_close(output.logits[is_token], expected_logits)
+        assert_close(output.logits[is_token], expected[:, start:stop][is_token])
 
     cache = make_cache(model, **options)
     if name == "dots3_note_text":
@@ -321,8 +322,9 @@ def test_copies_have_their_weights_and_a_deleted_model_is_freed(make_projection:
 @pytest.mark.parametrize(("dtype", "num_heads"), [(torch.bfloat16, 37), (torch.float16, 4)])
 @torch.no_grad()
 def test_autocast_has_a_small_error(dtype: torch.dtype, num_heads: int, watch: Watch) -> None:
-    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-    model, inputs = build_model("deepseek_v3", **sizes)
+    model, inputs = build_model(
+        "deepseek_v3", num_attention_heads=num_heads, num_key_value_heads=num_heads
+    )
     next_ids = torch.tensor([[5], [9]])
     expected = model(torch.cat([inputs["input_ids"], next_ids], 1), use_cache=False).logits[1, -1]
     model.set_attn_implementation("fp8_paged")
@@ -362,8 +364,7 @@ def test_gradients_match_expanded_latents(only_projection: bool) -> None:
     expected_gradients = compute_gradients(DynamicCache(config=model.config))
     model.set_attn_implementation("fp8_paged")
     for _ in range(2):
-        gradients = compute_gradients(make_cache(model))
-        torch.testing.assert_close(gradients, expected_gradients)
+        torch.testing.assert_close(compute_gradients(make_cache(model)), expected_gradients)
         generate(model, inputs, make_cache(model))
 
 
@@ -384,7 +385,6 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     model, inputs = build_model("deepseek_v3", attn_implementation="fp8_paged")
     constant = torch.ones(())
     layer = LayerScales(constant, constant, torch.ones(1, model.config.kv_lora_rank))
-    scales = KVScales({0: layer, 1: layer})
 
     def read_warning(has_gradients: bool = False, **options: Any) -> str:
         monkeypatch.setattr(warn_once, "_logged_messages", set())
@@ -399,7 +399,7 @@ def test_a_warning_explains_expanded_latents(caplog: Any, monkeypatch: pytest.Mo
     assert "latents" not in read_warning()
     with torch.autocast("cpu", torch.bfloat16):
         assert "latents" not in read_warning()
-    assert "they have a center" in read_warning(scales=scales)
+    assert "they have a center" in read_warning(scales=KVScales({0: layer, 1: layer}))
     assert "gradients are enabled" in read_warning(has_gradients=True)
     replace_projections(model, make_biased)
     assert "does more than multiply by weights" in read_warning()
@@ -440,8 +440,7 @@ def test_compiled_steps_read_latents(prompt_mode: str, make_projection: Any) -> 
     for num_next in (1, 2):
         prompt = torch.cat([ids, next_ids[:, :num_next]], 1)
         actual = compiled(prompt[:, -1:], past_key_values=cache).logits
-        expected = reference(prompt, use_cache=False).logits[:, -1:]
-        assert_close(actual, expected)
+        assert_close(actual, reference(prompt, use_cache=False).logits[:, -1:])
         for weight in value_weights:
             weight *= -3
     assert not counters["graph_break"]

@@ -23,7 +23,6 @@ from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import build_model, build_variant, make_prompt
 
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 CAPACITY = 64
 pytestmark = [
     pytest.mark.text,
@@ -131,8 +130,10 @@ def test_a_request_applies_to_one_mask_of_one_cache() -> None:
     def make_masks(*all_arguments: Any) -> list[Any]:
         return [fp8_paged_mask(*arguments, config=LlamaConfig()) for arguments in all_arguments]
 
-    caches = (cache, larger_cache)
-    masks = make_masks(*(make_arguments(each, 3, pattern, token_mask) for each in caches))
+    masks = make_masks(
+        make_arguments(cache, 3, pattern, token_mask),
+        make_arguments(larger_cache, 3, pattern, token_mask),
+    )
     assert [isinstance(mask, CompactMask) for mask in masks] == [False, False], "different cache"
     arguments = make_arguments(cache, 3, pattern, token_mask)
     executor = ThreadPoolExecutor(1)
@@ -254,11 +255,12 @@ def test_compact_masks_apply_to_dense_keys(name: str) -> None:
     """Calls that return attention weights read dense keys."""
     stock_model, inputs = build_variant(name, attn_implementation="eager")
     model, _ = build_variant(name, attn_implementation="fp8_paged")
-    options = {"dtype": "auto", "page_size": 8, "max_cache_len": CAPACITY, "prefill": "stored"}
     expected = continue_prompt(
         stock_model, inputs, DynamicCache(config=model.config), output_attentions=True
     )
-    cache = FP8PagedCache(model.config, **options)
+    cache = FP8PagedCache(
+        model.config, dtype="auto", page_size=8, max_cache_len=CAPACITY, prefill="stored"
+    )
     actual = continue_prompt(model, inputs, cache, output_attentions=True)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -306,9 +308,12 @@ def test_sizes_that_do_not_match_the_cache_are_refused(backend: str, capacity: i
 def test_a_window_may_be_only_in_the_mask() -> None:
     """Doge passes no window to attention, and the layers of the cache have no window."""
     model, model_inputs = build_model("doge", sliding_window=4, attn_implementation="sdpa")
-    inputs = {**model_inputs, "attention_mask": torch.ones_like(model_inputs["input_ids"])}
+    options = {
+        **model_inputs, "attention_mask": torch.ones_like(model_inputs["input_ids"]),
+        "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
+    }  # fmt: skip
     answers = []
     for name in ("sdpa", "fp8_paged"):
         model.set_attn_implementation(name)
-        answers.append(model.generate(**inputs, past_key_values=DynamicCache(), **GREEDY))
+        answers.append(model.generate(**options, past_key_values=DynamicCache()))
     assert_same(*answers)

@@ -25,7 +25,6 @@ from tests.helpers.tiny_models import build_variant
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
 Score = Callable[[torch.Tensor], torch.Tensor]
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PROMPT_LENGTH = 40
 
 
@@ -197,7 +196,10 @@ class PeftWrapper(torch.nn.Module):
 def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     model, inputs = build_variant(name, attn_implementation="eager")
     wrapper = PeftWrapper(model, prefix_length)
-    options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    options = {
+        **inputs, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
+        "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
     expected_output = wrapper.generate(**options)
     length = expected_output.past_key_values.get_seq_length()
     assert length == prefix_length + 13 + 5

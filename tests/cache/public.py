@@ -20,11 +20,8 @@ def attend(query: torch.Tensor, key: Any, value: Any, scaling: float) -> torch.T
 
 def list_tensors(cache: FP8PagedCache) -> list[torch.Tensor]:
     """Return all tensors of the stored keys and values that compiled code reads or writes."""
-    tensors = []
-    for layer in cache.paged_layers:
-        for handle in (layer.keys, layer.values):
-            tensors += [getattr(handle, name) for name in handle.__tensor_flatten__()[0]]
-    return tensors
+    handles = [handle for layer in cache.paged_layers for handle in (layer.keys, layer.values)]
+    return [getattr(handle, name) for handle in handles for name in handle.__tensor_flatten__()[0]]
 
 
 @functools.cache

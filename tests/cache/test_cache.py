@@ -29,23 +29,17 @@ pytestmark = pytest.mark.text
 NUM_LAYERS = 2
 NUM_HEADS = 2
 HEAD_DIM = 16
+CONFIG = make_causal_config("llama")
 
 
-def make_config(name: str = "llama", **fields: Any) -> Any:
-    return make_causal_config(name, **fields)
+def make_keys(num_tokens: int, batch: int = 2, dim: int = HEAD_DIM) -> torch.Tensor:
+    """Return random `[batch, NUM_HEADS, num_tokens, dim]`, which 8-bit floats represent exactly."""
+    return torch.randint(-8, 9, (batch, NUM_HEADS, num_tokens, dim)) / 2
 
 
-def make_keys(num_tokens: int, batch: int = 2, seed: int = 0, dim: int = HEAD_DIM) -> torch.Tensor:
-    """Return `[batch, NUM_HEADS, num_tokens, dim]`. 8-bit floats represent the values exactly."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, (batch, NUM_HEADS, num_tokens, dim), generator=generator) / 2
-
-
-def add_tokens(
-    cache: FP8PagedCache, num_tokens: int, seed: int = 0, batch: int = 2
-) -> torch.Tensor:
+def add_tokens(cache: FP8PagedCache, num_tokens: int) -> torch.Tensor:
     """Store tokens in all layers, and return K of layer 0. Layer i adds i / 2 to K, and V is -K."""
-    k = make_keys(num_tokens, batch, seed)
+    k = make_keys(num_tokens)
     for index in range(NUM_LAYERS):
         cache.update(k + index / 2, -k - index / 2, index)
     return k
@@ -66,7 +60,7 @@ EXACT = {"scales": 1.0, "page_size": 8}
 
 
 def test_forks_and_beams_of_4k_tokens_copy_no_tokens() -> None:
-    cache = FP8PagedCache(make_config())
+    cache = FP8PagedCache(CONFIG)
     states = torch.randn(4, NUM_HEADS, 4096, 64)
     for index in range(NUM_LAYERS):
         cache.update(states, states, index)
@@ -83,7 +77,7 @@ def test_forks_and_beams_of_4k_tokens_copy_no_tokens() -> None:
 
 
 def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    declared_config = make_config()
+    declared_config = make_causal_config("llama")
     declared_config.quantization_config = {
         "quant_method": "compressed-tensors", "config_groups": {},
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"},
@@ -107,7 +101,7 @@ def test_an_unused_declared_scale_warns_once(caplog: pytest.LogCaptureFixture) -
 )
 def test_skipped_layers_are_not_paged(skipped: Any, expected: list[int]) -> None:
     fields = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    cache = FP8PagedCache(make_config("gemma3_text", **fields), skip_layers=skipped)
+    cache = FP8PagedCache(make_causal_config("gemma3_text", **fields), skip_layers=skipped)
     assert [layer.index for layer in cache.paged_layers] == expected
 
 
@@ -138,20 +132,19 @@ def test_skipped_layers_are_not_paged(skipped: Any, expected: list[int]) -> None
 )
 def test_invalid_arguments_are_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(FP8KVError, match=message):
-        FP8PagedCache(**{"config": make_config(), **keywords})
+        FP8PagedCache(**{"config": CONFIG, **keywords})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device for Triton")
 def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendError, match="triton"):
-        FP8PagedCache(make_config(), backend="triton")
+        FP8PagedCache(CONFIG, backend="triton")
 
 
 def test_scales_of_a_different_model_are_refused() -> None:
     """The config defines the heads and their sizes, so the error precedes the first call."""
     constant = torch.tensor(0.1)
-    valid_layer = LayerScales(constant, constant)
     invalid_layers = {
         "expected 2 heads, got 4": LayerScales(torch.full((4, 1), 0.1), constant),  # per query head
         "V scale .* expected 2 heads, got 3": LayerScales(constant, torch.full((3, 1), 0.1)),
@@ -163,14 +156,14 @@ def test_scales_of_a_different_model_are_refused() -> None:
         "center of K .* expected a head size": LayerScales(constant, constant, torch.zeros(2, 8)),
     }
     for message, layer in invalid_layers.items():
-        for first_layer in (layer, valid_layer):
+        for first_layer in (layer, LayerScales(constant, constant)):
             with pytest.raises(ScaleError, match=message):
-                FP8PagedCache(make_config(), scales=KVScales({0: first_layer, 1: layer}))
+                FP8PagedCache(CONFIG, scales=KVScales({0: first_layer, 1: layer}))
     per_query_head = KVScales(
         dict.fromkeys(range(2), LayerScales(torch.full((4, 1), 0.1), constant))
     )
     with pytest.raises(ScaleError, match=r"expected 1 heads \(or 2 of all 2 ranks\), got 4"):
-        FP8PagedCache(make_config(), scales=per_query_head, tensor_parallel=TensorParallel(0, 2))
+        FP8PagedCache(CONFIG, scales=per_query_head, tensor_parallel=TensorParallel(0, 2))
     cache = FP8PagedCache(scales=per_query_head)  # without a config, the first call defines them
     with pytest.raises(ScaleError, match="expected 2 heads, got 4"):
         cache.update(make_keys(3), make_keys(3), 0)
@@ -187,8 +180,7 @@ def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str)
     model(ids, past_key_values=filled_cache)
     layer_scales = {}
     for layer in filled_cache.paged_layers:
-        pool = layer.store.pool
-        k_scale = torch.full((pool.num_heads, pool.k_dim), 0.1)
+        k_scale = torch.full((layer.store.pool.num_heads, layer.store.pool.k_dim), 0.1)
         layer_scales[layer.index] = LayerScales(k_scale, k_scale[:, :1])
     cache = FP8PagedCache(model.config, scales=KVScales(layer_scales))
     model(ids, past_key_values=cache)
@@ -197,7 +189,7 @@ def test_scales_of_heads_that_the_config_does_not_define_are_accepted(name: str)
 
 @pytest.mark.parametrize("is_preallocated", [False, True])
 def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
-    cache = FP8PagedCache(make_config(), max_cache_len=32 if is_preallocated else None, **EXACT)
+    cache = FP8PagedCache(CONFIG, max_cache_len=32 if is_preallocated else None, **EXACT)
     k = add_tokens(cache, 9)
     k_token = make_keys(1)
     invalid_calls: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {
@@ -225,7 +217,7 @@ def test_tokens_of_a_different_model_are_refused(is_preallocated: bool) -> None:
 
 
 def test_assigning_the_first_tokens_does_not_encode_again() -> None:
-    cache = FP8PagedCache(make_config(), page_size=8)
+    cache = FP8PagedCache(CONFIG, page_size=8)
     k, v = torch.randn(2, 2, NUM_HEADS, 210, HEAD_DIM)
     cache.update(k, v, 0)
     layer = cache.layers[0]
@@ -237,7 +229,7 @@ def test_assigning_the_first_tokens_does_not_encode_again() -> None:
 
 
 def test_invalid_assignments_are_refused() -> None:
-    cache = FP8PagedCache(make_config(), page_size=8)
+    cache = FP8PagedCache(CONFIG, page_size=8)
     add_tokens(cache, 9)
     layer = cache.layers[0]
     states = torch.randn(2, NUM_HEADS, 10, HEAD_DIM)
@@ -257,8 +249,8 @@ def test_invalid_assignments_are_refused() -> None:
     cache.reset()
     add_tokens(cache, 3)
     assert layer.get_seq_length() == 3
-    sliding_layer = FP8PagedCache(make_config("mistral", sliding_window=8)).layers[0]
-    preallocated_layer = FP8PagedCache(make_config(), max_cache_len=20).layers[0]
+    sliding_layer = FP8PagedCache(make_causal_config("mistral", sliding_window=8)).layers[0]
+    preallocated_layer = FP8PagedCache(CONFIG, max_cache_len=20).layers[0]
     for refusing_layer in (sliding_layer, preallocated_layer):
         refusing_layer.update(states, states)
         refusing_layer.keys = states[:, :, :5]
@@ -268,7 +260,7 @@ def test_invalid_assignments_are_refused() -> None:
 
 def test_an_overrun_raises_before_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the host tracks an upper bound, and reads the length only near `max_cache_len`."""
-    cache = FP8PagedCache(make_config(), max_cache_len=20, **EXACT)
+    cache = FP8PagedCache(CONFIG, max_cache_len=20, **EXACT)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     for num_tokens in (13, 5, 2):
         cache.get_mask_sizes(num_tokens, 0)
@@ -285,8 +277,7 @@ def test_short_prompts_and_masks_are_refused() -> None:
     ids = torch.arange(2, 22)[None]
     model(input_ids=ids, past_key_values=cache)
     stored_k = cache.layers[0].keys.dense()
-    short_prompts = [(4, 0), (10, 0), (4, 1), (12, 1), (20, 1)]
-    for num_tokens, num_padding in short_prompts:
+    for num_tokens, num_padding in ((4, 0), (10, 0), (4, 1), (12, 1), (20, 1)):
         message = "adds no tokens" if num_tokens <= 10 else "attention_mask"
         mask = torch.ones(1, num_tokens, dtype=torch.long)
         mask[:, :num_padding] = 0
@@ -294,12 +285,10 @@ def test_short_prompts_and_masks_are_refused() -> None:
             model.generate(
                 ids[:, :num_tokens], attention_mask=mask, past_key_values=cache, max_new_tokens=3
             )
-    short_mask = torch.tensor([[0, 1]])
-    mask_of_two_rows = torch.ones(2, 22).long()
     invalid_inputs = (
         (ids[:, :0], None, "adds no tokens"),
-        (ids[:, :2], short_mask, "attention_mask"),
-        (ids[:, :2], mask_of_two_rows, r"a row for each of 1 sequences, got \(2, 22\)"),
+        (ids[:, :2], torch.tensor([[0, 1]]), "attention_mask"),
+        (ids[:, :2], torch.ones(2, 22).long(), r"a row for each of 1 sequences, got \(2, 22\)"),
     )
     for new_ids, mask, message in invalid_inputs:
         with pytest.raises(ConfigError, match=message):
@@ -330,7 +319,7 @@ def test_short_prompts_and_masks_are_refused() -> None:
 def test_invalid_crops_and_sequences_are_refused(
     call: Callable[[FP8PagedCache], Any], message: str
 ) -> None:
-    cache = FP8PagedCache(make_config(), **EXACT)
+    cache = FP8PagedCache(CONFIG, **EXACT)
     k = add_tokens(cache, 9)
     with pytest.raises(ConfigError, match=message):
         call(cache)
@@ -338,7 +327,7 @@ def test_invalid_crops_and_sequences_are_refused(
 
 
 def test_errors_about_a_path_or_a_device_do_not_mention_a_damaged_file(tmp_path: Path) -> None:
-    cache = FP8PagedCache(make_config())
+    cache = FP8PagedCache(CONFIG)
     add_tokens(cache, 5)
     path = cache.save(tmp_path / "cache.safetensors")
     assert FP8PagedCache.load(path, device="cpu").get_seq_length() == 5
@@ -367,10 +356,10 @@ REFUSED_CALLS: dict[str, Callable[[FP8PagedCache], Any]] = {
 
 @pytest.mark.parametrize("call", REFUSED_CALLS)
 def test_a_refused_call_changes_no_layer_of_transformers(call: str) -> None:
-    config = make_config()
+    config = CONFIG
     if call == "crop":
         layer_types = ["sliding_attention", "full_attention"]
-        config = make_config("gemma3_text", sliding_window=8, layer_types=layer_types)
+        config = make_causal_config("gemma3_text", sliding_window=8, layer_types=layer_types)
     cache = FP8PagedCache(config, dtype="auto", skip_layers=[0], page_size=8, max_pages=6)
     add_tokens(cache, 20)
     keys = list_dense_keys(cache)
@@ -381,7 +370,7 @@ def test_a_refused_call_changes_no_layer_of_transformers(call: str) -> None:
 
 
 def test_a_refused_step_raises_its_error_if_layers_share_keys() -> None:
-    config = make_config("gemma3n_text", num_kv_shared_layers=1)
+    config = make_causal_config("gemma3n_text", num_kv_shared_layers=1)
     cache = FP8PagedCache(config, page_size=8, max_pages=8)
     with pytest.raises(OutOfPagesError, match="max_pages"):
         cache.update(make_keys(40), make_keys(40), 0)
@@ -391,7 +380,7 @@ def test_a_refused_step_raises_its_error_if_layers_share_keys() -> None:
 def test_convolution_layers_are_cropped_with_paged_layers() -> None:
     """Convolution layers have no length, and can be cropped if they record the past."""
     fields = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
-    cache = FP8PagedCache(make_config("lfm2", **fields), dtype="auto", page_size=8)
+    cache = FP8PagedCache(make_causal_config("lfm2", **fields), dtype="auto", page_size=8)
     state = make_keys(20, dim=1)[..., 0]
     keys = make_keys(20)
     cache.activate_past_recording()
@@ -404,24 +393,23 @@ def test_convolution_layers_are_cropped_with_paged_layers() -> None:
 
 
 def test_a_copied_layer_has_separate_pages() -> None:
-    cache = FP8PagedCache(make_config(), **EXACT)
+    cache = FP8PagedCache(CONFIG, **EXACT)
     k = add_tokens(cache, 9)
     layer_copy = copy.deepcopy(cache.layers[0])
     cache.reset()
-    add_tokens(cache, 9, seed=1)
+    add_tokens(cache, 9)
     assert_same(layer_copy.keys.dense(), k)
 
 
 def test_copies_have_the_attributes_of_a_subclass() -> None:
     class NamedCache(FP8PagedCache):
         def __init__(self, name: str) -> None:
-            super().__init__(make_config())
+            super().__init__(CONFIG)
             self.name = name
 
     cache = NamedCache("first")
     add_tokens(cache, 5)
-    copies = [cache.fork(), copy.copy(cache), copy.deepcopy(cache)]
-    for copied_cache in copies:
+    for copied_cache in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
         assert type(copied_cache) is NamedCache
         copied_cache.name += ", copied"
         assert copied_cache.name == "first, copied"

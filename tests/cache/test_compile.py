@@ -68,33 +68,36 @@ def test_all_steps_use_one_graph(name: str, attention: str, keywords: dict[str, 
 
 
 @pytest.mark.parametrize("is_cuda", [True, False])
-def test_generate_compiles_only_on_cuda(is_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_cache_len", [50, None])
+def test_generate_compiles_only_on_cuda(
+    is_cuda: bool, max_cache_len: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = build_variant("gqa")
     device = torch.device("cuda" if is_cuda else "cpu")
     monkeypatch.setattr(type(model), "device", property(lambda _: device))
-    for max_cache_len in (50, None):
-        inputs = {CACHE: FP8PagedCache(model.config, max_cache_len=max_cache_len)}
-        is_compiled = model._valid_auto_compile_criteria(inputs, model.generation_config)
-        assert is_compiled is (is_cuda and max_cache_len is not None)
+    inputs = {CACHE: FP8PagedCache(model.config, max_cache_len=max_cache_len)}
+    is_compiled = model._valid_auto_compile_criteria(inputs, model.generation_config)
+    assert is_compiled is (is_cuda and max_cache_len is not None)
 
 
 @pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 def test_an_overrun_raises_and_stores_no_token(mode: str) -> None:
     model, inputs = build_variant("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=20)
-    options = {"compile_config": make_config(mode), "disable_compile": mode == "eager"}
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
-        model.generate(**inputs, past_key_values=cache, **options, **GREEDY)
+        model.generate(
+            **inputs, past_key_values=cache, compile_config=make_config(mode),
+            disable_compile=mode == "eager", **GREEDY,
+        )  # fmt: skip
     assert [int(layer.get_seq_length()) for layer in cache.paged_layers] == [20, 20]
     cache.crop(-1)
     model(inputs["input_ids"][:, :1], past_key_values=cache)
     assert [int(layer.get_seq_length()) for layer in cache.paged_layers] == [20, 20]
 
 
-def test_operations_that_read_values_on_the_host_are_cudagraph_unsafe() -> None:
-    for name in ("write", "attend", "gather"):
-        operation = getattr(torch.ops.hf_fp8kv, f"{name}_by_host").default
-        assert torch.Tag.cudagraph_unsafe in operation.tags
+@pytest.mark.parametrize("name", ["write_by_host", "attend_by_host", "gather_by_host"])
+def test_operations_that_read_values_on_the_host_are_cudagraph_unsafe(name: str) -> None:
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.hf_fp8kv, name).default.tags
 
 
 @pytest.mark.parametrize(("name", "keywords"), [("sliding_and_full", {}), ("gqa", STATIC)], ids=str)
@@ -106,8 +109,9 @@ def test_a_compiled_step_fits_a_cuda_graph(
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
     model = model.to("meta")
     tokens = inputs["input_ids"].to("meta")
-    options = {"page_size": 16, "max_cache_len": 50, "backend": "triton"}
-    cache = FP8PagedCache(model.config, **options, **keywords)
+    cache = FP8PagedCache(
+        model.config, page_size=16, max_cache_len=50, backend="triton", **keywords
+    )
     graph: dict[str, Any] = {}  # facts about the traced graph
 
     def record_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -118,10 +122,9 @@ def test_a_compiled_step_fits_a_cuda_graph(
         graph["devices"] = {
             output.device.type for output in outputs if isinstance(output, torch.Tensor)
         }
-        operations = set()
-        for node in module.graph.nodes:
-            # The node of an operation that writes to its arguments has it as an argument.
-            operations |= {node.target, *node.args}
+        # The node of an operation that writes to its arguments has the operation as an argument.
+        nodes = module.graph.nodes
+        operations = {target for node in nodes for target in (node.target, *node.args)}
         graph["unsafe"] = [
             operation
             for operation in operations
@@ -138,8 +141,7 @@ def test_a_compiled_step_fits_a_cuda_graph(
     mask = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta")
     masks = mask if name == "gqa" else {"full_attention": mask, "sliding_attention": mask}
     positions = torch.full((2, 1), 13, device="meta")
-    step_inputs = {"input_ids": tokens[:, :1], "attention_mask": masks, "position_ids": positions}
-    step(**step_inputs, past_key_values=cache)
+    step(tokens[:, :1], attention_mask=masks, position_ids=positions, past_key_values=cache)
     assert graph["devices"] == {"meta"}, "a tensor of the CPU in the graph"
     assert graph["calls"] == {
         f"hf_fp8kv.{name}.default" for name in ("fill_schedule", "write", "attend")

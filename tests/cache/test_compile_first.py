@@ -15,7 +15,6 @@ from hf_fp8kv.paging import memory_blocks
 from tests.helpers.tiny_models import build_variant
 from tests.tools.compile_first import CASES, assert_close, compile_first, compute_logits
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore"),
@@ -82,11 +81,9 @@ def test_export_requires_a_preallocated_cache(max_cache_len: int | None) -> None
 @pytest.mark.full
 def test_compiled_first_calls_match_in_a_separate_process() -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "tests.tools.compile_first"], cwd=ROOT,
+        [sys.executable, "-m", "tests.tools.compile_first"], cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    expected_lines = []
-    for name, cases in CASES.items():
-        expected_lines += [f"{name} {case}" for case in cases]
+    expected_lines = [f"{name} {case}" for name in CASES for case in CASES[name]]
     assert process.stdout.splitlines() == expected_lines

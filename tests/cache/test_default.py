@@ -52,7 +52,7 @@ def test_keywords_choose_the_plan(keywords: dict[str, Any], formats: tuple[str, 
     ],
     ids=str,
 )
-def test_a_plan_without_its_centers_is_refused(keywords: dict[str, Any]) -> None:
-    for accept_plan in (make_cache, FP8PagedCache, ServingConfig.parse):
-        with pytest.raises(ConfigError, match=r"center of K .*choose_plan\(model\), call enable"):
-            accept_plan(**keywords)
+@pytest.mark.parametrize("accept_plan", [make_cache, FP8PagedCache, ServingConfig.parse])
+def test_a_plan_without_its_centers_is_refused(accept_plan: Any, keywords: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"center of K .*choose_plan\(model\), call enable"):
+        accept_plan(**keywords)

@@ -14,10 +14,11 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
-from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales
+from hf_fp8kv import BackendError, FP8PagedCache
 from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import build_variant, make_prompt
+from tests.reproducible.test_training import make_scales
 
 pytestmark = pytest.mark.text
 
@@ -29,24 +30,11 @@ GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_toke
 DEVICES = (CPU, META, META, CPU)
 
 
-def make_scales(num_layers: int = NUM_LAYERS) -> KVScales:
-    generator = torch.Generator().manual_seed(5)
-
-    def draw_factors(dim: int) -> torch.Tensor:
-        return 0.5 + torch.rand(NUM_HEADS, dim, generator=generator)
-
-    layer_scales = {}
-    for index in range(num_layers):
-        k_scale = draw_factors(1) / 448
-        v_scale = draw_factors(1) / 448
-        layer_scales[index] = LayerScales(k_scale, v_scale, draw_factors(HEAD_DIM))
-    return KVScales(layer_scales)
-
-
+SCALES = make_scales(NUM_LAYERS, NUM_HEADS, HEAD_DIM, has_center=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    "static scales": {"scales": make_scales()},
-    "unquantized keys": {"key_dtype": "auto", "scales": make_scales()},
+    "static scales": {"scales": SCALES},
+    "unquantized keys": {"key_dtype": "auto", "scales": SCALES},
 }
 
 
@@ -156,10 +144,9 @@ def test_layers_on_disk_give_the_same_tokens(attention, capacity, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(
             tmp_path / "model", attn_implementation=attention, **options
         ).eval()
-        on_disk = options is disk_options
-        parameters = model.model.layers[1].parameters()
-        assert {parameter.is_meta for parameter in parameters} == {on_disk}
-        cache = FP8PagedCache(model.config, scales=make_scales(2), **capacity)
+        weights = model.model.layers[1].parameters()
+        assert {weight.is_meta for weight in weights} == {options is disk_options}
+        cache = FP8PagedCache(model.config, scales=make_scales(has_center=True), **capacity)
         answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
     assert answers[0] == answers[1]
     # The coarse scales change the tokens, so both models used the cache.
@@ -190,8 +177,10 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
         cache = FP8PagedCache(model.config, **cache_options)
         outputs = []
         for stop in (20, 25):
-            prompt = {"inputs": ids[:, :stop], "attention_mask": mask[:, :stop]}
-            outputs.append(model.generate(**prompt, past_key_values=cache, **options))
+            tokens = model.generate(
+                ids[:, :stop], attention_mask=mask[:, :stop], past_key_values=cache, **options
+            )
+            outputs.append(tokens)
         if case != "recurrent":
             cache.batch_select_indices([1])
             loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
@@ -207,16 +196,16 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
 @torch.no_grad()
 def test_a_model_may_be_on_two_devices(capacity):
     """The hooks of accelerate move the tensors between layers, and do not change the cache."""
-    fields = {"num_hidden_layers": NUM_LAYERS, "attn_implementation": "fp8_paged"}
-    model, inputs = build_variant("gqa", **fields)
+    model, inputs = build_variant(
+        "gqa", num_hidden_layers=NUM_LAYERS, attn_implementation="fp8_paged"
+    )
     devices = (CPU, CPU, META, META)  # no tensor can be copied from "meta"
     for layer, device in zip(model.model.layers, devices, strict=True):
         hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
         add_hook_to_module(layer, hook)
     add_hook_to_module(model.model.norm, AlignDevicesHook(META, place_submodules=True))
     add_hook_to_module(model.lm_head, AlignDevicesHook(META, place_submodules=True))
-    options = {"page_size": 8, "backend": "torch", **capacity}
-    cache = FP8PagedCache(model.config, scales=make_scales(), **options)
+    cache = FP8PagedCache(model.config, scales=SCALES, page_size=8, backend="torch", **capacity)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for stop in (9, 12, 13):
         start = int(cache.get_seq_length())

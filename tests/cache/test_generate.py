@@ -80,9 +80,8 @@ def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @functools.cache
 def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
     stock_model, inputs = share_variant(name, get_stock_attention(name))
-    cache = DynamicCache(config=stock_model.config)
     inputs = select_unpadded(inputs) if is_unpadded else inputs
-    return generate(stock_model, inputs, cache, **keywords)
+    return generate(stock_model, inputs, DynamicCache(config=stock_model.config), **keywords)
 
 
 for_each_model = pytest.mark.parametrize(
@@ -99,8 +98,7 @@ for_each_model = pytest.mark.parametrize(
 def test_greedy_and_beams_give_the_same_tokens(name: str, prefill: str, attention: str) -> None:
     model, inputs = get_model(name, attention)
     beams = {"num_beams": 3, "num_return_sequences": 2}
-    chunks = {"prefill_chunk_size": 5}
-    cases = ({}, None), (beams, None), (chunks, None), ({}, 41), (beams, 41)
+    cases = ({}, None), (beams, None), ({"prefill_chunk_size": 5}, None), ({}, 41), (beams, 41)
     for keywords, max_len in cases:
         cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
         tokens = generate(model, inputs, cache, disable_compile=True, **keywords)
@@ -111,17 +109,15 @@ def test_greedy_and_beams_give_the_same_tokens(name: str, prefill: str, attentio
 @torch.no_grad()
 def test_drafts_are_rolled_back(name: str, prefill: str, attention: str) -> None:
     model, inputs = get_model(name, attention)
-    prompt = select_unpadded(inputs)
     expected = generate_stock(name, is_unpadded=True)
     draft, _ = build_variant(name, attn_implementation=get_stock_attention(name))
     for weight in draft.parameters():
         if weight.ndim > 1:
             weight.add_(0.02 * weight.std() * torch.randn_like(weight))
     lookup = {"prompt_lookup_num_tokens": 4}
-    assistant = {"assistant_model": draft}
-    for keywords, max_len in ((lookup, None), (assistant, 60)):
+    for keywords, max_len in ((lookup, None), ({"assistant_model": draft}, 60)):
         cache = make_cache(model, dtype="auto", prefill=prefill, max_cache_len=max_len)
-        tokens = generate(model, prompt, cache, disable_compile=True, **keywords)
+        tokens = generate(model, select_unpadded(inputs), cache, disable_compile=True, **keywords)
         assert_same(tokens, expected, (list(keywords), max_len))
         assert cache.get_seq_length() >= expected.shape[1] - 1
 
@@ -140,9 +136,8 @@ def test_chunks_and_drafts_keep_the_tokens_of_stored_prompts(name: str, dtype: s
     expected = generate(model, inputs, make_cache(model, **options))
     tokens = generate(model, inputs, make_cache(model, **options), prefill_chunk_size=4)
     assert_same(tokens, expected)
-    prompt = select_unpadded(inputs)
     for keywords in ({}, {"prompt_lookup_num_tokens": 4}):
-        tokens = generate(model, prompt, make_cache(model, **options), **keywords)
+        tokens = generate(model, select_unpadded(inputs), make_cache(model, **options), **keywords)
         assert_same(tokens, expected[1:], keywords)  # padding of the first row changes nothing
 
 
@@ -170,8 +165,7 @@ def test_all_copies_continue_with_the_same_tokens(
     # A mask is necessary, because a generated token may be the padding token.
     next_inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for method, copied_cache in copies.items():
-        tokens = generate(model, next_inputs, copied_cache, max_new_tokens=6)
-        assert_same(tokens, expected, method)
+        assert_same(generate(model, next_inputs, copied_cache, max_new_tokens=6), expected, method)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +188,9 @@ def test_encoder_decoders_give_the_same_tokens(name: str, has_cross_cache: bool)
         assert fp8_tokens.shape == expected.shape
     if name == "cross_attention":
         caches = EncoderDecoderCache(*(make_cache(model, dtype="auto") for _ in range(2)))
-        drafts = {"past_key_values": caches, "prompt_lookup_num_tokens": 3}
-        actual = model.generate(**select_unpadded(inputs), **drafts, **options)
+        actual = model.generate(
+            **select_unpadded(inputs), past_key_values=caches, prompt_lookup_num_tokens=3, **options
+        )
         assert_same(actual, expected[1:], "after a rollback")
 
 
@@ -281,12 +276,11 @@ def test_batch_operations_select_every_state(
     keywords = {**keywords, "dtype": "auto", "max_cache_len": max_cache_len}
     prompt = make_prompt(3, 13, 1)
     later_tokens = make_prompt(6, 4, 2)
-    is_kept = torch.tensor([True, False, True])
     # Names of methods, their arguments, and the rows of the prompt that the cache then holds.
     changes: tuple[tuple[str, Any, list[int]], ...] = (
         ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
         ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
-        ("batch_select_indices", is_kept, [0, 2]),
+        ("batch_select_indices", torch.tensor([True, False, True]), [0, 2]),
         ("reorder_cache", torch.tensor([1, 1, 0]), [1, 1, 0]),
     )
     for method, argument, rows in changes:
@@ -301,12 +295,10 @@ def test_batch_operations_select_every_state(
 def test_a_skipped_layer_refuses_tokens_past_its_end() -> None:
     model, _ = share_variant("gqa", "fp8_paged")
     cache = make_cache(model, dtype="auto", max_cache_len=20, skip_layers=[0])
-    too_long = {"input_ids": make_prompt(1, 21, 1)}
     with pytest.raises(OutOfPagesError, match="20"):
-        generate(model, too_long, cache)
-    prompt = {"input_ids": make_prompt(1, 13, 1)}
+        generate(model, {"input_ids": make_prompt(1, 21, 1)}, cache)
     with pytest.raises(OutOfPagesError, match="20"):
-        generate(model, prompt, cache)
+        generate(model, {"input_ids": make_prompt(1, 13, 1)}, cache)
     assert cache.host_length() == int(cache.layers[0].get_seq_length()) == 20
 
 
@@ -338,8 +330,10 @@ def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
         assert_same(model.generate(**inputs, **GREEDY, **keywords), expected)
     model.train()
     stock_model.train()
-    options = {"labels": inputs["input_ids"], "use_cache": False}
-    losses = [each_model(**inputs, **options).loss for each_model in (stock_model, model)]
+    losses = [
+        each_model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+        for each_model in (stock_model, model)
+    ]
     assert torch.allclose(*losses, rtol=1e-5)
     losses[1].backward()
 
@@ -569,18 +563,18 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     assert plans[2] == {index: plan for index, plan in plans[4].items() if index < 2}
 
 
-def test_a_failed_draft_restores_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "num_calls"), [(RuntimeError, 0), (KeyboardInterrupt, 2)])
+def test_a_failed_draft_restores_the_number_of_layers(
+    error: type[BaseException], num_calls: int
+) -> None:
     model, inputs = build_variant("gqa", num_hidden_layers=4)
-    prompt = select_unpadded(inputs)
     enable(model)
-    layer_call = model.model.layers[1].forward
-    for error, num_calls in ((RuntimeError, 0), (KeyboardInterrupt, 2)):
-        effects = [mock.DEFAULT] * num_calls + [error]
-        fail = mock.Mock(wraps=layer_call, side_effect=effects)
-        monkeypatch.setattr(model.model.layers[1], "forward", fail)
-        with pytest.raises(error):
-            model.generate(**prompt, **GREEDY, assistant_early_exit=2)
-        assert model.config.num_hidden_layers == 4, num_calls
+    layer = model.model.layers[1]
+    effects = [mock.DEFAULT] * num_calls + [error]
+    layer.forward = mock.Mock(wraps=layer.forward, side_effect=effects)
+    with pytest.raises(error):
+        model.generate(**select_unpadded(inputs), **GREEDY, assistant_early_exit=2)
+    assert model.config.num_hidden_layers == 4
 
 
 @pytest.mark.parametrize(
@@ -594,21 +588,20 @@ def test_check_model_reports_the_path(name: str, path: str) -> None:
     model, _ = build_variant(name)
     attention = model.config._attn_implementation
     report = check_model(model)
-    report_json = json.loads(json.dumps(report.to_dict()))
-    assert report_json["path"] == report.path == path, str(report)
+    assert json.loads(json.dumps(report.to_dict()))["path"] == report.path == path, str(report)
     assert ("dense" in str(report)) is (path == "dense")
     assert model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("name", ["mamba", "openai-gpt", "minimax", "blt"])
-def test_models_without_attention_are_refused(name: str) -> None:
+@pytest.mark.parametrize("keywords", [{}, {"deterministic": True}, {"dtype": "adaptive"}], ids=str)
+def test_models_without_attention_are_refused(name: str, keywords: dict[str, Any]) -> None:
     model, _ = build_variant(name)
     assert check_model(model).path == "refused"
     with pytest.raises(ConfigError, match="can use this cache"):
         FP8PagedCache(model.config)
-    for keywords in ({}, {"deterministic": True}, {"dtype": "adaptive"}):
-        with pytest.raises(ConfigError, match="can use this cache"):
-            enable(model, **keywords)
+    with pytest.raises(ConfigError, match="can use this cache"):
+        enable(model, **keywords)
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(["past_key_values", CACHE]))
@@ -625,11 +618,10 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
 
     forward = old_forward if name == "past_key_values" else new_forward
     model.__class__ = type(model_class.__name__, (model_class,), {"forward": forward})
-    texts = torch.randint(4, 90, (4, 24)).tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert check_model(model).path == "fused"
-        calibrate(model, texts, max_length=24, progress=False)
+        calibrate(model, torch.randint(4, 90, (4, 24)).tolist(), max_length=24, progress=False)
         assert choose_plan(model).protection
         enable(model, training="stored")
         if name == CACHE:
@@ -640,11 +632,9 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
 def test_guidance_uses_a_separate_cache() -> None:
     model, inputs = share_variant("gqa", "fp8_paged")
     stock_model, _ = share_variant("gqa", "sdpa")
-    prompt = select_unpadded(inputs)
-    options = {**GREEDY, "guidance_scale": 1.5}
-    expected = stock_model.generate(**prompt, **options)
-    actual = model.generate(**prompt, past_key_values=make_cache(model, dtype="auto"), **options)
-    assert_same(actual, expected)
+    options = {**select_unpadded(inputs), **GREEDY, "guidance_scale": 1.5}
+    actual = model.generate(past_key_values=make_cache(model, dtype="auto"), **options)
+    assert_same(actual, stock_model.generate(**options))
 
 
 def test_flex_attention_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,10 +642,8 @@ def test_flex_attention_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     from torch.nn.attention.flex_attention import flex_attention
     from transformers.integrations import flex_attention as flex_file
 
-    # transformers calls the class, and the returned object, which returns the function.
-    wrapper = mock.Mock()
-    wrapper.return_value.return_value = flex_attention
-    monkeypatch.setattr(flex_file, "WrappedFlexAttention", wrapper)
+    wrapper_class = mock.Mock(return_value=lambda: flex_attention)
+    monkeypatch.setattr(flex_file, "WrappedFlexAttention", wrapper_class)
     model, inputs = build_variant("sliding", attn_implementation="flex_attention")
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")  # flex attention warns that it is not compiled
@@ -665,14 +653,16 @@ def test_flex_attention_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(CHUNKS_NEED_EMPTY_CACHE, reason="transformers' chunks change the tokens")
-def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change() -> None:
+@pytest.mark.parametrize(("length", "chunk_size"), [(20, 7), (40, 7), (40, 30)])
+def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change(
+    length: int, chunk_size: int
+) -> None:
     model, stock_model, ids = build_long_rope("phi3")
-    for length, chunk_size in ((20, 7), (40, 7), (40, 30)):
-        options = {**GREEDY, "prefill_chunk_size": chunk_size, "return_dict_in_generate": True}
-        expected = stock_model.generate(ids[:, :length], **options)
-        output = model.generate(ids[:, :length], **options)
-        assert_same(output.sequences, expected.sequences, (length, chunk_size))
-        assert isinstance(output.past_key_values, FP8PagedCache)
+    options = {**GREEDY, "prefill_chunk_size": chunk_size, "return_dict_in_generate": True}
+    expected = stock_model.generate(ids[:, :length], **options)
+    output = model.generate(ids[:, :length], **options)
+    assert_same(output.sequences, expected.sequences)
+    assert isinstance(output.past_key_values, FP8PagedCache)
 
 
 @pytest.mark.parametrize(("name", "skipped"), [("jamba", ()), ("gqa", (0,)), ("sparse", ())])

@@ -45,11 +45,9 @@ def assert_same_file(actual: Path, expected: Path) -> None:
 
 def read_contents(cache: FP8PagedCache) -> list[Any]:
     """Return the length of a cache, and its values with their positions."""
-    contents: list[Any] = [cache.get_seq_length()]
-    for layer in cache.layers:
-        for handle in (layer.keys, layer.values):
-            contents.append(None if handle is None else densify(handle).tolist())
-    return contents
+    handles = [handle for layer in cache.layers for handle in (layer.keys, layer.values)]
+    values = [None if handle is None else densify(handle).tolist() for handle in handles]
+    return [cache.get_seq_length(), *values]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,7 +106,6 @@ def shift_window(num_pages: int) -> Change:
 
 
 TABLE = "groups.0.table"
-PAGES = "layers.1.pages"
 CENTER = "scales.0.k_center"
 LAYER = ("groups", 0, "layers", 0)
 # Each case has the name of a golden file, a change, and a part of the error.
@@ -130,7 +127,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
         "two-groups", set_field(0, "groups", 1, "layers", 0, "index"), "layer once, got 0 twice"
     ),
     "layer that is missing": ("empty", set_field(2, *LAYER, "index"), r"layers or tensors: \[2\]"),
-    "missing page": ("dynamic", edit_tensor(PAGES, lambda x: x[:1]), f"{PAGES}: "),
+    "missing page": ("dynamic", edit_tensor("layers.1.pages", lambda x: x[:1]), r"1\.pages: "),
     "more heads": ("dynamic", set_field([3, 16, 16], *LAYER, "shape"), r"layers\.0\.pages: "),
     "center of 5 values": ("planned", edit_tensor(CENTER, lambda x: x[:, :5]), "center of K"),
     "no center": ("planned", lambda _, tensors: tensors.pop(CENTER), "got no center"),
@@ -330,28 +327,25 @@ def test_a_load_has_bounded_memory(
 def test_a_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is synced before it is renamed, and the folder afterwards."""
     calls: list[tuple[str, int]] = []
-    fsync = os.fsync
-    replace = os.replace
 
-    def record_sync(descriptor: int) -> None:
-        calls.append(("sync", os.fstat(descriptor).st_ino))
-        fsync(descriptor)
+    def record(name: str, function: Callable[..., Any]) -> None:
+        def call(file: Any, *args: Any) -> None:
+            calls.append((name, os.stat(file).st_ino))
+            function(file, *args)
 
-    def record_replace(source: Path, target: Path) -> None:
-        calls.append(("replace", os.stat(source).st_ino))
-        replace(source, target)
+        monkeypatch.setattr(os, name, call)
 
-    monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(os, "replace", record_replace)
+    record("fsync", os.fsync)
+    record("replace", os.replace)
     for save in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
         calls.clear()
         folder = tmp_path / save.__name__
         folder.mkdir()
         save(folder / "cache" if save.__name__ == "save" else folder)
         inodes = sorted(file.stat().st_ino for file in folder.glob("*"))
-        assert sorted(calls[: len(inodes)]) == [("sync", inode) for inode in inodes]
+        assert sorted(calls[: len(inodes)]) == [("fsync", inode) for inode in inodes]
         assert sorted(calls[len(inodes) : -1]) == [("replace", inode) for inode in inodes]
-        assert calls[-1] == ("sync", folder.stat().st_ino)
+        assert calls[-1] == ("fsync", folder.stat().st_ino)
 
 
 def test_a_symlink_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Tests that cache operations also apply to the indexer of sparse attention."""
 
-import functools
 import pickle
 from unittest import mock
 
@@ -10,7 +9,8 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
-from tests.helpers.tiny_models import build_model, list_types
+from tests.cache.public import share_variant
+from tests.helpers.tiny_models import list_types
 
 pytestmark = [
     pytest.mark.text,
@@ -24,17 +24,12 @@ CACHE_OPTIONS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
 for_each_model = pytest.mark.parametrize("model", MODEL_TYPES, indirect=True)
 
 
-@functools.cache
-def get_model(name):
-    return build_model(name, attn_implementation="fp8_paged")[0]
-
-
 @pytest.fixture
 def model(request):
     name = getattr(request, "param", MODEL_TYPES[0])
     if name not in list_types():
         pytest.skip(f"this version of transformers has no {name}")
-    return get_model(name)
+    return share_variant(name, "fp8_paged")[0]
 
 
 @pytest.fixture(params=CACHE_OPTIONS)
@@ -94,8 +89,7 @@ def test_cache_operations_apply_to_the_indexer(model, cache_options, ids, change
     change_cache(cache)
     if not num_tokens:
         model(ids[:, 3:14], past_key_values=cache)
-    remaining_ids = ids[rows, :num_tokens] if num_tokens else ids[:, 3:14]
-    assert_same_continuation(model, cache, remaining_ids)
+    assert_same_continuation(model, cache, ids[rows, :num_tokens] if num_tokens else ids[:, 3:14])
 
 
 @for_each_model

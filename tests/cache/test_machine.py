@@ -129,8 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
             "page_size": PAGE_SIZE,
             "prefill": prefill,
         }
-        cache = FP8PagedCache(config, backend=backend, **options)
-        self.branches = [Branch(cache)]
+        self.branches = [Branch(FP8PagedCache(config, backend=backend, **options))]
         self.generator = torch.Generator().manual_seed(0)
 
     def pick(self, data: st.DataObject) -> Branch:
@@ -175,10 +174,9 @@ class CacheMachine(RuleBasedStateMachine):
             branch.keys = [self.make_keys(batch, 0) for _ in range(NUM_LAYERS)]
         k = self.make_keys(batch, num_tokens)
         budget = branch.cache.budget
-        num_groups = len(branch.cache.groups)
         # A step needs new pages, and copies of shared pages that it writes to.
         stop_page = -(-(max(branch.lengths) + num_tokens) // PAGE_SIZE)
-        max_new = (stop_page - min(branch.lengths) // PAGE_SIZE) * batch * num_groups
+        max_new = (stop_page - min(branch.lengths) // PAGE_SIZE) * batch * len(branch.cache.groups)
         num_held = budget.num_held
         for index in range(NUM_LAYERS):
             try:
@@ -418,8 +416,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class OffloadedMachine(CacheMachine):
-    """Forks of a cache that keeps most pages in host memory."""
-
     kinds = ("offloaded", "partly offloaded")
 
 

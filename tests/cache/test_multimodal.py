@@ -36,7 +36,6 @@ NEW_TOKENS = 8
 PAGE_SIZE = 8
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-each_type = pytest.mark.parametrize("name", NAMES)
 # The types of the fast tier differ in their arguments, masks, positions and encoders. One test of
 # the fast tier runs every type.
 FAST_NAMES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3", "qwen2_audio")
@@ -145,14 +144,18 @@ class Chat:
         return min(counts)
 
 
+@pytest.fixture
+def chat(name: str) -> Chat:
+    return Chat(name)
+
+
 def _count_equal(first_tokens: list[Any], second_tokens: list[Any]) -> int:
     equal = [first == second for first, second in zip(first_tokens, second_tokens, strict=False)]
     return equal.index(False) if False in equal else len(equal)
 
 
-@each_type
-def test_turns_after_an_image_reuse_it(name):
-    chat = Chat(name)
+@pytest.mark.parametrize("name", NAMES)
+def test_turns_after_an_image_reuse_it(chat):
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     [history] = chat.ask([*history, SECOND_QUESTION])
     [history] = chat.ask([*history, THIRD_QUESTION])
@@ -161,10 +164,9 @@ def test_turns_after_an_image_reuse_it(name):
 
 
 @types_by_tier()
-def test_turns_without_the_values_of_an_image_reuse_it(name):
+def test_turns_without_the_values_of_an_image_reuse_it(chat, name):
     if not KINDS[name].is_causal:
         pytest.skip("later turns need the token types of the prompt")
-    chat = Chat(name)
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     [history] = chat.ask([*history, SECOND_QUESTION], passes_media=False)
     [history] = chat.ask([*history, THIRD_QUESTION], passes_media=False)
@@ -182,8 +184,7 @@ def test_turns_without_the_values_of_an_image_reuse_it(name):
 
 
 @types_by_tier()
-def test_an_exchanged_image_is_computed(name):
-    chat = Chat(name)
+def test_an_exchanged_image_is_computed(chat, name):
     changed_image = Medium(OTHER_IMAGE.seed, KINDS[name].small_change)
     images = (IMAGE, OTHER_IMAGE, changed_image)
     answers = [generate_with_new_cache(name, [[INTRODUCTION, image, QUESTION]]) for image in images]
@@ -191,20 +192,23 @@ def test_an_exchanged_image_is_computed(name):
     for logits, other_logits in itertools.combinations(first_logits, 2):
         # Otherwise the turns below show nothing.
         assert (logits - other_logits).abs().max() > 1e-3
-    [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
-    chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION])
-    chat.ask([INTRODUCTION, IMAGE, *history[2:], SECOND_QUESTION])
-    chat.ask([INTRODUCTION, OTHER_IMAGE, *history[2:], SECOND_QUESTION])
-    chat.ask([INTRODUCTION, changed_image, *history[2:], SECOND_QUESTION])
-    chat.ask([INTRODUCTION, QUESTION])
-    chat.ask([INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION])
-    chat.ask([INTRODUCTION, IMAGE, QUESTION, THIRD_IMAGE, SECOND_QUESTION])
-    chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    [[_, _, *turn]] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
+    prompts = [
+        [INTRODUCTION, OTHER_IMAGE, QUESTION],
+        [INTRODUCTION, IMAGE, *turn, SECOND_QUESTION],
+        [INTRODUCTION, OTHER_IMAGE, *turn, SECOND_QUESTION],
+        [INTRODUCTION, changed_image, *turn, SECOND_QUESTION],
+        [INTRODUCTION, QUESTION],
+        [INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION],
+        [INTRODUCTION, IMAGE, QUESTION, THIRD_IMAGE, SECOND_QUESTION],
+        [INTRODUCTION, IMAGE, QUESTION],
+    ]
+    for prompt in prompts:
+        chat.ask(prompt)
 
 
 @types_by_tier(FAST_NAMES[::2])
-def test_rows_of_a_batch_reuse_their_images(name):
-    chat = Chat(name)
+def test_rows_of_a_batch_reuse_their_images(chat):
     first_row: list[Part] = [INTRODUCTION, IMAGE, QUESTION]
     second_row: list[Part] = [INTRODUCTION[:6], OTHER_IMAGE, QUESTION]  # padded on the left
     first_history, second_history = chat.ask(first_row, second_row)
@@ -218,8 +222,7 @@ def test_rows_of_a_batch_reuse_their_images(name):
 
 
 @types_by_tier(FAST_NAMES[1::2])
-def test_chats_that_take_turns_do_not_mix(name):
-    chat = Chat(name)
+def test_chats_that_take_turns_do_not_mix(chat, name):
     second_chat = Chat(name, chat.model)
     [history] = chat.ask([INTRODUCTION, IMAGE, QUESTION])
     [second_history] = second_chat.ask([QUESTION])
@@ -230,7 +233,8 @@ def test_chats_that_take_turns_do_not_mix(name):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
-def test_features_that_the_caller_computed_are_compared(name: str) -> None:
+@pytest.mark.parametrize("medium", [IMAGE, OTHER_IMAGE], ids=["same", "other"])
+def test_features_that_the_caller_computed_are_compared(name: str, medium: Medium) -> None:
     model = get_shared_model(name)
 
     def make_encoded(medium: Medium) -> dict[str, Any]:
@@ -241,16 +245,15 @@ def test_features_that_the_caller_computed_are_compared(name: str) -> None:
         return {**inputs, "mm_encoder_outputs": {"image": output}}
 
     def ask(medium: Medium, cache: Any = None) -> tuple[list[int], Any]:
-        keywords = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "past_key_values": cache}
         output = enabled.generate(
-            **make_encoded(medium), **keywords, return_dict_in_generate=True, pad_token_id=0
-        )
+            **make_encoded(medium), past_key_values=cache, max_new_tokens=NEW_TOKENS,
+            do_sample=False, return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
         return output.sequences.tolist(), output.past_key_values
 
     enabled = hf_fp8kv.enable(build_model(name), dtype="model", page_size=PAGE_SIZE)
-    for medium in (IMAGE, OTHER_IMAGE):
-        _, cache = ask(IMAGE)
-        assert ask(medium, cache)[0] == ask(medium)[0]
+    _, cache = ask(IMAGE)
+    assert ask(medium, cache)[0] == ask(medium)[0]
 
 
 @pytest.mark.parametrize("restores", [False, True])
@@ -296,8 +299,8 @@ def test_token_types_are_compared(name: str, turns_with_types: list[int]) -> Non
             inputs = make_inputs(name, [[INTRODUCTION, IMAGE, text]])
         if turn not in turns_with_types:
             del inputs["token_type_ids"]
-        expected = generate(model, inputs)
-        assert_close(generate(model, inputs, cache).logits, expected.logits, atol=2e-4, rtol=0)
+        actual = generate(model, inputs, cache)
+        assert_close(actual.logits, generate(model, inputs).logits, atol=2e-4, rtol=0)
 
 
 def test_text_before_an_image_with_cross_attention_is_computed() -> None:
@@ -333,27 +336,23 @@ def test_text_before_an_image_with_cross_attention_is_computed() -> None:
         "cross_attention_mask": torch.cat([sees_image, torch.zeros_like(sees_image)], -1),
     }
     text_inputs = {"input_ids": text_ids, "attention_mask": torch.ones_like(text_ids)}
-    expected = generate(model, inputs)
     actual = generate(model, inputs, generate(model, text_inputs).cache)
-    assert_close(actual.logits, expected.logits, atol=2e-4, rtol=0)
+    assert_close(actual.logits, generate(model, inputs).logits, atol=2e-4, rtol=0)
 
 
 @types_by_tier(FAST_NAMES[::2])
-def test_text_is_reused_up_to_the_first_difference(name):
-    chat = Chat(name)
+def test_text_is_reused_up_to_the_first_difference(chat):
     [[_, reply]] = chat.ask([QUESTION])
     [history] = chat.ask([QUESTION, reply, SECOND_QUESTION])
     chat.ask([*history, THIRD_QUESTION])
-    edited_reply = [*reply[:4], *make_text(6, 4)]
-    chat.ask([QUESTION, edited_reply, SECOND_QUESTION])
+    chat.ask([QUESTION, [*reply[:4], *make_text(6, 4)], SECOND_QUESTION])
     chat.ask([make_text(7, 45)])
     chat.ask([make_text(8, 16)])
     chat.ask([make_text(8, 16)])
 
 
 @types_by_tier(FAST_NAMES[1::2])
-def test_the_second_of_two_images_is_exchanged_or_added(name):
-    chat = Chat(name)
+def test_the_second_of_two_images_is_exchanged_or_added(chat):
     chat.ask([INTRODUCTION, IMAGE, QUESTION, OTHER_IMAGE, SECOND_QUESTION])
     chat.ask([INTRODUCTION, IMAGE, QUESTION, THIRD_IMAGE, SECOND_QUESTION])
     chat.ask([INTRODUCTION, OTHER_IMAGE, QUESTION, IMAGE, SECOND_QUESTION])

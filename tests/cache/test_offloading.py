@@ -60,10 +60,9 @@ def make_config(name: str = "llama", **fields: Any) -> Any:
     return make_causal_config(name, **{"num_hidden_layers": NUM_LAYERS, **mixed, **fields})
 
 
-def add_tokens(caches: list[Any], num_tokens: int, seed: int = 0, batch: int = 2) -> None:
+def add_tokens(caches: list[Any], num_tokens: int, batch: int = 2) -> None:
     for index in range(len(caches[0].layers)):
-        generator = torch.Generator().manual_seed(100 * seed + index)
-        k, v = torch.randn(2, batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator)
+        k, v = torch.randn(2, batch, NUM_HEADS, num_tokens, HEAD_DIM)
         outputs = [cache.update(k, 2 * v, index) for cache in caches]
         for cache, output in zip(caches, outputs, strict=True):
             assert [type(tensor) for tensor in output] == [type(tensor) for tensor in outputs[0]]
@@ -156,11 +155,11 @@ def test_each_stored_byte_is_copied_once_per_step(name: str) -> None:
     window = {} if name == "llama" else {"sliding_window": 16}
     cache = FP8PagedCache(make_config(name, **window), **EXACT, offloading=True)
     add_tokens([cache], 100)
-    add_tokens([cache], 1, 1)
+    add_tokens([cache], 1)
     expected_fetched, expected_returned = count_copied_bytes(cache)
-    for step in range(2, 20):
+    for _ in range(18):
         length = cache.get_seq_length()
-        add_tokens([cache], 1, step)
+        add_tokens([cache], 1)
         for layer in cache.paged_layers:
             # The pages of the first layer are fetched at the end of the previous step.
             num_tokens = length + (layer.index == 0)
@@ -190,7 +189,7 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
     cache = FP8PagedCache(make_config(), offloading=True, page_size=PAGE_SIZE)
     add_tokens([cache], 21)
     fork = cache.fork()
-    add_tokens([fork], 1, 1)
+    add_tokens([fork], 1)
     keys = fork.layers[NUM_LAYERS - 1].keys
     storage = weakref.ref(keys.block.untyped_storage())
     del cache, fork, keys
@@ -276,14 +275,14 @@ def test_late_copies_do_not_change_stored_pages() -> None:
     """Crops, forks, long calls and assignments move pages while copies are pending."""
     caches = make_caches("gemma3_text")
     add_tokens(caches, 21)
-    add_tokens(caches, 40, 1)
+    add_tokens(caches, 40)
     forks = [cache.fork() for cache in caches]
-    add_tokens(forks, 3, 2)
-    add_tokens(caches, 1, 3)
+    add_tokens(forks, 3)
+    add_tokens(caches, 1)
     call_method(caches, "crop", -2)
-    add_tokens(caches, 1, 4)
+    add_tokens(caches, 1)
     call_method(caches, "batch_select_indices", torch.tensor([1]))
-    add_tokens(caches, 9, 5, batch=1)
+    add_tokens(caches, 9, batch=1)
     assert_holds(caches)
     assert_holds(forks)
 
@@ -338,8 +337,8 @@ def test_layers_of_transformers_stay_on_the_device() -> None:
     config = make_config("gemma3_text")
     skipped: dict[str, Any] = {"skip_layers": ["sliding_attention"], "page_size": PAGE_SIZE}
     caches = [FP8PagedCache(config, **skipped), FP8PagedCache(config, **skipped, offloading=True)]
-    for step, num_tokens in enumerate((21, 1, 1)):
-        add_tokens(caches, num_tokens, step)
+    for num_tokens in (21, 1, 1):
+        add_tokens(caches, num_tokens)
     assert count_copied_bytes(caches[1])[0] == 0, "a single layer never evicts pages"
 
 

@@ -25,13 +25,8 @@ NUM_LAYERS = 3
 CONFIG = make_causal_config("llama", num_hidden_layers=NUM_LAYERS)
 
 
-def make_states(
-    num_tokens: int, batch: int = 2, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = (
-        torch.randn(batch, NUM_HEADS, num_tokens, HEAD_DIM, generator=generator) for _ in "kv"
-    )
+def make_states(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = torch.randn(2, 2, NUM_HEADS, num_tokens, HEAD_DIM)
     return 1.5 * keys, values
 
 
@@ -67,12 +62,10 @@ def test_each_layer_is_stored_by_its_plan(
         for start, stop in ((0, 9), (9, 16), (16, 17)):
             cache.update(k[:, :, start:stop] + index, v[:, :, start:stop] - index, index)
     for index, layer in enumerate(cache.layers):
-        sides = (("k", layer.keys, k + index), ("v", layer.values, v - index))
-        for side, handle, states in sides:
-            actual = handle.dense()[:, :, :17]
+        for side, handle, states in (("k", layer.keys, k + index), ("v", layer.values, v - index)):
             expected = round_by_plan(states, scales.layers[index], side)
             # The inverse rotation runs in float32, and may sum in a different order.
-            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(handle.dense()[:, :, :17], expected, rtol=0, atol=1e-5)
 
 
 def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
@@ -83,11 +76,10 @@ def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
 
 def test_the_footprint_and_repr_list_the_plans() -> None:
     cache = FP8PagedCache(CONFIG, scales=make_planned_scales(), skip_layers=[1])
-    expected = {str(PLANS[0]): 1, str(PLANS[2]): 1}
-    assert cache.memory_footprint().layers_by_plan == expected
+    assert cache.memory_footprint().layers_by_plan == {str(PLANS[0]): 1, str(PLANS[2]): 1}
     assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
-    actual = FP8PagedCache(CONFIG, dtype="fp8").memory_footprint().layers_by_plan
-    assert actual == {"K fp8_e4m3, V fp8_e4m3": 3}
+    fp8_cache = FP8PagedCache(CONFIG, dtype="fp8")
+    assert fp8_cache.memory_footprint().layers_by_plan == {"K fp8_e4m3, V fp8_e4m3": 3}
 
 
 E3M4 = LayerPlan.parse("fp8_e3m4", "fp8_e3m4")
@@ -197,5 +189,4 @@ def check_side(
     if getattr(layer.plan, side).is_auto:
         assert_same(actual, states)
     else:
-        expected = round_by_plan(states, layer, side)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual, round_by_plan(states, layer, side), rtol=0, atol=1e-5)

@@ -189,18 +189,18 @@ UNUSUAL_ATTENTION: dict[str, Callable[[Decoder], Any]] = {
     "subclass of the query": set_attributes(convert_query=make_subclass),
     "gradient": set_attributes(convert_query=lambda query: query.clone().requires_grad_()),
 }  # fmt: skip
-# Changes, and the numbers of updates and calls of attention that a step then repeats.
-CHANGES = [
-    *((change, (0, 0)) for change in UNUSUAL_STEPS.values()),
-    *((change, (NUM_LAYERS, 0)) for change in UNUSUAL_ATTENTION.values()),
-    (replace_module, (NUM_LAYERS, 1)),
-]
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("change", "expected"), CHANGES, ids=[*UNUSUAL_STEPS, *UNUSUAL_ATTENTION, "module"]
+    ("change", "expected"),
+    [
+        *((change, (0, 0)) for change in UNUSUAL_STEPS.values()),
+        *((change, (NUM_LAYERS, 0)) for change in UNUSUAL_ATTENTION.values()),
+        (replace_module, (NUM_LAYERS, 1)),
+    ],
+    ids=[*UNUSUAL_STEPS, *UNUSUAL_ATTENTION, "module"],
 )
 def test_an_unusual_step_is_not_repeated(
     change: Callable[[Decoder], Any], expected: tuple[int, int], counts: Counter[str]
@@ -220,8 +220,7 @@ def test_an_unusual_step_is_not_repeated(
 @torch.no_grad()
 def test_offloaded_and_preallocated_layers_are_not_repeated(counts: Counter[str]) -> None:
     for options in ({"offloading": True}, {"max_cache_len": 64}):
-        decoder = Decoder("torch", **options)
-        decoder.decode(3)
+        Decoder("torch", **options).decode(3)
     assert (counts["updates"], counts["attention"]) == (0, 0)
 
 

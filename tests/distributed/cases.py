@@ -21,7 +21,6 @@ from hf_fp8kv.serving import fp8_manager
 from tests.helpers.serving_tools import draw_prompts, generate_batch, open_manager
 from tests.helpers.tiny_models import build_variant, make_prompt
 
-NUM_LAYERS, HEAD_SIZE = 2, 16
 # The vocabulary size is even, because some versions of transformers split only even sizes.
 VOCAB_SIZE = 96
 MODEL_SIZES = {"vocab_size": VOCAB_SIZE}
@@ -58,17 +57,20 @@ def make_scales(kind: str, model: Any) -> KVScales:
     """Return scales that differ by layer, side and head, with which some of K and V saturate."""
     num_heads = model.config.num_key_value_heads
     generator = torch.Generator().manual_seed(5)
-    head, channel = (num_heads, 1), (num_heads, HEAD_SIZE)
-    shapes = {"tensor": (), "head": head, "channel": channel, "centers": head}
+    head_shape = (num_heads, 1)
+    channel_shape = (num_heads, 16)
+    shapes = {
+        "tensor": (), "head": head_shape, "channel": channel_shape, "centers": head_shape
+    }  # fmt: skip
 
-    def draw(base: float) -> torch.Tensor:
+    def draw_scales(base: float) -> torch.Tensor:
         return base * (0.3 + torch.rand(shapes[kind], generator=generator)) / 448
 
     def make_layer() -> LayerScales:
-        center = torch.randn(channel, generator=generator) if kind == "centers" else None
-        return LayerScales(draw(2.0), draw(1.5), center)
+        center = torch.randn(channel_shape, generator=generator) if kind == "centers" else None
+        return LayerScales(draw_scales(2.0), draw_scales(1.5), center)
 
-    return KVScales({index: make_layer() for index in range(NUM_LAYERS)})
+    return KVScales({index: make_layer() for index in range(2)})
 
 
 def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
@@ -168,10 +170,10 @@ def make_refused_case(**keywords: Any) -> Case:
     def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
         options = {"scales": make_scales("head", model), **STORED}
         cache = FP8PagedCache(model.config, **options, **keywords)
-        error = catch_error(lambda: generate(model, cache))
+        errors = [catch_error(lambda: generate(model, cache))]
         sizes = [cache.host_length(), cache.memory_footprint().total_bytes]
         valid_cache = FP8PagedCache(model.config, **options, **ranks)
-        return {"error": error, "stored": sizes, "tokens": generate(model, valid_cache)}
+        return {"errors": errors, "stored": sizes, "tokens": generate(model, valid_cache)}
 
     return run
 
@@ -186,7 +188,7 @@ def catch_uneven_errors(model: Any, ranks: RankOptions, folder: Path) -> Any:
 
 
 def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any:
-    return catch_error(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))
+    return [catch_error(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))]
 
 
 # Cases in which each process gives the tokens of one process with the whole model: all kinds of

@@ -8,6 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_fp8kv import ops
+
+if ops.explain_backends()["triton"] is not None:
+    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 MARKS = [

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from benchmarks.gpu.attention import attend, make_query, make_schedule
 from benchmarks.gpu.cached import CacheSteps
@@ -27,9 +27,10 @@ from benchmarks.gpu.record import TOLERANCE
 from benchmarks.gpu.shapes import BF16, E3M4, E4M3, PAGE_FORMATS, TINY, Case, Heads, PageFormat
 from benchmarks.gpu.stage import Stage
 from benchmarks.layers import AttentionLayer, make_config
-from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.cache.paged_tensor import get_pages
+from tests.cache.test_compile import make_config as make_compile_config
 from tests.gpu.gpu_tools import (
     DEVICE,
     MARKS,
@@ -42,23 +43,11 @@ from tests.gpu.gpu_tools import (
 from tests.helpers.planned import make_centered_scales
 from tests.helpers.tiny_models import build_variant
 
-if ops.explain_backends()["triton"] is not None:
-    pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
-
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.usefixtures("fresh_compiler")]
 # Heads of a usual size, and tiny heads for the interpreter.
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
-GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 [STATIC] = (fmt for fmt in PAGE_FORMATS if fmt.name == "e4m3 static")
 STAGE = Stage(DEVICE, is_dry=not ON_GPU)
-
-
-@pytest.fixture(autouse=True)
-def _reset_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 # -- generation ----------------------------------------------------------------------------------
@@ -75,7 +64,6 @@ def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return model.to(DEVICE), {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
-MODEL_NAMES = ("medium", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
 CACHE_OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
     "static scales": {"scales": make_centered_scales(0.02)},
@@ -83,18 +71,12 @@ CACHE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_compile_options() -> dict[str, Any]:
-    """Return options that make generate() compile on a CPU. On a GPU, it compiles by default."""
-    if ON_GPU:
-        return {}
-    config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
-    config._compile_all_devices = True
-    return {"compile_config": config}
-
-
 def generate(model: Any, inputs: dict[str, Any], cache: Any, **options: Any) -> torch.Tensor:
-    defaults = {"max_new_tokens": 40 if ON_GPU else 4, **GREEDY}
-    return model.generate(**inputs, past_key_values=cache, **{**defaults, **options})
+    options = {"max_new_tokens": 40 if ON_GPU else 4, **options}
+    return model.generate(
+        **inputs, past_key_values=cache, do_sample=False, pad_token_id=0, eos_token_id=None,
+        **options,
+    )  # fmt: skip
 
 
 LOGITS_OPTIONS = {"output_logits": True, "return_dict_in_generate": True}
@@ -123,7 +105,9 @@ def make_cache(
 
 @pytest.mark.parametrize("cache_kind", ["growing", "preallocated", "compiled"])
 @pytest.mark.parametrize("cache_options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS.keys())
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize(
+    "name", ["medium", "gqa", "sliding_and_full", "softcap", "sinks", "latent"]
+)
 def test_tokens_match_the_reference(name, cache_options, cache_kind):
     has_all_formats = name == "gqa" or (name == "medium" and cache_kind != "compiled")
     if cache_options and not has_all_formats:
@@ -135,15 +119,16 @@ def test_tokens_match_the_reference(name, cache_options, cache_kind):
     reference_output = generate(model, inputs, reference_cache, **LOGITS_OPTIONS)
     expected = reference_output.sequences
     cache = make_cache(model, inputs, preallocated=cache_kind != "growing", **cache_options)
-    options = make_compile_options() if cache_kind == "compiled" else {"disable_compile": True}
+    options: dict[str, Any] = {"disable_compile": cache_kind != "compiled"}
+    if cache_kind == "compiled" and not ON_GPU:  # on a GPU, generate() compiles by default
+        options["compile_config"] = make_compile_config()
     if name == "medium" and "prefill" in cache_options:
         # The prompt attends to codes, which rounding in float32 may change in each layer. Between
         # two backends of a CPU, this changes the logits by 2e-4. A wrong page in one layer changes
         # them by 1e-2, and a doubled scale of its values by 0.3.
         options |= {"logits_processor": LogitsProcessorList([ForcedTokens(expected)])}
         output = generate(model, inputs, cache, **options, **LOGITS_OPTIONS)
-        errors = map(compute_error, output.logits, reference_output.logits)
-        assert max(errors) < 1e-3
+        assert max(map(compute_error, output.logits, reference_output.logits)) < 1e-3
         return
     assert torch.equal(generate(model, inputs, cache, **options), expected)
     if cache_kind == "compiled":
@@ -163,9 +148,9 @@ def fill_cache(num_layers: int, batch: int, num_tokens: int, **options: Any) -> 
     config._attn_implementation = "fp8_paged"
     cache = FP8PagedCache(config, backend="triton", **options)
     torch.manual_seed(0)
-    for layer in range(num_layers):
+    for index in range(num_layers):
         key, value = (STAGE.randn(batch, HEADS.num_kv_heads, num_tokens, HEADS.dim) for _ in "kv")
-        cache.update(key, value, layer)
+        cache.update(key, value, index)
     return cache
 
 
@@ -173,11 +158,11 @@ def run_steps(cache: FP8PagedCache, num_layers: int, num_steps: int) -> Iterator
     """Yield the attention output of each layer in each step, while other tensors use memory."""
     torch.manual_seed(1)
     for _ in range(num_steps):
-        for layer in range(num_layers):
+        for index in range(num_layers):
             key, value = (STAGE.randn(1, HEADS.num_kv_heads, 1, HEADS.dim) for _ in "kv")
             query = STAGE.randn(1, HEADS.num_query_heads, 1, HEADS.dim)
-            handles = cache.update(key, value, layer)
-            module = AttentionLayer(HEADS.num_query_heads // HEADS.num_kv_heads, layer)
+            handles = cache.update(key, value, index)
+            module = AttentionLayer(HEADS.num_query_heads // HEADS.num_kv_heads, index)
             output, _ = fp8_paged_attention(module, query, *handles, None)
             del handles
             # This tensor reuses the memory of a layer that has left the device.
@@ -202,7 +187,8 @@ def test_copies_and_kernels_do_not_race():
 @needs_gpu
 def test_offloading_uses_the_memory_of_two_layers():
     """The bound also holds while Python is ahead of the device."""
-    num_layers, num_tokens = 8, 40_000
+    num_layers = 8
+    num_tokens = 40_000
     layer_bytes = fill_cache(1, 1, num_tokens, dtype="fp8_e4m3").memory_footprint().total_bytes
     gc.collect()
     initial_bytes = torch.cuda.memory_allocated()  # allocated by other tests
@@ -211,8 +197,7 @@ def test_offloading_uses_the_memory_of_two_layers():
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    cache_bytes = torch.cuda.memory_allocated() - initial_bytes
-    assert cache_bytes < 2.2 * layer_bytes
+    assert torch.cuda.memory_allocated() - initial_bytes < 2.2 * layer_bytes
     for _ in run_steps(cache, num_layers, 3):
         pass
     # In addition to the pages, a step uses its queries and 16 MiB.
@@ -308,14 +293,14 @@ def prepare_attention(fmt: PageFormat, case: Case) -> AttentionCall:
 @pytest.mark.parametrize("fmt", [E4M3, STATIC, E3M4, BF16], ids=lambda fmt: fmt.name)
 def test_repeated_calls_are_bitwise_equal(fmt):
     """A race would change the result of sequences that are split into many parts."""
-    lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
+    lengths, num_repeats = ((9000, 33, 4097), 200) if ON_GPU else ((300, 33), 2)
     case = Case(lengths, HEADS, label="repeats")
     with torch.no_grad():
         call = prepare_attention(fmt, case)
         with poison_memory():
             first_output = call.attend()
         assert call.compute_error(first_output) < TOLERANCE
-        for index in range(200 if ON_GPU else 2):
+        for index in range(num_repeats):
             call.fill_schedule()
             for is_reused in (False, True):
                 assert torch.equal(call.attend(), first_output), f"repeat {index}, {is_reused=}"
@@ -329,11 +314,14 @@ def shrink_case(case: Case) -> Case:
     if ON_GPU:
         return case
     is_latent = case.heads.rope_dim > 0
-    tokens = min(case.num_new_tokens, 20)
+    num_tokens = min(case.num_new_tokens, 20)
     heads = Heads(case.heads.num_query_heads // 8, 1, 32, 16) if is_latent else TINY.heads
-    lengths = tuple(n if n < 200 and is_latent else 1 + n // 40 + tokens for n in case.lengths)
+    lengths = tuple(
+        length if length < 200 and is_latent else 1 + length // 40 + num_tokens
+        for length in case.lengths
+    )
     return replace(
-        case, lengths=lengths, heads=heads, num_new_tokens=tokens, window=min(case.window, 20)
+        case, lengths=lengths, heads=heads, num_new_tokens=num_tokens, window=min(case.window, 20)
     )
 
 
@@ -365,10 +353,12 @@ FORMAT_CASES = [
 
 @pytest.mark.parametrize(
     ("fmt", "case"), FORMAT_CASES,
-    ids=[f"{fmt.name}-{'latent ' * (case in LATENT_CASES)}{case}" for fmt, case in FORMAT_CASES],
+    ids=[
+        f"{fmt.name}-{'latent ' if case in LATENT_CASES else ''}{case}"
+        for fmt, case in FORMAT_CASES
+    ],
 )  # fmt: skip
 def test_attention_over_scattered_pages_matches_the_reference(fmt, case):
-    """Attention with a schedule, in poisoned memory, matches the reference."""
     call = prepare_attention(fmt, shrink_case(case))
     with torch.no_grad(), poison_memory():
         output = call.attend()
@@ -398,16 +388,16 @@ def test_attention_in_a_step_of_generate_matches_the_reference(fmt, case, preall
     if not ON_GPU:
         if not preallocated and fmt != E3M4:
             pytest.skip("a growing cache has the same masks with every format")
-        tokens = min(case.num_new_tokens, 20)
-        lengths = tuple(1 + n // 100 + tokens for n in case.lengths[:3])
-        padding = tuple(n // 100 for n in case.padding[:3])
+        num_tokens = min(case.num_new_tokens, 20)
+        lengths = tuple(1 + length // 100 + num_tokens for length in case.lengths[:3])
+        padding = tuple(num_padding // 100 for num_padding in case.padding[:3])
         case = replace(
-            case, lengths=lengths, num_new_tokens=tokens, padding=padding, heads=TINY.heads
+            case, lengths=lengths, num_new_tokens=num_tokens, padding=padding, heads=TINY.heads
         )
     with torch.no_grad(), poison_memory():
         steps = CacheSteps(STAGE, fmt, case, 2, "triton", preallocated=preallocated)
-        for layer in range(2):
-            output = steps.step(layer)
+        for index in range(2):
+            output = steps.step(index)
     assert compute_output_error(output, steps.query, get_pages(steps.key), case) < TOLERANCE
 
 
@@ -435,7 +425,8 @@ def test_attention_memory_is_bounded(num_new_tokens, length, max_bytes):
 @pytest.mark.parametrize("options", [{}, {"scales": 0.02}], ids=["dynamic", "static"])
 def test_a_replayed_graph_uses_the_current_lengths(options):
     """One captured step is replayed over several pages and schedules."""
-    num_stored, num_replays = 60, 1500
+    num_stored = 60
+    num_replays = 1500
     options = {**options, "max_cache_len": num_stored + num_replays + 10}
     cache, eager_cache = (fill_cache(1, 2, num_stored, **options) for _ in range(2))
     step, expected_step = make_layer_step(cache), make_layer_step(eager_cache)
@@ -466,8 +457,10 @@ def test_offloaded_layers_give_the_same_tokens(name, cache_options, offloading):
     if (name != "medium" and cache_options) or ((name != "medium" or cache_options) and not ON_GPU):
         pytest.skip("formats do not depend on the model, and test_offloading.py tests the CPU")
     model, inputs = make_deep_model(name)
-    all_options = [{}, {"num_beams": 2}, {"prefill_chunk_size": 7}]
-    for options in all_options if name == "medium" and not cache_options and ON_GPU else [{}]:
+    all_options: list[dict[str, int]] = [{}]
+    if name == "medium" and not cache_options and ON_GPU:
+        all_options += [{"num_beams": 2}, {"prefill_chunk_size": 7}]
+    for options in all_options:
         expected = generate(model, inputs, make_cache(model, inputs, **cache_options), **options)
         cache = make_cache(model, inputs, **cache_options, offloading=offloading)
         assert torch.equal(generate(model, inputs, cache, **options), expected), options

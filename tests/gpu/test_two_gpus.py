@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
+from hf_fp8kv import FP8PagedCache
+from tests.reproducible.test_training import make_scales
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,8 +16,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-NUM_LAYERS, NUM_KV_HEADS = 4, 4
-GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+NUM_LAYERS = 4
+NUM_KV_HEADS = 4
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     )  # fmt: skip
     folder: Path = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(folder)
-    device_map: dict[str, int] = {f"model.layers.{i}": i // 2 for i in range(NUM_LAYERS)}
+    device_map = {f"model.layers.{index}": index // 2 for index in range(NUM_LAYERS)}
     device_map |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     one_gpu, two_gpus = (
         AutoModelForCausalLM.from_pretrained(
@@ -39,15 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
         for placement in (0, device_map)
     )
     return one_gpu, two_gpus
-
-
-def make_scales() -> KVScales:
-    generator = torch.Generator().manual_seed(5)
-
-    def draw_scales() -> torch.Tensor:
-        return 4 * (0.5 + torch.rand(NUM_KV_HEADS, 1, generator=generator)) / 448
-
-    return KVScales({i: LayerScales(draw_scales(), draw_scales()) for i in range(NUM_LAYERS)})
 
 
 def make_prompts() -> dict[str, torch.Tensor]:
@@ -59,12 +51,20 @@ def make_prompts() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("scales", [None, make_scales()], ids=["dynamic scales", "static scales"])
+@pytest.mark.parametrize(
+    "scales",
+    [None, make_scales(NUM_LAYERS, NUM_KV_HEADS, has_center=False)],
+    ids=["dynamic scales", "static scales"],
+)
 def test_two_gpus_give_the_tokens_of_one_gpu(models, max_cache_len, scales):
     outputs = []
     for model in models:
-        options = {"max_cache_len": max_cache_len, "prefill": "stored"}
-        cache = FP8PagedCache(model.config, scales=scales, **options)
-        outputs.append(model.generate(**make_prompts(), past_key_values=cache, **GREEDY).tolist())
-    one_gpu_tokens, two_gpu_tokens = outputs
-    assert two_gpu_tokens == one_gpu_tokens
+        cache = FP8PagedCache(
+            model.config, scales=scales, max_cache_len=max_cache_len, prefill="stored"
+        )
+        tokens = model.generate(
+            **make_prompts(), past_key_values=cache, max_new_tokens=24, do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        outputs.append(tokens.tolist())
+    assert outputs[0] == outputs[1]

@@ -202,26 +202,25 @@ def test_assembly_is_parsed():
     )  # fmt: skip
 
 
-def test_cycles_are_predicted_from_instructions():
+@pytest.mark.parametrize(
+    ("line", "cycles"),
+    [
+        ("HGMMA.64x32x16.F32 R24, gdesc[UR8], R24, gsb0", (64 + 32) * 32 / 512),
+        ("HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR4].tnspB, R88", 8),
+        ("HMMA.16816.F32.BF16 R4, R8, R10, R4", 1),
+        ("LDSM.16.MT88.4 R96, [R120+0x14800]", 4),
+        ("LDS R4, [R3]", 1),
+        ("STS.64 [R3], R4", 2),
+        ("LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64]", 4),
+        ("LDG.E.128 R4, desc[UR4][R2.64]", 0),
+    ],
+)
+def test_cycles_are_predicted_from_instructions(line, cycles):
     """Only a warp group's product overlaps the reads of its operands. Issuing takes a quarter."""
-    for line, cycles in {
-        "HGMMA.64x32x16.F32 R24, gdesc[UR8], R24, gsb0": (64 + 32) * 32 / 512,
-        "HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR4].tnspB, R88": 8,
-        "HMMA.16816.F32.BF16 R4, R8, R10, R4": 1,
-        "LDSM.16.MT88.4 R96, [R120+0x14800]": 4,
-        "LDS R4, [R3]": 1,
-        "STS.64 [R3], R4": 2,
-        "LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64]": 4,
-        "LDG.E.128 R4, desc[UR4][R2.64]": 0,
-    }.items():
-        assert predict_cycles([line, "FADD R1, R2, R3"]) == 2 / 4 + cycles, line
+    assert predict_cycles([line, "FADD R1, R2, R3"]) == 2 / 4 + cycles
 
 
 # -- the assembly of codec.py ----------------------------------------------------------------------
-
-
-# The package does not have this format, whose NaN differs from the NaN of all its formats.
-UNKNOWN_FORMATS = [Format("fp8_e3m4fn", 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0)]
 
 
 SHIFT_PTX = [
@@ -234,7 +233,15 @@ SHIFT_PTX = [
 
 
 @pytest.mark.parametrize("keep_nan", [False, True], ids=["", "nan"])
-@pytest.mark.parametrize("fmt", [*FORMATS.values(), *UNKNOWN_FORMATS], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        *FORMATS.values(),
+        # The package does not have this format, whose NaN differs from the NaN of its formats.
+        Format("fp8_e3m4fn", 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0),
+    ],
+    ids=lambda fmt: fmt.name,
+)
 def test_packed_shifts_convert_all_codes_at_all_positions(fmt, keep_nan, monkeypatch):
     monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
     monkeypatch.setattr(Target, "converts", lambda *_: False)

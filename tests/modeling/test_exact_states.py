@@ -56,6 +56,11 @@ def models(dense_folders):
     return tuple(load(folder) for folder in dense_folders)
 
 
+@pytest.fixture
+def declared(models):
+    return models[1]
+
+
 @torch.no_grad()
 def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
     chunks = (IDS[:, :63], *IDS[:, 63:].split(1, 1))
@@ -96,15 +101,15 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
     exact_logits = run_model(original, DynamicCache(config=original.config))
     assert differ_clearly(rounded_logits, exact_logits)
-    for options in (
+    all_options: list[dict[str, Any]] = [
         {"page_size": 16}, {"page_size": 16, "prefill": "stored"}, {"dtype": "auto"},
         {"scales": TOO_SMALL}, {"skip_layers": [1]}, {"max_cache_len": 80},
-    ):  # fmt: skip
-        caches = [FP8PagedCache(model.config, **options) for model in (original, declared)]
-        assert_same(run_model(original, caches[0]), run_model(declared, caches[1]))
+    ]  # fmt: skip
+    for options in all_options:
+        expected = run_model(original, FP8PagedCache(original.config, **options))
+        assert_same(run_model(declared, FP8PagedCache(declared.config, **options)), expected)
     # The prefill is exact, so logits equal the original weights' logits without quantization.
-    paged_logits = run_model(declared, FP8PagedCache(declared.config))
-    assert torch.equal(paged_logits[0], exact_logits[0])
+    assert torch.equal(run_model(declared, FP8PagedCache(declared.config))[0], exact_logits[0])
     # A cache of transformers still gets rounded K and V, even after a cache of this package.
     assert torch.equal(declared(IDS[:, :63], use_cache=False).logits, rounded_logits[0])
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
@@ -135,8 +140,10 @@ def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch)
     original_report, report = (check_model(model) for model in models)
     assert original_report.note == ""
     assert "hooks" in report.capture_obstacle
-    difference = {"note": ROUNDING_NOTE, "capture_obstacle": report.capture_obstacle}
-    assert report.to_dict() == original_report.to_dict() | difference
+    assert report.to_dict() == {
+        **original_report.to_dict(), "note": ROUNDING_NOTE,
+        "capture_obstacle": report.capture_obstacle,
+    }  # fmt: skip
     assert ROUNDING_NOTE in str(report)
 
 
@@ -145,16 +152,17 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
     folder = declare_output_scales(dense_folders[0], tmp_path / "old")
-    model, original = load(folder), load(dense_folders[0])
+    model, original = (load(path) for path in (folder, dense_folders[0]))
     note = describe_rounding(model)
     assert "k_proj and v_proj" in note
     assert check_model(model).note == note
     texts = [row.tolist() for row in IDS[:, :40]]
-    for call in (
+    calls = (
         lambda: hf_fp8kv.enable(model),
         lambda: serving.enable(model, probe=False),
         lambda: calibrate(model, texts, progress=False),
-    ):
+    )
+    for call in calls:
         monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
         caplog.clear()
         call()
@@ -162,8 +170,9 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     exact_logits = run_model(original, FP8PagedCache(original.config))
     assert differ_clearly(run_model(model, FP8PagedCache(model.config)), exact_logits)
     # The remedy that the message names removes the rounding.
-    options = {"format": "compressed-tensors", "checkpoint": folder, "overwrite": True}
-    KVScales.from_pretrained(folder).save_pretrained(tmp_path / "copy", **options)
+    KVScales.from_pretrained(folder).save_pretrained(
+        tmp_path / "copy", format="compressed-tensors", checkpoint=folder, overwrite=True
+    )
     copied_model = load(tmp_path / "copy")
     assert describe_rounding(copied_model) == ROUNDING_NOTE
     assert_same(run_model(copied_model, FP8PagedCache(copied_model.config)), exact_logits)
@@ -182,22 +191,22 @@ def test_calibration_and_scores_use_unrounded_k_and_v(models):
 
 
 @needs_rounding
-def test_serving_gives_the_answers_of_the_original_weights(models):
-    (_, declared), chosen_prompts, answers = models, draw_prompts()[:4], []
+def test_serving_gives_the_answers_of_the_original_weights(models, declared):
+    prompts = draw_prompts()[:4]
+    answers = []
     for model in models:
         serving.enable(model)
-        answers.append(generate_batch(model, chosen_prompts))
+        answers.append(generate_batch(model, prompts))
         model.destroy_cached_continuous_batching_manager()
         serving.disable(model)
     assert answers[0] == answers[1]
-    prompt = torch.tensor(chosen_prompts[1:2])
+    prompt = torch.tensor(prompts[1:2])
     rounded_tokens = declared.generate(prompt, max_new_tokens=24, pad_token_id=0)
     assert rounded_tokens[0, prompt.shape[1] :].tolist() != answers[1][1]
 
 
 @needs_rounding
-def test_exact_states_do_not_affect_other_threads(models):
-    _, declared = models
+def test_exact_states_do_not_affect_other_threads(declared):
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
     with exact_states():
         with exact_states():
@@ -230,15 +239,13 @@ def test_a_compiled_step_gives_the_logits_of_the_original_weights(models):
         torch.testing.assert_close(logits, expected[position - 62])
 
 
-def test_other_caches_and_calls_without_a_cache_are_unchanged(models, monkeypatch):
-    _, declared = models
-
+def test_other_caches_and_calls_without_a_cache_are_unchanged(declared, monkeypatch):
     @torch.no_grad()
     def run_all() -> list[torch.Tensor]:
         config = declared.config
-        caches = DynamicCache(config=config), StaticCache(config=config, max_cache_len=80)
-        logits = [declared(IDS, use_cache=False).logits]
-        return logits + [step for cache in caches for step in run_model(declared, cache)]
+        dynamic_logits = run_model(declared, DynamicCache(config=config))
+        static_logits = run_model(declared, StaticCache(config=config, max_cache_len=80))
+        return [declared(IDS, use_cache=False).logits, *dynamic_logits, *static_logits]
 
     run_model(declared, FP8PagedCache(declared.config))
     expected = run_all()

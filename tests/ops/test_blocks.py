@@ -3,7 +3,6 @@
 In test_ops.py and test_kernels_*.py, each backend reads and writes blocks.
 """
 
-import gc
 import weakref
 
 import pytest
@@ -13,21 +12,17 @@ from hf_fp8kv.ops.blocks import locate_pages
 from hf_fp8kv.ops.page_layout import make_page_layout
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_offsets_keep_their_blocks_alive():
     blocks = [torch.zeros(2, 64, dtype=torch.uint8) for _ in range(3)]
-    memory_refs = [weakref.ref(block.untyped_storage()) for block in blocks]
+    references = [weakref.ref(block.untyped_storage()) for block in blocks]
     offsets = locate_pages(blocks)
-    assert offsets.tolist() == [
-        block.data_ptr() - blocks[0].data_ptr() + 64 * i for block in blocks for i in range(2)
-    ]
+    block_offsets = torch.tensor([block.data_ptr() - blocks[0].data_ptr() for block in blocks])
+    assert torch.equal(offsets.view(3, 2), block_offsets[:, None] + torch.tensor([0, 64]))
     del blocks
-    gc.disable()
-    try:
-        assert all(ref() is not None for ref in memory_refs)
-        del offsets
-        assert not any(ref() for ref in memory_refs), "blocks wait for the garbage collector"
-    finally:
-        gc.enable()
+    assert all(reference() is not None for reference in references)
+    del offsets
+    assert not any(reference() for reference in references), "blocks wait for the garbage collector"
 
 
 @pytest.mark.parametrize("sizes", [(2, 16, 5, 3), (8, 64, 128, 128), (1, 8, 1, 1)])

@@ -17,16 +17,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def hook(monkeypatch) -> SimpleNamespace:
     """Run the hook's file, without hatchling, which only builds need."""
-    for path, name in (
-        ("hatchling.builders.hooks.plugin.interface", "BuildHookInterface"),
-        ("hatchling.metadata.plugin.interface", "MetadataHookInterface"),
-    ):
-        module = ModuleType(path)
-        setattr(module, name, type(name, (), {}))
-        parts = path.split(".")
+    interfaces = {
+        "hatchling.builders.hooks.plugin.interface": "BuildHookInterface",
+        "hatchling.metadata.plugin.interface": "MetadataHookInterface",
+    }
+    for module_name, class_name in interfaces.items():
+        module = ModuleType(module_name)
+        setattr(module, class_name, type(class_name, (), {}))
+        parts = module_name.split(".")
         for end in range(1, len(parts)):
             monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[0]))
-        monkeypatch.setitem(sys.modules, path, module)
+        monkeypatch.setitem(sys.modules, module_name, module)
     path = Path(build.__file__).with_name("hook.py")
     namespace: dict[str, Any] = {"__name__": "hook", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), namespace)
@@ -54,7 +55,8 @@ def test_a_missing_compiler_leaves_a_wheel_for_every_platform(hook, monkeypatch)
 
     monkeypatch.setitem(hook._build_module, "build", fail)
     warnings: list[str] = []
-    compile_hook, build_data = hook.CompileHook(), {}
+    compile_hook = hook.CompileHook()
+    build_data: dict[str, Any] = {}
     compile_hook.app = SimpleNamespace(display_warning=warnings.append)
     compile_hook.initialize("standard", build_data)
     assert build_data == {}
@@ -66,9 +68,8 @@ def test_the_links_of_the_package_are_absolute(hook):
     readme_hook = hook.ReadmeHook()
     readme_hook.root = str(ROOT)
     readme_hook.update(metadata)
-    text = metadata["readme"]["text"]
     repository = metadata["urls"]["Repository"]
-    links = re.findall(r"\]\(([^)]*)\)", text)
+    links = re.findall(r"\]\(([^)]*)\)", metadata["readme"]["text"])
     assert len(links) > 5
     assert all(link.startswith(("https://", "#")) for link in links)
     for link in links:

@@ -19,7 +19,8 @@ from tests.ops import test_ops
 
 pytestmark = pytest.mark.text
 
-NUM_HEADS, HEAD_DIM = 2, 32
+NUM_HEADS = 2
+HEAD_DIM = 32
 
 
 def make_pages(num_tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
@@ -32,50 +33,44 @@ def attend(
     pages: Pages, query: torch.Tensor, length: int, backend: Any = cpu_backend
 ) -> torch.Tensor:
     lengths = torch.tensor([length], dtype=torch.int32)
-    result = backend.attend(query, pages, lengths, 0, length, AttentionSpec(0.2, causal=True))
-    assert isinstance(result, torch.Tensor)
-    return result
+    spec = AttentionSpec(0.2, causal=True)
+    return backend.attend(query, pages, lengths, 0, length, spec)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split calls of any size between four threads."""
     monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", 64)
     monkeypatch.setattr(cpu_backend, "SPAN_TOKENS", 16)
-    old_num_threads = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(old_num_threads)
+    torch.set_num_threads(4)  # conftest.py resets the number before the next test
 
 
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_results_do_not_depend_on_threads():
     """Bits are the same with any number of threads, with several callers, and after a fork."""
-    pages, queries = make_pages(700), torch.randn(8, 1, 6, 3, HEAD_DIM)
-    results = [attend(pages, query, 700) for query in queries]
+    pages = make_pages(700)
+    queries = torch.randn(8, 1, 6, 3, HEAD_DIM)
+    outputs = [attend(pages, query, 700) for query in queries]
     expected = attend(pages, queries[0], 700, reference)
-    torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outputs[0], expected, rtol=1e-5, atol=1e-6)
     pid = os.fork()
     if pid == 0:
         signal.alarm(60)
-        os._exit(not torch.equal(attend(pages, queries[0], 700), results[0]))
+        os._exit(0 if torch.equal(attend(pages, queries[0], 700), outputs[0]) else 1)
     assert os.waitpid(pid, 0)[1] == 0
     with ThreadPoolExecutor(8) as callers:
-        later_results = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
-    for i, result in enumerate(later_results):
-        assert_same(result, results[i % 8])
+        later_outputs = callers.map(lambda query: attend(pages, query, 700), list(queries) * 20)
+    for output, expected in zip(later_outputs, outputs * 20, strict=True):
+        assert_same(output, expected)
     torch.set_num_threads(1)
-    assert_same(attend(pages, queries[0], 700), results[0])
+    assert_same(attend(pages, queries[0], 700), outputs[0])
 
 
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("case", test_ops.LATENT_CASES, ids=str)
 def test_threads_share_latents(case):
-    pages, query, fields = test_ops.prepare(case)
-    expected = test_ops.attend(case, pages, query.float(), "reference", **fields)
-    actual = test_ops.attend(case, pages, query, "cpu", **fields)
-    assert test_ops.compute_errors(actual, expected).max() <= test_ops.bound_error(case)
+    test_ops.check_attention(case, "cpu")
 
 
 @pytest.mark.usefixtures("four_threads")
@@ -96,43 +91,48 @@ def test_write_and_gather_give_equal_bytes_on_many_threads():
 @pytest.mark.parametrize("fmt", ["fp8_e3m4", "int6", "auto"])
 def test_a_query_has_the_same_bits_in_any_call(fmt, window, monkeypatch):
     """Chunks, further sequences and threads do not change any bit of a result."""
-    length, num_queries = 1333, 70
-    pages, query = make_pages(length, fmt), torch.randn(1, 6, num_queries, HEAD_DIM)
+    length = 1333
+    num_queries = 70
+    pages = make_pages(length, fmt)
+    query = torch.randn(1, 6, num_queries, HEAD_DIM)
     spec = AttentionSpec(0.2, causal=True, window=window)
 
     def run_cpu(pages: Pages, query: torch.Tensor, *lengths: int) -> torch.Tensor:
         lengths_tensor = torch.tensor(lengths, dtype=torch.int32)
         return cpu_backend.attend(query, pages, lengths_tensor, 0, max(lengths), spec)
 
-    separate_results = torch.cat([
-        run_cpu(pages, query[:, :, [t]], length - num_queries + 1 + t) for t in range(num_queries)
+    separate_outputs = torch.cat([
+        run_cpu(pages, query[:, :, [token]], length - num_queries + 1 + token)
+        for token in range(num_queries)
     ], 1)  # fmt: skip
     two_sequences = pages._replace(table=pages.table.repeat(2, 1))
     for min_values in (1 << 30, 64):
         monkeypatch.setattr(cpu_backend, "MIN_THREAD_VALUES", min_values)
         for chunk in (1, 3, 5, num_queries):
-            assert_same(run_cpu(pages, query[:, :, -chunk:], length), separate_results[:, -chunk:])
-        result = run_cpu(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
-        assert_same(result[:1], separate_results[:, -1:])
+            assert_same(run_cpu(pages, query[:, :, -chunk:], length), separate_outputs[:, -chunk:])
+        output = run_cpu(two_sequences, query[:, :, -1:].repeat(2, 1, 1, 1), length, 700)
+        assert_same(output[:1], separate_outputs[:, -1:])
 
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("fmt", ["fp8_e2m5", "fp8_e3m4", "int8", "int6", "int4"])
 def test_integer_products_are_correct(fmt, rotated):
     """16-bit queries are rounded to integers. Bits do not depend on the call, and NaN stays NaN."""
-    length, num_queries, dim = 1270, 20, 64
+    length = 1270
+    num_queries = 20
     case = test_ops.Case("", lengths=(length,), key=fmt, value=fmt, dtype=torch.bfloat16,
-                         k_dim=dim, v_dim=dim, page_size=64, rotated=rotated)  # fmt: skip
+                         k_dim=64, v_dim=64, page_size=64, rotated=rotated)  # fmt: skip
     pages = test_ops.fill(test_ops.make_pages(case), case)
-    query = torch.randn(1, 6, num_queries, dim).bfloat16()
+    query = torch.randn(1, 6, num_queries, 64).bfloat16()
     actual = attend(pages, query, length)
     error = test_ops.compute_errors(actual, attend(pages, query.float(), length, reference))
     assert error.max() <= test_ops.bound_error(case)
-    for t in range(num_queries):
-        assert_same(attend(pages, query[:, :, [t]], length - num_queries + 1 + t), actual[:, [t]])
-    if not rotated:  # NaN of V in one channel, then NaN of K, both in the middle of a page
-        page, slot = int(pages.table[0, 9]), 21
-        for side, index in (("v", (page, 0, slot, 5)), ("k", (page, 1, slot))):
+    for token in range(num_queries):
+        output = attend(pages, query[:, :, [token]], length - num_queries + 1 + token)
+        assert_same(output, actual[:, [token]])
+    if not rotated:  # NaN of V in one channel, then NaN of K, both in slot 21 of a page
+        page = int(pages.table[0, 9])
+        for side, index in (("v", (page, 0, 21, 5)), ("k", (page, 1, 21))):
             replace_codes(pages, side, index, test_ops.get_nan_code(fmt))
             actual, expected = (attend(pages, query[:, :, -1:], length, backend).float()
                                for backend in (cpu_backend, reference))  # fmt: skip
@@ -140,18 +140,16 @@ def test_integer_products_are_correct(fmt, rotated):
             assert torch.equal(actual.isnan(), expected.isnan())
 
 
-def test_pages_may_begin_inside_a_vector():
+@pytest.mark.parametrize("options", [{"lengths": (281,), "padding": 260}, {"lengths": (256, 25)}])
+def test_pages_may_begin_inside_a_vector(options):
     """Weights of other tiles or sequences never multiply values of the last page."""
-    for case in (
-        test_ops.Case("", lengths=(281,), page_size=8, padding=260),
-        test_ops.Case("", lengths=(256, 25), page_size=8),
-    ):
-        pages, query, fields = test_ops.prepare(case)
-        if not case.padding:
-            test_ops.poison(pages, 0, [35])
-        expected = test_ops.attend(case, pages, query, "reference", **fields)
-        actual = test_ops.attend(case, pages, query, "cpu", **fields)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    case = test_ops.Case("", page_size=8, **options)
+    pages, query, fields = test_ops.prepare(case)
+    if not case.padding:
+        test_ops.poison(pages, 0, [35])
+    expected = test_ops.attend(case, pages, query, "reference", **fields)
+    actual = test_ops.attend(case, pages, query, "cpu", **fields)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_more_new_tokens_than_the_length_are_refused():
@@ -195,11 +193,7 @@ def test_each_library_matches_the_reference(capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     for case in test_ops.FORMAT_CASES + test_ops.SHAPE_CASES + test_ops.LATENT_CASES:
-        pages, query, fields = test_ops.prepare(case)
-        expected = test_ops.attend(case, pages, query.float(), "reference", **fields)
-        actual = test_ops.attend(case, pages, query, "cpu", **fields)
-        error = test_ops.compute_errors(actual, expected).max()
-        assert error <= test_ops.bound_error(case, "cpu"), case
+        test_ops.check_attention(case, "cpu")
     assert cpu_backend.load_library()._name == str(build.find_library(capability))
 
 

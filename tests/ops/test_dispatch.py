@@ -120,6 +120,7 @@ def test_observers_receive_operations(observer: str, grad_enabled: bool) -> None
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_calls_check_sizes() -> None:
     """Other sizes cause a single recompilation. Wrong sizes cause an error during compilation."""
     table = torch.arange(4, dtype=torch.int32)[None]
@@ -130,8 +131,6 @@ def test_compiled_calls_check_sizes() -> None:
         spec = AttentionSpec(0.25, True, mask=mask)
         return ops.attend(query, pages, lengths, 0, stop, spec, backend="torch")
 
-    torch._dynamo.reset()
-    counters.clear()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for stop in (5, 9, 16, 17, 40, 64):
         arguments = torch.randn(1, 2, 1, 16), stop, torch.zeros(1, 1, 1, stop)

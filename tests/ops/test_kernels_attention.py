@@ -45,6 +45,7 @@ from tests.ops.test_ops import (
     poison,
     prepare,
     prepare_edge,
+    prepare_expected,
 )
 
 if ops.explain_backends()["triton"] is not None:
@@ -93,14 +94,7 @@ def check_kernel(
     return actual
 
 
-def prepare_expected(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
-    """Return the results of `prepare`, and the result of the reference."""
-    pages, query, fields = prepare(case)
-    return pages, query, fields, attend(case, pages, query.float(), "reference", **fields)
-
-
 def make_schedule_table(lengths, num_heads, num_tokens=1, window=0, start=0, length=None) -> Tensor:
-    """Return the schedule for these lengths, as a tensor."""
     num_rows = schedule.count_schedule_rows(DEVICE, len(lengths), num_heads, length)
     table = torch.full((num_rows, 4), -77, dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -109,17 +103,16 @@ def make_schedule_table(lengths, num_heads, num_tokens=1, window=0, start=0, len
 
 
 def supports(kernel: str, case: Case) -> bool:
-    """Return whether a kernel supports the case's number of query rows."""
-    num_rows = case.num_q_heads // case.num_heads * case.num_tokens
+    num_rows = case.num_query_heads // case.num_heads * case.num_tokens
     return kernel == "extend" or num_rows <= tuning.MAX_DECODE_ROWS or case.latent
 
 
 def assign_kernels(cases: list[Case]) -> list[tuple[Case, str]]:
     """Pair the cases with alternating kernels, which read pages with the same code."""
     pairs = []
-    for i, case in enumerate(cases):
+    for index, case in enumerate(cases):
         kernels = [kernel for kernel in KERNELS if supports(kernel, case)]
-        pairs.append((case, kernels[i % len(kernels)]))
+        pairs.append((case, kernels[index % len(kernels)]))
     return pairs
 
 
@@ -148,10 +141,9 @@ def attend_with_torch(case: Case, pages: Pages, query: Tensor, fields: dict[str,
 
 def has_unsupported_head(case: Case) -> bool:
     """Return whether Triton refuses the packed codes of the case, because of a head size."""
-    sides = (case.key, case.k_dim), (case.value, case.v_dim)
     return any(
         name in FORMATS and FORMATS[name].bits < 8 and dim not in (32, 64, 128, 256)
-        for name, dim in sides
+        for name, dim in ((case.key, case.k_dim), (case.value, case.v_dim))
     )
 
 
@@ -159,10 +151,13 @@ def has_unsupported_head(case: Case) -> bool:
 KERNEL_CASES = [
     case for case in CASES if case not in PROMPT_CASES and not has_unsupported_head(case)
 ]
-FLOAT32_CASES = [case for case in KERNEL_CASES if case.dtype == torch.float32]
 
 
-@pytest.mark.parametrize(("case", "kernel"), assign_kernels(FLOAT32_CASES), ids=str)
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    assign_kernels([case for case in KERNEL_CASES if case.dtype == torch.float32]),
+    ids=str,
+)
 def test_float32_equals_the_reference(case, kernel):
     pages, query, fields, expected = prepare_expected(case)
     old_pages = copy_pages(pages)
@@ -181,15 +176,15 @@ def test_packed_codes_of_other_heads_are_refused(dims):
 
 # PyTorch's attention supports neither sinks nor softcap, so it gives no limit for these.
 CASES_16_BIT = [
-    *(c for c in KERNEL_CASES if c.dtype != torch.float32 and not c.sinks),
+    *(case for case in KERNEL_CASES if case.dtype != torch.float32 and not case.sinks),
     Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
     Case("K e3m4, V auto, fp16", key="fp8_e3m4", value=AUTO, dtype=torch.float16, lengths=(199,)),
     Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), num_tokens=3),
     Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), num_tokens=5),
     Case("head size 128, fp16", k_dim=128, v_dim=128, page_size=64, dtype=torch.float16,
-         lengths=(700,), num_heads=1, num_q_heads=4),
+         lengths=(700,), num_heads=1, num_query_heads=4),
     Case("head size 256, bf16", k_dim=256, v_dim=256, page_size=64, dtype=torch.bfloat16,
-         lengths=(130,), num_heads=1, num_q_heads=2),
+         lengths=(130,), num_heads=1, num_query_heads=2),
     Case("70 queries, bf16", num_tokens=70, lengths=(150,), page_size=64, dtype=torch.bfloat16),
     Case("rotated by blocks, fp16", rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
          center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
@@ -219,8 +214,7 @@ TARGETS = ["sm_80", "sm_90", "gfx942", "gfx950"]
 # Hardware converts only E4M3 and E5M2. E3M4 runs on every GPU as a sample of all formats.
 FORMAT_TARGETS = [
     (name, target)
-    for name in sorted(FORMATS)
-    for target in TARGETS
+    for name, target in itertools.product(sorted(FORMATS), TARGETS)
     if target in ("sm_80", "gfx942") or name not in ("fp8_e2m5", "int8", "int6", "int4")
 ]
 
@@ -241,8 +235,9 @@ def test_each_way_to_read_a_format_is_correct(format_target, dynamic, dtype, sid
     limit = bound_error(case)
     if dtype != torch.float32:
         limit = bound_target_error(target, case, pages, query, fields, expected)
-    key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
-    (key if side == "k" else value)[1, 0, 0, 3] = math.nan
+    key, value = torch.randn(2, 2, 2, 1, 32)
+    states = key if side == "k" else value
+    states[1, 0, 0, 3] = math.nan
     with assume_target(target):
         actual = run_kernel(kernel, case, pages, query, **fields)
         worst_error = compute_errors(actual, expected).max().item()
@@ -319,21 +314,22 @@ def test_a_schedule_gives_every_token_to_one_program(
 
 
 def list_kernels(recorded: LaunchRecord) -> list[str]:
-    """Return the names of the launched kernels, in order."""
     return [launch.kernel.__name__ for launch in recorded.launches]
 
 
 SPLIT_CASE = Case("split", lengths=(330, 70, 130), num_tokens=3, page_size=64, sinks=True)
+
+
 # Few and many parts, and rotation of the merged sums for either order of operands.
-SPLIT_PARAMETERS = [
-    pytest.param(1, False, False, id="1 SM", marks=pytest.mark.full),
-    pytest.param(5, False, False, id="5 SMs"),
-    pytest.param(40, True, False, id="40 SMs, rotated"),
-    pytest.param(5, True, True, id="5 SMs, rotated, swapped"),
-]
-
-
-@pytest.mark.parametrize(("sm_count", "rotated", "swapped"), SPLIT_PARAMETERS)
+@pytest.mark.parametrize(
+    ("sm_count", "rotated", "swapped"),
+    [
+        pytest.param(1, False, False, id="1 SM", marks=pytest.mark.full),
+        pytest.param(5, False, False, id="5 SMs"),
+        pytest.param(40, True, False, id="40 SMs, rotated"),
+        pytest.param(5, True, True, id="5 SMs, rotated, swapped"),
+    ],
+)
 def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
     case = SPLIT_CASE
     if rotated:
@@ -352,8 +348,8 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
         # Two layers use the same schedule, made before the calls.
         table = make_schedule_table(case.lengths, case.num_heads, case.num_tokens)
         for _ in range(2):
-            repeated_result = run_kernel("decode", case, pages, query, schedule=table, **fields)
-            assert_same(repeated_result, actual)
+            output = run_kernel("decode", case, pages, query, schedule=table, **fields)
+            assert_same(output, actual)
 
 
 def test_more_parts_than_fit_in_one_load_are_merged():
@@ -365,42 +361,50 @@ def test_more_parts_than_fit_in_one_load_are_merged():
         check_kernel("decode", case, pages, query, expected, **fields)
 
 
-def test_a_schedule_for_different_lengths_gives_correct_results():
+@pytest.mark.parametrize(
+    ("lengths", "window"), [([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)]
+)
+def test_a_schedule_for_different_lengths_gives_correct_results(lengths, window):
     """After a crop, for example, a schedule may be for more or fewer tokens, or for a window."""
     case = Case("stale", lengths=(900, 60), page_size=64)
     pages, query, fields, expected = prepare_expected(case)
-    for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
-        table = make_schedule_table(ends, 2, window=window)
-        check_kernel("decode", case, pages, query, expected, schedule=table, **fields)
+    table = make_schedule_table(lengths, 2, window=window)
+    check_kernel("decode", case, pages, query, expected, schedule=table, **fields)
 
 
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
 LATENT = {"latent": True, "num_heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
 CHUNK = Case(
-    "chunk", lengths=(800, 400), num_tokens=30, page_size=64, num_heads=1, num_q_heads=3, window=600
+    "chunk",
+    lengths=(800, 400),
+    num_tokens=30,
+    page_size=64,
+    num_heads=1,
+    num_query_heads=3,
+    window=600,
 )
-LENGTHS = tuple(n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1))
+LENGTHS = (31, 32, 33, 63, 64, 65, 127, 128, 129)
 # Parameters change how a tile is computed, but not the set of tiles. So each parameter runs
 # with a few cases: in both kernels, in few and in many parts.
 CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
     (CHUNK, "extend", 40, {"rows": 32}),
-    (Case("many", lengths=tuple(range(1, 60, 3)), num_heads=2, num_q_heads=2), "decode", 3, {}),
-    (Case("16 heads", num_q_heads=16, lengths=(400, 130, 64), **LATENT), "decode", 60, {}),
-    (Case("20 heads, sinks", num_q_heads=20, lengths=(191, 193), num_tokens=3, sinks=True,
+    (Case("many", lengths=tuple(range(1, 60, 3)), num_heads=2, num_query_heads=2), "decode", 3, {}),
+    (Case("16 heads", num_query_heads=16, lengths=(400, 130, 64), **LATENT), "decode", 60, {}),
+    (Case("20 heads, sinks", num_query_heads=20, lengths=(191, 193), num_tokens=3, sinks=True,
           **LATENT), "decode", 60, {"rows": 64}),
-    (Case("128 heads, rotated", num_q_heads=128, lengths=(129,), rotated=True,
+    (Case("128 heads, rotated", num_query_heads=128, lengths=(129,), rotated=True,
           **{**LATENT, "key": "fp8_e2m5", "value": "int8"}),
      "extend", 1, {"tile": 64}),
-    (Case("window, 17 queries", num_q_heads=6, lengths=(200,), num_tokens=17, window=70, **LATENT),
-     "decode", 60, {"rows": 64, "tile": 32, "masked_tile": 32}),
-    (Case("holes", num_q_heads=16, lengths=(192, 192), num_tokens=2, mask="bool",
+    (Case("window, 17 queries", num_query_heads=6, lengths=(200,), num_tokens=17, window=70,
+          **LATENT), "decode", 60, {"rows": 64, "tile": 32, "masked_tile": 32}),
+    (Case("holes", num_query_heads=16, lengths=(192, 192), num_tokens=2, mask="bool",
           **{**LATENT, "key": "int6", "k_dim": 64}),
      "decode", 60, {"tile": 64}),
-    (Case("padding, static", num_q_heads=16, lengths=(255, 128), padding=70, num_tokens=2,
+    (Case("padding, static", num_query_heads=16, lengths=(255, 128), padding=70, num_tokens=2,
           dynamic=False, **{**LATENT, "key": "fp8_e3m4"}), "extend", 1, {"rows": 32}),
-    (Case("edges, 3 queries", lengths=LENGTHS, num_tokens=3, num_q_heads=4, **LATENT),
+    (Case("edges, 3 queries", lengths=LENGTHS, num_tokens=3, num_query_heads=4, **LATENT),
      "decode", 4, {}),
-    (Case("edges", lengths=LENGTHS, num_q_heads=4, **LATENT), "extend", 4, {}),
+    (Case("edges", lengths=LENGTHS, num_query_heads=4, **LATENT), "extend", 4, {}),
     *(
         (Case(f"pages of {size}", lengths=(391,), page_size=size, dynamic=tile != 64), kernel, 4,
          {"tile": tile})
@@ -428,15 +432,16 @@ def test_a_window_may_begin_at_the_edge_of_a_page(num_tokens, slot, from_zero, k
     case = make_edge_case(num_tokens, slot, from_zero)
     kernel = kernel if supports(kernel, case) else "extend"
     pages, query, fields, expected = prepare_edge(case)
-    parameters = {"tile": case.page_size}
-    with assuming(dataclasses.replace(get_target(DEVICE), parameters=parameters)):
+    with assuming(dataclasses.replace(get_target(DEVICE), parameters={"tile": case.page_size})):
         check_kernel(kernel, case, pages, query, expected, **fields)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_pages_past_two_gigabytes_are_read(kernel):
     """Addresses have 64 bits, and kernels only access pages in the table."""
-    case = Case("far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, num_heads=2, num_q_heads=2)
+    case = Case(
+        "far", lengths=(150,), page_size=64, k_dim=64, v_dim=64, num_heads=2, num_query_heads=2
+    )
     pages, query, fields = prepare(case)
     num_pages = 2**31 // (2 * 64 * 64) + 5
     table = torch.tensor([[num_pages - 1, 1, num_pages - 3, num_pages - 4]], dtype=torch.int32)
@@ -478,13 +483,20 @@ def test_tiny_and_huge_scales_keep_their_effect(magnitude, kernel):
 def test_many_zeros_may_precede_the_first_value(kernel):
     """Zeros have the smallest possible scales. Sums of weights must not overflow before a value."""
     case = Case(
-        "zeros", lengths=(17000,), page_size=1024, num_heads=1, num_q_heads=32, k_dim=16, v_dim=16
+        "zeros",
+        lengths=(17000,),
+        page_size=1024,
+        num_heads=1,
+        num_query_heads=32,
+        k_dim=16,
+        v_dim=16,
     )
     pages = make_pages(case)
     key, value = torch.randn(2, 1, 1, 17000, 16)
     value[:, :, :16900] = 0
     ops.write(pages, key, value, torch.tensor([17000], dtype=torch.int32), "reference")
-    query, fields = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
+    query = torch.zeros(1, 32, 1, 16)
+    fields = {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **fields)
     parameters = {"programs": 1, "rows": 32} | ({"tile": 1024} if IS_INTERPRETED else {})
     with assuming(dataclasses.replace(get_target(DEVICE), sm_count=1, parameters=parameters)):
@@ -521,7 +533,12 @@ def test_a_sink_of_minus_infinity_without_visible_tokens_gives_zeros(kernel):
 def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, parameters):
     """The call has a complete mask in addition to a window, as in static sliding layers."""
     case = Case(
-        "window", lengths=(600,), num_tokens=num_tokens, page_size=64, num_heads=1, num_q_heads=1
+        "window",
+        lengths=(600,),
+        num_tokens=num_tokens,
+        page_size=64,
+        num_heads=1,
+        num_query_heads=1,
     )
     pages, query, fields = prepare(case)
     mask = find_visible(torch.tensor([600]), num_tokens, 0, 600, True, 3)[:, None]
@@ -531,7 +548,7 @@ def test_a_part_may_end_before_the_windows_of_all_rows(kernel, num_tokens, param
         check_kernel(kernel, case, pages, query, expected, **fields)
 
 
-def record_prompts(num_tokens: Iterable[int], length: int, **options: Any) -> LaunchRecord:
+def record_prompts(prompt_lengths: Iterable[int], length: int, **options: Any) -> LaunchRecord:
     """Return the launches for prompts of two or eight KV heads on a GPU with 132 SMs."""
     case = Case("chunk", lengths=(9000,), page_size=64, **options)
     pages = make_pages(case)
@@ -540,9 +557,10 @@ def record_prompts(num_tokens: Iterable[int], length: int, **options: Any) -> La
         assuming(dataclasses.replace(get_target(DEVICE), sm_count=132)),
         recording(dry_run=True) as recorded,
     ):
-        for n in num_tokens:
+        for num_tokens in prompt_lengths:
             # Expanded, because the largest query has a gigabyte.
-            query = torch.zeros(32, dtype=case.dtype).expand(1, 4 * case.num_heads, n, 32)
+            shape = 1, 4 * case.num_heads, num_tokens, 32
+            query = torch.zeros(32, dtype=case.dtype).expand(shape)
             extend.attend(query, pages, lengths, 0, length, AttentionSpec(1.0, causal=True))
     return recorded
 
@@ -569,7 +587,7 @@ def test_launches_of_prompts():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("e4m3", lengths=(300, 129), num_tokens=30, page_size=64, num_q_heads=8, k_dim=64,
+        Case("e4m3", lengths=(300, 129), num_tokens=30, page_size=64, num_query_heads=8, k_dim=64,
              v_dim=64, dtype=torch.bfloat16),
         Case("static", lengths=(300, 129), num_tokens=30, page_size=48, num_heads=1, k_dim=80,
              v_dim=40, dtype=torch.bfloat16, key="fp8_e3m4", value="int8", dynamic=False,
@@ -625,7 +643,7 @@ def test_each_way_to_read_a_latent_is_correct(name, target, kernel):
     """Each target has separate launch parameters, and a visible NaN reaches the output."""
     rotated = name == "fp8_e2m5"
     shape = {**LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
-    case = Case("", num_q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **shape)
+    case = Case("", num_query_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **shape)
     pages, query, fields, expected = prepare_expected(case)
     limit = bound_target_error(target, case, pages, query, fields, expected)
     with assume_target(target):

@@ -20,6 +20,7 @@ if ops.explain_backends()["triton"] is not None:
     pytest.skip(str(ops.explain_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.triton.target import assuming, get_target, recording
+from tests.ops.test_kernels_attention import list_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -64,10 +65,6 @@ def test_several_architectures_give_equal_tokens(name, cache_options):
     assert_same(generate_tokens(model, inputs, "triton", cache_options), expected)
 
 
-def list_kernels(recorded: Any) -> list[str]:
-    return [launch.kernel.__name__ for launch in recorded.launches]
-
-
 @pytest.mark.parametrize(
     ("cache_options", "num_tokens"), [({}, 1), ({}, 40), ({"max_cache_len": 80}, 40)], ids=str
 )
@@ -93,9 +90,12 @@ def test_layers_use_the_schedule_of_their_query_rows(options, num_tokens):
 
     The model is in bfloat16. For float32 operands, a GPU reports how many programs fit.
     """
-    sizes = {"num_attention_heads": 16 // num_tokens, "num_key_value_heads": 1}
-    model, inputs = build_variant("gqa", attn_implementation="fp8_paged", **sizes)
-    model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
+    model, inputs = build_variant(
+        "gqa", attn_implementation="fp8_paged", num_attention_heads=16 // num_tokens,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model.to(DEVICE, torch.bfloat16)
+    ids = inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **options)
     # Without a cost, sequences of any length are split.
     target = dataclasses.replace(get_target(DEVICE), parameters={"split_cost": 0})

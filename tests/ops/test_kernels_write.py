@@ -75,12 +75,13 @@ class Case(test_ops.Case):
 def make_noise_pages(case: Case) -> Pages:
     """Return pages with random bytes. The first and the last page are not in any table."""
     pages = make_pages(case)
-    for x in (pages.k_codes, pages.v_codes, pages.token_scales):
-        if x is not None:
-            x.view(torch.uint8).random_(256)
+    for region in (pages.k_codes, pages.v_codes, pages.token_scales):
+        if region is not None:
+            region.view(torch.uint8).random_(256)
     num_columns = -(-case.stop // case.page_size) + case.num_extra_columns
-    batch, num_pages = len(case.lengths), len(pages.k_codes)
-    table = 1 + torch.randperm(num_pages - 2)[: batch * num_columns].view(batch, num_columns).int()
+    shape = len(case.lengths), num_columns
+    inner_pages = 1 + torch.randperm(len(pages.k_codes) - 2)
+    table = inner_pages[: math.prod(shape)].view(shape).int()
     table[:, : case.num_freed_pages] = -1
     return pages._replace(table=table)
 
@@ -92,9 +93,8 @@ def make_tokens(case: Case) -> tuple[Tensor, Tensor]:
     return (3 * key).to(case.dtype).transpose(1, 2), value.to(case.dtype).transpose(1, 2)
 
 
-def to_device(pages: Pages) -> Pages:
-    """Return a copy of the pages on the device."""
-    return map_pages(lambda x: x.to(DEVICE, copy=True), pages)
+def copy_to_device(pages: Pages) -> Pages:
+    return map_pages(lambda tensor: tensor.to(DEVICE, copy=True), pages)
 
 
 def make_lengths(case: Case) -> Tensor:
@@ -106,25 +106,25 @@ def compute_expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pa
     new_pages = map_pages(torch.clone, pages)
     k, k_scales = reference.quantize(key, pages.k, search=True)
     v, v_scales = reference.quantize(value, pages.v, search=False)
-    for b, length in enumerate(case.lengths):
-        for t in range(case.num_tokens):
-            column, slot = divmod(length + t, case.page_size)
-            page = pages.table[b, column] if column < pages.table.shape[1] else -1
-            if length + t >= case.limit or page < 0:
+    for row, length in enumerate(case.lengths):
+        for token in range(case.num_tokens):
+            column, slot = divmod(length + token, case.page_size)
+            page = pages.table[row, column] if column < pages.table.shape[1] else -1
+            if length + token >= case.limit or page < 0:
                 continue
-            new_pages.k_codes[page, :, slot] = pack_codes(k[b, :, t], pages.k_dtype)
-            new_pages.v_codes[page, :, :, slot] = pack_codes(v[b, :, t], pages.v_dtype)
-            for i, scales in enumerate((k_scales, v_scales)):
+            new_pages.k_codes[page, :, slot] = pack_codes(k[row, :, token], pages.k_dtype)
+            new_pages.v_codes[page, :, :, slot] = pack_codes(v[row, :, token], pages.v_dtype)
+            for side_index, scales in enumerate((k_scales, v_scales)):
                 if new_pages.token_scales is not None and scales is not None:
-                    new_pages.token_scales[page, :, slot, i] = scales[b, :, t]
+                    new_pages.token_scales[page, :, slot, side_index] = scales[row, :, token]
     return new_pages
 
 
 def check_write(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
-    new_key, new_value = make_tokens(case)
-    key, value = new_key if key is None else key, new_value if value is None else value
+    if key is None or value is None:
+        key, value = make_tokens(case)
     pages = make_noise_pages(case)
-    actual = split_into_blocks(pages, device=DEVICE) if case.in_blocks else to_device(pages)
+    actual = split_into_blocks(pages, device=DEVICE) if case.in_blocks else copy_to_device(pages)
     # Kernels also accept a table that is part of a wider table.
     num_columns = actual.table.shape[1]
     wide_table = torch.nn.functional.pad(actual.table, (0, 3), value=1 << 30)
@@ -185,7 +185,8 @@ def test_any_sizes_and_dtypes_are_written(dims, page_size, scales, dtype, num_to
         page_size=page_size, dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
     )  # fmt: skip
     key, value = make_tokens(case)
-    key[0, 0, -1, dims[0] // 3], value[0, 0, -1, dims[1] // 2] = math.inf, math.nan
+    key[0, 0, -1, dims[0] // 3] = math.inf
+    value[0, 0, -1, dims[1] // 2] = math.nan
     check_write(case, key, value)
     check_write(dataclasses.replace(case, key=AUTO, value=AUTO))
 
@@ -193,15 +194,12 @@ def test_any_sizes_and_dtypes_are_written(dims, page_size, scales, dtype, num_to
 @pytest.mark.parametrize("num_tokens", [1, 12])
 def test_inputs_may_have_any_strides(num_tokens):
     case = Case(lengths=(9, 3), num_tokens=num_tokens, k_dim=24, v_dim=48, page_size=64)
-    batch, num_heads = 2, 2
-    fused = torch.randn(batch, num_tokens, num_heads, 200).transpose(1, 2)
-    channels_first = torch.randn(24, batch, num_tokens, num_heads).permute(1, 3, 2, 0)
-    for key, value in (
-        (fused[..., :24], fused[..., 24:72]),
-        (channels_first, fused[..., 4:196:4]),
-        (torch.randn(24).expand(*fused.shape[:3], -1), fused[..., :1].expand(-1, -1, -1, 48)),
-    ):
-        check_write(case, key, value)
+    fused = torch.randn(2, num_tokens, 2, 200).transpose(1, 2)
+    check_write(case, fused[..., :24], fused[..., 24:72])
+    channels_first = torch.randn(24, 2, num_tokens, 2).permute(1, 3, 2, 0)
+    check_write(case, channels_first, fused[..., 4:196:4])
+    expanded_key = torch.randn(24).expand(*fused.shape[:3], -1)
+    check_write(case, expanded_key, fused[..., :1].expand(-1, -1, -1, 48))
 
 
 MISSING_PAGES = {
@@ -228,23 +226,23 @@ def test_tokens_without_a_page_or_past_the_limit_are_not_stored(name, page_size,
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_values_of_all_kinds_are_written(name):
     """Values are stored in consecutive tiles of tokens, and each token by a separate program."""
-    x = make_vectors(32)
+    vectors = make_vectors(32)
     tiled_case = Case(
-        lengths=(0,), num_tokens=len(x), num_heads=1, k_dim=32, v_dim=32, page_size=32,
+        lengths=(0,), num_tokens=len(vectors), num_heads=1, k_dim=32, v_dim=32, page_size=32,
         dtype=torch.float32, key=name, value=name,
     )  # fmt: skip
-    check_write(tiled_case, x[None, None], x[None, None])
-    few = x[::4]
+    states = vectors[None, None]
+    check_write(tiled_case, states, states)
+    few = vectors[::4]
     single_case = dataclasses.replace(tiled_case, num_tokens=1, num_heads=len(few), page_size=2)
     check_write(single_case, few[None, :, None], few[None, :, None])
     scales = 10.0 ** torch.linspace(-44, 38, 32)
-    case = dataclasses.replace(tiled_case, num_tokens=len(x), dynamic=False)
+    case = dataclasses.replace(tiled_case, dynamic=False)
     pages = test_ops.replace_scales(make_noise_pages(case), scales[None], scales[None].flip(1))
-    actual = to_device(pages)
-    states = x[None, None].to(DEVICE)
-    write(actual, states, states, make_lengths(case) + case.num_tokens)
+    actual = copy_to_device(pages)
+    write(actual, states.to(DEVICE), states.to(DEVICE), make_lengths(case) + case.num_tokens)
     actual = map_pages(torch.Tensor.cpu, actual)
-    assert_same_pages(actual, compute_expected(case, pages, x[None, None], x[None, None]))
+    assert_same_pages(actual, compute_expected(case, pages, states, states))
 
 
 @triton.jit
@@ -256,27 +254,35 @@ def _encode(x, codes, FORMAT: tl.constexpr, N: tl.constexpr):
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_encoder_rounds_values_of_every_binade_correctly(name):
     """The values are all upper halves of a float32, with lower halves at which rounding changes."""
-    upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
-    lower = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
-    x = torch.cat([upper | low for low in lower]).view(torch.float32).to(DEVICE)
+    upper_halves = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
+    lower_halves = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    x = torch.cat([upper_halves | half for half in lower_halves]).view(torch.float32).to(DEVICE)
     actual = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
-    _encode[(len(lower),)](x, actual, FORMATS[name], 1 << 16, enable_fp_fusion=False, num_warps=8)
+    _encode[(len(lower_halves),)](
+        x, actual, FORMATS[name], 1 << 16, enable_fp_fusion=False, num_warps=8
+    )
     expected = codec.encode(x.cpu(), FORMATS[name])
     assert_same(to_comparable_bytes(actual.cpu(), name), to_comparable_bytes(expected, name))
 
 
 GATHER_CASES = [
-    Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=page, **scales)
-    for i, name in enumerate(ALL_NAMES)
-    for page, scales in [(16, SCALES["centered"]) if i % 2 else (6, SCALES["static"])]
+    *(
+        Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=6, dynamic=False)
+        for name in ALL_NAMES[::2]
+    ),
+    *(
+        Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=16, center=True)
+        for name in ALL_NAMES[1::2]
+    ),
 ]
 GATHER_CASES += [
-    Case(key="fp8_e2m5", value="int8", lengths=(5, 37), page_size=page, k_dim=k_dim, v_dim=v_dim,
-         rotated=True, **scales)
-    for page, k_dim, v_dim, scales in (
-        (16, 96, 80, SCALES["centered"]), (6, 80, 256, SCALES["static"]), (64, 128, 64, {}),
+    Case(key="fp8_e2m5", value="int8", lengths=(5, 37), rotated=True, **options)
+    for options in (
+        {"page_size": 16, "k_dim": 96, "v_dim": 80, "center": True},
+        {"page_size": 6, "k_dim": 80, "v_dim": 256, "dynamic": False},
+        {"page_size": 64, "k_dim": 128, "v_dim": 64},
     )
-]  # fmt: skip
+]
 
 
 # Freed pages are read as page 0, which callers mask.
@@ -297,7 +303,9 @@ def test_gather_decodes_all_bytes(case):
     if pages.token_scales is not None:
         pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    stored = split_into_blocks(pages, device=DEVICE) if case.page_size == 6 else to_device(pages)
+    stored = (
+        split_into_blocks(pages, device=DEVICE) if case.page_size == 6 else copy_to_device(pages)
+    )
     for side, dtype, (start, stop, ragged) in GATHER_ARGUMENTS:
         expected = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
         actual = gather(stored, lengths.to(DEVICE), side, start, stop, dtype, ragged)
@@ -325,7 +333,7 @@ def test_addresses_past_four_gigabytes_are_correct(num_tokens, tmp_path):
         block = torch.from_file(path, shared=True, size=math.prod(shape), dtype=torch.uint8)
         block = block.view(shape)
     table = torch.tensor([[num_pages - 1]], dtype=torch.int32, device=DEVICE)
-    actual = to_device(pages)._replace(block=block, offsets=locate_pages([block]), table=table)
+    actual = copy_to_device(pages)._replace(block=block, offsets=locate_pages([block]), table=table)
     write(actual, key.to(DEVICE), value.to(DEVICE), make_lengths(case) + case.num_tokens)
     lengths = make_lengths(case) + num_tokens
     for side in ("k", "v"):

@@ -53,15 +53,14 @@ def check_schedule() -> None:
     max_parts = schedule.get_max_parts(table, 3)
     sequences, part_counts = table[:max_parts, 0].tolist(), table[-3:, 1].tolist()
     num_parts = sum(part_counts)
-    assert sorted(sequences[:num_parts]) == sorted(
-        sequence for sequence, count in enumerate(part_counts) for _ in range(count)
-    )
+    assert [sequences[:num_parts].count(index) for index in range(3)] == part_counts
     assert set(sequences[num_parts:]) == {-1}
 
 
 def check_gather() -> None:
     case = writing.Case(lengths=(5, 37), page_size=16, center=True)
-    pages, lengths = writing.make_noise_pages(case), torch.tensor(case.lengths, dtype=torch.int32)
+    pages = writing.make_noise_pages(case)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
     pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     arguments = (pages, lengths, "k", 0, 38, torch.float32, True)
     expected = reference.gather(*arguments)
@@ -85,7 +84,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 }
 
 
-class Fault(NamedTuple):
+class PlantedFault(NamedTuple):
     """A change of one kernel, in its whole PTX or in the code of one source line."""
 
     scenario: str
@@ -103,73 +102,75 @@ def increment(match: re.Match[str]) -> str:
 
 
 FAULTS = {
-    "a wait one group too late": Fault(
+    "a wait one group too late": PlantedFault(
         "decode", "_attend", "", r"(cp\.async\.wait_group\s+)(\d+)", increment
     ),
-    "no barrier after a wait": Fault(
+    "no barrier after a wait": PlantedFault(
         "decode", "_attend", "", rf"(wait_group\s+\d+.\n{NON_CODE_LINES})\tbar\.sync\s+0", r"\1"
     ),
-    "no barrier between warps' maxima": Fault(
+    "no barrier between warps' maxima": PlantedFault(
         "decode", "_attend", "",
         rf"(st\.shared\.b32[^\n]*\n{NON_CODE_LINES})\tbar\.sync\s+0", r"\1",
     ),
-    "copies are in no group": Fault("decode", "_attend", "", r"cp\.async\.commit_group", ""),
-    "half of each copy": Fault(
+    "copies are in no group": PlantedFault("decode", "_attend", "", r"cp\.async\.commit_group", ""),
+    "half of each copy": PlantedFault(
         "decode", "_attend", "", r"selp\.b32\s+(%r\d+), 16, 0", r"selp.b32 \1, 8, 0"
     ),
-    "copies 16 bytes too far": Fault(
+    "copies 16 bytes too far": PlantedFault(
         "decode", "_attend", "", r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+ )0", r"\g<1>16"
     ),
-    "the page after the right one": Fault(
+    "the page after the right one": PlantedFault(
         "decode", "_attend", "next_tile * TILE", r"(ld\.global\.b32[^\n]*\+ )0 \]", r"\g<1>4 ]"
     ),
-    "sums are not rescaled": Fault(
+    "sums are not rescaled": PlantedFault(
         "decode", "_attend", "acc * per_row(alpha",
         r"mul\.f32\s+(%r\d+), (%r\d+), %r\d+", r"mov.b32 \1, \2",
     ),
-    "one token too many": Fault(
+    "one token too many": PlantedFault(
         "decode to the end", "_attend", "position < view.end", r"setp\.lt\.s32", "setp.le.s32"
     ),
-    "K has the scale of V": Fault(
+    "K has the scale of V": PlantedFault(
         "decode", "_attend", "words << 16",
         r"shl\.b32\s+(%r\d+), (%r\d+), 16", r"and.b32 \1, \2, -65536",
     ),
-    "a maximum of the wrong lanes": Fault(
+    "a maximum of the wrong lanes": PlantedFault(
         "decode", "_attend", "", r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+, )4,", r"\g<1>8,"
     ),
-    "all programs store one head": Fault(
+    "all programs store one head": PlantedFault(
         "decode", "_attend", "", r"mov\.u32\s+(%r\d+), %ctaid\.x", r"mov.u32 \1, 0"
     ),
-    "sums of another part": Fault(
+    "sums of another part": PlantedFault(
         "decode", "_combine", "part_l = tl.load", r"(ld\.global[^\n]*\+ )0 \]", r"\g<1>8 ]"
     ),
-    "rows of a product in another order": Fault(
+    "rows of a product in another order": PlantedFault(
         "decode e3m4", "_attend", "", r"(mma\.sync[^{]*\{[^}]*\}, \{ )(%r\d+), (%r\d+)", r"\1\3, \2"
     ),
-    "a code in the wrong byte": Fault(
+    "a code in the wrong byte": PlantedFault(
         "decode e3m4", "_attend", "", r"(prmt\.b32 low, %r\d+, 0, )0x9180", r"\g<1>0x9181"
     ),
-    "no fence before a product": Fault(
+    "no fence before a product": PlantedFault(
         "extend", "_attend", "", r"fence\.proxy\.async\.shared::cta", ""
     ),
-    "products are not waited for": Fault(
+    "products are not waited for": PlantedFault(
         "extend", "_attend", "", r"(wgmma\.wait_group\.sync\.aligned )(\d+)", increment
     ),
-    "a matrix not transposed": Fault("decode", "_attend", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"),
-    "no barrier at all": Fault("extend sm_80", "_attend", "", r"\tbar\.sync\s+0", ""),
-    "rows of an older schedule": Fault(
+    "a matrix not transposed": PlantedFault(
+        "decode", "_attend", "", r"(ldmatrix[.\w]*x4)\.trans", r"\1"
+    ),
+    "no barrier at all": PlantedFault("extend sm_80", "_attend", "", r"\tbar\.sync\s+0", ""),
+    "rows of an older schedule": PlantedFault(
         "schedule", "_schedule", "tl.store(unused_ptrs, -1", r"@%p\d+ st\.global[^;]*", ""
     ),
-    "a token without a place is stored": Fault(
+    "a token without a place is stored": PlantedFault(
         "write", "_write", "tl.store(code_ptrs, codes, mask=exists", r"@%p\d+ (st\.global)", r"\1"
     ),
-    "codes one byte too far": Fault(
+    "codes one byte too far": PlantedFault(
         "write", "_write", "tl.store(code_ptrs, codes", r"(st\.global[^\n]*\+ )0 \]", r"\g<1>1 ]"
     ),
-    "scales are rounded down": Fault(
+    "scales are rounded down": PlantedFault(
         "write", "_write", "bits + 0xFFFF", r"add\.s32\s+(%r\d+), (%r\d+), 65535", r"mov.b32 \1, \2"
     ),
-    "a token after the last one is read": Fault(
+    "a token after the last one is read": PlantedFault(
         "gather", "_gather", "position < tl.load(lengths_ptr", r"setp\.lt\.s32", "setp.le.s32"
     ),
 }  # fmt: skip
@@ -180,7 +181,7 @@ FAST_FAULTS = (
 )  # fmt: skip
 
 
-def insert_fault(fault: Fault, text: str) -> str:
+def insert_fault(fault: PlantedFault, text: str) -> str:
     """Return a module's text with the fault, or the same text if it has another kernel."""
     if f".entry {fault.kernel}(" not in text:
         return text
@@ -236,7 +237,8 @@ def _sum(x, total, OFFSET: tl.constexpr):
 
 @pytest.mark.parametrize(("offset", "reason"), [(0, "another program"), (1, "outside all tensors")])
 def test_a_race_and_a_store_past_the_end_are_detected(offset, reason):
-    numbers, total = torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    numbers = torch.zeros(4, dtype=torch.int32)
+    total = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(memory.Fault, match=reason):
         _sum[(4,)](numbers, total, offset)
 

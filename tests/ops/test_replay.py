@@ -39,7 +39,6 @@ NUM_QUERY_HEADS = 8
 DIM = 64
 PAGE_SIZE = 16
 NUM_PAGES = 9
-NUM_COLUMNS = 4  # pages in a row of the block table
 SM_90 = Target.parse("sm_90")
 
 # -- launches --------------------------------------------------------------------------------------
@@ -133,8 +132,7 @@ def check_call(operation: Any, args: Any, launches: Launches, call: Any = None) 
     assert expected[0]
     result = (call or operation)(*args)
     is_replayed = not launches.num_direct
-    actual = launches.take(launches.allocated, result)
-    assert actual == expected or not is_replayed
+    assert launches.take(launches.allocated, result) == expected or not is_replayed
     return is_replayed
 
 
@@ -181,7 +179,8 @@ PAGES = pack_pages(
     torch.zeros(NUM_PAGES, NUM_HEADS, PAGE_SIZE, DIM, dtype=torch.uint8),
     StoredSide(torch.ones(NUM_HEADS, DIM), None, "fp8_e4m3", DIM),
     torch.zeros(NUM_PAGES, NUM_HEADS, DIM, PAGE_SIZE, dtype=torch.uint8),
-    torch.zeros(NUM_PAGES, NUM_HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16), zeros(BATCH, NUM_COLUMNS),
+    torch.zeros(NUM_PAGES, NUM_HEADS, PAGE_SIZE, 2, dtype=torch.bfloat16),
+    zeros(BATCH, 4),  # a block table with four pages in a row
 )  # fmt: skip
 LENGTHS = zeros(BATCH)
 BOUNDS = zeros(BATCH, 4)

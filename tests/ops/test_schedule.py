@@ -120,7 +120,7 @@ def crop_and_repeat(cache: FP8PagedCache) -> None:
     cache.batch_repeat_interleave(2)
 
 
-# Number of sequences after each change, and the change.
+# Number of sequences after each change, and the change, which may return two other caches.
 CHANGES: dict[str, tuple[int, Callable[[FP8PagedCache], Any]]] = {
     "copy": (2, lambda cache: (copy.deepcopy(cache), cache)),
     "repeat": (4, crop_and_repeat),
@@ -141,8 +141,8 @@ def test_a_step_does_not_use_an_earlier_schedule(change: str, options: dict[str,
             model(**inputs, past_key_values=cache)
             model(inputs["input_ids"][:, :1], past_key_values=cache)
             batch, change_cache = CHANGES[change]
-            caches = change_cache(cache)
-            for changed_cache in caches if isinstance(caches, tuple) else (cache, cache):
+            changed_caches = change_cache(cache) or (cache, cache)
+            for changed_cache in changed_caches:
                 ids = torch.randint(3, 50, (batch, 1))
                 outputs.append(model(ids, past_key_values=changed_cache).logits)
     for expected, actual in zip(outputs[:2], outputs[2:], strict=True):
@@ -158,20 +158,19 @@ def test_layers_with_different_lengths_keep_all_tokens(device: torch.device) -> 
         FP8PagedCache(config, page_size=16, backend=backend, max_cache_len=300, prefill="stored")
         for backend in ("triton", "reference")
     ]
-    module = torch.nn.Module()
 
-    def check_change(change: Callable[[FP8PagedCache], Any], layer: int) -> None:
+    def check_change(change: Callable[[FP8PagedCache], Any], index: int) -> None:
         query = torch.randn(1, 4, 1, 16, device=device)
         outputs = []
         for cache in caches:
             change(cache)
-            keys, values = cache.layers[layer].store.make_stored_handles()
-            outputs.append(fp8_paged_attention(module, query, keys, values, None)[0])
+            keys, values = cache.layers[index].store.make_stored_handles()
+            outputs.append(fp8_paged_attention(torch.nn.Module(), query, keys, values, None)[0])
         torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
-    def make_update(layer: int, num_tokens: int) -> Callable[[FP8PagedCache], Any]:
+    def make_update(index: int, num_tokens: int) -> Callable[[FP8PagedCache], Any]:
         key, value = (states.to(device) for states in make_tokens(1, num_tokens))
-        return lambda cache: cache.update(key, value, layer)
+        return lambda cache: cache.update(key, value, index)
 
     check_change(make_update(0, 140), 0)
     check_change(make_update(1, 140), 1)

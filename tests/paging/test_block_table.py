@@ -5,6 +5,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 
 CPU = torch.device("cpu")
-PLAN = LayerPlan(SidePlan("fp8"), SidePlan("fp8"))
 
 
 def check_tables(*tables: BlockTable) -> None:
@@ -46,14 +46,6 @@ def check_cache_tables(caches: Iterable[FP8PagedCache]) -> None:
         check_tables(*(table for table in tables if table.allocator is allocator))
 
 
-def select_rows(table: BlockTable, sequences: list[int]) -> None:
-    table.replace_rows(table.rows[sequences], table.first_page)
-
-
-def check_crop(group: LayerGroup, num_tokens: int) -> None:
-    HostLength(group, 0).check_crop(num_tokens, group.length)
-
-
 def make_table(page_size: int = 4) -> BlockTable:
     return BlockTable(PageAllocator(PageBudget(page_size)))
 
@@ -77,31 +69,26 @@ def test_free_before_keeps_all_pages_from_a_token_on(token, first):
     check_tables(table)
 
 
-def test_full_pages_are_shared_and_partial_pages_are_copied():
-    for length, num_copied in ((8, 0), (7, 2)):
-        table = make_written_table(length, batch=2)
-        fork = table.fork()
-        sources: list[int] = []
-
-        def fail(pages: tuple[np.ndarray, np.ndarray], sources: list[int] = sources) -> None:
-            sources.extend(pages[0])
-            if len(pages[0]):
-                raise MemoryError
-
-        num_held = table.allocator.num_held
-        with contextlib.suppress(MemoryError):
-            table.reserve(length, 9, 2, fail)
-        assert len(sources) == num_copied
-        # A failed call keeps no pages.
-        assert table.allocator.num_held == num_held + (0 if num_copied else 2)
-        check_tables(table, fork)
+@pytest.mark.parametrize(("length", "num_copied"), [(8, 0), (7, 2)])
+def test_full_pages_are_shared_and_partial_pages_are_copied(length, num_copied):
+    table = make_written_table(length, batch=2)
+    fork = table.fork()
+    num_held = table.allocator.num_held
+    copy_pages = mock.Mock(side_effect=MemoryError if num_copied else None)
+    with contextlib.suppress(MemoryError):
+        table.reserve(length, 9, 2, copy_pages)
+    ((sources, _),) = copy_pages.call_args.args
+    assert len(sources) == num_copied
+    # A failed call keeps no pages.
+    assert table.allocator.num_held == num_held + (0 if num_copied else 2)
+    check_tables(table, fork)
 
 
 OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
     "free_from": lambda table: table.free_from(2),
     "free_before": lambda table: table.free_before(4),
-    "select": lambda table: select_rows(table, [1, 1, 0]),
+    "select": lambda table: table.replace_rows(table.rows[[1, 1, 0]], table.first_page),
     "clear": lambda table: table.clear(),
     "fork": lambda table: table.fork(),
 }
@@ -145,7 +132,8 @@ def _interrupt_call(call: Callable[[], object], line: int, interrupt: Callable[[
 @pytest.mark.parametrize(("page_size", "batch"), [(16, 1), (64, 3)])
 def test_pools_grow_in_steps_with_little_waste(page_size, batch):
     table = make_table(page_size)
-    capacity, num_copied = 0, 0
+    capacity = 0
+    num_copied = 0
     # Each token calls `reserve`, but only the first token of a page can need a page.
     for length in range(1, 40_000, page_size):
         table.reserve(length - 1, length, batch)
@@ -174,7 +162,7 @@ def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop
     full_group, sliding_group = LayerGroup(budget), LayerGroup(budget, 5)
     for group in (full_group, sliding_group):
         group.siblings = [weakref.ref(sibling) for sibling in (full_group, sliding_group)]
-        group.add(PagePool(4, PLAN, True))
+        group.add(PagePool(4, LayerPlan(SidePlan("fp8"), SidePlan("fp8")), True))
     for old_length, length in ((0, 7), (7, 8)):
         for group in (full_group, sliding_group):
             group.reserve(old_length, length, 1)
@@ -183,7 +171,7 @@ def test_a_refused_step_keeps_pages_before_the_window_for_a_crop(max_pages, stop
         sliding_group.reserve(8, stop, 1)
     table, full_table = sliding_group.table, full_group.table
     assert (table.first_page, table.num_columns, full_table.num_columns) == (0, 2, 2)
-    check_crop(sliding_group, 1)
+    HostLength(sliding_group, 0).check_crop(1, sliding_group.length)
     # The page of the first four tokens, which the step frees, counts as available.
     budget.max_pages = 5
     sliding_group.reserve(8, 12, 1)

@@ -25,7 +25,8 @@ from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import build_variant
 
 Tensor = torch.Tensor
-PAGE_SIZE, NUM_TOKENS = 16, 19
+PAGE_SIZE = 16
+NUM_TOKENS = 19
 CHUNK_SIZES = [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, NUM_TOKENS]
 
 
@@ -77,8 +78,11 @@ def score_in_chunks(model: Any, chunk_size: int, is_padded: bool = True, **optio
     logits = []
     for start in range(0, NUM_TOKENS, chunk_size):
         stop = start + chunk_size
-        inputs = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-        logits.append(model(ids[:, start:stop], past_key_values=cache, **inputs).logits)
+        output = model(
+            ids[:, start:stop], attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop], past_key_values=cache,
+        )  # fmt: skip
+        logits.append(output.logits)
     return select_log_probs(torch.cat(logits, 1), mask)
 
 
@@ -132,20 +136,14 @@ def test_the_rounding_matches_a_cache(format_name: str, kind: str, dtype: torch.
     """The default backend rounds like a cache with the backend "reference"."""
     scales = make_scales(has_center=True) if kind == "static" else None
     options = {"prefill": "stored", "dtype": format_name, "scales": scales, "page_size": PAGE_SIZE}
-    cache = FP8PagedCache(**options, backend="reference")
-    states = torch.randn(2, 2, 2, NUM_TOKENS, 16, generator=torch.Generator().manual_seed(2)).to(
-        dtype
-    )
+    states = torch.randn(2, 2, 2, NUM_TOKENS, 16).to(dtype)
     rounding = StoredRounding(FP8PagedCache(**options).options, 1, *states)
-    for states_of_side, handle, rounded in zip(
-        states,
-        cache.update(*states, 1),
-        rounding.read(rounding.store(*states), *states),
-        strict=True,
-    ):
+    handles = FP8PagedCache(**options, backend="reference").update(*states, 1)
+    rounded_states = rounding.read(rounding.store(*states), *states)
+    for exact, handle, rounded in zip(states, handles, rounded_states, strict=True):
         assert rounded.dtype == dtype
         assert torch.equal(rounded, handle.dense().to(dtype))
-        assert not torch.equal(rounded, states_of_side)
+        assert not torch.equal(rounded, exact)
 
 
 @torch.no_grad()
@@ -168,8 +166,8 @@ def test_layers_may_share_keys_or_have_no_pages(name: str) -> None:
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
     indices = [layer.index for layer in FP8PagedCache(model.config).paged_layers]
     scales = KVScales({
-        i: LayerScales(torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1)))
-        for i in indices
+        index: LayerScales(torch.tensor(0.004 / (index + 1)), torch.tensor(0.002 * (index + 1)))
+        for index in indices
     })  # fmt: skip
     unrounded = model(**inputs, use_cache=False).logits
     enable(model, training="stored", scales=scales)
@@ -230,7 +228,8 @@ def test_unsupported_training_options_are_refused(case: str) -> None:
     if name == "latent":  # the modules have used a cache before
         model.set_attn_implementation("fp8_paged")
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
-    attributes, attention = set(vars(model)), model.config._attn_implementation
+    attributes = set(vars(model))
+    attention = model.config._attn_implementation
     with pytest.raises((ConfigError, ScaleError), match=message):
         enable(model, **{"training": "stored", **options})
     assert model.config._attn_implementation == attention
@@ -255,7 +254,7 @@ def test_a_model_that_cannot_run_is_refused() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_follows_each_enable() -> None:
-    """Compiled code notices that its modules round, and that they do not round any more."""
+    """Compiled code notices that its modules round, and that they no longer round."""
     model, inputs = build_variant("gqa")
     ids = inputs["input_ids"]
     compiled = torch.compile(model, backend="eager")

@@ -24,14 +24,16 @@ Tensor = torch.Tensor
 
 
 def compute_rounding_errors(
-    config: Any, layer: int, key: Tensor, value: Tensor, **options: Any
+    config: Any, layer_index: int, key: Tensor, value: Tensor, **options: Any
 ) -> Any:
     """Return the errors of K and V after a layer's pages have stored them."""
     cache = FP8PagedCache(config, prefill="stored", page_size=PAGE_SIZE, **options)
     exact_states = key.detach(), value.detach()
     return [
         handle.dense().to(key) - exact
-        for handle, exact in zip(cache.update(*exact_states, layer), exact_states, strict=True)
+        for handle, exact in zip(
+            cache.update(*exact_states, layer_index), exact_states, strict=True
+        )
     ]
 
 

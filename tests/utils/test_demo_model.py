@@ -40,7 +40,7 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
     return folders
 
 
-def list_visible_names(folder: Path) -> list[str]:
+def list_names_without_locks(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
@@ -70,7 +70,7 @@ def test_an_interrupted_conversion_leaves_no_files(model_folder, conversions, mo
         patch.setattr(demo_model, "convert", convert_and_fail)
         with pytest.raises(error):
             demo_model.demo_model_path()
-    assert list_visible_names(model_folder.parent) == []
+    assert list_names_without_locks(model_folder.parent) == []
     assert demo_model.demo_model_path() == model_folder
 
 
@@ -81,7 +81,7 @@ def test_an_incomplete_folder_is_converted_again(model_folder, conversions):
     demo_model.demo_model_path()
     assert len(conversions) == 2
     assert (model_folder / "model.safetensors").exists()
-    assert list_visible_names(model_folder.parent) == [demo_model.NAME]
+    assert list_names_without_locks(model_folder.parent) == [demo_model.NAME]
 
 
 def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_path):
@@ -98,7 +98,7 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
 def test_the_error_for_a_full_disk_names_hf_home(tmp_path, monkeypatch):
     load = mock.Mock()
     load.return_value.save_pretrained.side_effect = SafetensorError("no space left on device")
-    for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
-        monkeypatch.setattr(loader, "from_pretrained", load)
+    for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(auto_class, "from_pretrained", load)
     with pytest.raises(OSError, match=r"cannot write .*copy: no space left.*HF_HOME"):
-        demo_model.convert(tmp_path / "x.gguf", tmp_path / "copy")
+        demo_model.convert(tmp_path / demo_model.GGUF_FILE_NAME, tmp_path / "copy")

@@ -59,5 +59,4 @@ def test_the_commit_is_found_in_the_repository_of_the_package(tmp_path: Path):
 
 
 def test_a_ratio_is_the_time_over_the_time_of_the_baseline():
-    seconds = {"fast": [1.0, 2.0], "slow": [4.0, 4.0]}
-    assert compute_ratios(seconds, "fast", "slow") == [0.25, 0.5]
+    assert compute_ratios({"fast": [1.0, 2.0], "slow": [4.0, 4.0]}, "fast", "slow") == [0.25, 0.5]
