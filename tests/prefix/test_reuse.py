@@ -29,8 +29,6 @@ MODELS = [
     "gqa", "sliding_and_full", "kv_sharing", "latent", "hybrid",
     pytest.param("sparse", marks=pytest.mark.full),
 ]  # fmt: skip
-# Models that cannot remove tokens, because some layers have a window or a state.
-UNCROPPABLE_MODELS = ("sliding_and_full", "kv_sharing", "hybrid")
 
 
 class Chat:
@@ -66,8 +64,20 @@ class Chat:
         return answer, num_computed
 
 
+@pytest.fixture
+def chat() -> Chat:
+    return Chat("gqa")
+
+
+@pytest.fixture
+def answer(chat: Chat) -> torch.Tensor:
+    """Return the answer to a prompt of 21 tokens, which `chat` has cached."""
+    return chat.check_answer(chat.make_ids(21))[0]
+
+
 def count_kept_tokens(name: str, num_shared: int) -> int:
-    return 0 if name in UNCROPPABLE_MODELS else num_shared
+    # These models cannot remove tokens, because some layers have a window or a state.
+    return 0 if name in ("sliding_and_full", "kv_sharing", "hybrid") else num_shared
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,23 +99,23 @@ def test_tokens_with_other_frequencies_of_rope_are_not_reused(name: str, rope_ty
     fields: dict[str, Any] = {"max_position_embeddings": 40, "rope_parameters": rope}
     if is_phi:
         original_length = {"original_max_position_embeddings": 40}
-        long_factor = [float(2 + i) for i in range(8)]
+        long_factor = [float(factor) for factor in range(2, 10)]
         rope |= {"short_factor": [1.0] * 8, "long_factor": long_factor, **original_length}
         fields |= {"max_position_embeddings": 160, "sliding_window": None, **original_length}
     model = enable(build_variant(name, **fields)[0], dtype="model", page_size=8)
     ids = torch.randint(2, 98, (1, 80), generator=torch.Generator().manual_seed(5))
     options = {**GREEDY, "return_dict_in_generate": True}
-    for length, next_length, num_reused in (
-        (20, 30, 20), (36, 60, 0), (50, 20, 0), (60, 52, 51 * is_phi)
-    ):  # fmt: skip
+    calls = ((20, 30, 20), (36, 60, 0), (50, 20, 0), (60, 52, 51 if is_phi else 0))
+    for length, next_length, num_reused in calls:
         output = model.generate(ids[:, :length], **options)
         continued_ids = torch.cat([output.sequences, ids[:, :7]], 1)
         # The cache holds the prompt and 8 tokens of the answer.
-        num_continued = (length + 8) * (length + 16 <= 40 or (is_phi and length + 8 > 40))
-        for next_ids, expected in (
+        is_continued = length + 16 <= 40 or (is_phi and length + 8 > 40)
+        next_calls = (
             (ids[:, :next_length], num_reused),
-            (continued_ids, num_continued),
-        ):
+            (continued_ids, length + 8 if is_continued else 0),
+        )
+        for next_ids, expected in next_calls:
             cache = model.generate(ids[:, :length], **options).past_key_values
             answer = model.generate(next_ids, past_key_values=cache, **GREEDY)
             assert_same(answer, model.generate(next_ids, **GREEDY), (length, next_ids.shape))
@@ -157,7 +167,8 @@ def test_preallocated_caches_and_chunks_reuse_tokens(name: str, max_cache_len: i
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
 def test_a_padded_batch_reuses_tokens(name: str) -> None:
     chat = Chat(name)
-    ids, mask = chat.make_ids(21, rows=3), torch.ones(3, 21, dtype=torch.long)
+    ids = chat.make_ids(21, rows=3)
+    mask = torch.ones_like(ids)
     ids[1, :5] = mask[1, :5] = 0
     answer, _ = chat.check_answer(ids, attention_mask=mask)
     # The padding is the same, also with different ids. A row with less padding has its tokens at
@@ -173,8 +184,7 @@ def test_a_padded_batch_reuses_tokens(name: str) -> None:
         assert num_computed == ids.shape[1] - num_kept
 
 
-def test_rows_may_be_reordered_and_repeated() -> None:
-    chat = Chat("gqa")
+def test_rows_may_be_reordered_and_repeated(chat: Chat) -> None:
     answer, _ = chat.check_answer(chat.make_ids(21, rows=3))
     extended = torch.cat([answer, chat.make_ids(7, rows=3)], 1)
     answer, num_computed = chat.check_answer(extended[[2, 0, 2, 1]])
@@ -196,9 +206,8 @@ def test_rows_may_be_reordered_and_repeated() -> None:
     ],
 )
 def test_the_cached_tokens_follow_cache_operations(
-    change: Any, rows: list[int], num_computed: int
+    chat: Chat, change: Any, rows: list[int], num_computed: int
 ) -> None:
-    chat = Chat("gqa")
     answer, _ = chat.check_answer(chat.make_ids(21, rows=2))
     chat.cache.crop(-5)  # 24 tokens remain
     extended = torch.cat([answer[:, :24], chat.make_ids(4, rows=2)], 1)
@@ -209,13 +218,11 @@ def test_the_cached_tokens_follow_cache_operations(
 
 
 @torch.no_grad()
-def test_tokens_of_direct_calls_are_computed_again() -> None:
-    chat = Chat("gqa")
-    answer, _ = chat.check_answer(chat.make_ids(21))
-    for num_removed in (0, 3):
+def test_tokens_of_direct_calls_are_computed_again(answer: torch.Tensor, chat: Chat) -> None:
+    for num_removed, num_new in ((0, 4), (3, 4), (3, 3)):
         num_kept = chat.cache.host_length() - num_removed
         chat.cache.crop(-num_removed)
-        chat.model(input_ids=chat.make_ids(4), past_key_values=chat.cache)
+        chat.model(input_ids=chat.make_ids(num_new), past_key_values=chat.cache)
         extended = torch.cat([answer, chat.make_ids(7)], 1)
         answer, num_computed = chat.check_answer(extended)
         assert num_computed == extended.shape[1] - num_kept, "direct calls are not trusted"
@@ -232,8 +239,7 @@ def test_tokens_of_direct_calls_are_computed_again() -> None:
 
 
 @torch.no_grad()
-def test_tokens_with_different_positions_or_embeddings_are_not_reused() -> None:
-    chat = Chat("gqa")
+def test_tokens_with_different_positions_or_embeddings_are_not_reused(chat: Chat) -> None:
     ids = chat.make_ids(21)
     positions = torch.arange(3, 24)[None]
     chat.check_answer(ids, position_ids=positions)
@@ -252,9 +258,7 @@ def test_tokens_with_different_positions_or_embeddings_are_not_reused() -> None:
     bloom_chat.check_answer(ids, num_beams=2, num_return_sequences=2)
 
 
-def test_reuse_prefix_can_be_disabled() -> None:
-    chat = Chat("gqa")
-    answer, _ = chat.check_answer(chat.make_ids(21))
+def test_reuse_prefix_can_be_disabled(answer: torch.Tensor, chat: Chat) -> None:
     enable(chat.model, reuse_prefix=False, **STORED)
     assert chat.check_answer(torch.cat([answer, chat.make_ids(7)], 1))[1] == 8
     with pytest.raises(ConfigError, match="adds no tokens"):
@@ -267,22 +271,21 @@ def test_reuse_prefix_can_be_disabled() -> None:
 def test_a_failed_prompt_keeps_the_tokens_before(name: str) -> None:
     skipped = {"skip_layers": ["sliding_attention"]} if name == "skipped" else {}
     chat = Chat("gqa" if name == "gqa" else "sliding_and_full", max_pages=10, **skipped)
-    answer, _ = chat.check_answer(chat.make_ids(21, rows=1 + (name == "gqa")))
+    answer, _ = chat.check_answer(chat.make_ids(21, rows=2 if name == "gqa" else 1))
     ids = torch.cat([answer, chat.make_ids(60, rows=len(answer))], 1)
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    num_new = 31 if name == "skipped" else 2
-    assert chat.check_answer(ids[:, :31], max_new_tokens=5)[1] == num_new
+    num_computed = 31 if name == "skipped" else 2
+    assert chat.check_answer(ids[:, :31], max_new_tokens=5)[1] == num_computed
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    new_ids = chat.make_ids(38, rows=len(answer))
-    assert chat.check_answer(new_ids, max_new_tokens=2)[1] == 38
+    assert chat.check_answer(chat.make_ids(38, rows=len(answer)), max_new_tokens=2)[1] == 38
 
 
 # A prompt or a step is interrupted before the first layer or between layers. In models with layers
 # of transformers, a step is interrupted after or before a paged layer.
 @pytest.mark.parametrize(
-    ("name", "keywords", "call", "layer", "num_known"),
+    ("name", "keywords", "call_number", "layer_index", "num_known"),
     [
         ("gqa", {}, 1, 1, 0), ("gqa", {}, 4, 0, 22), ("gqa", {}, 4, 1, 0),
         ("sliding_and_full", {}, 4, 0, 22), ("sliding_and_full", {}, 4, 1, 0),
@@ -291,14 +294,14 @@ def test_a_failed_prompt_keeps_the_tokens_before(name: str) -> None:
     ],
 )  # fmt: skip
 def test_an_interrupted_chat_continues_correctly(
-    name: str, keywords: dict[str, Any], call: int, layer: int, num_known: int
+    name: str, keywords: dict[str, Any], call_number: int, layer_index: int, num_known: int
 ) -> None:
     chat = Chat(name, **keywords)
     ids = chat.make_ids(21)
     answer, _ = chat.check_answer(ids)
     chat.cache.reset()
-    interrupt = mock.Mock(side_effect=[*[None] * (call - 1), KeyboardInterrupt])
-    handle = chat.model.model.layers[layer].register_forward_pre_hook(interrupt)
+    interrupt = mock.Mock(side_effect=[None] * (call_number - 1) + [KeyboardInterrupt])
+    handle = chat.model.model.layers[layer_index].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
     handle.remove()
@@ -307,9 +310,8 @@ def test_an_interrupted_chat_continues_correctly(
 
 
 @pytest.mark.parametrize("is_filled_by_drafts", [False, True])
-def test_assisted_decoding_compares_the_prompt(is_filled_by_drafts: bool) -> None:
+def test_assisted_decoding_compares_the_prompt(chat: Chat, is_filled_by_drafts: bool) -> None:
     """Prompts that continue, edit, shorten or repeat a chat, before or after assisted decoding."""
-    chat = Chat("gqa")
     ids = chat.make_ids(6).repeat(1, 5)
     drafts = {**GREEDY, "prompt_lookup_num_tokens": 4}
     keywords = drafts if is_filled_by_drafts else GREEDY
@@ -318,7 +320,8 @@ def test_assisted_decoding_compares_the_prompt(is_filled_by_drafts: bool) -> Non
     continued = torch.cat([answer, chat.make_ids(5)], 1)
     edited = continued.clone()
     edited[:, 20] = edited[:, 20] % 90 + 2
-    for prompt in (continued, edited, chat.make_ids(70), chat.make_ids(9), ids):
+    prompts = [continued, edited, chat.make_ids(70), chat.make_ids(9), ids]
+    for prompt in prompts:
         chat.cache = copy.deepcopy(filled_cache)
         if is_filled_by_drafts:
             chat.check_answer(prompt)
@@ -337,24 +340,23 @@ def pickle_and_unpickle(cache: FP8PagedCache, _: Path) -> Any:
 
 
 @pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
-def test_a_restored_cache_is_compared_with_the_prompt(restore: Any, tmp_path: Path) -> None:
-    chat = Chat("gqa")
+def test_a_restored_cache_is_compared_with_the_prompt(
+    chat: Chat, restore: Any, tmp_path: Path
+) -> None:
     answer, _ = chat.check_answer(chat.make_ids(21, rows=2))
     filled_cache = chat.cache
-    for rows, num_computed in (
-        (torch.cat([answer, chat.make_ids(7, rows=2)], 1), 8),
-        (torch.cat([answer[:, :12], chat.make_ids(20, rows=2)], 1), 20),
-        (torch.cat([answer, chat.make_ids(7, rows=2)], 1)[[1, 0]], 8),
-        (chat.make_ids(40, rows=2), 40),
-    ):
+    continued = torch.cat([answer, chat.make_ids(7, rows=2)], 1)
+    edited = torch.cat([answer[:, :12], chat.make_ids(20, rows=2)], 1)
+    new_ids = chat.make_ids(40, rows=2)
+    prompts = ((continued, 8), (edited, 20), (continued[[1, 0]], 8), (new_ids, 40))
+    for prompt, num_computed in prompts:
         chat.cache = restore(filled_cache, tmp_path)
-        assert chat.check_answer(rows)[1] == num_computed
+        assert chat.check_answer(prompt)[1] == num_computed
 
 
 @pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
 @torch.no_grad()
-def test_a_restored_cache_without_ids_is_refused(restore: Any, tmp_path: Path) -> None:
-    chat = Chat("gqa")
+def test_a_restored_cache_without_ids_is_refused(chat: Chat, restore: Any, tmp_path: Path) -> None:
     ids = chat.make_ids(30)
     chat.model(input_ids=ids[:, :20], past_key_values=chat.cache)
     chat.cache = restore(chat.cache, tmp_path)
@@ -395,11 +397,9 @@ def change_rope(model: Any) -> None:
     [(change_weights, None), (change_weights, save_and_load), (change_rope, pickle_and_unpickle)],
 )
 def test_tokens_of_a_different_model_are_computed_again(
-    change: Any, restore: Any, tmp_path: Path
+    answer: torch.Tensor, chat: Chat, change: Any, restore: Any, tmp_path: Path
 ) -> None:
     """The second model has the same shapes, and may be the same object."""
-    chat = Chat("gqa")
-    answer, _ = chat.check_answer(chat.make_ids(21))
     if restore is not None:
         chat.cache = restore(chat.cache, tmp_path)
     change(chat.model)
@@ -431,9 +431,9 @@ def test_models_whose_weights_cannot_be_read_are_distinguished(hide_weights: Any
     model, different_model = (
         enable(hide_weights(each_model), **STORED) for each_model in (model, different_model)
     )
-    cache, ids = FP8PagedCache(model, **STORED), torch.arange(2, 30)[None]
-    for owner, num_reused in ((model, 0), (model, 27), (different_model, 27)):
-        owner.generate(ids, past_key_values=cache, **GREEDY)
+    cache = FP8PagedCache(model, **STORED)
+    for each_model, num_reused in ((model, 0), (model, 27), (different_model, 27)):
+        each_model.generate(torch.arange(2, 30)[None], past_key_values=cache, **GREEDY)
         assert cache.reused_tokens == num_reused  # of all calls
 
 
@@ -442,15 +442,13 @@ def test_models_with_sparse_weights_can_generate() -> None:
     module = model.model.layers[0].mlp.down_proj
     module.weight = torch.nn.Parameter(module.weight.detach().to_sparse(), requires_grad=False)
     ids = inputs["input_ids"][:1]
-    answer = enable(model, **STORED).generate(ids, return_dict_in_generate=True, **GREEDY)
-    answer = model.generate(ids, past_key_values=answer.past_key_values, **GREEDY)
+    output = enable(model, **STORED).generate(ids, return_dict_in_generate=True, **GREEDY)
+    answer = model.generate(ids, past_key_values=output.past_key_values, **GREEDY)
     assert answer.shape[1] == ids.shape[1] + 9
 
 
-def test_new_tokens_after_a_different_model_are_refused() -> None:
+def test_new_tokens_after_a_different_model_are_refused(answer: torch.Tensor, chat: Chat) -> None:
     """The tokens of another model cannot be computed again without their ids."""
-    chat = Chat("gqa")
-    answer, _ = chat.check_answer(chat.make_ids(21))
     change_weights(chat.model)
     with pytest.raises(ConfigError, match="a cache that this model has filled"):
         chat.model.generate(
@@ -468,7 +466,8 @@ def test_a_cache_of_a_different_model_is_refused_without_enable(max_new_tokens: 
     model, inputs = build_variant(
         "gqa", max_position_embeddings=512, attn_implementation="fp8_paged"
     )
-    cache, ids = FP8PagedCache(model), inputs["input_ids"][:1]
+    cache = FP8PagedCache(model)
+    ids = inputs["input_ids"][:1]
     greedy = {**GREEDY, "max_new_tokens": max_new_tokens}
     answer = model.generate(ids, past_key_values=cache, **greedy)
     extended = torch.cat([answer, ids], 1)
@@ -483,18 +482,7 @@ def test_a_cache_of_a_different_model_is_refused_without_enable(max_new_tokens: 
     different_model.generate(extended, past_key_values=cache, **greedy)
 
 
-@torch.no_grad()
-def test_replaced_tokens_are_not_trusted() -> None:
-    chat = Chat("gqa")
-    answer, _ = chat.check_answer(chat.make_ids(21))
-    chat.cache.crop(-3)
-    chat.model(input_ids=chat.make_ids(3), past_key_values=chat.cache)
-    assert chat.check_answer(torch.cat([answer, chat.make_ids(4)], 1))[1] == 34 - 26
-
-
-def test_a_reloaded_model_reuses_tokens(tmp_path: Path) -> None:
-    chat = Chat("gqa")
-    answer, _ = chat.check_answer(chat.make_ids(21))
+def test_a_reloaded_model_reuses_tokens(answer: torch.Tensor, chat: Chat, tmp_path: Path) -> None:
     chat.model.save_pretrained(tmp_path)
     reloaded = enable(type(chat.model).from_pretrained(tmp_path), **STORED)
     extended = torch.cat([answer, chat.make_ids(7)], 1)
