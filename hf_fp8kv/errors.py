@@ -11,7 +11,7 @@ A message states what was expected, what was passed, and what to do. After an er
 it was before the call.
 """
 
-from functools import partial
+import functools
 
 
 class FP8KVError(Exception):
@@ -50,7 +50,9 @@ class OutOfPagesError(FP8KVError, MemoryError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(OutOfPagesError, needed=self.needed, available=self.available), self.args
+        return functools.partial(
+            OutOfPagesError, needed=self.needed, available=self.available
+        ), self.args
 
 
 class BackendError(FP8KVError, RuntimeError):
