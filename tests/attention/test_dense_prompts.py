@@ -115,7 +115,7 @@ def test_unsupported_calls_read_pages(name: str, dense_attention: mock.Mock) -> 
 def test_large_prompts_read_pages(
     name: str, max_value: int, dense_attention: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest number of bytes is half of what the prompt needs."""
+    """The prompt needs twice the largest number of bytes."""
     monkeypatch.setattr(dense_prompts, name, max_value)
     StoredPrompt().attend()
     assert not dense_attention.called

@@ -432,7 +432,7 @@ def test_compiled_steps_read_latents(prompt_mode: str, make_projection: Any) -> 
     cache = make_cache(model, max_cache_len=24)
     compiled(ids, past_key_values=cache)
     # Between two steps, change the weights for values of the last layer in place. No stored value
-    # depends on them. Of the 24 rows of a head, the first 8 belong to keys.
+    # depends on them. The first 8 of the 24 rows of a head belong to keys.
     value_weights = []
     for each_model in (model, reference):
         weight = next(find_attention_modules(each_model)[-1].kv_b_proj.parameters())

@@ -122,7 +122,7 @@ def test_repeated_steps_give_the_same_results(
         for _ in range(4):
             run_results += decoder.step(is_padded=is_padded)
         outputs.append(run_results)
-    # Of 38 steps of 2 layers, at least 23 are repeated.
+    # At least 23 of 38 steps of 2 layers are repeated.
     assert min(counts["updates"], counts["attention"]) > 44, counts
     for actual, expected in zip(*outputs, strict=True):
         assert_same(actual, expected)
