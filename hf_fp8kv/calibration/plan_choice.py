@@ -161,10 +161,17 @@ def choose_plan(
     if texts is None:
         return _choose(model, None, Passes(), max_extra_bytes, bits)
     find_paged_layers(model)  # raises an error before the texts are read
-    windows = sample_windows(read_model_windows(
-        model, texts, tokenizer, max_tokens=2**18, max_length=_MAX_WINDOW_TOKENS,
-        text_column=text_column, chat_template=chat_template,
-    ))  # fmt: skip
+    windows = sample_windows(
+        read_model_windows(
+            model,
+            texts,
+            tokenizer,
+            max_tokens=2**18,
+            max_length=_MAX_WINDOW_TOKENS,
+            text_column=text_column,
+            chat_template=chat_template,
+        )
+    )
     num_tokens = sum(map(len, windows))
     if num_tokens < _MAX_WINDOW_TOKENS:
         logger.warning(

@@ -279,7 +279,7 @@ def _add_centers(
         needs_center = may_center if layer_plan is None else layer_plan.k.centered
         keys = [states[index][0] for states in call_states if index in states]
         if needs_center and center is None and keys:
-            mean = torch.cat([k.float() for k in keys]).mean(0)
+            mean = torch.cat([key.float() for key in keys]).mean(0)
             new_storages[index] = _Storage(layer_plan, mean.cpu())
     return new_storages
 

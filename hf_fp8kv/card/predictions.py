@@ -1,4 +1,4 @@
-"""Compare predictions after long texts with those of the unquantized cache.
+"""Compare predictions after long texts with predictions of the unquantized cache.
 
 With `prefill="exact"`, the first call attends to its own unquantized keys and values, so it passes
 the same states to every cache. Therefore the prompt is computed once, with an unquantized cache.

@@ -23,7 +23,9 @@ class Protection:
         """Return the protection of JSON values from `asdict`. Invalid values raise any error."""
         protection = cls(**data)
         numbers = (protection.kl, protection.unprotected_kl, protection.extra_bytes)
-        has_numbers = all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
+        has_numbers = all(
+            type(number) in (int, float) and math.isfinite(number) for number in numbers
+        )
         sides = data["sides"]
         has_names = type(sides) is list and all(type(side) is str for side in sides)
         if not has_numbers or not has_names:

@@ -176,7 +176,7 @@ def read_base(
     if config and (old_scales or not has_model):
         config = remove_declaration(str(source), config, base.modelopt_config, format.name)
     kept_files = {name: file for name, file in tensor_files.items() if name not in old_scales}
-    return replace(base, config=config, tensor_files=kept_files, removed_tensors={*old_scales})
+    return replace(base, config=config, tensor_files=kept_files, removed_tensors=set(old_scales))
 
 
 def _find_scale_tensors(folder: Folder) -> tuple[dict[str, str], list[str]]:

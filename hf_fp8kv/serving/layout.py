@@ -78,9 +78,16 @@ class EngineLayout:
             StoredSide(None, None, side.format, self.head_dim, side.rotated) for side in self.plan
         )
         return Pages(
-            k, v, page_rows, table, locate_pages([page_rows]), self.num_heads, self.page_size,
-            *self._dtypes, self._has_token_scales,
-        )  # fmt: skip
+            k,
+            v,
+            page_rows,
+            table,
+            locate_pages([page_rows]),
+            self.num_heads,
+            self.page_size,
+            *self._dtypes,
+            has_scales=self._has_token_scales,
+        )
 
 
 def make_layouts(

@@ -165,10 +165,14 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         scheduler = self.scheduler()
         needed_blocks = []
         for state, num_tokens in scheduler.starved_requests:
-            needed_blocks.append({
-                name: allocator.needs_new_blocks(state.request_id, state.current_len(), num_tokens)
-                for name, allocator in self.cache_allocators.items()
-            })  # fmt: skip
+            needed_blocks.append(
+                {
+                    name: allocator.needs_new_blocks(
+                        state.request_id, state.current_len(), num_tokens
+                    )
+                    for name, allocator in self.cache_allocators.items()
+                }
+            )
         min_free = min(scheduler.safety_margin + 1 / _NUM_PORTIONS, 1.0)
         requests_fit = self.count_storable_requests(needed_blocks) == len(needed_blocks)
         return requests_fit and bool(self.compute_free_capacity() >= min_free)
