@@ -40,11 +40,11 @@ class PrefixFolder:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
         self._max_bytes = max_bytes
-        # A heap of the files at the last scan. Files that are not in the heap were used after
-        # `_unused_since`. A file is checked again before it is removed.
+        # A heap of the files at the last scan. A file that is not in the heap was used later than
+        # `_unused_before`. A file is checked again before it is removed.
         self._heap: list[StoredFile] = []
-        # A time before the last scan. A file that was used later may have been used after the scan.
-        self._unused_since = 0
+        # A time shortly before the last scan. Files with a later time may have been used after it.
+        self._unused_before = 0
 
     def list_files(self) -> list[StoredFile]:
         """Return all files, or an empty list if the folder cannot be read."""
@@ -106,7 +106,7 @@ class PrefixFolder:
         """
         has_scanned = False
         while total_bytes > max_bytes:
-            is_outdated = not self._heap or self._heap[0].last_use >= self._unused_since
+            is_outdated = not self._heap or self._heap[0].last_use >= self._unused_before
             if is_outdated and not has_scanned:
                 total_bytes = self._scan(lock_fd)
                 has_scanned = True
@@ -129,12 +129,12 @@ class PrefixFolder:
             if _PARTIAL_PATTERN.fullmatch(name):
                 with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
-        self._unused_since = time.time_ns() - _MAX_CLOCK_LAG_NS
+        self._unused_before = time.time_ns() - _MAX_CLOCK_LAG_NS
         self._heap = self.list_files()
         now = time.time_ns()
         for file in self._heap:
             if file.last_use > now:  # the clock was set back, so new files would be evicted first
-                self.touch(file.name, self._unused_since)
+                self.touch(file.name, self._unused_before)
         heapq.heapify(self._heap)
         # The total is invalid until the caller writes it, because the disk may still be full.
         os.ftruncate(lock_fd, 0)
