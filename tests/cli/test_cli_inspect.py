@@ -1,9 +1,7 @@
-"""Tests of `hf-fp8kv inspect`: the output for scales, plans and saved caches."""
+"""Tests of `hf-fp8kv inspect`: the output for scales and plans."""
 
 import pytest
-import torch
 
-from hf_fp8kv import FP8PagedCache
 from tests.helpers.planned import PLANS, make_planned_scales
 from tests.scales.test_export import make_random_scales
 
@@ -37,16 +35,3 @@ def test_a_plan_is_shown(run, tmp_path, is_dynamic):
     assert output["plan"] == {str(plan): 1 for plan in PLANS}
     assert output["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
     assert (output["layers"]["1"]["k"] is None) is is_dynamic
-
-
-def test_the_plan_of_a_saved_cache_is_shown(run, tmp_path):
-    cache = FP8PagedCache(scales=make_planned_scales(2, 4, 8))
-    for index in range(2):
-        cache.update(torch.ones(1, 4, 5, 8), torch.ones(1, 4, 5, 8), index)
-    path = cache.save(tmp_path / "prompt.safetensors")
-    printed, _ = run("inspect", path)
-    assert f"FP8PagedCache(2 layers: 1 x {PLANS[0]}; 1 x {PLANS[1]})" in printed
-    assert "5 tokens" in printed
-    output = run.json("inspect", path)
-    assert output["layers_by_plan"] == {str(plan): 1 for plan in PLANS[:2]}
-    assert output["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
