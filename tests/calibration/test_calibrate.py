@@ -53,7 +53,7 @@ def observe_kv(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, tor
         for index, layer in enumerate(cache.layers):
             # `[2, N, H, D]`, because K and V have the same shape.
             states[index].append(torch.cat([layer.keys, layer.values]).transpose(1, 2))
-    return {index: torch.cat(windows, 1).float().unbind() for index, windows in states.items()}
+    return {index: torch.cat(kv_parts, 1).float().unbind() for index, kv_parts in states.items()}
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +322,6 @@ def test_a_layer_without_calls_gets_no_scales(caplog):
     FP8PagedCache(model.config, scales=scales, skip_layers=[2])
 
 
-def test_models_of_speech_are_refused():
+def test_speech_models_are_refused():
     with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
         calibrate(build_variant("seq2seq/whisper")[0], make_texts(), **OPTIONS)

@@ -251,7 +251,7 @@ def read_state(model: Any) -> dict[str, Any]:
     }
 
 
-# tests/test_enabling.py has models of speech and on the meta device.
+# tests/test_enabling.py has speech models and models on the meta device.
 @pytest.mark.parametrize("kind", ["NaN", "own code", "memory", "no attention layer", "config"])
 def test_a_failure_gives_the_plain_format_and_one_line(
     kind: str, caplog: pytest.LogCaptureFixture, hf_home: Path, store: PrefixStore
