@@ -23,14 +23,14 @@ def find_visible(
 
     The queries are the last `num_tokens` tokens: query `t` is at position `lengths[b] - T + t`.
     """
-    position = torch.arange(start, stop, device=lengths.device)
+    positions = torch.arange(start, stop, device=lengths.device)
     offsets = torch.arange(num_tokens, device=lengths.device)
-    query_position = (lengths[:, None] - num_tokens + offsets)[..., None]
-    is_visible = (position < lengths[:, None])[:, None].expand(-1, num_tokens, -1)
+    query_positions = (lengths[:, None] - num_tokens + offsets)[..., None]
+    is_visible = (positions < lengths[:, None])[:, None].expand(-1, num_tokens, -1)
     if causal:
-        is_visible = is_visible & (position <= query_position)
+        is_visible = is_visible & (positions <= query_positions)
     if window:
-        is_visible = is_visible & (position >= find_first_visible(query_position, window))
+        is_visible = is_visible & (positions >= find_first_visible(query_positions, window))
     return is_visible
 
 
@@ -45,7 +45,7 @@ def find_mask_bounds(is_visible: Tensor, start: int) -> Tensor:
     result is `start`. No value is read on the host.
     """
     stop = start + is_visible.shape[1]
-    position = torch.arange(start, stop, dtype=torch.int32, device=is_visible.device)
-    first = torch.where(is_visible, position, stop).amin(1)
-    hidden_stop = torch.where(is_visible, start, position + 1).amax(1)
+    positions = torch.arange(start, stop, dtype=torch.int32, device=is_visible.device)
+    first = torch.where(is_visible, positions, stop).amin(1)
+    hidden_stop = torch.where(is_visible, start, positions + 1).amax(1)
     return torch.stack([first, hidden_stop], 1).int()

@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "causal: a token does not attend to itself", "ops/visibility.py",
-        "(position <= query_position)", "(position < query_position)", "tests/ops/test_ops.py",
+        "(positions <= query_positions)", "(positions < query_positions)", "tests/ops/test_ops.py",
     ),
     # The torch backend.
     Mutant(
