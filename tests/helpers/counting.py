@@ -17,9 +17,10 @@ class BytesWritten(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        for output, schema in zip(outputs, function._schema.returns, strict=False):
-            is_view = schema.alias_info is not None and not schema.alias_info.is_write
+        returns = function._schema.returns
+        outputs = (result,) if len(returns) == 1 else result or ()
+        for output, declared in zip(outputs, returns, strict=True):
+            is_view = declared.alias_info is not None and not declared.alias_info.is_write
             tensors = output if isinstance(output, (tuple, list)) else (output,)
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and not is_view:
