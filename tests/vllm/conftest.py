@@ -15,7 +15,7 @@ os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 PROMPT_LENGTHS = (3, 7, 17, 63, 64, 65, 130, 300)
-NEW_TOKENS = 12
+NUM_NEW_TOKENS = 12
 NUM_LAYERS = 2
 NUM_HEADS = 2  # KV heads
 HEAD_DIM = 32
@@ -116,7 +116,7 @@ def _override_kernels_once():
 
 @pytest.fixture
 def serve():
-    """Return a function that starts an engine of vLLM. Its memory is freed after the test."""
+    """Return a function that starts a vLLM engine. Its memory is freed after the test."""
     pytest.importorskip("vllm")
     _override_kernels_once()
     from vllm import LLM
@@ -144,7 +144,8 @@ def serve():
     gc.collect()
 
 
-def make_file_tier(folder):
+def make_file_tier_config(folder):
+    """Return the config of a connector that offloads blocks to host memory and then to `folder`."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -167,7 +168,7 @@ def make_cache_options(dtype, folder, num_layers=NUM_LAYERS):
     return options | {"scales": scales}, folder
 
 
-def generate(llm, prompts, num_tokens=NEW_TOKENS):
+def generate(llm, prompts, num_tokens=NUM_NEW_TOKENS):
     """Return the greedy tokens of vLLM, and the number of cached prefix tokens of each prompt."""
     from vllm import SamplingParams
 
@@ -179,7 +180,7 @@ def generate(llm, prompts, num_tokens=NEW_TOKENS):
     return tokens, [output.num_cached_tokens for output in outputs]
 
 
-def generate_expected(model, prompts, num_tokens=NEW_TOKENS, **options):
+def generate_expected(model, prompts, num_tokens=NUM_NEW_TOKENS, **options):
     """Return the greedy tokens of transformers with `FP8PagedCache(prefill="stored")`."""
     answers = []
     for prompt in prompts:

@@ -15,7 +15,7 @@ import torch
 
 from hf_fp8kv.errors import ConfigError
 
-from .conftest import generate, generate_expected, make_file_tier, make_scales
+from .conftest import generate, generate_expected, make_file_tier_config, make_scales
 
 vllm = pytest.importorskip("vllm")
 
@@ -47,7 +47,7 @@ def test_a_restart_reads_only_files_of_the_same_scales(load_model, prompts, rest
         for is_restarted in (False, True):
             tokens, num_cached = restart(
                 folder, "hf_fp8kv_static", tmp_path / "scales",
-                kv_transfer_config=make_file_tier(tmp_path / "tier"),
+                kv_transfer_config=make_file_tier_config(tmp_path / "tier"),
             )  # fmt: skip
             assert tokens == expected
             assert any(num_cached) == is_restarted
@@ -205,5 +205,5 @@ def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, t
         with pytest.raises(ConfigError, match=message):
             check_connector(name, options)
     check_connector("LMCacheMPConnector", {"serde": "none"})
-    check_connector("MultiConnector", {"connectors": [make_file_tier(tmp_path)]})
+    check_connector("MultiConnector", {"connectors": [make_file_tier_config(tmp_path)]})
     check_connector(None, {})

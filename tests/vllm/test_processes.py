@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import generate_expected, make_file_tier, make_scales
+from .conftest import generate_expected, make_file_tier_config, make_scales
 
 SCRIPT = """
 import json, sys
@@ -61,7 +61,7 @@ def test_ranks_give_the_tokens_of_one_process(
     }
     arguments = [
         folder, str(tmp_path / "scales"), str(num_ranks), json.dumps(prompts),
-        json.dumps(make_file_tier(block_folder)),
+        json.dumps(make_file_tier_config(block_folder)),
     ]  # fmt: skip
     process = subprocess.run(
         [sys.executable, tmp_path / "script.py", *arguments], env=environment, cwd=tmp_path,
