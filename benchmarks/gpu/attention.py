@@ -61,7 +61,7 @@ def measure_pages(
 ) -> None:  # fmt: skip
     """Add a row for attention to scattered pages, without a mask."""
     stage = record.stage
-    num_bytes = case.bytes_read(fmt)
+    num_bytes = case.count_bytes_read(fmt)
 
     def measure_row() -> dict[str, Any]:
         num_layers = stage.count_buffers(int(num_bytes))

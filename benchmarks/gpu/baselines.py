@@ -69,7 +69,7 @@ def _measure_sdpa(
     attention: AttentionFunction,
 ) -> None:  # fmt: skip
     stage = record.stage
-    num_bytes = case.bytes_read(BF16)
+    num_bytes = case.count_bytes_read(BF16)
     if stage.is_compiling:  # a baseline has no kernels of this package
         return
 

@@ -109,7 +109,7 @@ def measure_attention(
     captured.
     """
     stage = record.stage
-    num_bytes = case.bytes_read(fmt)
+    num_bytes = case.count_bytes_read(fmt)
 
     def measure_row() -> dict[str, Any]:
         num_layers = stage.count_buffers(int(num_bytes))

@@ -139,7 +139,7 @@ def _measure_step(
 ) -> None:  # fmt: skip
     """Add a row for a step that uses `buffer_bytes` bytes, by default the bytes that it reads."""
     # A step reads the stored tokens, and 128 + 128 rows of weights for each head.
-    bytes_read = case.bytes_read(fmt) + 2 * case.heads.num_query_heads * 256 * case.heads.dim
+    bytes_read = case.count_bytes_read(fmt) + 2 * case.heads.num_query_heads * 256 * case.heads.dim
     num_layers = record.stage.count_buffers(buffer_bytes or int(bytes_read))
 
     def measure_row() -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Case:
         num_pairs = self.num_new_tokens * self.tokens_read - num_hidden * len(self.lengths)
         return 2 * self.heads.num_query_heads * (self.heads.query_dim + self.heads.dim) * num_pairs
 
-    def bytes_read(self, fmt: PageFormat) -> float:
+    def count_bytes_read(self, fmt: PageFormat) -> float:
         """Return the bytes of K and V that are read, including their scales."""
         return self.tokens_read * self.heads.bytes_per_token(fmt)
 
@@ -144,23 +144,28 @@ class RunSizes:
 
 # The most important cases come first, because the time may run out.
 _DECODE_CASES = tuple(
-    Case((1024 * n,) * batch)
-    for batch, n in (
+    Case((1024 * kilotokens,) * batch)
+    for batch, kilotokens in (
         (8, 32), (50, 32), (64, 32), (1, 256), (1, 1), (98, 4), (16, 32), (1, 32), (256, 1),
         (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
     )
 )  # fmt: skip
 # Numbers of query heads of DeepSeek's models (MLA).
 _LATENT_CASES = tuple(
-    Case((1024 * n,) * batch, Heads(heads, 1, 512, 64), label=f"{heads} heads, {batch} x {n}k")
-    for (batch, n), heads in itertools.product(
+    Case(
+        (1024 * kilotokens,) * batch,
+        Heads(num_heads, 1, 512, 64),
+        label=f"{num_heads} heads, {batch} x {kilotokens}k",
+    )
+    for (batch, kilotokens), num_heads in itertools.product(
         ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4)), (16, 128)
     )
 )
 FULL = RunSizes(
     decode_cases=_DECODE_CASES, padded_cases=("16 x 32k", "98 x 4k", "1 x 32k"), num_full_cases=4,
     layer_cases=tuple(
-        Case((1024 * n,) * batch) for batch, n in ((1, 1), (8, 32), (1, 32), (64, 4))
+        Case((1024 * kilotokens,) * batch)
+        for batch, kilotokens in ((1, 1), (8, 32), (1, 32), (64, 4))
     ),
     layer_formats=(E3M4, E4M3, BF16), latent_cases=_LATENT_CASES,
     write_batches=(1, 4, 16, 64), written_tokens=8192,
