@@ -109,8 +109,8 @@ Plan = Annotated[
     str | None,
     typer.Option(
         metavar="PATH|TEXT",
-        help="Storage plan, instead of the three options above: the path of a saved result of "
-        "choose_plan, or text such as 'int8 rotated'.",
+        help="Storage plan, instead of --kv-cache-dtype, --key-dtype and --value-dtype: the path "
+        "of a saved result of choose_plan, or text such as 'int8 rotated'.",
     ),
 ]
 Bits = Annotated[

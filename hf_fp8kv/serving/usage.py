@@ -1,5 +1,6 @@
 """Statistics of an engine: the pages in use, the requests, and the reused prefixes."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class Usage:
         prefix_tokens: Number of prompt tokens that were found and not computed again.
         requests_active: Requests that hold pages.
         requests_waiting: Requests that wait for their first step.
-        store_tokens: Tokens of prompts that came from a `PrefixStore`. 0 without a store.
+        store_tokens: Prompt tokens read from a `PrefixStore`. 0 without a store.
         store_bytes_read: Bytes read from the store's files.
         store_bytes_written: Bytes written to the store's files.
         plans: Number of layers with each storage plan, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
@@ -66,7 +67,7 @@ def read_usage(owner: Any) -> Usage | None:
     store_counts = Counter[str]({} if store is None else store.counts())  # counts of this process
     return Usage(
         pages_total=total_bytes // page_bytes,
-        pages_used=-(-used_bytes // page_bytes),
+        pages_used=math.ceil(used_bytes / page_bytes),
         tokens_held=num_tokens,
         bytes_total=total_bytes,
         bytes_used=used_bytes,
