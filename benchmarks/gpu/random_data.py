@@ -1,4 +1,4 @@
-"""Make random pages and dense K and V, and compute the errors of the outputs of contenders."""
+"""Make pages and dense K and V for benchmarks and tests, and compute the errors of outputs."""
 
 import functools
 import math
@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.packing import pack_pages
 from hf_fp8kv.formats import AUTO, FORMATS, SidePlan
 from hf_fp8kv.ops import Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import locate_pages, read_rows
-from hf_fp8kv.ops.page_layout import make_page_layout
+from hf_fp8kv.ops.page_layout import make_page_layout, pack_codes
 
 from .shapes import Case, Heads, PageFormat
 from .stage import Stage
@@ -25,6 +24,42 @@ MAX_COMPARED_TOKENS = 128
 # Maximum number of query heads of a KV head that are compared.
 MAX_COMPARED_HEADS = 16
 KVPair = tuple[torch.Tensor, torch.Tensor]
+
+
+def pack_pages(
+    k: StoredSide,
+    k_codes: torch.Tensor,
+    v: StoredSide,
+    v_codes: torch.Tensor,
+    token_scales: torch.Tensor | None,
+    table: torch.Tensor,
+) -> Pages:
+    """Copy codes `[P, Hkv, S, Dk]` and `[P, Hkv, Dv, S]`, and dynamic scales, into new pages."""
+    num_pages, num_heads, page_size, _ = k_codes.shape
+    k_dtype = SidePlan(k.format).find_dtype(k_codes.dtype)
+    v_dtype = SidePlan(v.format).find_dtype(v_codes.dtype)
+    has_scales = token_scales is not None
+    layout = make_page_layout(
+        num_heads, page_size, k.head_dim, v.head_dim, k_dtype, v_dtype, has_scales
+    )
+    block = k_codes.new_zeros((num_pages, layout.size), dtype=torch.uint8)
+    regions = layout.split(block)
+    regions["k"].copy_(pack_codes(k_codes, k_dtype))
+    regions["v"].copy_(pack_codes(v_codes.mT, v_dtype).mT)
+    if token_scales is not None:
+        regions["token_scales"].copy_(token_scales)
+    return Pages(
+        k,
+        v,
+        block=block,
+        table=table,
+        offsets=locate_pages([block]),
+        num_heads=num_heads,
+        page_size=page_size,
+        k_dtype=k_dtype,
+        v_dtype=v_dtype,
+        has_scales=has_scales,
+    )
 
 
 @functools.lru_cache(maxsize=4)

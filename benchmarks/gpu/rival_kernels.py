@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.packing import pack_pages
 from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import Pages, StoredSide
 
-from .random_data import PAGE_SIZE, KVPair, compute_output_error
+from .random_data import PAGE_SIZE, KVPair, compute_output_error, pack_pages
 from .record import Record
 from .rival_files import SGLANG, VLLM, load_rival
 from .shapes import Case, RunSizes

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.packing import pack_pages
+from benchmarks.gpu.random_data import pack_pages
 from hf_fp8kv import ConfigError, ops
 from hf_fp8kv.errors import BackendError
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.packing import pack_pages
+from benchmarks.gpu.random_data import pack_pages
 from hf_fp8kv import ops
 from hf_fp8kv.errors import BackendError, ConfigError, FP8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from benchmarks.packing import pack_pages
+from benchmarks.gpu.random_data import pack_pages
 from hf_fp8kv import ops
 from hf_fp8kv.ops import AttentionSpec, StoredSide
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.packing import pack_pages
+from benchmarks.gpu.random_data import pack_pages
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
 
