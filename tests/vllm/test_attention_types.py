@@ -51,26 +51,30 @@ def save_random_model(name, folder):
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_int8"])
 @torch.no_grad()
-def test_chunked_attention_gives_the_first_tokens_of_transformers(prompts, serve, tmp_path, dtype):
+def test_chunked_attention_gives_the_first_tokens_of_transformers(
+    prompts, start_engine, tmp_path, dtype
+):
     model = save_random_model("llama4_text", tmp_path)
-    tokens, _ = generate(serve(str(tmp_path), dtype), prompts, 1)
+    tokens, _ = generate(start_engine(str(tmp_path), dtype), prompts, 1)
     last_logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
     assert tokens == [[int(logits.argmax())] for logits in last_logits]
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
-def test_layers_that_share_pages_give_the_tokens_of_transformers(prompts, serve, tmp_path, dtype):
+def test_layers_that_share_pages_give_the_tokens_of_transformers(
+    prompts, start_engine, tmp_path, dtype
+):
     # A layer that shares pages has no scales. It uses the scales of the layer that wrote them.
     model = save_random_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
     options, scales = make_cache_options(dtype, tmp_path, num_layers=4)
-    tokens, _ = generate(serve(str(tmp_path / "model"), dtype, scales), prompts)
+    tokens, _ = generate(start_engine(str(tmp_path / "model"), dtype, scales), prompts)
     assert tokens == generate_expected(model, prompts, **options)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_e3m4"])
 @torch.no_grad()
-def test_an_encoder_gives_the_same_embeddings(prompts, serve, tmp_path, dtype):
+def test_an_encoder_gives_the_same_embeddings(prompts, start_engine, tmp_path, dtype):
     # The attention of an encoder is not causal, and has no cache.
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -80,7 +84,7 @@ def test_an_encoder_gives_the_same_embeddings(prompts, serve, tmp_path, dtype):
     # An engine for embeddings needs a tokenizer, although the prompts are token ids.
     word_level = models.WordLevel({str(token): token for token in range(256)}, unk_token="0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(word_level)).save_pretrained(tmp_path)
-    llm = serve(
+    llm = start_engine(
         str(tmp_path), dtype, runner="pooling", skip_tokenizer_init=False,
         max_num_batched_tokens=1024,
         pooler_config=PoolerConfig(task="embed", seq_pooling_type="CLS"),

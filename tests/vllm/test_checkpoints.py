@@ -32,7 +32,7 @@ class TestLoader:
         ],
     )
     def test_vllm_reads_scales(
-        self, load_model, serve, tmp_path, format, granularity, location, dtype
+        self, load_model, start_engine, tmp_path, format, granularity, location, dtype
     ):
         model, folder = load_model("llama")
         scales = make_scales(granularity)
@@ -41,7 +41,7 @@ class TestLoader:
             model.save_pretrained(folder, max_shard_size="200KB")
             assert (folder / "model.safetensors.index.json").exists()
         scales.save_pretrained(tmp_path / "copy", format=format, checkpoint=folder)
-        llm = serve(str(tmp_path / "copy"), "fp8", dtype=dtype)
+        llm = start_engine(str(tmp_path / "copy"), "fp8", dtype=dtype)
         # vLLM's loader rounds the scales of all other formats to the model's dtype.
         stored_dtype = torch.float32 if format == "compressed-tensors" else torch.bfloat16
         for index, loaded_scales in enumerate(get_loaded_scales(llm)):
@@ -50,23 +50,27 @@ class TestLoader:
                 assert granularity == "tensor" or actual.shape == (NUM_HEADS,)
 
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
-    def test_vllm_ignores_scales_in_unsupported_formats(self, load_model, serve, tmp_path, format):
+    def test_vllm_ignores_scales_in_unsupported_formats(
+        self, load_model, start_engine, tmp_path, format
+    ):
         # With scales among the weights but no quantization config, vLLM would fail.
         _, folder = load_model("llama")
         make_scales("tensor").save_pretrained(tmp_path / "copy", format=format, checkpoint=folder)
-        assert all(k == v == 1 for k, v in get_loaded_scales(serve(str(tmp_path / "copy"), "fp8")))
+        assert all(
+            k == v == 1 for k, v in get_loaded_scales(start_engine(str(tmp_path / "copy"), "fp8"))
+        )
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 def test_static_dtypes_use_the_scales_of_the_served_checkpoint(
-    load_model, prompts, serve, tmp_path, granularity
+    load_model, prompts, start_engine, tmp_path, granularity
 ):
     model, folder = load_model("llama")
     checkpoint_copy = tmp_path / "copy"
     make_scales(granularity).save_pretrained(
         checkpoint_copy, format="compressed-tensors", checkpoint=folder
     )
-    tokens, _ = generate(serve(str(checkpoint_copy), "hf_fp8kv_static"), prompts)
+    tokens, _ = generate(start_engine(str(checkpoint_copy), "hf_fp8kv_static"), prompts)
     assert tokens == generate_expected(
         model, prompts, scales=KVScales.from_pretrained(checkpoint_copy)
     )

@@ -21,14 +21,14 @@ vllm = pytest.importorskip("vllm")
 
 
 @pytest.fixture
-def restart(prompts, serve, monkeypatch):
+def restart(prompts, start_engine, monkeypatch):
     """Return a function that starts an engine, and returns tokens and numbers of cached tokens."""
 
     def start_and_generate(*arguments, **options):
         monkeypatch.setattr(
             "vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", None
         )
-        llm = serve(*arguments, **options)
+        llm = start_engine(*arguments, **options)
         answer = generate(llm, prompts)
         llm.llm_engine.engine_core.shutdown()
         return answer
@@ -183,7 +183,7 @@ def test_the_fingerprint_depends_only_on_bytes(load_model, tmp_path):
     assert rename_model(stock_config, pool) is stock_config
 
 
-def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, tmp_path):
+def test_connectors_that_could_read_other_bytes_are_refused(load_model, start_engine, tmp_path):
     from hf_fp8kv.vllm.connectors import check_connector
 
     _, folder = load_model("llama")
@@ -193,8 +193,8 @@ def test_connectors_that_could_read_other_bytes_are_refused(load_model, serve, t
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     with pytest.raises(ConfigError, match=r"expected one of .*got 'ExampleConnector'"):
-        serve(folder, "hf_fp8kv_e3m4", kv_transfer_config=transfer_config)
-    serve(folder, "auto", kv_transfer_config=transfer_config)  # not refused
+        start_engine(folder, "hf_fp8kv_e3m4", kv_transfer_config=transfer_config)
+    start_engine(folder, "auto", kv_transfer_config=transfer_config)  # not refused
     refused_connectors = [
         ("LMCacheConnectorV1", {}, "got 'LMCacheConnectorV1'"),
         ("LMCacheMPConnector", {}, "without serde, .*got serde None"),

@@ -174,10 +174,10 @@ class TestWithVLLM:
         with pytest.raises(ConfigError, match="expected triton on a GPU, got 'cpu'"):
             impl.bind(0, torch.float32, torch.device("cuda"))
 
-    def test_a_block_size_must_be_a_power_of_two(self, load_model, serve):
+    def test_a_block_size_must_be_a_power_of_two(self, load_model, start_engine):
         _, folder = load_model("llama")
         with pytest.raises(ConfigError, match="power of two from 8"):
-            serve(folder, "hf_fp8kv", block_size=96)
+            start_engine(folder, "hf_fp8kv", block_size=96)
 
     def test_attention_with_latents_is_refused(self):
         from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config

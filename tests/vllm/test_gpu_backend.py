@@ -34,13 +34,13 @@ def gpu_backend():
 
 
 @pytest.mark.usefixtures("gpu_backend")
-def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_path):
+def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, start_engine, tmp_path):
     from hf_fp8kv.vllm.gpu import PagedGPUBackend
 
     model, folder = load_model("gemma2")
     scales = make_scales("head", centered=True)
     scales.save_pretrained(tmp_path)
-    llm = serve(folder, "hf_fp8kv_static", tmp_path)
+    llm = start_engine(folder, "hf_fp8kv_static", tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     backends = {layer.attn_backend for layer in layers.values()}
     assert {(backend.__base__, backend.slot) for backend in backends} == {
@@ -55,7 +55,7 @@ def test_the_gpu_backend_gives_the_same_tokens(load_model, prompts, serve, tmp_p
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.usefixtures("gpu_backend")
 def test_logprobs_do_not_depend_on_the_batch_or_the_chunks(
-    load_model, prompts, serve, backend, monkeypatch
+    load_model, prompts, start_engine, backend, monkeypatch
 ):
     # vLLM's own mode needs a GPU, so linear layers compute single rows instead.
     from vllm.model_executor.determinism import batch_invariant
@@ -65,7 +65,7 @@ def test_logprobs_do_not_depend_on_the_batch_or_the_chunks(
     _, folder = load_model("gemma2" if backend == "cpu" else "llama")
     answers = []
     for chunk_size, batch_size in ((128, len(prompts)), (48, 1)):
-        llm = serve(
+        llm = start_engine(
             folder, "hf_fp8kv_e3m4", backend=backend, max_num_batched_tokens=chunk_size,
             enable_prefix_caching=False,
         )  # fmt: skip
@@ -111,14 +111,14 @@ WINDOW_SHAPES = [(32, 272)] + 5 * [(4 * 32, 68)]
 )  # fmt: skip
 @pytest.mark.usefixtures("gpu_backend")
 def test_layers_may_have_slots_of_different_sizes(
-    load_model, prompts, serve, tmp_path, name, layout, expected, monkeypatch
+    load_model, prompts, start_engine, tmp_path, name, layout, expected, monkeypatch
 ):
     if layout is not None:
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     model, folder = load_model(name)
     plan = make_protected_plan_for(model, "K")
     plan.save_pretrained(tmp_path)
-    llm = serve(folder, "hf_fp8kv", plan=tmp_path)
+    llm = start_engine(folder, "hf_fp8kv", plan=tmp_path)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     assert [tuple(layer.kv_cache.shape[2:]) for layer in layers.values()] == expected
     assert generate(llm, prompts)[0] == generate_expected(model, prompts, plan=plan)
