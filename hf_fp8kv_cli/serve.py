@@ -159,7 +159,7 @@ def serve(
     from hf_fp8kv.server.app import Application
     from hf_fp8kv.server.model import ServedModel
     from hf_fp8kv.server.run import load_model, run
-    from hf_fp8kv.server.server_config import ServerConfig, listen
+    from hf_fp8kv.server.server_config import ServerConfig, bind_socket
     from hf_fp8kv.utils.files import convert_read_errors
 
     page_options = arguments.collect_page_options(ctx) | {
@@ -202,7 +202,7 @@ def serve(
     log_handler.setLevel(logging.INFO)
     # Lines of the library's log look like lines of the server.
     log_handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
-    with handle_log(log_handler), closing(listen(host, port)) as listener:
+    with handle_log(log_handler), closing(bind_socket(host, port)) as listener:
         loaded_model, processor = load_model(
             name,
             device=device,

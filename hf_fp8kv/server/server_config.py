@@ -54,7 +54,7 @@ class ServerConfig:
         self.api_key = key or None
 
     def accepts_host(self, host_header: str) -> bool:
-        """Return whether a request may have this `Host` header, without a query of DNS.
+        """Return whether a request may have this `Host` header, without a DNS query.
 
         The name of a web page is refused even if it was rebound to this machine (DNS rebinding).
         """
@@ -77,7 +77,7 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Return a bound socket that does not accept connections yet. Raise ConfigError on failure."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -100,6 +100,6 @@ def listen(host: str, port: int) -> socket.socket:
             raise
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at {host}:{port}: {error}. Choose another --host or --port"
+            f"--host, --port: cannot listen at {host}:{port}: {error}. Choose another address"
         ) from error
     return sock

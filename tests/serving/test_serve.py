@@ -58,7 +58,7 @@ def import_required(name: str) -> types.ModuleType:
 
 
 openai, uvicorn, _ = map(import_required, ("openai", "uvicorn", "fastapi"))
-listen = import_required("hf_fp8kv.server.server_config").listen
+bind_socket = import_required("hf_fp8kv.server.server_config").bind_socket
 schemas = import_required("hf_fp8kv.server.schemas")
 engine = import_required("hf_fp8kv.server.engine")
 make_connection_class = import_required("hf_fp8kv.server.connections").make_connection_class
@@ -606,11 +606,11 @@ def test_a_wrong_command_line_is_explained(
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(run_command, folder):
-    with contextlib.closing(listen("127.0.0.1", 0)) as sock:  # bound, but not listening yet
+    with contextlib.closing(bind_socket("127.0.0.1", 0)) as sock:  # bound, but not listening yet
         port = str(sock.getsockname()[1])
         code, _, err = run_command("serve", folder, "--port", port, "--device", "cpu")
     assert (code, "cannot listen" in err, "Traceback" in err) == (1, True, False)
-    listen("127.0.0.1", int(port)).close()
+    bind_socket("127.0.0.1", int(port)).close()
 
 
 def test_unusable_files_and_processes_are_explained(run_command, folder, tmp_path, monkeypatch):
