@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-INTERNAL_MESSAGE = "internal error. See the log of the server"
+INTERNAL_MESSAGE = "internal error. See the server's log"
 UNSUPPORTED_CODE = "unsupported_parameter"
 RETRY_HEADER = {"retry-after": "5"}
 
@@ -67,6 +67,6 @@ def make_busy_error(expected: str, code: str = "too_many_requests") -> APIError:
 
 
 def make_stopping_error(reason: str | None = None) -> APIError:
-    """Return the error (status 503) for a request that comes too late, or takes too long."""
+    """Return the error (status 503) for a request that the stopping server refuses or ends."""
     headers = {**RETRY_HEADER, "connection": "close"}
     return APIError(503, reason or "the server is stopping", code="stopping", headers=headers)

@@ -98,8 +98,8 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
     """
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ConfigError(
-            "expected a single process, got several from torchrun (WORLD_SIZE). To serve a model "
-            "on several GPUs use vLLM with the plugin of hf_fp8kv"
+            "WORLD_SIZE: expected a single process, got several from torchrun. To serve a model on "
+            "several GPUs, use vLLM with the hf_fp8kv plugin"
         )
     check_model_name(name)
     try:
@@ -110,7 +110,7 @@ def load_model(name: str, **options: Any) -> tuple[Any, Any]:
             f"{key}={value}" for key, value in options.items() if value is not None
         )
         raise ConfigError(
-            f"cannot load a language model from {name!r} with {passed_options}: "
+            f"model: cannot load a language model from {name!r} with {passed_options}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -166,8 +166,8 @@ class _Server(uvicorn.Server):
         if self.failure is None and self._app.failure is not None:
             # The engine has ended all running requests, and later requests would be refused.
             self.failure = self._app.failure
-            self._num_signals = 2
-        return (self._num_signals > 0 and self._continue_stop()) or await super().on_tick(counter)
+        is_stopping = self._num_signals > 0 or self.failure is not None
+        return (is_stopping and self._continue_stop()) or await super().on_tick(counter)
 
     def _continue_stop(self) -> bool:
         """Refuse new requests, and end late requests. Return whether to shut down."""
@@ -178,7 +178,7 @@ class _Server(uvicorn.Server):
             grace_seconds = self._app.config.grace_seconds
             self._deadline = now + grace_seconds
             logger.info("stopping: %d requests get %g s", len(unfinished), grace_seconds)
-        is_overdue = now >= self._deadline or self._num_signals > 1
+        is_overdue = now >= self._deadline or self._num_signals > 1 or self.failure is not None
         if unfinished and is_overdue:
             logger.warning("stopping: ending %d requests", len(unfinished))
             self._app.fail_requests()
