@@ -61,14 +61,16 @@ class CompletionWriter:
         self._call_prefix = f"call_{uuid.uuid4().hex}"
         self._has_logprobs = body.num_top_tokens is not None
         self._logprob_writers = [_LogprobWriter(choice, texts) for choice in choices]
+        self._begun_choices: set[int] = set()  # indices of choices with a written part
         self._num_tool_calls = Counter[int]()  # number of written calls, by index of the choice
 
     def collect(self, parts: ChoiceParts) -> dict[str, Any]:
         """Return the response for all parts. With log-probabilities this may take seconds."""
-        choices = [self._make_choice(choice) for choice in self._choices]
+        choice_fields = [self._make_choice(choice) for choice in self._choices]
         for choice, part in parts:
-            _merge_fields(choices[choice.index], self._format_part(choice, part))
-        return {**self._common_fields, "choices": choices, "usage": count_usage(self._choices)}
+            _merge_fields(choice_fields[choice.index], self._format_part(choice, part))
+        usage = count_usage(self._choices)
+        return {**self._common_fields, "choices": choice_fields, "usage": usage}
 
     async def stream(self, part_groups: AsyncIterator[ChoiceParts]) -> AsyncIterator[str]:
         """Yield the events of the response, for parts in groups that arrive together."""
@@ -108,7 +110,8 @@ class CompletionWriter:
         """Return the fields of a choice for a part of its answer. None is the end of the answer."""
         finish_reason = choice.finish_reason if part is None else None
         fields: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason}
-        echo = None if choice.index in self._num_tool_calls else self._get_echo(choice)
+        echo = None if choice.index in self._begun_choices else self._get_echo(choice)
+        self._begun_choices.add(choice.index)
         if self._has_logprobs:
             num_tokens = part.num_tokens if part else choice.decoder.num_kept_tokens
             writer = self._logprob_writers[choice.index]
@@ -117,8 +120,8 @@ class CompletionWriter:
             fields[self._content_key] = self._format_message(choice, part)
         else:
             fields[self._content_key] = (echo.text if echo else "") + (part.text if part else "")
-        num_calls = 0 if part is None or part.call is None else 1
-        self._num_tool_calls[choice.index] += num_calls
+        if part is not None and part.call is not None:
+            self._num_tool_calls[choice.index] += 1
         return fields
 
     def _format_message(self, choice: Choice, part: AnswerPart | None) -> dict[str, Any]:
@@ -248,8 +251,8 @@ class _LogprobWriter:
 
     def _format_logprob(self, token_logprob: TokenLogprob, is_first: bool) -> dict[str, Any]:
         top_logprobs = [self._format_token(*pair, is_first) for pair in token_logprob.top_tokens]
-        token = self._format_token(token_logprob.token, token_logprob.logprob, is_first)
-        return {**token, "top_logprobs": top_logprobs}
+        token_fields = self._format_token(token_logprob.token, token_logprob.logprob, is_first)
+        return {**token_fields, "top_logprobs": top_logprobs}
 
     def _format_token(self, token: int, logprob: float | None, is_first: bool) -> dict[str, Any]:
         text = self._texts.get_text(token, is_first)
