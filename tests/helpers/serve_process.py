@@ -145,7 +145,7 @@ def encode(text: str) -> list[int]:
     return [ord(character) - 32 for character in text]
 
 
-def generate_dense(model: Any, prompt: str, num_tokens: int, *processors: LogitsProcessor) -> str:
+def generate_stock(model: Any, prompt: str, num_tokens: int, *processors: LogitsProcessor) -> str:
     inputs = torch.tensor([encode(prompt)])
     with torch.inference_mode():
         output = model.generate(
@@ -155,7 +155,7 @@ def generate_dense(model: Any, prompt: str, num_tokens: int, *processors: Logits
     return "".join(chr(token + 32) for token in output[0, inputs.shape[1] :].tolist())
 
 
-class Endpoint:
+class RunningServer:
     """A running server on this machine, and methods that send requests. A `with` block stops it."""
 
     def __enter__(self) -> Self:
@@ -216,7 +216,7 @@ class Endpoint:
             time.sleep(0.05)
 
 
-class HostedServer(Endpoint):
+class HostedServer(RunningServer):
     """`hf-fp8kv serve` on a free port, in a thread of this process, to save the time of imports."""
 
     def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
@@ -265,7 +265,7 @@ class HostedServer(Endpoint):
         self.wait(TIMEOUT)
 
 
-class Server(Endpoint):
+class Server(RunningServer):
     """`hf-fp8kv serve` on a free port, in a separate process. Its log is read while it runs."""
 
     def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
@@ -304,7 +304,7 @@ class Server(Endpoint):
                     return match
                 break
             time.sleep(0.02)
-        raise AssertionError(f"expected {pattern!r} in the log of the server, got:\n{self.log}")
+        raise AssertionError(f"expected {pattern!r} in the server's log, got:\n{self.log}")
 
     def stop(self) -> int:
         """Stop the server, and return its exit code."""

@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 from tests.helpers.margins import require_wide_margins
 from tests.helpers.serve_process import (
     COMPLETIONS,
-    Endpoint,
     HostedServer,
-    generate_dense,
+    RunningServer,
+    generate_stock,
     read_answer,
 )
 
@@ -81,12 +81,12 @@ def server(folder):
         yield server
 
 
-def complete(server: Endpoint, index: int, kind: str) -> str:
+def complete(server: RunningServer, index: int, kind: str) -> str:
     fields = {"prompt": PROMPTS[index], "max_tokens": NEW_TOKENS, **KIND_FIELDS[kind](index)}
     return read_answer(server.answer(COMPLETIONS, **fields))
 
 
-def disconnect(server: Endpoint, index: int) -> None:
+def disconnect(server: RunningServer, index: int) -> None:
     fields = {"prompt": PROMPTS[index][:60], "max_tokens": 200, "stream": index % 2 == 0}
     with server.abandon_request(COMPLETIONS, **fields | KIND_FIELDS["seeds"](index)):
         time.sleep(index % 8 * 0.05)
@@ -95,7 +95,7 @@ def disconnect(server: Endpoint, index: int) -> None:
 def generate_answers(folder: str, num_requests: int) -> list[str]:
     model = LlamaForCausalLM.from_pretrained(folder)
     answers = (
-        generate_dense(
+        generate_stock(
             model, prompt, NEW_TOKENS, SeededSampling(index // 2), *require_wide_margins(1e-4)
         )
         for index, prompt in enumerate(PROMPTS[:num_requests])

@@ -26,10 +26,10 @@ from tests.helpers.serve_process import (
     PAGE_SIZE,
     RESPONSES,
     STEP_TOKENS,
-    Endpoint,
     HostedServer,
+    RunningServer,
     encode,
-    generate_dense,
+    generate_stock,
     save_chat_model,
 )
 from tests.helpers.serving_tools import OpenAIPenalties
@@ -66,7 +66,7 @@ def server(folder, tmp_path_factory):
         yield server
 
 
-def get_choices(server: Endpoint, path: str = COMPLETIONS, **fields: object) -> list[dict]:
+def get_choices(server: RunningServer, path: str = COMPLETIONS, **fields: object) -> list[dict]:
     """Return the text, calls, parts of log-probabilities and finish reason of each choice."""
     response = server.answer(path, **fields)
     choices: dict[int, dict] = defaultdict(lambda: {"text": "", "calls": [], "logprobs": []})
@@ -362,7 +362,7 @@ def test_one_invalid_prompt_of_several_fails_the_request(server, stream):
 
 
 def test_penalties_and_biases_match_generate(server, model):
-    plain_text = generate_dense(model, PROMPT, 40)
+    plain_text = generate_stock(model, PROMPT, 40)
     logit_bias = dict.fromkeys(encode(plain_text[:2]), -3.0) | {7: 2.5}
     bias_processor = SequenceBiasLogitsProcessor(
         {(token,): bias for token, bias in logit_bias.items()}
@@ -376,7 +376,7 @@ def test_penalties_and_biases_match_generate(server, model):
         ({"logit_bias": {str(token): bias for token, bias in logit_bias.items()}}, bias_processor),
     )
     for fields, processor in cases:
-        expected = generate_dense(model, PROMPT, 40, processor)
+        expected = generate_stock(model, PROMPT, 40, processor)
         assert expected != plain_text
         (completion,) = get_choices(server, prompt=PROMPT, max_tokens=40, **fields)
         response = server.answer(RESPONSES, input=PROMPT, max_output_tokens=40, **fields)
@@ -386,7 +386,7 @@ def test_penalties_and_biases_match_generate(server, model):
 
 
 def test_stop_tokens_end_an_answer_after_min_tokens(server, model):
-    text = generate_dense(model, PROMPT, 60)
+    text = generate_stock(model, PROMPT, 60)
     stop = text[12]
     first_end = text.index(stop)
     second_end = text.index(stop, first_end + 1)

@@ -9,8 +9,8 @@ import torch
 from tests.helpers.serve_process import (
     COMPLETIONS,
     NAN_CHARACTER,
-    Endpoint,
     HostedServer,
+    RunningServer,
     add_nan_token,
     make_step_requests,
     read_answer,
@@ -109,7 +109,7 @@ def server(tmp_path_factory):
         yield server
 
 
-def complete(server: Endpoint, prompt: str, **fields: object) -> str:
+def complete(server: RunningServer, prompt: str, **fields: object) -> str:
     return read_answer(server.answer(COMPLETIONS, **{"prompt": prompt, "max_tokens": 12} | fields))
 
 

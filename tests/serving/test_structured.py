@@ -14,8 +14,8 @@ from tests.helpers.serve_process import (
     CHAT,
     COMPLETIONS,
     RESPONSES,
-    Endpoint,
     HostedServer,
+    RunningServer,
     read_answer,
 )
 
@@ -87,7 +87,7 @@ def server(folder, tmp_path_factory):
         yield server
 
 
-def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
+def complete(server: RunningServer, **fields: object) -> tuple[str, str]:
     answer = server.answer(COMPLETIONS, **{"prompt": "once upon", "max_tokens": 250} | fields)
     events = answer if fields.get("stream") else [answer]
     assert len(events) > 2 or not fields.get("stream")
