@@ -25,7 +25,9 @@ TokenLists = list[list[int]]
 Prompts = Sequence[list[int]]
 
 
-def batching(*, page_size: int = PAGE_SIZE, num_pages: int | None = 64, **options: Any) -> Any:
+def make_batching_config(
+    *, page_size: int = PAGE_SIZE, num_pages: int | None = 64, **options: Any
+) -> Any:
     """Return a config with `num_pages` pages. None means that memory decides."""
     options = {"max_batch_tokens": 256, **options}
     return ContinuousBatchingConfig(page_size=page_size, num_blocks=num_pages, **options)
@@ -44,7 +46,7 @@ class OpenAIPenalties(LogitsProcessor):
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
-def greedy(**options: Any) -> GenerationConfig:
+def make_greedy_config(**options: Any) -> GenerationConfig:
     """Return the settings of greedy generation of `NEW_TOKENS` tokens, without an end token."""
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
     config.pad_token_id = 0
@@ -113,8 +115,8 @@ def are_exact(model: PreTrainedModel, prompts: Prompts, answers: TokenLists) -> 
     return all(generate_each(model, [prompt], dtype="auto") == [answer] for prompt, answer in pairs)
 
 
-def enable(model: PreTrainedModel, prompts: Prompts, **keywords: Any) -> TokenLists:
-    """Enable serving with FP8 pages, and return the tokens of `generate_each` with such pages."""
+def generate_and_enable(model: PreTrainedModel, prompts: Prompts, **keywords: Any) -> TokenLists:
+    """Return the tokens of `generate_each` with FP8 pages, and enable serving with such pages."""
     model.set_attn_implementation("fp8_paged")
     expected = generate_each(model, prompts, **keywords)
     serving.enable(model, **keywords)
@@ -125,9 +127,11 @@ def generate_batch(
     model: PreTrainedModel, prompts: Prompts, *, generation: Any = None, **options: Any
 ) -> TokenLists:
     """Return the tokens of generate_batch() in prompt order. Assert that no request fails."""
-    config = options.pop("config", None) or batching(**options)
+    config = options.pop("config", None) or make_batching_config(**options)
     outputs = model.generate_batch(
-        list(prompts), generation_config=generation or greedy(), continuous_batching_config=config
+        list(prompts),
+        generation_config=generation or make_greedy_config(),
+        continuous_batching_config=config,
     )
     errors = [output.error for output in outputs.values() if output.error is not None]
     assert not errors, errors
@@ -136,7 +140,8 @@ def generate_batch(
 
 def open_manager(model: PreTrainedModel, generation: Any = None, **config: Any) -> Any:
     return model.continuous_batching_context_manager(
-        generation_config=generation or greedy(), continuous_batching_config=batching(**config)
+        generation_config=generation or make_greedy_config(),
+        continuous_batching_config=make_batching_config(**config),
     )
 
 
@@ -178,7 +183,7 @@ def request_answers(manager: Any, prompts: Prompts) -> TokenLists:
 
 def generate_forked(model: PreTrainedModel, prompts: Prompts, num_answers: int) -> TokenLists:
     """Return `num_answers` answers to each prompt, from requests that fork after the prefill."""
-    with open_manager(model, greedy(num_return_sequences=num_answers)) as manager:
+    with open_manager(model, make_greedy_config(num_return_sequences=num_answers)) as manager:
         request_ids = manager.add_requests(list(prompts), max_new_tokens=NEW_TOKENS)
         tokens = wait_for_results(manager, num_answers * len(prompts))
     suffixes = ["", *(f"__child#{i}" for i in range(num_answers - 1))]
@@ -196,13 +201,16 @@ class _TorchWithoutPinning:
 
 
 def record_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Make offloads work without an accelerator. Return the list to which each adds its result."""
+    """Make offloads work without an accelerator. Return the list to which each appends a result."""
     offloads: list[Any] = []
     manager: Any = offloading_manager.OffloadingManager
     offload = manager._offload_to_cpu
-    monkeypatch.setattr(
-        manager, "_offload_to_cpu", lambda *args: offloads.append(offload(*args)) or offloads[-1]
-    )
+
+    def offload_and_record(*args: Any) -> Any:
+        offloads.append(offload(*args))
+        return offloads[-1]
+
+    monkeypatch.setattr(manager, "_offload_to_cpu", offload_and_record)
     if not torch.cuda.is_available():
         monkeypatch.setattr(offloading_manager, "torch", _TorchWithoutPinning())
     return offloads

@@ -26,9 +26,9 @@ from tests.helpers.faults import (
 )
 from tests.helpers.serving_tools import (
     PAGE_SIZE,
-    batching,
     generate_each,
-    greedy,
+    make_batching_config,
+    make_greedy_config,
     request_answer,
     run_manager,
 )
@@ -91,7 +91,7 @@ class Engines:
 
     def make_manager(self) -> Any:
         manager = self.model.init_continuous_batching(
-            greedy(), batching(num_pages=NUM_PAGES, max_batch_tokens=64)
+            make_greedy_config(), make_batching_config(num_pages=NUM_PAGES, max_batch_tokens=64)
         )
         manager.warmup()
         return manager

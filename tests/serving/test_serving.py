@@ -33,14 +33,14 @@ from tests.helpers.serving_tools import (
     NEW_TOKENS,
     PAGE_SIZE,
     are_exact,
-    batching,
     draw_head_scales,
     draw_prompts,
-    enable,
+    generate_and_enable,
     generate_batch,
     generate_each,
     generate_forked,
-    greedy,
+    make_batching_config,
+    make_greedy_config,
     open_manager,
     request_answer,
     request_answers,
@@ -118,7 +118,7 @@ class TestSameTokens:
         options = make_options(model)
         # Triton's interpreter takes a minute for three prompts.
         prompt_ids = draw_prompts()[:3] if options.get("backend") == "triton" else draw_prompts()
-        expected = enable(model, prompt_ids, **options)
+        expected = generate_and_enable(model, prompt_ids, **options)
         for max_tokens in (256, 16):  # whole prompts, and chunks
             assert generate_batch(model, prompt_ids, max_batch_tokens=max_tokens) == expected
         serving.disable(model)
@@ -147,8 +147,10 @@ class TestSameTokens:
         self, llama: Any, make_options: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # The steps are eager. As in CUDA graphs, the host reads no tensors of a step.
-        expected = enable(llama, draw_prompts(), **make_options(llama))
-        manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
+        expected = generate_and_enable(llama, draw_prompts(), **make_options(llama))
+        manager = llama.init_continuous_batching(
+            make_greedy_config(), make_batching_config(max_batch_tokens=64)
+        )
         manager.continuous_batching_config.max_blocks_per_request = 8
         make_work = mock.Mock(side_effect=make_decode_work)
         monkeypatch.setattr(common, "make_decode_work", make_work)
@@ -159,11 +161,11 @@ class TestSameTokens:
 
     def test_generate_with_a_paged_cache_gives_the_same_tokens(self, llama: Any) -> None:
         prompt = draw_prompts()[5]
-        (expected,) = enable(llama, [prompt], scales=draw_head_scales(llama))
+        (expected,) = generate_and_enable(llama, [prompt], scales=draw_head_scales(llama))
         output = llama.generate(
             torch.tensor([prompt]),
             cache_implementation="paged",
-            generation_config=greedy(continuous_batching_config=batching()),
+            generation_config=make_greedy_config(continuous_batching_config=make_batching_config()),
         )
         assert output.reshape(-1).tolist()[-NEW_TOKENS:] == expected
 
@@ -193,7 +195,7 @@ def test_an_engine_stores_the_same_bytes_as_a_cache(sides: str | None) -> None:
 class TestSharedPages:
     def test_reused_prefixes_do_not_change_tokens(self, llama: Any) -> None:
         prompt_ids = draw_prompts()
-        expected = enable(llama, prompt_ids, scales=draw_head_scales(llama))
+        expected = generate_and_enable(llama, prompt_ids, scales=draw_head_scales(llama))
         with open_manager(llama) as manager:
             # Requests run one at a time, so each can reuse the pages of the previous prompts.
             tokens = [request_answer(manager, ids) for ids in prompt_ids]
@@ -216,7 +218,9 @@ class TestSharedPages:
     def test_forks_give_the_same_tokens(self, name: str, options: dict[str, Any]) -> None:
         model = make_model(name)
         prompt_ids = draw_prompts()[:4]
-        expected = enable(model, prompt_ids, **options or {"scales": draw_head_scales(model)})
+        expected = generate_and_enable(
+            model, prompt_ids, **options or {"scales": draw_head_scales(model)}
+        )
         assert generate_forked(model, prompt_ids, 3) == [
             answer for answer in expected for _ in range(3)
         ]
@@ -227,7 +231,9 @@ class TestSharedPages:
         model = make_model("gemma2")
         prompt_ids = draw_prompts()
         options = {"plan": make_protected_plan_for(model)} if is_protected else {}
-        expected = enable(model, prompt_ids, **options or {"scales": draw_head_scales(model)})
+        expected = generate_and_enable(
+            model, prompt_ids, **options or {"scales": draw_head_scales(model)}
+        )
         assert generate_batch(model, prompt_ids, num_pages=9, max_batch_tokens=64) == expected
 
 
@@ -239,7 +245,10 @@ def count_shared_tokens(manager: Any, prompt: list[int], *args: Any, **options: 
 
 
 def is_enabled(model: Any) -> bool:
-    return type(model.init_continuous_batching(greedy(), batching())) is FP8Manager
+    return (
+        type(model.init_continuous_batching(make_greedy_config(), make_batching_config()))
+        is FP8Manager
+    )
 
 
 class TestManagers:
@@ -255,7 +264,9 @@ class TestManagers:
     ) -> None:
         if is_disabled:
             serving.disable(served_llama)
-        manager = ContinuousBatchingManager(served_llama, greedy(), batching())
+        manager = ContinuousBatchingManager(
+            served_llama, make_greedy_config(), make_batching_config()
+        )
         with run_manager(manager):
             manager.add_request([5, 6], max_new_tokens=2)
             error = manager.get_result(timeout=60).error
@@ -271,7 +282,7 @@ class TestManagers:
             (stock_model, "fp8_paged", "an engine with FP8 pages"),
         )
         for model, attention, message in cases:
-            manager = model.init_continuous_batching(greedy(), batching())
+            manager = model.init_continuous_batching(make_greedy_config(), make_batching_config())
             with run_manager(manager):
                 model.set_attn_implementation(attention)
                 manager.add_request([5, 6], max_new_tokens=2)
@@ -303,7 +314,7 @@ class TestManagers:
         # The engine's hash has 64 bits and no key, so equal hashes can be computed offline.
         first_prompt, second_prompt = draw_prompts()[5:7]
         prompt_ids = [first_prompt, second_prompt[::-1], [first_prompt[0] + 1, *first_prompt[1:]]]
-        expected = enable(llama, prompt_ids, scales=draw_head_scales(llama))
+        expected = generate_and_enable(llama, prompt_ids, scales=draw_head_scales(llama))
         monkeypatch.setattr(
             cache_allocator, "compute_block_hash", lambda parent, tokens: (parent or 0) + 1
         )
@@ -338,7 +349,7 @@ class TestManagers:
 
     def test_forked_requests_keep_the_salt(self, served_llama: Any) -> None:
         prompt = draw_prompts()[5]
-        with open_manager(served_llama, greedy(num_return_sequences=3)) as manager:
+        with open_manager(served_llama, make_greedy_config(num_return_sequences=3)) as manager:
             manager.add_request(prompt, cache_salt="a")
             answers = list(wait_for_results(manager, 3).values())
             assert answers[0] == answers[1] == answers[2]
@@ -351,9 +362,11 @@ class TestManagers:
         answers = []
         for num_hits in range(2):
             outputs = served_llama.generate_batch(
-                draw_prompts()[5:6], greedy(), continuous_batching_config=batching(),
+                draw_prompts()[5:6],
+                make_greedy_config(),
+                continuous_batching_config=make_batching_config(),
                 persistent_manager=True,
-            )  # fmt: skip
+            )
             answers += [output.generated_tokens for output in outputs.values()]
             assert serving.read_usage(served_llama).prefix_hits == num_hits
         assert answers[0] == answers[1]
@@ -364,7 +377,10 @@ class TestManagers:
 class TestStockEngine:
     def test_disable_restores_a_persistent_manager(self, llama: Any) -> None:
         llama.generate_batch(
-            [[5, 6]], greedy(), continuous_batching_config=batching(), persistent_manager=True
+            [[5, 6]],
+            make_greedy_config(),
+            continuous_batching_config=make_batching_config(),
+            persistent_manager=True,
         )
         original = llama._cached_continuous_batching_manager
         serving.enable(llama)
@@ -450,7 +466,9 @@ class TestErrors:
 
     @pytest.mark.parametrize("page_size", [24, 2048])
     def test_an_invalid_page_size_is_refused(self, served_llama: Any, page_size: int) -> None:
-        manager = served_llama.init_continuous_batching(greedy(), batching(page_size=page_size))
+        manager = served_llama.init_continuous_batching(
+            make_greedy_config(), make_batching_config(page_size=page_size)
+        )
         with pytest.raises(ConfigError, match="power of two"):
             manager.warmup()
 
@@ -458,9 +476,13 @@ class TestErrors:
     def test_cuda_graphs_are_refused_without_a_gpu(
         self, served_llama: Any, use_cuda_graph: Any
     ) -> None:
-        manager = served_llama.init_continuous_batching(greedy(), batching())
+        manager = served_llama.init_continuous_batching(
+            make_greedy_config(), make_batching_config()
+        )
         with pytest.raises(ConfigError, match="use_cuda_graph"):
-            served_llama.init_continuous_batching(greedy(), batching(use_cuda_graph=use_cuda_graph))
+            served_llama.init_continuous_batching(
+                make_greedy_config(), make_batching_config(use_cuda_graph=use_cuda_graph)
+            )
         # This also restores the attention after a manager that never ran.
         serving.disable(served_llama)
         assert served_llama.config._attn_implementation == "sdpa"
@@ -468,13 +490,17 @@ class TestErrors:
 
     @pytest.mark.usefixtures("fresh_compiler")
     def test_only_a_whole_step_as_one_graph_is_refused(self, served_llama: Any) -> None:
-        manager = served_llama.init_continuous_batching(greedy(), batching(default_compile_level=1))
+        manager = served_llama.init_continuous_batching(
+            make_greedy_config(), make_batching_config(default_compile_level=1)
+        )
         assert manager.continuous_batching_config.varlen_compile_config is not None
         serving.enable(served_llama)
         # decode_compile_config is accepted, because the engine uses it only for its own attention.
-        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, backend="eager"))
+        config = make_batching_config(
+            varlen_compile_config=CompileConfig(fullgraph=True, backend="eager")
+        )
         with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
-            served_llama.init_continuous_batching(greedy(), config)
+            served_llama.init_continuous_batching(make_greedy_config(), config)
 
     def test_the_attention_is_refused_without_enable(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
@@ -520,7 +546,9 @@ class TestRequestLimit:
         # With one more token the engine would stop, because it could not free pages.
         model = make_model(name)
         serving.enable(model)
-        manager = model.init_continuous_batching(greedy(), batching(num_pages=6))
+        manager = model.init_continuous_batching(
+            make_greedy_config(), make_batching_config(num_pages=6)
+        )
         manager.warmup()
         max_tokens = manager.batch_processor.cache.compute_max_request_tokens()
         if name == "mistral":  # windows in all layers
@@ -529,7 +557,9 @@ class TestRequestLimit:
         # The last token is never stored.
         prompt_ids = [[3] * (max_tokens - NEW_TOKENS + n) for n in (1, 2)]
         outputs = model.generate_batch(
-            [*prompt_ids, [4, 5]], greedy(num_return_sequences=2), batching(num_pages=6)
+            [*prompt_ids, [4, 5]],
+            make_greedy_config(num_return_sequences=2),
+            make_batching_config(num_pages=6),
         )
         errors = [output.error for output in outputs.values()]
         assert errors[:2] == errors[4:] == [None, None]
@@ -540,7 +570,9 @@ class TestRequestLimit:
         self, served_llama: Any, is_running: bool
     ) -> None:
         # The engine still answers shorter requests. The first request allocates the pages.
-        manager = served_llama.init_continuous_batching(greedy(), batching(num_pages=6))
+        manager = served_llama.init_continuous_batching(
+            make_greedy_config(), make_batching_config(num_pages=6)
+        )
         if is_running:
             manager.start()
         for num_tokens, max_new_tokens in ((1000, 1), (3, 1000), (1000, None)):
@@ -562,7 +594,8 @@ class TestRunningEngines:
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
         stopping_manager, manager = (
-            llama.init_continuous_batching(greedy(), batching()) for _ in range(2)
+            llama.init_continuous_batching(make_greedy_config(), make_batching_config())
+            for _ in range(2)
         )
         with run_manager(manager):
             with run_manager(stopping_manager):
@@ -580,7 +613,7 @@ class TestRunningEngines:
 
     def test_enable_refuses_a_model_with_a_running_stock_manager(self) -> None:
         model = build_variant("llama", attn_implementation="sdpa")[0]
-        manager = model.init_continuous_batching(greedy(), batching())
+        manager = model.init_continuous_batching(make_greedy_config(), make_batching_config())
         with run_manager(manager), pytest.raises(ConfigError, match="running"):
             serving.enable(model)
         serving.enable(model)
@@ -590,7 +623,9 @@ class TestRunningEngines:
     ) -> None:
         with monkeypatch.context() as context:
             context.setattr(StoredLayer, "attend", mock.Mock(side_effect=ValueError("boom")))
-            outputs = served_llama.generate_batch([[5, 6]], greedy(), batching())
+            outputs = served_llama.generate_batch(
+                [[5, 6]], make_greedy_config(), make_batching_config()
+            )
         assert all(output.error == "boom" for output in outputs.values())
         assert served_llama.config._attn_implementation == "sdpa"
         with pytest.raises(ValueError, match="boom"), exact_states(is_engine_step=True):
@@ -666,7 +701,7 @@ class TestStreams:
         self, llama: Any, max_blocks: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # An engine fills static tensors on the current stream, and computes on its own stream.
-        expected = enable(llama, draw_prompts())
+        expected = generate_and_enable(llama, draw_prompts())
         current = DelayedStream()
         compute = DelayedStream()
         prepare = input_outputs.ContinuousBatchingIOs.prepare_batch_tensors
@@ -682,7 +717,7 @@ class TestStreams:
             input_outputs.ContinuousBatchingIOs, "prepare_batch_tensors", prepare_late
         )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
-        manager = llama.init_continuous_batching(greedy(), batching())
+        manager = llama.init_continuous_batching(make_greedy_config(), make_batching_config())
         manager.continuous_batching_config.max_blocks_per_request = max_blocks
         with run_manager(manager):
             assert request_answers(manager, draw_prompts()) == expected

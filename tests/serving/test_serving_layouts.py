@@ -16,13 +16,13 @@ from tests.helpers.planned import PROTECTED_PLANS
 from tests.helpers.serving_tools import (
     PAGE_SIZE,
     are_exact,
-    batching,
     draw_head_scales,
     draw_prompts,
-    enable,
+    generate_and_enable,
     generate_batch,
     generate_each,
-    greedy,
+    make_batching_config,
+    make_greedy_config,
     record_offloads,
 )
 from tests.helpers.tiny_models import build_variant
@@ -89,7 +89,9 @@ def test_layers_in_any_order_give_the_same_tokens() -> None:
 def test_planned_bytes_match_allocated_bytes(options: dict[str, Any], token_bytes: int) -> None:
     model = build_variant("llama")[0].to(torch.bfloat16)
     serving.enable(model, **options)
-    manager = model.init_continuous_batching(greedy(), batching(num_pages=5))
+    manager = model.init_continuous_batching(
+        make_greedy_config(), make_batching_config(num_pages=5)
+    )
     manager.warmup()
     cache = manager.batch_processor.cache
     total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory({})
@@ -118,7 +120,9 @@ def test_offloaded_requests_resume(
     offloads = record_offloads(monkeypatch)
     model = build_variant(name, **fields)[0]
     prompt_ids = [ids[:40] for ids in draw_prompts() if len(ids) > 16]
-    expected = enable(model, prompt_ids, **options)
-    config = batching(page_size=8, num_pages=num_pages, max_batch_tokens=64, cpu_offload_space=0.01)
+    expected = generate_and_enable(model, prompt_ids, **options)
+    config = make_batching_config(
+        page_size=8, num_pages=num_pages, max_batch_tokens=64, cpu_offload_space=0.01
+    )
     assert generate_batch(model, prompt_ids, config=config) == expected
     assert any(offloads)

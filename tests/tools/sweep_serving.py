@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from hf_fp8kv import FP8KVError, serving
-from tests.helpers.serving_tools import draw_prompts, generate_batch, greedy
+from tests.helpers.serving_tools import draw_prompts, generate_batch, make_greedy_config
 from tests.helpers.tiny_models import build_variant, list_types
 
 NEW_TOKENS = 6
@@ -37,7 +37,10 @@ def run_batched(model: Any, expected: list[list[int]]) -> str:
     try:
         with contextlib.redirect_stdout(None):
             outputs = generate_batch(
-                model, PROMPTS, generation=greedy(max_new_tokens=NEW_TOKENS), max_batch_tokens=48
+                model,
+                PROMPTS,
+                generation=make_greedy_config(max_new_tokens=NEW_TOKENS),
+                max_batch_tokens=48,
             )
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
