@@ -1,8 +1,7 @@
-"""The block table: the number of the page of each token.
+"""The block table: the page numbers of each sequence, in order.
 
-A `BlockTable` lists the pages of every sequence of a batch, in order. As in transformers' caches,
-all sequences of a batch have the same number of tokens, including padding. Forks of a table share
-an allocator.
+As in transformers' caches, all sequences of a batch have the same number of tokens, including
+padding. Forks of a table share an allocator.
 
     logical page     0   1   2   3              tokens 0 .. S-1 are in logical page 0
     sequence 0       -1  7   3   9              three pages in use (first_page = 1)
@@ -95,7 +94,7 @@ class BlockTable:
         `columns` selects columns, and must be the same in every call. None means all.
         """
         if device not in self._device_copies:
-            # `take`, because indexing would return a column-major copy, and kernels need rows.
+            # Use `take`, because indexing would return a column-major copy, and kernels need rows.
             rows = self.rows if columns is None else self.rows.take(columns, 1)
             self._device_copies[device] = upload(rows.copy(), device)
         return self._device_copies[device]
@@ -103,7 +102,7 @@ class BlockTable:
     @property
     def nbytes(self) -> int:
         """Size of the rows and of their copies, in bytes."""
-        return self.rows.nbytes + sum(copy.nbytes for copy in self._device_copies.values())
+        return self.rows.nbytes + sum(rows.nbytes for rows in self._device_copies.values())
 
     def count_needed(self, start: int, stop: int, batch: int) -> int:
         """Return the number of pages that `reserve` would allocate."""
@@ -132,8 +131,9 @@ class BlockTable:
             return
         num_added = num_new_columns * batch
         new_pages = self.allocator.allocate(num_added + len(shared_entries))
-        entries = tuple(np.array(shared_entries, np.int64).reshape(-1, 2).T)
-        shared_pages = self.rows[entries]
+        # An empty list also has two columns.
+        entry_rows, entry_columns = np.array(shared_entries, np.int64).reshape(-1, 2).T
+        shared_pages = self.rows[entry_rows, entry_columns]
         separate_pages = new_pages[num_added:]
         try:
             if copy is not None:
@@ -142,7 +142,7 @@ class BlockTable:
             self.allocator.free(new_pages)
             raise
         self._mark_changed()
-        self.rows[entries] = separate_pages
+        self.rows[entry_rows, entry_columns] = separate_pages
         self.allocator.free(shared_pages)
         if num_new_columns:
             # Assign pages sequence by sequence, so that the pages of a sequence are adjacent.
@@ -203,7 +203,7 @@ class BlockTable:
         old_pages = self.get_used_rows()
         self.allocator.share(rows[:, first_page:])
         self._mark_changed()
-        # In one assignment, so that no interrupt comes in between.
+        # Set both in one assignment, so that no interrupt comes in between.
         self.rows, self.first_page = rows, first_page
         self.allocator.free(old_pages)
 
