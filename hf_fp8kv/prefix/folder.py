@@ -29,7 +29,7 @@ _MAX_CLOCK_LAG_NS = 20_000_000
 class StoredFile(NamedTuple):
     """A stored page's file in the folder."""
 
-    last_use: int  # time of the last use, in ns since 1970
+    last_use_ns: int  # time of the last use, since 1970
     num_bytes: int
     name: str
 
@@ -42,7 +42,7 @@ class PrefixFolder:
         self._max_bytes = max_bytes
         # A heap of the files at the last scan. A file that is not in the heap was used later than
         # `_unused_before`. A file is checked again before it is removed.
-        self._heap: list[StoredFile] = []
+        self._scanned_files: list[StoredFile] = []
         # A time shortly before the last scan. Files with a later time may have been used after it.
         self._unused_before = 0
 
@@ -66,10 +66,10 @@ class PrefixFolder:
         """Return the contents of a regular file. Raise ValueError or OSError (ELOOP for a link)."""
         return read_regular_file(self.path / name, self._max_bytes)
 
-    def touch(self, name: str, last_use: int) -> None:
+    def touch(self, name: str, last_use_ns: int) -> None:
         """Set a file's last use, in ns since 1970, if the file exists and belongs to this user."""
         with suppress(OSError, NotImplementedError):  # NotImplementedError on Windows
-            os.utime(self.path / name, ns=(last_use, last_use), follow_symlinks=False)
+            os.utime(self.path / name, ns=(last_use_ns, last_use_ns), follow_symlinks=False)
 
     def apply_limit(self) -> None:
         """Evict files until a possibly changed limit holds, unless another process is writing."""
@@ -106,21 +106,23 @@ class PrefixFolder:
         """
         has_scanned = False
         while total_bytes > max_bytes:
-            is_outdated = not self._heap or self._heap[0].last_use >= self._unused_before
+            is_outdated = (
+                not self._scanned_files or self._scanned_files[0].last_use_ns >= self._unused_before
+            )
             if is_outdated and not has_scanned:
                 total_bytes = self._scan(lock_fd)
                 has_scanned = True
                 continue
-            if not self._heap:
+            if not self._scanned_files:
                 break
-            file = heapq.heappop(self._heap)
+            file = heapq.heappop(self._scanned_files)
             if file.name in kept_names:
                 continue  # the file is in use, so treat it as used after the scan
             if (current_file := self._find_file(file.name)) == file:
                 (self.path / file.name).unlink(missing_ok=True)
                 total_bytes -= file.num_bytes
             elif current_file is not None:
-                heapq.heappush(self._heap, current_file)
+                heapq.heappush(self._scanned_files, current_file)
         return total_bytes
 
     def _scan(self, lock_fd: int) -> int:
@@ -130,15 +132,16 @@ class PrefixFolder:
                 with suppress(OSError):  # a folder, or not removable
                     (self.path / name).unlink()
         self._unused_before = time.time_ns() - _MAX_CLOCK_LAG_NS
-        self._heap = self.list_files()
+        self._scanned_files = self.list_files()
         now = time.time_ns()
-        for file in self._heap:
-            if file.last_use > now:  # the clock was set back, so new files would be evicted first
+        for file in self._scanned_files:
+            # If the clock was set back, new files would be evicted first.
+            if file.last_use_ns > now:
                 self.touch(file.name, self._unused_before)
-        heapq.heapify(self._heap)
+        heapq.heapify(self._scanned_files)
         # The total is invalid until the caller writes it, because the disk may still be full.
         os.ftruncate(lock_fd, 0)
-        return sum(file.num_bytes for file in self._heap)
+        return sum(file.num_bytes for file in self._scanned_files)
 
     @contextmanager
     def lock(self, timeout: float) -> Iterator[int | None]:

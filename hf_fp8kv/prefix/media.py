@@ -130,8 +130,8 @@ class PromptMedia:
             self.is_comparable = False
         # Embeddings replace the ids of all tokens. A chunk may divide an image whose tokens attend
         # to each other.
-        divides_images = generation_config.prefill_chunk_size and self._token_types
-        if "inputs_embeds" in inputs or (inputs and divides_images):
+        may_divide_images = bool(generation_config.prefill_chunk_size and self._token_types)
+        if "inputs_embeds" in inputs or (inputs and may_divide_images):
             self.is_comparable = False
 
     def _digest_images(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -167,8 +167,8 @@ class PromptMedia:
             digest = compute_digest(constants, hashes)
             # A digest is several numbers, which are assigned to consecutive tokens in turn.
             words = torch.from_numpy(np.frombuffer(bytes.fromhex(digest), "<i8").copy())
-            indices = torch.arange(stop - start) % len(words)
-            token_digests[rows[0] : rows[-1] + 1, start:stop] = words[indices].to(ids.device)
+            word_indices = torch.arange(stop - start) % len(words)
+            token_digests[rows[0] : rows[-1] + 1, start:stop] = words[word_indices].to(ids.device)
         return token_digests
 
     def _find_sizes(self, tensors: list[Tensor]) -> list[int]:
@@ -180,7 +180,8 @@ class PromptMedia:
         is_start[:, 1:] &= ~self.placeholders[:, :-1]
         run_of_placeholder = is_start.flatten().cumsum(0)[self.placeholders.flatten()]
         num_placeholders = len(run_of_placeholder)
-        candidates: list[list[int]] = [run_of_placeholder.unique(return_counts=True)[1].tolist()]
+        _, run_sizes = run_of_placeholder.unique(return_counts=True)
+        candidates: list[list[int]] = [run_sizes.tolist()]
         first_row = torch.zeros(1, dtype=torch.int64)
         for modality, output in self._encoder_outputs.items():
             num_vectors = int(self._output_masks[modality].sum())
@@ -220,11 +221,11 @@ class PromptMedia:
                 del self._arguments[name]
         outputs: dict[str, Any] = {}
         for modality, mask in self._output_masks.items():
-            indices = mask.flatten().cumsum(0).view_as(mask) - 1
-            rows = indices[:, num_tokens:][mask[:, num_tokens:]]
-            if len(rows):
+            vector_indices = mask.flatten().cumsum(0).view_as(mask) - 1
+            kept_indices = vector_indices[:, num_tokens:][mask[:, num_tokens:]]
+            if len(kept_indices):
                 output = self._encoder_outputs[modality]
-                outputs[modality] = _select_vectors(output, int(mask.sum()), rows)
+                outputs[modality] = _select_vectors(output, int(mask.sum()), kept_indices)
         if self._encoder_outputs:
             self._arguments[_ENCODER_OUTPUTS] = outputs
 
