@@ -63,6 +63,11 @@ class Chat:
         assert_same(answer, expected, f"{ids.shape[1]} tokens on a cache of {num_cached}")
         return answer, num_computed
 
+    def count_computed(self, ids: torch.Tensor, **keywords: Any) -> int:
+        """Check an answer, and return the number of computed tokens."""
+        _, num_computed = self.check_answer(ids, **keywords)
+        return num_computed
+
 
 @pytest.fixture
 def chat() -> Chat:
@@ -84,11 +89,13 @@ def count_kept_tokens(name: str, num_shared: int) -> int:
 def test_each_turn_computes_only_its_new_tokens(name: str) -> None:
     chat = Chat(name)
     ids = chat.make_ids(21)
+    num_reused = 0
     for expected in (21, 8, 8):  # the last token of an answer is not stored yet
         answer, num_computed = chat.check_answer(ids)
         assert num_computed == expected
+        num_reused += ids.shape[1] - num_computed
         ids = torch.cat([answer, chat.make_ids(7)], 1)
-    assert chat.cache.memory_footprint().reused_tokens == 29 + 45
+    assert chat.cache.memory_footprint().reused_tokens == num_reused
 
 
 @pytest.mark.parametrize(("name", "rope_type"), [("phi3", "longrope"), ("gqa", "dynamic")])
@@ -135,10 +142,10 @@ def test_a_different_prompt_continues_after_the_common_prefix(name: str) -> None
     assert num_computed == answer.shape[1] - count_kept_tokens(name, 20)
     # The prompt is repeated, or shortened. The last token is always computed.
     num_kept = count_kept_tokens(name, answer.shape[1] - 1)
-    assert chat.check_answer(answer)[1] == answer.shape[1] - num_kept
-    assert chat.check_answer(repeated_answer[:, :30])[1] == 30 - count_kept_tokens(name, 29)
+    assert chat.count_computed(answer) == answer.shape[1] - num_kept
+    assert chat.count_computed(repeated_answer[:, :30]) == 30 - count_kept_tokens(name, 29)
     answer[0, 0] = (answer[0, 0] + 1) % 90 + 2
-    assert chat.check_answer(answer)[1] == answer.shape[1]
+    assert chat.count_computed(answer) == answer.shape[1]
 
 
 def test_windows_that_record_the_past_keep_the_common_prefix() -> None:
@@ -146,7 +153,7 @@ def test_windows_that_record_the_past_keep_the_common_prefix() -> None:
     chat.cache.activate_past_recording()
     answer, _ = chat.check_answer(chat.make_ids(37))
     answer[0, 20] = (answer[0, 20] + 1) % 90 + 2
-    assert chat.check_answer(answer)[1] == answer.shape[1] - 20
+    assert chat.count_computed(answer) == answer.shape[1] - 20
 
 
 @pytest.mark.parametrize(
@@ -161,7 +168,7 @@ def test_preallocated_caches_and_chunks_reuse_tokens(name: str, max_cache_len: i
     assert num_computed == (42 if CHUNKS_NEED_EMPTY_CACHE else 13)
     num_tokens = answer.shape[1] - 12
     num_kept = 0 if CHUNKS_NEED_EMPTY_CACHE else count_kept_tokens(name, num_tokens - 1)
-    assert chat.check_answer(answer[:, :-12], **options)[1] == num_tokens - num_kept
+    assert chat.count_computed(answer[:, :-12], **options) == num_tokens - num_kept
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
@@ -171,8 +178,8 @@ def test_a_padded_batch_reuses_tokens(name: str) -> None:
     mask = torch.ones_like(ids)
     ids[1, :5] = mask[1, :5] = 0
     answer, _ = chat.check_answer(ids, attention_mask=mask)
-    # The padding is the same, also with different ids. A row with less padding has its tokens at
-    # different positions.
+    # The ids of the padding do not matter. A row with less padding has its tokens at different
+    # positions.
     for num_new, num_padding, first_id in ((7, 5, 0), (4, 5, 3), (3, 4, 0)):
         ids = torch.cat([answer, chat.make_ids(num_new, rows=3)], 1)
         mask = torch.ones_like(ids)
@@ -189,11 +196,11 @@ def test_rows_may_be_reordered_and_repeated(chat: Chat) -> None:
     extended = torch.cat([answer, chat.make_ids(7, rows=3)], 1)
     answer, num_computed = chat.check_answer(extended[[2, 0, 2, 1]])
     assert num_computed == 8
-    assert chat.check_answer(torch.cat([answer[1:2], chat.make_ids(2)], 1))[1] == 3
+    assert chat.count_computed(torch.cat([answer[1:2], chat.make_ids(2)], 1)) == 3
     answer, _ = chat.check_answer(answer[:1], num_beams=3)
     # One of the beams in the cache equals the prompt, or shares most of it.
     extended = torch.cat([answer, chat.make_ids(4)], 1)
-    assert chat.check_answer(extended)[1] < 4 + GREEDY["max_new_tokens"]
+    assert chat.count_computed(extended) < 4 + GREEDY["max_new_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -211,10 +218,10 @@ def test_the_cached_tokens_follow_cache_operations(
     answer, _ = chat.check_answer(chat.make_ids(21, rows=2))
     chat.cache.crop(-5)  # 24 tokens remain
     extended = torch.cat([answer[:, :24], chat.make_ids(4, rows=2)], 1)
-    cache = chat.cache
-    for chat.cache in (cache.fork(), cache):
-        change(chat.cache)
-        assert chat.check_answer(extended[rows])[1] == num_computed
+    for cache in (chat.cache.fork(), chat.cache):
+        chat.cache = cache
+        change(cache)
+        assert chat.count_computed(extended[rows]) == num_computed
 
 
 @torch.no_grad()
@@ -231,11 +238,11 @@ def test_tokens_of_direct_calls_are_computed_again(answer: torch.Tensor, chat: C
     with pytest.raises(ConfigError, match="the 20 tokens of the cache"):
         chat.check_answer(extended[:, :20])
     assert chat.cache.host_length() == 20
-    assert chat.check_answer(extended[:, :37])[1] == 17
+    assert chat.count_computed(extended[:, :37]) == 17
     # Layers have fewer tokens than the prompt if a library dropped tokens.
     for layer in chat.cache.layers:
         layer.crop(-3)
-    assert chat.check_answer(extended[:, :30])[1] == 30
+    assert chat.count_computed(extended[:, :30]) == 30
 
 
 @torch.no_grad()
@@ -243,11 +250,11 @@ def test_tokens_with_different_positions_or_embeddings_are_not_reused(chat: Chat
     ids = chat.make_ids(21)
     positions = torch.arange(3, 24)[None]
     chat.check_answer(ids, position_ids=positions)
-    assert chat.check_answer(ids)[1] == 21
+    assert chat.count_computed(ids) == 21
     # Embeddings follow known tokens, and a later prompt does not contain them.
     embeds = chat.model.get_input_embeddings()(chat.make_ids(60))
     chat.model.generate(inputs_embeds=embeds, past_key_values=chat.cache, **GREEDY)
-    assert chat.check_answer(chat.make_ids(90))[1] == 90
+    assert chat.count_computed(chat.make_ids(90)) == 90
     chat.cache.reset()
     chat.model.generate(inputs_embeds=embeds[:, :21], past_key_values=chat.cache, **GREEDY)
     with pytest.raises(ConfigError, match="the 29 tokens of the cache"):
@@ -260,7 +267,7 @@ def test_tokens_with_different_positions_or_embeddings_are_not_reused(chat: Chat
 
 def test_reuse_prefix_can_be_disabled(answer: torch.Tensor, chat: Chat) -> None:
     enable(chat.model, reuse_prefix=False, **STORED)
-    assert chat.check_answer(torch.cat([answer, chat.make_ids(7)], 1))[1] == 8
+    assert chat.count_computed(torch.cat([answer, chat.make_ids(7)], 1)) == 8
     with pytest.raises(ConfigError, match="adds no tokens"):
         chat.model.generate(
             answer[:, :4], attention_mask=torch.ones(1, 4), past_key_values=chat.cache, **GREEDY
@@ -276,10 +283,10 @@ def test_a_failed_prompt_keeps_the_tokens_before(name: str) -> None:
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
     num_computed = 31 if name == "skipped" else 2
-    assert chat.check_answer(ids[:, :31], max_new_tokens=5)[1] == num_computed
+    assert chat.count_computed(ids[:, :31], max_new_tokens=5) == num_computed
     with pytest.raises(OutOfPagesError):
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
-    assert chat.check_answer(chat.make_ids(38, rows=len(answer)), max_new_tokens=2)[1] == 38
+    assert chat.count_computed(chat.make_ids(38, rows=len(answer)), max_new_tokens=2) == 38
 
 
 # A prompt or a step is interrupted before the first layer or between layers. In models with layers
@@ -306,7 +313,7 @@ def test_an_interrupted_chat_continues_correctly(
         chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
     handle.remove()
     edited = torch.cat([answer[:, :22], chat.make_ids(10)], 1)  # the cache has one more token
-    assert chat.check_answer(edited)[1] == 32 - num_known
+    assert chat.count_computed(edited) == 32 - num_known
 
 
 @pytest.mark.parametrize("is_filled_by_drafts", [False, True])
@@ -351,7 +358,7 @@ def test_a_restored_cache_is_compared_with_the_prompt(
     prompts = ((continued, 8), (edited, 20), (continued[[1, 0]], 8), (new_ids, 40))
     for prompt, num_computed in prompts:
         chat.cache = restore(filled_cache, tmp_path)
-        assert chat.check_answer(prompt)[1] == num_computed
+        assert chat.count_computed(prompt) == num_computed
 
 
 @pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
@@ -364,7 +371,7 @@ def test_a_restored_cache_without_ids_is_refused(chat: Chat, restore: Any, tmp_p
         chat.check_answer(ids)
     assert chat.cache.host_length() == 20
     enable(chat.model, reuse_prefix=False, **STORED)
-    assert chat.check_answer(ids)[1] == 10
+    assert chat.count_computed(ids) == 10
 
 
 @pytest.mark.parametrize("restore", [save_and_load, pickle_and_unpickle])
@@ -404,10 +411,10 @@ def test_tokens_of_a_different_model_are_computed_again(
         chat.cache = restore(chat.cache, tmp_path)
     change(chat.model)
     extended = torch.cat([answer, chat.make_ids(7)], 1)
-    assert chat.check_answer(extended)[1] == extended.shape[1]
+    assert chat.count_computed(extended) == extended.shape[1]
     # Now the second model has filled the cache.
     extended = torch.cat([extended, chat.make_ids(5)], 1)
-    assert chat.check_answer(extended)[1] == 5
+    assert chat.count_computed(extended) == 5
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
@@ -456,7 +463,7 @@ def test_new_tokens_after_a_different_model_are_refused(answer: torch.Tensor, ch
             past_key_values=chat.cache, **GREEDY,
         )  # fmt: skip
     assert chat.cache.host_length() == 29
-    assert chat.check_answer(answer)[1] == answer.shape[1]
+    assert chat.count_computed(answer) == answer.shape[1]
 
 
 @torch.no_grad()
