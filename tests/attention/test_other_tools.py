@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
 Score = Callable[[torch.Tensor], torch.Tensor]
 PROMPT_LENGTH = 40
+NUM_NEW_TOKENS = 6
 
 
 @contextmanager
@@ -71,9 +72,15 @@ def compute_logits(model: Any, cache: Any, press: Any) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
+def score_first_and_last(keys: torch.Tensor) -> torch.Tensor:
+    # The first four tokens have the highest score. Later tokens have a higher score than earlier.
+    positions = torch.arange(keys.shape[2])
+    return torch.where(positions < 4, len(positions), positions).expand(keys.shape[:3])
+
+
 SCORES: dict[str, Score] = {
     "norm": lambda keys: -keys.norm(dim=-1),
-    "sinks and last": lambda keys: (torch.arange(keys.shape[2]) - 4.5).abs().expand(keys.shape[:3]),
+    "sinks and last": score_first_and_last,
     "random": lambda keys: torch.rand(keys.shape[:3], generator=torch.Generator().manual_seed(3)),
 }
 
@@ -197,12 +204,13 @@ def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     model, inputs = build_variant(name, attn_implementation="eager")
     wrapper = PeftWrapper(model, prefix_length)
     options = {
-        **inputs, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
-        "return_dict_in_generate": True, "output_logits": True,
+        **inputs, "max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, "pad_token_id": 0,
+        "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True,
     }  # fmt: skip
     expected_output = wrapper.generate(**options)
     length = expected_output.past_key_values.get_seq_length()
-    assert length == prefix_length + 13 + 5
+    # The last new token is not stored.
+    assert length == prefix_length + inputs["input_ids"].shape[1] + NUM_NEW_TOKENS - 1
     assert enable(wrapper, dtype="auto") is wrapper
     output = wrapper.generate(**options)
     assert isinstance(output.past_key_values, FP8PagedCache)
