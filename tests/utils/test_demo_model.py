@@ -24,8 +24,8 @@ def model_folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def conversions(monkeypatch, tmp_path) -> list[Path]:
-    """Replace the conversion with a fake. Return the list of the folders that the fake writes."""
+def converted_folders(monkeypatch, tmp_path) -> list[Path]:
+    """Replace the conversion with a fake. Return the list of folders that the fake has written."""
     folders: list[Path] = []
 
     def fake_convert(source: Path, folder: Path) -> None:
@@ -60,7 +60,9 @@ def test_an_error_names_the_missing_package(monkeypatch, model_folder, attribute
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupted_conversion_leaves_no_files(model_folder, conversions, monkeypatch, error):
+def test_an_interrupted_conversion_leaves_no_files(
+    model_folder, converted_folders, monkeypatch, error
+):
     def convert_and_fail(source: Path, partial_folder: Path) -> None:
         partial_folder.mkdir()
         (partial_folder / "config.json").touch()
@@ -74,12 +76,12 @@ def test_an_interrupted_conversion_leaves_no_files(model_folder, conversions, mo
     assert demo_model.demo_model_path() == model_folder
 
 
-def test_an_incomplete_folder_is_converted_again(model_folder, conversions):
+def test_an_incomplete_folder_is_converted_again(model_folder, converted_folders):
     assert demo_model.demo_model_path() == demo_model.demo_model_path() == model_folder
-    assert len(conversions) == 1
+    assert len(converted_folders) == 1
     (model_folder / "model.safetensors").unlink()
     demo_model.demo_model_path()
-    assert len(conversions) == 2
+    assert len(converted_folders) == 2
     assert (model_folder / "model.safetensors").exists()
     assert list_names_without_locks(model_folder.parent) == [demo_model.NAME]
 
@@ -89,9 +91,9 @@ def test_the_model_is_unquantized_and_its_package_is_not_imported(demo_model_pat
     assert demo_model.find_gguf_file().stat().st_size > 50e6
     assert demo_model.PACKAGE not in sys.modules
     with safe_open(demo_model_path / "model.safetensors", "pt") as file:
-        slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-    assert {tensor.get_dtype() for tensor in slices} == {"BF16"}
-    assert sum(math.prod(tensor.get_shape()) for tensor in slices) == 134_515_008
+        tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
+    assert {tensor.get_dtype() for tensor in tensors} == {"BF16"}
+    assert sum(math.prod(tensor.get_shape()) for tensor in tensors) == 134_515_008
     assert "<|im_start|>assistant" in (demo_model_path / "chat_template.jinja").read_text()
 
 
