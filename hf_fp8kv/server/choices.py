@@ -81,11 +81,16 @@ class ChoiceMaker:
             "prompt": itertools.chain.from_iterable(prompts),
         }
         for field, tokens in field_tokens.items():
-            max_token = max(tokens, default=0)
-            if max_token >= vocab_size:
-                raise make_value_error(field, f"tokens below {vocab_size}", max_token)
-        end_ids = None if body.ignore_eos else self._get_default(body, "eos_token_id")
-        end_tokens = [*(end_ids if isinstance(end_ids, list) else [end_ids]), *body.stop_token_ids]
+            largest_token = max(tokens, default=0)
+            if largest_token >= vocab_size:
+                raise make_value_error(field, f"tokens below {vocab_size}", largest_token)
+        eos_setting = None if body.ignore_eos else self._get_default(body, "eos_token_id")
+        eos_tokens = eos_setting if isinstance(eos_setting, list) else [eos_setting]
+        end_tokens = frozenset(
+            token
+            for token in (*eos_tokens, *body.stop_token_ids)
+            if token is not None and token >= 0  # some models set -1 instead of None
+        )
         has_prompt_logprobs = body.echo and body.num_top_tokens is not None
         choices: list[Choice] = []
         for prompt in prompts:
@@ -95,7 +100,7 @@ class ChoiceMaker:
                 sequence = Sequence(
                     prompt,
                     max_new_tokens,
-                    frozenset(token for token in end_tokens if token is not None and token >= 0),
+                    end_tokens,
                     rules=rules,
                     guide=None if guide is None else guide.fork(),
                     num_top_tokens=body.num_top_tokens,
@@ -110,7 +115,14 @@ class ChoiceMaker:
                     parser=self._build_parser(body, prompt),
                     forced_tool=body.forced_tool,
                 )
-                choices.append(Choice(len(choices), index == 0, sequence, decoder, prompt_logprobs))
+                choice = Choice(
+                    len(choices),
+                    is_first=index == 0,
+                    sequence=sequence,
+                    decoder=decoder,
+                    prompt_logprobs=prompt_logprobs,
+                )
+                choices.append(choice)
         return choices
 
     def _build_parser(self, body: AnyBody, prompt: list[int]) -> Any:
@@ -132,7 +144,8 @@ class ChoiceMaker:
         default is. Equal seeds would give equal answers, so answer `index` uses `seed + index`.
         """
         names = ("temperature", "top_p", "top_k", "min_p")
-        requested = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        values = {name: getattr(body, name) for name in names}
+        requested = {name: value for name, value in values.items() if value is not None}
         options = {name: self._get_default(body, name) for name in names} | requested
         temperature = 1.0 if options["temperature"] is None else options["temperature"]
         does_sample = bool(requested) or self._get_default(body, "do_sample")
@@ -171,11 +184,11 @@ class ChoiceMaker:
         if penalty is None and body.generation_config is None and fixed_steps_reason is None:
             penalty = self._get_default(body, "repetition_penalty")
         rules = TokenRules(
-            penalty or 1.0,
-            body.presence_penalty,
-            body.frequency_penalty,
-            {int(token): float(bias) for token, bias in body.logit_bias.items()},
-            body.min_tokens,
+            repetition_penalty=penalty or 1.0,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias={int(token): float(bias) for token, bias in body.logit_bias.items()},
+            min_tokens=body.min_tokens,
         )
         has_logprobs = body.num_top_tokens is not None
         if fixed_steps_reason is not None and (has_logprobs or rules):

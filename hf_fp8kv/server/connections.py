@@ -29,7 +29,10 @@ def compute_max_connections() -> int | None:
 
 def compute_backlog_size() -> int:
     """Return the number of connections that may wait to be accepted. All are accepted at once."""
-    return max(min(_MAX_BACKLOG, (_read_max_descriptors() or 8 * _MAX_BACKLOG) // 8), 1)
+    limit = _read_max_descriptors()
+    # Connections in the backlog get at most an eighth of the file descriptors.
+    size = _MAX_BACKLOG if limit is None else min(_MAX_BACKLOG, limit // 8)
+    return max(size, 1)
 
 
 def _read_max_descriptors() -> int | None:
@@ -47,8 +50,8 @@ def make_connection_class(
     """Return a class of connections, of which at most `max_open_connections` may be open at a time.
 
     h11 limits the bytes of a request's first line and headers. A client may take `header_seconds`
-    to send these bytes, or bytes between requests, for example the rest of a refused body. It
-    may pause for `client_seconds` before it reads more of its response.
+    to send these bytes, or bytes between requests, for example the rest of a refused body. A
+    client may pause for `client_seconds` before it reads more of its response.
     """
     check_interval = min(header_seconds, client_seconds) / 8
     refusal = APIError(

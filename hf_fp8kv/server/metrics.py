@@ -47,12 +47,12 @@ class Metrics(Collector):
         self.unfinished_answers: Counter[Any] = Counter()
         registry.register(self)
 
-    def record_token(self, sequence: Sequence, started_at: float) -> None:
-        """Record a new token of an answer. The answer's first step began at `started_at`."""
+    def record_token(self, sequence: Sequence, first_step_at: float) -> None:
+        """Record a new token of an answer. The answer's first step began at `first_step_at`."""
         now = time.perf_counter()
         if sequence.last_token_at is None:
             self._histograms["time_to_first_token"].observe(now - sequence.submitted_at)
-            queue_seconds = max(started_at - sequence.submitted_at, 0.0)
+            queue_seconds = max(first_step_at - sequence.submitted_at, 0.0)
             self._histograms["queue_time"].observe(queue_seconds)
         else:
             self._histograms["inter_token_latency"].observe(now - sequence.last_token_at)
@@ -63,7 +63,7 @@ class Metrics(Collector):
         self._histograms["request_duration"].observe(time.perf_counter() - sequence.submitted_at)
 
     def count_waiting(self) -> int:
-        """Return the number of answers that have not had a step yet."""
+        """Return the number of the engine's requests that wait for a first step."""
         num_active: int = self.engine.count_active()
         # The values are copied, because other threads change the counter.
         return max(sum(list(self.unfinished_answers.values())) - num_active, 0)
@@ -79,8 +79,8 @@ class Metrics(Collector):
         num_waiting = self.count_waiting()
         rows: list[tuple[Any, str, str, float]] = [
             (gauge, "engine_up", "1 while the engine's thread runs", engine.is_alive()),
-            (gauge, "requests_active", "Answers after their first step", engine.count_active()),
-            (gauge, "requests_waiting", "Answers that wait for a first step", num_waiting),
+            (gauge, "requests_active", "Requests after their first step", engine.count_active()),
+            (gauge, "requests_waiting", "Requests that wait for a first step", num_waiting),
             (counter, "prompt_tokens", "Tokens of prompts", engine.num_prompt_tokens),
             (counter, "generated_tokens", "New tokens", engine.num_new_tokens),
         ]

@@ -9,7 +9,7 @@ from .config import LayerStorage
 from .layout import EngineLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
-_Slots = tuple[torch.Tensor, torch.Tensor]  # page and slot of each of n tokens, both [n]
+_Locations = tuple[torch.Tensor, torch.Tensor]  # page and slot of each of n tokens, both [n]
 
 
 class StoredLayer:
@@ -134,7 +134,7 @@ class StoredLayer:
     ) -> None:
         """Attend to scratch pages that hold the old and new tokens in order.
 
-        Then copy the kept tokens back to the ring.
+        Afterwards, the kept tokens are copied back to the ring.
         """
         num_old = len(chunk.old_slots[0])
         page_size = self._layout.page_size
@@ -146,9 +146,11 @@ class StoredLayer:
             k=self.pages.k, v=self.pages.v, table=table
         )
         positions = torch.arange(num_tokens, device=query.device)
-        pages = positions // page_size
+        page_indices = positions // page_size
         slots = positions % page_size
-        _copy_tokens(self.pages, chunk.old_slots, scratch, (pages[:num_old], slots[:num_old]))
+        _copy_tokens(
+            self.pages, chunk.old_slots, scratch, (page_indices[:num_old], slots[:num_old])
+        )
         span = slice(chunk.first_token, chunk.first_token + chunk.num_new)
         lengths = torch.full((1,), num_tokens, dtype=torch.int32, device=query.device)
         ops.write(scratch, key[:, :, span], value[:, :, span], lengths, self._backend)
@@ -163,15 +165,19 @@ class StoredLayer:
         )
         first_kept = num_tokens - len(chunk.kept_slots[0])
         _copy_tokens(
-            scratch, (pages[first_kept:], slots[first_kept:]), self.pages, chunk.kept_slots
+            scratch, (page_indices[first_kept:], slots[first_kept:]), self.pages, chunk.kept_slots
         )
 
 
-def _copy_tokens(source: Pages, source_slots: _Slots, target: Pages, target_slots: _Slots) -> None:
-    """Copy the bytes of stored tokens from `source_slots` to `target_slots`."""
-    page, slot = source_slots
-    target_page, target_slot = target_slots
-    target.k_codes[target_page, :, target_slot] = source.k_codes[page, :, slot]
-    target.v_codes[target_page, :, :, target_slot] = source.v_codes[page, :, :, slot]
+def _copy_tokens(
+    source: Pages, source_locations: _Locations, target: Pages, target_locations: _Locations
+) -> None:
+    """Copy the bytes of stored tokens from `source_locations` to `target_locations`."""
+    page_indices, slots = source_locations
+    target_pages, target_slots = target_locations
+    target.k_codes[target_pages, :, target_slots] = source.k_codes[page_indices, :, slots]
+    target.v_codes[target_pages, :, :, target_slots] = source.v_codes[page_indices, :, :, slots]
     if source.token_scales is not None and target.token_scales is not None:
-        target.token_scales[target_page, :, target_slot] = source.token_scales[page, :, slot]
+        target.token_scales[target_pages, :, target_slots] = source.token_scales[
+            page_indices, :, slots
+        ]

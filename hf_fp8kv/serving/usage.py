@@ -52,29 +52,33 @@ def read_usage(owner: Any) -> Usage | None:
         owner: A manager, or an enabled model, whose newest manager is used.
     """
     factory = find_factory(owner)
-    if factory is not None:
-        managers = [manager for manager in factory.managers if manager.batch_processor is not None]
-        owner = managers[-1] if managers else None
-    processor = getattr(owner, "batch_processor", None)
+    managers = [owner] if factory is None else factory.managers
+    # A manager that has not started yet has no pages.
+    started_managers = [
+        manager for manager in managers if getattr(manager, "batch_processor", None) is not None
+    ]
+    manager: Any = started_managers[-1] if started_managers else None
+    processor = getattr(manager, "batch_processor", None)
     if processor is None:
         return None
     cache = processor.cache
     scheduler = processor.scheduler
     active_requests = list(scheduler.active_requests.values())
     stored_lengths = {state.request_id: state.position_offset for state in active_requests}
-    total_bytes, used_bytes, page_bytes, num_tokens = cache.measure_memory(stored_lengths)
+    bytes_total, bytes_used, page_bytes, num_tokens = cache.measure_memory(stored_lengths)
     store = cache.serving_config.prefix_store
-    store_counts = Counter[str]({} if store is None else store.counts())  # counts of this process
+    # The counts of this process. Without a store, each count is 0.
+    store_counts = Counter[str]({} if store is None else store.counts())
     return Usage(
-        pages_total=total_bytes // page_bytes,
-        pages_used=math.ceil(used_bytes / page_bytes),
+        pages_total=bytes_total // page_bytes,
+        pages_used=math.ceil(bytes_used / page_bytes),
         tokens_held=num_tokens,
-        bytes_total=total_bytes,
-        bytes_used=used_bytes,
+        bytes_total=bytes_total,
+        bytes_used=bytes_used,
         prefix_hits=cache.prefix_hits,
         prefix_tokens=cache.prefix_tokens,
         requests_active=len(active_requests),
-        requests_waiting=len(scheduler.waiting_requests) + owner.input_queue.qsize(),
+        requests_waiting=len(scheduler.waiting_requests) + manager.input_queue.qsize(),
         plans=count_plans({index: layer.plan for index, layer in cache.layers.items()}),
         store_tokens=store_counts["tokens_found"],
         store_bytes_read=store_counts["bytes_read"],

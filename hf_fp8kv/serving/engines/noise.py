@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 
 
 class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
-    """Samples the tokens of a deterministic model, without torch's generator.
+    """Samples tokens with noise that depends only on the request, instead of torch's generator.
 
     The noise of a request depends on its id and on the seed that the engine sets for torch. The
     argument of a step is a tensor of keys, one per row, so a CUDA graph can contain the sampling.
@@ -38,7 +38,8 @@ class NoiseLogitsWarper(ContinuousBatchingLogitsProcessor):
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
         """Return the keys of a step's rows, `[B]`, int32."""
         keys = []
-        for state in (request.state for request in requests_with_new_token):
+        for request in requests_with_new_token:
+            state = request.state
             digest = hashlib.sha256(f"{self._seed} {state.request_id}".encode()).digest()
             # The engine has counted the tokens of this step, so this is the next token's position.
             keys.append(make_noise_key(int.from_bytes(digest[:8]), state.position_offset))
