@@ -31,11 +31,13 @@ def main() -> None:
 
     texts = list(pydoc_data.topics.topics.values())
     # Other servers support one scale per layer for K and one for V, and no centers.
-    options = {"granularity": "tensor", "center": False, "tokenizer": tokenizer}
-    scales = calibrate(model, texts, **options, max_tokens=args.max_tokens)
+    scales = calibrate(
+        model, texts, tokenizer=tokenizer, max_tokens=args.max_tokens,
+        granularity="tensor", center=False,
+    )  # fmt: skip
     print(scales)
 
-    # This format has one scale for both K and V, so a warning reports the reduction.
+    # vllm-json has one scale for both K and V, so a warning reports that the two scales are merged.
     scales.save_pretrained(out / "json", format="vllm-json")
     scales.save_pretrained(out / "copy", format="compressed-tensors", checkpoint=folder)
     for name in ("json", "copy"):

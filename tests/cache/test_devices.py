@@ -22,7 +22,8 @@ from tests.reproducible.test_training import make_scales
 
 pytestmark = pytest.mark.text
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 NUM_LAYERS = 4
 NUM_HEADS = 2
 HEAD_DIM = 16
@@ -50,7 +51,8 @@ def make_cache(options: dict[str, Any], **more_options: Any) -> FP8PagedCache:
 
 
 def list_devices(states: Any) -> set[torch.device]:
-    return {getattr(states, name).device for name in states.__tensor_flatten__()[0]}
+    tensor_names, _ = states.__tensor_flatten__()
+    return {getattr(states, name).device for name in tensor_names}
 
 
 class StepRunner:
@@ -84,7 +86,8 @@ def assert_same_on_cpu(actual: list[torch.Tensor], expected: list[torch.Tensor])
 def test_pages_are_on_the_device_of_their_layer(options, tmp_path):
     """A cache on two devices matches a cache on one device after growth, forks, beams and crops.
 
-    Both continue from a cache on the CPU, whose layers move to the devices of their next tokens.
+    Both caches hold the same first tokens, stored on the CPU. A layer moves to the device of the
+    next tokens that it stores.
     """
     cpu_runner = StepRunner((CPU,) * NUM_LAYERS)
     cpu_cache = make_cache(options)
@@ -128,9 +131,9 @@ def test_the_cpu_backend_refuses_tokens_on_a_different_device():
 
 
 @pytest.mark.parametrize(
-    ("attention", "capacity"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
+    ("attention", "max_cache_len"), [("fp8_paged", None), ("sdpa", 40), ("eager", None)]
 )
-def test_layers_on_disk_give_the_same_tokens(attention, capacity, tmp_path):
+def test_layers_on_disk_give_the_same_tokens(attention, max_cache_len, tmp_path):
     """The second layer is on disk, and accelerate loads it for each call."""
     build_variant("gqa")[0].save_pretrained(tmp_path / "model")
     locations = {
@@ -140,13 +143,14 @@ def test_layers_on_disk_give_the_same_tokens(attention, capacity, tmp_path):
     disk_options = {"device_map": locations, "offload_folder": tmp_path / "offloaded"}
     inputs = make_prompt()
     answers = []
-    for options in (disk_options, {}):
+    for load_options in (disk_options, {}):
         model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "model", attn_implementation=attention, **options
+            tmp_path / "model", attn_implementation=attention, **load_options
         ).eval()
         weights = model.model.layers[1].parameters()
-        assert {weight.is_meta for weight in weights} == {options is disk_options}
-        cache = FP8PagedCache(model.config, scales=make_scales(has_center=True), **capacity)
+        assert {weight.is_meta for weight in weights} == {load_options is disk_options}
+        scales = make_scales(has_center=True)
+        cache = FP8PagedCache(model.config, scales=scales, max_cache_len=max_cache_len)
         answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY).tolist())
     assert answers[0] == answers[1]
     # The coarse scales change the tokens, so both models used the cache.
@@ -165,12 +169,12 @@ DEVICE_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", DEVICE_CASES)
-def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case_name", DEVICE_CASES)
+def test_a_default_device_does_not_change_the_tokens(case_name: str, tmp_path: Path) -> None:
     """Tensors that must be on the CPU are created there. A second call continues a prompt."""
-    name, cache_options, generate_options = DEVICE_CASES[case]
+    model_name, cache_options, generate_options = DEVICE_CASES[case_name]
     options = {"max_new_tokens": 6, "do_sample": False, **generate_options}
-    model = hf_fp8kv.enable(build_variant(name)[0])
+    model = hf_fp8kv.enable(build_variant(model_name)[0])
     ids, mask = make_prompt(tokens=25).values()
 
     def run_calls() -> list[torch.Tensor]:
@@ -181,7 +185,7 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
                 ids[:, :stop], attention_mask=mask[:, :stop], past_key_values=cache, **options
             )
             outputs.append(tokens)
-        if case != "recurrent":
+        if case_name != "recurrent":
             cache.batch_select_indices([1])
             loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
             loaded.fork().batch_repeat_interleave(2)
@@ -192,9 +196,9 @@ def test_a_default_device_does_not_change_the_tokens(case: str, tmp_path: Path) 
         assert all(map(torch.equal, run_calls(), expected))
 
 
-@pytest.mark.parametrize("capacity", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("max_cache_len", [None, 24], ids=["growing", "preallocated"])
 @torch.no_grad()
-def test_a_model_may_be_on_two_devices(capacity):
+def test_a_model_may_be_on_two_devices(max_cache_len):
     """The hooks of accelerate move the tensors between layers, and do not change the cache."""
     model, inputs = build_variant(
         "gqa", num_hidden_layers=NUM_LAYERS, attn_implementation="fp8_paged"
@@ -205,7 +209,9 @@ def test_a_model_may_be_on_two_devices(capacity):
         add_hook_to_module(layer, hook)
     add_hook_to_module(model.model.norm, AlignDevicesHook(META, place_submodules=True))
     add_hook_to_module(model.lm_head, AlignDevicesHook(META, place_submodules=True))
-    cache = FP8PagedCache(model.config, scales=SCALES, page_size=8, backend="torch", **capacity)
+    cache = FP8PagedCache(
+        model.config, scales=SCALES, page_size=8, backend="torch", max_cache_len=max_cache_len
+    )
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for stop in (9, 12, 13):
         start = int(cache.get_seq_length())
@@ -213,5 +219,5 @@ def test_a_model_may_be_on_two_devices(capacity):
         assert output.logits.shape[:2] == (2, stop - start)
     assert output.past_key_values is cache
     for layer, device in zip(cache.layers, devices, strict=True):
-        if device == CPU or not capacity:
+        if device == CPU or max_cache_len is None:
             assert list_devices(layer.keys) == {device}

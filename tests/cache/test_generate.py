@@ -33,7 +33,7 @@ from hf_fp8kv import (
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.modeling.model_support import CACHE
 from hf_fp8kv.prefix.generate import CHUNKS_NEED_EMPTY_CACHE
-from tests.cache.public import list_tensors, share_variant
+from tests.cache.public import get_shared_variant, list_tensors
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.margins import require_wide_margins
@@ -56,7 +56,9 @@ def get_stock_attention(name: str) -> str:
 
 
 def get_model(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    return share_variant(name, get_stock_attention(name) if attention == "stock" else attention)
+    return get_shared_variant(
+        name, get_stock_attention(name) if attention == "stock" else attention
+    )
 
 
 def make_cache(model: Any, **keywords: Any) -> FP8PagedCache:
@@ -79,7 +81,7 @@ def select_unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def generate_stock(name: str, is_unpadded: bool = False, **keywords: Any) -> torch.Tensor:
-    stock_model, inputs = share_variant(name, get_stock_attention(name))
+    stock_model, inputs = get_shared_variant(name, get_stock_attention(name))
     inputs = select_unpadded(inputs) if is_unpadded else inputs
     return generate(stock_model, inputs, DynamicCache(config=stock_model.config), **keywords)
 
@@ -149,7 +151,7 @@ def test_chunks_and_drafts_keep_the_tokens_of_stored_prompts(name: str, dtype: s
 def test_all_copies_continue_with_the_same_tokens(
     name: str, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, inputs = share_variant(name, "fp8_paged")
+    model, inputs = get_shared_variant(name, "fp8_paged")
     prompt = select_unpadded(inputs)
     expected = generate(model, prompt, make_cache(model, **keywords))
     cache = make_cache(model, **keywords)
@@ -228,8 +230,8 @@ def test_skipped_layers_give_the_same_tokens(
     assert_same(tokens, generate_stock(name, is_unpadded))
 
 
-# Models whose layers of transformers keep a state, K and V, both, or the keys of an indexer, with
-# options and a preallocated length.
+# Models with layers of transformers, which hold a recurrent state, K and V, or both. Each case also
+# has options and a preallocated length.
 for_each_stock_layer = pytest.mark.parametrize(
     ("name", "keywords", "max_cache_len"),
     [
@@ -249,7 +251,7 @@ def make_prompt(num_rows: int, num_tokens: int, seed: int) -> torch.Tensor:
 def test_a_reset_cache_accepts_any_batch(
     name: str, keywords: dict[str, Any], max_cache_len: int | None
 ) -> None:
-    model, _ = share_variant(name, "fp8_paged")
+    model, _ = get_shared_variant(name, "fp8_paged")
     keywords = {**keywords, "dtype": "auto", "max_cache_len": max_cache_len}
     cache = make_cache(model, **keywords)
     calls = ((1, cache.reset), (3, lambda: cache.crop(-100)), (1, cache.reset))
@@ -272,7 +274,7 @@ def test_a_reset_cache_accepts_any_batch(
 def test_batch_operations_select_every_state(
     name: str, keywords: dict[str, Any], max_cache_len: int | None
 ) -> None:
-    model, _ = share_variant(name, "fp8_paged")
+    model, _ = get_shared_variant(name, "fp8_paged")
     keywords = {**keywords, "dtype": "auto", "max_cache_len": max_cache_len}
     prompt = make_prompt(3, 13, 1)
     later_tokens = make_prompt(6, 4, 2)
@@ -293,7 +295,7 @@ def test_batch_operations_select_every_state(
 
 
 def test_a_skipped_layer_refuses_tokens_past_its_end() -> None:
-    model, _ = share_variant("gqa", "fp8_paged")
+    model, _ = get_shared_variant("gqa", "fp8_paged")
     cache = make_cache(model, dtype="auto", max_cache_len=20, skip_layers=[0])
     with pytest.raises(OutOfPagesError, match="20"):
         generate(model, {"input_ids": make_prompt(1, 21, 1)}, cache)
@@ -303,7 +305,7 @@ def test_a_skipped_layer_refuses_tokens_past_its_end() -> None:
 
 
 def test_a_crop_refuses_recurrent_states_that_record_the_past() -> None:
-    model, _ = share_variant("jamba", "fp8_paged")
+    model, _ = get_shared_variant("jamba", "fp8_paged")
     cache = make_cache(model, dtype="auto")
     cache.activate_past_recording()
     model(make_prompt(1, 13, 1), past_key_values=cache)
@@ -342,8 +344,8 @@ def test_fp8_paged_without_a_paged_cache_is_ordinary_attention() -> None:
 @pytest.mark.parametrize("num_columns", [3, 15, 16, 17])
 def test_a_short_mask_gives_the_logits_of_sdpa(num_columns: int) -> None:
     """With 13 cached and 3 new tokens, transformers hides tokens that the mask does not cover."""
-    model, inputs = share_variant("gqa", "fp8_paged")
-    stock_model, _ = share_variant("gqa", "sdpa")
+    model, inputs = get_shared_variant("gqa", "fp8_paged")
+    stock_model, _ = get_shared_variant("gqa", "sdpa")
     mask = torch.ones(2, num_columns, dtype=torch.long)
     mask[0, :2] = 0
     logits = []
@@ -419,7 +421,7 @@ def test_errors_name_the_function_that_was_called() -> None:
 
 @pytest.mark.parametrize(("max_cache_len", "backend"), [(None, "auto"), (64, "torch")])
 def test_inference_mode_gives_the_same_tokens(max_cache_len: int | None, backend: str) -> None:
-    model, inputs = share_variant("gqa", "fp8_paged")
+    model, inputs = get_shared_variant("gqa", "fp8_paged")
     prompt = select_unpadded(inputs)
     longer_ids = prompt["input_ids"].repeat(1, 2)
     longer_prompt = {"input_ids": longer_ids, "attention_mask": torch.ones_like(longer_ids)}
@@ -493,7 +495,7 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
         output = model.generate(
             prompt, **GREEDY, **keywords, **fp8_keywords, return_dict_in_generate=True
         )
-        # Phi-4 only passes its last token after it has dropped a cache, so none is used.
+        # Phi-4 has no cache here. After it drops a cache, it would only receive the last token.
         expected = stock_model.generate(prompt, use_cache=False, **GREEDY, **keywords)
         case = (prompt.shape, keywords, list(fp8_keywords))
         assert_same(output.sequences, expected, case)
@@ -501,9 +503,9 @@ def test_a_cache_is_filled_again_when_the_frequencies_of_rope_change(name: str) 
         assert isinstance(cache, FP8PagedCache), case
         assert cache is fp8_keywords.get("past_key_values", cache)
         if fp8_keywords is not lookup:
-            # Nothing is computed twice, except once at the border.
+            # At the border, the model reads all tokens again.
             num_prompts = 2 if prompt.shape[1] <= 24 else 1
-            assert len([length for length in call_lengths if length > 1]) == num_prompts, case
+            assert sum(length > 1 for length in call_lengths) == num_prompts, case
 
 
 def test_a_model_that_replaces_its_cache_is_reported(
@@ -544,7 +546,8 @@ def test_early_exit_gives_the_greedy_tokens(name: str, keywords: dict[str, Any])
     keywords = {"prefill": "stored", **keywords}
     if "plan" in keywords:
         k_formats = ("fp8_e3m4", "int8 rotated", "fp8_e4m3", "fp8_e5m2")
-        plan = {index: LayerPlan.parse(name, "fp8_e3m4") for index, name in enumerate(k_formats)}
+        layer_plans = [LayerPlan.parse(k_format, "fp8_e3m4") for k_format in k_formats]
+        plan = dict(enumerate(layer_plans))
         for index in keywords.get("skip_layers", ()):
             del plan[index]
         keywords["plan"] = plan
@@ -630,8 +633,8 @@ def test_a_model_may_use_either_name_of_the_cache(name: str) -> None:
 
 
 def test_guidance_uses_a_separate_cache() -> None:
-    model, inputs = share_variant("gqa", "fp8_paged")
-    stock_model, _ = share_variant("gqa", "sdpa")
+    model, inputs = get_shared_variant("gqa", "fp8_paged")
+    stock_model, _ = get_shared_variant("gqa", "sdpa")
     options = {**select_unpadded(inputs), **GREEDY, "guidance_scale": 1.5}
     actual = model.generate(past_key_values=make_cache(model, dtype="auto"), **options)
     assert_same(actual, stock_model.generate(**options))
@@ -667,7 +670,7 @@ def test_chunks_give_the_same_tokens_when_the_frequencies_of_rope_change(
 
 @pytest.mark.parametrize(("name", "skipped"), [("jamba", ()), ("gqa", (0,)), ("sparse", ())])
 def test_a_reset_keeps_addresses_for_the_same_batch(name: str, skipped: tuple[int, ...]) -> None:
-    model, _ = share_variant(name, "fp8_paged")
+    model, _ = get_shared_variant(name, "fp8_paged")
     cache = make_cache(model, dtype="auto", max_cache_len=60, skip_layers=skipped)
     addresses = []
     for seed in (1, 2):

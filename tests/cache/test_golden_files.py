@@ -1,8 +1,10 @@
 """Tests of cache files: intact files load and give the same values, invalid files are refused."""
 
 import copy
+import functools
 import json
 import math
+import operator
 import os
 import random
 import tracemalloc
@@ -23,7 +25,7 @@ from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.utils.digests import compute_digest
 from tests.data.caches.make import CASES, append_tokens, continue_cache, make_cache, make_config
 from tests.helpers.assertions import assert_same
-from tests.helpers.counting import BytesWritten
+from tests.helpers.counting import WrittenBytesCounter
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
 
@@ -82,9 +84,7 @@ def write_file(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header
 
 def set_field(value: Any, *path: Any) -> Change:
     def change(meta: dict[str, Any], _: object) -> None:
-        parent: Any = meta
-        for key in path[:-1]:
-            parent = parent[key]
+        parent: Any = functools.reduce(operator.getitem, path[:-1], meta)
         parent[path[-1]] = value
 
     return change
@@ -192,12 +192,12 @@ def limit_memory(max_bytes: int) -> Iterator[None]:
     """Assert that the tensors that are written and the peak of Python's memory are small."""
     tracemalloc.start()
     try:
-        with BytesWritten() as counter:
+        with WrittenBytesCounter() as counter:
             yield
     finally:
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert counter.total + peak_bytes < max_bytes
+        assert counter.num_bytes + peak_bytes < max_bytes
 
 
 VALUES: list[Any] = [
@@ -218,37 +218,46 @@ TENSOR_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 def list_paths(value: Any) -> list[tuple[Any, ...]]:
     """Return the keys that lead to each value that is nested in dicts and lists."""
-    items: Any = value.items() if isinstance(value, dict) else ()
+    pairs: Any = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
-        items = enumerate(value)
+        pairs = enumerate(value)
     paths = []
-    for key, nested_value in items:
-        paths += [(key,), *((key, *path) for path in list_paths(nested_value))]
+    for key, nested_value in pairs:
+        paths.append((key,))
+        paths += [(key, *path) for path in list_paths(nested_value)]
     return paths
+
+
+# Several copies of an action make it more frequent.
+TENSOR_ACTIONS = ("remove", "copy", "change", "change")
+FIELD_ACTIONS = ("remove", "repeat", "replace", "replace")
 
 
 def edit_at_random(rng: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
     name = rng.choice([*tensors, "new"])
-    action = rng.randrange(8)
-    if action < 4 and name == "new":
+    action = rng.choice(TENSOR_ACTIONS)
+    if rng.random() < 0.5:
+        edit_field_at_random(rng, meta)
+    elif name == "new":
         tensors[name] = torch.zeros(1)
-    elif action == 0:
+    elif action == "remove":
         tensors.pop(name)
-    elif action == 1:
+    elif action == "copy":
         tensors[rng.choice([*tensors, "layers.0.x", "layers.9.k"])] = tensors[name]
-    elif action < 4:
-        tensors[name] = rng.choice(TENSOR_CHANGES)(tensors[name])
     else:
-        path = rng.choice(list_paths(meta))
-        parent = meta
-        for key in path[:-1]:
-            parent = parent[key]
-        if action == 4:
-            del parent[path[-1]]
-        elif action == 5 and isinstance(parent, list):
-            parent.append(copy.deepcopy(parent[path[-1]]))
-        else:
-            parent[path[-1]] = rng.choice(VALUES)
+        tensors[name] = rng.choice(TENSOR_CHANGES)(tensors[name])
+
+
+def edit_field_at_random(rng: random.Random, meta: Any) -> None:
+    *parent_path, key = rng.choice(list_paths(meta))
+    parent = functools.reduce(operator.getitem, parent_path, meta)
+    action = rng.choice(FIELD_ACTIONS)
+    if action == "remove":
+        del parent[key]
+    elif action == "repeat" and isinstance(parent, list):
+        parent.append(copy.deepcopy(parent[key]))
+    else:
+        parent[key] = rng.choice(VALUES)
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +298,8 @@ def test_changed_files_are_refused_or_load(
         else:
             contents = bytearray(source.read_bytes())
             contents[rng.randrange(len(contents))] ^= 1 << rng.randrange(8)
-            path.write_bytes(contents[: rng.choice((None, None, rng.randrange(len(contents))))])
+            stop = rng.choice((None, None, rng.randrange(len(contents))))
+            path.write_bytes(contents[:stop])
         try:
             with limit_memory(4 * path.stat().st_size + (1 << 20)):
                 FP8PagedCache.load(path)
@@ -337,11 +347,15 @@ def test_a_file_survives_a_power_failure(tmp_path: Path, monkeypatch: pytest.Mon
 
     record("fsync", os.fsync)
     record("replace", os.replace)
-    for save in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
+    saves: dict[str, Callable[[Path], object]] = {
+        "cache": lambda folder: make_cache("sliding").save(folder / "cache"),
+        "scales": KVScales.uniform(2).save_pretrained,
+    }
+    for folder_name, save in saves.items():
         calls.clear()
-        folder = tmp_path / save.__name__
+        folder = tmp_path / folder_name
         folder.mkdir()
-        save(folder / "cache" if save.__name__ == "save" else folder)
+        save(folder)
         inodes = sorted(file.stat().st_ino for file in folder.glob("*"))
         assert sorted(calls[: len(inodes)]) == [("fsync", inode) for inode in inodes]
         assert sorted(calls[len(inodes) : -1]) == [("replace", inode) for inode in inodes]

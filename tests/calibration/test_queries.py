@@ -28,16 +28,17 @@ def test_the_cost_of_errors_matches_its_definition(side):
     assert len({*expected.tolist()}) == 2  # queries weight errors differently
 
 
-def record_queries(model, *windows: torch.Tensor) -> list[Queries | None]:
-    calls: list[Queries | None] = []
+def record_queries(model, *texts: torch.Tensor) -> list[Queries | None]:
+    """Return the queries of each layer."""
+    layer_queries: list[Queries | None] = []
     observe_queries(
-        model, Batch(windows), find_paged_layers(model),
-        lambda index, k, v, queries: calls.append(queries),
+        model, Batch(texts), find_paged_layers(model),
+        lambda index, k, v, queries: layer_queries.append(queries),
     )  # fmt: skip
-    return calls
+    return layer_queries
 
 
-def make_random_windows(*lengths: int) -> list[torch.Tensor]:
+def make_random_texts(*lengths: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
@@ -54,23 +55,24 @@ def make_random_windows(*lengths: int) -> list[torch.Tensor]:
 )
 @torch.no_grad()
 def test_queries_match_the_attention_of_the_model(name, config, num_tokens, window):
-    # Queries are from the last three quarters. Their weights are rows of the model's attention.
+    # Queries are from the last three quarters of the text. The weights of a query are a row of the
+    # model's attention.
     model = build_variant(name, **config)[0]
-    (ids,) = make_random_windows(num_tokens)
-    calls = record_queries(model, ids)
+    (ids,) = make_random_texts(num_tokens)
+    layer_queries = record_queries(model, ids)
     eager = build_variant(name, attn_implementation="eager", **config)[0]
     eager.load_state_dict(model.state_dict())
     attention = eager(input_ids=ids[None], output_attentions=True).attentions
-    assert len(calls) == len(attention)
     positions = torch.linspace(num_tokens // 4, num_tokens - 1, min(64, num_tokens)).long()
     assert (positions[0], positions[-1]) == (num_tokens // 4, num_tokens - 1)
     num_attended = []
-    for weights, call in zip(attention, calls, strict=True):
-        expected = weights[0][:, positions]
+    for layer_weights, queries in zip(attention, layer_queries, strict=True):
+        expected = layer_weights[0][:, positions]
         num_attended.append((expected > 0).sum(-1).max())
-        torch.testing.assert_close(call.weights.view_as(expected), expected, rtol=1e-3, atol=1e-5)
+        actual = queries.weights.view_as(expected)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
     assert max(num_attended) == window
 
 
 def test_a_batch_of_several_texts_has_no_queries():
-    assert record_queries(build_variant("mistral")[0], *make_random_windows(12, 9)) == [None, None]
+    assert record_queries(build_variant("mistral")[0], *make_random_texts(12, 9)) == [None, None]

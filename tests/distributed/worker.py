@@ -24,7 +24,7 @@ from tests.distributed import cases
 NUM_PROCESSES = 2
 
 
-def main(rank: int, folder: Path) -> None:
+def run_cases(rank: int, folder: Path) -> None:
     """Run all cases as the rank of this process, and write their results."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
@@ -39,24 +39,24 @@ def main(rank: int, folder: Path) -> None:
             models[model_name] = cases.load_model(folder, model_name, distributed_config=config)
         model = models[model_name]
         model.set_attn_implementation("fp8_paged")
-        cache_keywords: Any = {}
+        cache_options: Any = {}
         if name != "uneven heads":  # this case tests the error for a model that cannot be split
-            cache_keywords["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
-        results[name] = run(model, cache_keywords, folder)
+            cache_options["tensor_parallel"] = hf_fp8kv.tensor_parallel(model)
+        results[name] = run(model, cache_options, folder)
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
-    os._exit(0)  # without the end of threads, which sometimes aborts
+    os._exit(0)  # a normal exit waits for threads, and sometimes aborts
 
 
 def fork_processes(folder: Path) -> None:
-    """Run `main` in two processes. If one fails, raise its error and end both."""
+    """Run `run_cases` in two processes. If a process fails, raise its error and end both."""
     with socket.socket() as port_probe:
         port_probe.bind(("127.0.0.1", 0))
         port = port_probe.getsockname()[1]
     # Without this call, half of the run time is garbage collection of imported objects.
     gc.freeze()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NUM_PROCESSES))
-    start_processes(main, (folder,), nprocs=NUM_PROCESSES, start_method="fork")
+    start_processes(run_cases, (folder,), nprocs=NUM_PROCESSES, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ MARKS = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-PROMPT_TOKENS = 300 if ON_GPU else 20  # tokens of a prompt of `make_medium_model`
+NUM_PROMPT_TOKENS = 300 if ON_GPU else 20  # in a row of the prompt of `make_medium_model`
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="requires a GPU, but torch found none")
 
 
@@ -47,9 +47,9 @@ def make_llama(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def make_medium_model(num_padding: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the model of `make_llama`, and a prompt of two rows. The first row has padding."""
+    """Return the model of `make_llama`, and a prompt whose first of two rows has padding."""
     model = make_llama()
-    ids = torch.randint(1, 1000, (2, PROMPT_TOKENS), device=DEVICE)
+    ids = torch.randint(1, 1000, (2, NUM_PROMPT_TOKENS), device=DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :num_padding] = 0
     return model, {"input_ids": ids, "attention_mask": mask}

@@ -34,8 +34,8 @@ from tests.cache.test_compile import make_config as make_compile_config
 from tests.gpu.gpu_tools import (
     DEVICE,
     MARKS,
+    NUM_PROMPT_TOKENS,
     ON_GPU,
-    PROMPT_TOKENS,
     forbid_synchronization,
     make_medium_model,
     needs_gpu,
@@ -54,7 +54,7 @@ STAGE = Stage(DEVICE, is_dry=not ON_GPU)
 
 
 # The padding fills whole pages and a part of a page.
-NUM_PADDING = PROMPT_TOKENS // 2
+NUM_PADDING = NUM_PROMPT_TOKENS // 2
 
 
 def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:

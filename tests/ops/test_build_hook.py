@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def hook(monkeypatch) -> SimpleNamespace:
-    """Run the hook's file, without hatchling, which only builds need."""
+    """Return the names that the hook's file defines. Stubs replace hatchling in this process."""
     interfaces = {
         "hatchling.builders.hooks.plugin.interface": "BuildHookInterface",
         "hatchling.metadata.plugin.interface": "MetadataHookInterface",
@@ -24,10 +24,10 @@ def hook(monkeypatch) -> SimpleNamespace:
     for module_name, class_name in interfaces.items():
         module = ModuleType(module_name)
         setattr(module, class_name, type(class_name, (), {}))
-        parts = module_name.split(".")
-        for end in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[0]))
         monkeypatch.setitem(sys.modules, module_name, module)
+        package_name = module_name
+        while package_name := package_name.rpartition(".")[0]:
+            monkeypatch.setitem(sys.modules, package_name, ModuleType(package_name))
     path = Path(build.__file__).with_name("hook.py")
     namespace: dict[str, Any] = {"__name__": "hook", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), namespace)
@@ -74,6 +74,6 @@ def test_the_links_of_the_package_are_absolute(hook):
     assert all(link.startswith(("https://", "#")) for link in links)
     for link in links:
         if link.startswith(f"{repository}/"):
-            kind, path = link.removeprefix(f"{repository}/").split("/main/")
+            view, path = link.removeprefix(f"{repository}/").split("/main/")
             assert (ROOT / path.partition("#")[0]).exists(), link
-            assert (kind == "raw") == path.endswith(".png"), link
+            assert (view == "raw") == path.endswith(".png"), link

@@ -8,7 +8,7 @@ from hf_fp8kv.formats import LayerPlan, SidePlan
 from hf_fp8kv.paging import memory_blocks
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
-from tests.helpers.counting import BytesWritten
+from tests.helpers.counting import WrittenBytesCounter
 
 PAGE_SIZE = 16
 
@@ -19,14 +19,14 @@ def test_growing_allocates_one_block_at_a_time(monkeypatch):
     page_bytes = pool.layout.size
     monkeypatch.setattr(memory_blocks, "BLOCK_BYTES", 8 * page_bytes)
     allocator = PageAllocator(PageBudget(PAGE_SIZE))
-    with BytesWritten() as counter:
+    with WrittenBytesCounter() as counter:
         for _ in range(300):
             allocator.allocate(1)
             pool.memory.grow(allocator.capacity)
     num_pages = len(pool.memory)
     assert num_pages <= 300 * 33 // 32 + 4
     # Each growth writes an address of 8 bytes per page.
-    assert counter.total <= num_pages * page_bytes + 8 * num_pages * 300, "bytes were moved"
+    assert counter.num_bytes <= num_pages * page_bytes + 8 * num_pages * 300, "bytes were moved"
     for num_kept in (num_pages, 60):
         block_bytes = [block.nbytes for block in pool.blocks.tensors]
         assert max(block_bytes) <= 8 * page_bytes

@@ -28,13 +28,9 @@ def compute_rounding_errors(
 ) -> Any:
     """Return the errors of K and V after a layer's pages have stored them."""
     cache = FP8PagedCache(config, prefill="stored", page_size=PAGE_SIZE, **options)
-    exact_states = key.detach(), value.detach()
-    return [
-        handle.dense().to(key) - exact
-        for handle, exact in zip(
-            cache.update(*exact_states, layer_index), exact_states, strict=True
-        )
-    ]
+    k, v = key.detach(), value.detach()
+    stored_k, stored_v = cache.update(k, v, layer_index)
+    return stored_k.dense().to(k) - k, stored_v.dense().to(v) - v
 
 
 @pytest.fixture
@@ -47,9 +43,11 @@ def add_errors() -> Iterator[Callable[..., None]]:
 
     def switch_attention(model: Any, **options: Any) -> None:
         def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            errors = compute_rounding_errors(model.config, module.layer_idx, key, value, **options)
-            eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-            return eager(module, query, key + errors[0], value + errors[1], *args, **kwargs)
+            k_error, v_error = compute_rounding_errors(
+                model.config, module.layer_idx, key, value, **options
+            )
+            eager = sys.modules[type(module).__module__].eager_attention_forward
+            return eager(module, query, key + k_error, value + v_error, *args, **kwargs)
 
         AttentionInterface.register("erroneous", attend)
         AttentionMaskInterface.register("erroneous", eager_mask)
@@ -96,8 +94,9 @@ def test_gradient_checkpointing_changes_nothing(use_reentrant: bool) -> None:
         or model.gradient_checkpointing_enable
     )
     grads = []
-    for switch in (dict, enable_checkpointing):
-        switch({"use_reentrant": use_reentrant})
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            enable_checkpointing({"use_reentrant": use_reentrant})
         model.zero_grad()
         # Some trainers keep use_cache=True.
         score_texts(model, use_cache=None)[:, 7].mean().backward()

@@ -23,14 +23,14 @@ _MODEL_OPTIONS = {
         "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
         "activation_sparsity_pattern": None,
     },
-    # BERT has no KV heads apart from its query heads, and no `head_dim`.
+    # The config of BERT has no field for the number of KV heads, and no `head_dim`.
     "bert": {
         "hidden_size": 128, "intermediate_size": 128, "vocab_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 1024, "bos_token_id": 1,
         "eos_token_id": 2, "pad_token_id": 0,
     },
 }  # fmt: skip
-# Factors of the random weights. Larger weights give clearer differences between logits.
+# Factors of the random weights. With larger weights, logits differ more.
 _WEIGHT_FACTORS = {"llama4_text": 3, "gemma3n_text": 2, "bert": 3}
 
 

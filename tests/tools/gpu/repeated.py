@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 NUM_REPETITIONS = int(os.environ.get("HF_FP8KV_REPEAT", "0"))
+MAX_MESSAGE_LENGTH = 300
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,7 +29,11 @@ def _fill_memory(request: pytest.FixtureRequest) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write the result of a test, and of its setup or teardown if that does not pass."""
     if report.when == "call" or not report.passed:
-        last_line = report.longreprtext.strip().splitlines()[-1:]
-        row = {"name": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+        row = {
+            "name": report.nodeid,
+            "outcome": report.outcome,
+            "seconds": report.duration,
+            "message": report.longreprtext.strip().rpartition("\n")[2][:MAX_MESSAGE_LENGTH],
+        }
         with Path(os.environ["HF_FP8KV_RESULTS"]).open("a") as file:
-            file.write(json.dumps(row | {"message": "".join(last_line)[:300]}) + "\n")
+            file.write(json.dumps(row) + "\n")

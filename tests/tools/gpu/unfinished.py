@@ -1,7 +1,7 @@
 """A pytest plugin that prints failures and unfinished tests when a run is interrupted.
 
 pytest prints its summary after the processes of pytest-xdist have ended, which may take too long.
-A process whose test has lost the GPU ends, so that pytest-xdist replaces it.
+If a test loses the GPU, its process exits, and pytest-xdist starts a new process.
 """
 
 import os
@@ -49,9 +49,10 @@ def has_lost_gpu() -> bool:
 def print_unfinished() -> None:
     """Print the failures, and the number of unfinished tests of each file."""
     if not IS_WORKER:
-        counts = Counter(test_id.partition("::")[0] for test_id in collected_ids - finished_ids)
-        count_lines = [f"not finished: {count} of {file}" for file, count in sorted(counts.items())]
-        print("", *failure_texts, *count_lines, sep="\n", flush=True)
+        unfinished_ids = collected_ids - finished_ids
+        test_counts = Counter(test_id.partition("::")[0] for test_id in unfinished_ids)
+        lines = [f"not finished: {count} of {file}" for file, count in sorted(test_counts.items())]
+        print("", *failure_texts, *lines, sep="\n", flush=True)
 
 
 # pytest reports an interrupt as an internal error while pytest-xdist holds a lock.
