@@ -45,7 +45,7 @@ def measure_first_calls(
     model: PreTrainedModel, tokenizer: Any, *, turns: int = 11,
     progress: Callable[[str], None],
 ) -> Result:  # fmt: skip
-    """Return a row for each cache and prompt length, and the `plan` of the model with its seconds.
+    """Return a row for each cache and prompt length, the model's plan, and the time to choose it.
 
     `operations` and `seconds` (the median) are for a whole call of the model. `ratio` is the median
     over the turns of the time divided by the time of `DynamicCache`.
@@ -57,7 +57,7 @@ def measure_first_calls(
     plan = choose_plan(model)
     plan_seconds = time.perf_counter() - plan_start
 
-    def call(attention: str, make_cache: Callable[[], Any], ids: torch.Tensor) -> None:
+    def call_model(attention: str, make_cache: Callable[[], Any], ids: torch.Tensor) -> None:
         model.set_attn_implementation(attention)
         model(ids, **with_cache(model, make_cache()), logits_to_keep=1)
 
@@ -71,7 +71,10 @@ def measure_first_calls(
         progress(f"{num_tokens} of up to {max(PROMPT_LENGTHS)} tokens")
         generator = torch.Generator().manual_seed(num_tokens)
         ids = torch.randint(1000, (1, num_tokens), generator=generator).to(model.device)
-        calls = {name: partial(call, *contender, ids) for name, contender in contenders.items()}
+        calls = {
+            name: partial(call_model, attention, make_cache, ids)
+            for name, (attention, make_cache) in contenders.items()
+        }
         # Short calls get more turns, because one interruption can take as long as the whole call.
         num_turns = turns * max(1, 512 // num_tokens)
         seconds = take_turns(calls, num_turns, str(model.device))

@@ -36,13 +36,16 @@ def make_choice(values: Collection[str], aliases: Mapping[str, str] = {}) -> dic
     """Return keywords of `typer.Option` that accept one of `values`, by its name or an alias."""
     values_by_name = {alias: value for alias, value in aliases.items() if value in values}
     values_by_name |= {value: value for value in values}
-    names = ["model" if value == AUTO and "model" in aliases else value for value in values]
+    # "model" is clearer than its value "auto", which could mean an automatic choice.
+    expected_names = ", ".join(
+        "model" if aliases.get("model") == value else value for value in values
+    )
 
     def parse(name: str) -> str:
         if name not in values_by_name:
-            match = difflib.get_close_matches(name, values_by_name, 1, 0.5)
-            hint = f". Did you mean {match[0]!r}?" if match else ""
-            raise typer.BadParameter(f"expected one of {', '.join(names)}, got {name!r}{hint}")
+            similar_names = difflib.get_close_matches(name, values_by_name, n=1, cutoff=0.5)
+            hint = f". Did you mean {similar_names[0]!r}?" if similar_names else ""
+            raise typer.BadParameter(f"expected one of {expected_names}, got {name!r}{hint}")
         return values_by_name[name]
 
     return {"parser": parse, "autocompletion": suggest(values_by_name), "metavar": "NAME"}
@@ -150,7 +153,7 @@ def load_texts(name: str) -> Path | list[str]:
     return path
 
 
-def collect_page_options(ctx: typer.Context) -> dict[str, Any]:
+def collect_cache_options(ctx: typer.Context) -> dict[str, Any]:
     """Return the options of a cache that `generate` and `serve` share.
 
     Raises:

@@ -47,7 +47,7 @@ def calibrate(
         typer.Option(
             metavar="PATH|TEXT",
             help="Storage plan of the caches that will use the scales: the path of a saved result "
-            "of choose_plan, or text such as 'int8 rotated'. Only this package can use them.",
+            "of choose_plan, or text such as 'int8 rotated'. Only this package reads such scales.",
         ),
     ] = None,
     margin: Annotated[
@@ -108,12 +108,12 @@ def calibrate(
         for name, value in ctx.params.items()
         if name in option_names and value is not None
     }
-    if plan is not None and not SCALE_FORMATS[format_name].holds_centers:
+    if plan is not None and not SCALE_FORMATS[format_name].is_lossless:
         raise typer.BadParameter(
             f"requires --format hf_fp8kv, got {format_name}, which cannot hold a plan",
             param_hint="--plan",
         )
-    if not SCALE_FORMATS[format_name].holds_centers:
+    if not SCALE_FORMATS[format_name].is_lossless:
         options = {"center": False, "granularity": SCALE_FORMATS[format_name].granularity} | options
     folder = Path(out)
     copy_folder = Path(out) / COPY_FOLDER
@@ -133,7 +133,7 @@ def calibrate(
         try:
             paths = scales.save_pretrained(folder, format=out_format, overwrite=overwrite)
         except ScaleError as error:
-            if SCALE_FORMATS[out_format].holds_centers:
+            if SCALE_FORMATS[out_format].is_lossless:
                 raise
             scales.save_pretrained(folder, overwrite=overwrite)  # keeps the result
             raise ScaleError(f"{error}. The scales are in {folder}, as hf_fp8kv") from error

@@ -62,7 +62,8 @@ def card(
     size = "quick" if quick else "normal"
     if long:
         size = "long"
-    parts_path = folder / f"{size}.parts.json"  # a quick card does not replace parts of a long card
+    # Each size has a separate file, so a quick card does not replace the parts of a long card.
+    parts_path = folder / f"{size}.parts.json"
     loaded_texts = None if texts is None else arguments.load_texts(texts)
     loaded_model, tokenizer = load_model_and_tokenizer(model, device, "float32")
     content = measure_card(
@@ -72,7 +73,7 @@ def card(
         parts_path=parts_path,
         size=SIZES[size],
         texts=loaded_texts,
-        caches=[name.strip() for name in caches.split(",") if name.strip()],
+        caches=[cache.strip() for cache in caches.split(",") if cache.strip()],
         scales=scales,
         memory_gib=memory / 2**30,
     )

@@ -36,14 +36,16 @@ def check(model: Model = None, device: Device = "cpu", as_json: Json = False) ->
         config = loaded_model.config
         output["model"] = report.to_dict()
     sizes = None if report and report.refusal else FP8PagedCache(config).count_bytes()
-    rows = {**list_versions(), "gpus": ", ".join(output["gpus"]) or "none"}
+    gpu_names = ", ".join(output["gpus"])
+    rows = {**list_versions(), "gpus": gpu_names or "none"}
     rows |= {f"backend {name}": status for name, status in backends.items()}
     if sizes is not None:
         output["token_bytes"] = dict(zip(("bf16", "8-bit pages"), sizes, strict=True))
-        for storage_name, size in output["token_bytes"].items():
-            tokens_per_gib = f"{2**30 / size:,.0f} tokens per GiB"
-            cell = f"{format_size(size)} per token, {tokens_per_gib}"
-            rows[f"{model_name}, {storage_name}"] = cell
+        for storage_name, num_bytes in output["token_bytes"].items():
+            tokens_per_gib = 2**30 / num_bytes
+            rows[f"{model_name}, {storage_name}"] = (
+                f"{format_size(num_bytes)} per token, {tokens_per_gib:,.0f} tokens per GiB"
+            )
     if as_json:
         print(json.dumps(output, default=str))
         return

@@ -53,7 +53,7 @@ def generate(
     as_json: arguments.Json = False,
 ) -> None:
     """Answer a prompt with the default cache and with 8-bit pages, side by side."""
-    page_options = arguments.collect_page_options(ctx) | {"page_size": page_size}
+    page_options = arguments.collect_cache_options(ctx) | {"page_size": page_size}
     # A value of None overrides the checkpoint's recommendation for sampling.
     sampling = {
         "max_new_tokens": max_new_tokens,

@@ -162,7 +162,7 @@ def serve(
     from hf_fp8kv.server.server_config import ServerConfig, bind_socket
     from hf_fp8kv.utils.files import convert_read_errors
 
-    page_options = arguments.collect_page_options(ctx) | {
+    page_options = arguments.collect_cache_options(ctx) | {
         "plan": parse_plan(plan),  # read before the model is loaded
         "deterministic": deterministic,
         "prefix_store": prefix_store and PrefixStore(prefix_store, max_bytes=prefix_store_size),

@@ -22,12 +22,12 @@ def choose_device(text: str) -> str:
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     device = default_device if text == "auto" else text
     try:
-        torch.zeros(1, device=device).item()  # "meta" has no values
+        torch.zeros(1, device=device).item()  # fails on "meta" as well, which has no values
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"--device: expected auto, cpu, cuda:1 or similar, got {text!r}, which is not "
-            f"available: {reason}. Leave it out"
+            f"available: {reason}. Omit --device"
         ) from None
     return device
 

@@ -1,4 +1,4 @@
-"""Measure baselines in the same cases: torch's attention to dense K and V in bf16."""
+"""Measure baselines in the cases of the GPU benchmark: torch's attention to dense bf16 K and V."""
 
 import functools
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def measure_extend(record: Record, case: Case) -> None:
     causal_mask = causal_lower_right(case.num_new_tokens, case.lengths[0])
     causal_attention = functools.partial(attend_grouped, is_causal=True)
 
-    def lower_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         # torch's flash attention requires `enable_gqa` with this mask, but not with other masks.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask, enable_gqa=True)
 
@@ -61,7 +61,7 @@ def measure_extend(record: Record, case: Case) -> None:
         if case.num_new_tokens == case.lengths[0]:
             _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, causal_attention)
         elif name != "cudnn":
-            _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, lower_right_attention)
+            _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, attend_lower_right)
 
 
 def _measure_sdpa(

@@ -287,15 +287,16 @@ class _Card:
             stored_positions=self.size.positions[:1],
         )
         scores_by_key = {}
-        for (position, prompt, cache_name), text_scores in scores:
+        for (position, prefill, cache_name), text_scores in scores:
             values = {name: tensor.tolist() for name, tensor in vars(text_scores).items()}
-            scores_by_key[f"{position} {prompt} {cache_name}"] = values
+            scores_by_key[f"{position} {prefill} {cache_name}"] = values
         return scores_by_key
 
     def _time_steps(self, position: int) -> dict[str, Any]:
         """Return the milliseconds of a decode step, and the ratio to a step with DynamicCache."""
         sample = self.sample_states
-        repeats = 1, 1, -(-position // sample[0][0].shape[2]), 1
+        sample_length = sample[0][0].shape[2]  # all layers have the same tokens
+        repeats = (1, 1, math.ceil(position / sample_length), 1)
         states = [(k.repeat(repeats), v.repeat(repeats)) for k, v in sample]
         steps: dict[str, Step] = {
             name: partial(
@@ -333,9 +334,9 @@ class _Card:
         """Return the scores of all texts, by prompt, position and kind of text."""
         rows = []
         groups = product((EXACT, STORED), self.size.positions, (ALL_KINDS, *self.texts))
-        for prompt, position, kind in groups:
+        for prefill, position, kind in groups:
             part_prefix = "text:" if kind == ALL_KINDS else f"text: {kind} "
-            key = f"{position} {prompt} {name}"
+            key = f"{position} {prefill} {name}"
             text_scores = []
             for part, part_scores in self.results.items():
                 if part.startswith(part_prefix) and key in part_scores:
@@ -343,7 +344,7 @@ class _Card:
                     tensors = (torch.tensor(numbers, dtype=torch.float64) for numbers in values)
                     text_scores.append(Scores(*tensors))
             if text_scores:
-                row = {"prompt": prompt, "position": position, "kind": kind}
+                row = {"prompt": prefill, "position": position, "kind": kind}
                 rows.append({**row, **summarize_scores(text_scores)})
         return rows
 
@@ -382,7 +383,7 @@ def find_tier(kl: float) -> str:
     return next(tier for tier, max_kl in TIERS.items() if kl <= max_kl)
 
 
-def select_rows(entry: Mapping[str, Any], prompt: str) -> list[Any]:
+def select_rows(entry: Mapping[str, Any], prefill: str) -> list[Any]:
     """Return the rows of all texts after exact or stored prompts, by position."""
     rows = entry["predictions"]
-    return [row for row in rows if row["kind"] == ALL_KINDS and row["prompt"] == prompt]
+    return [row for row in rows if row["kind"] == ALL_KINDS and row["prompt"] == prefill]

@@ -65,9 +65,9 @@ def score_text(
         start = position - num_scored
         scored_ids = ids[:, start:position]
         next_ids = ids[:, start + 1 : position]
-        exact_cache = UNQUANTIZED.fill(model, states, start)
-        exact_logits = compute_logits(model, scored_ids, exact_cache, scored=True)
-        if torch.isnan(exact_logits).any():
+        unquantized_cache = UNQUANTIZED.fill(model, states, start)
+        expected_logits = compute_logits(model, scored_ids, unquantized_cache, scored=True)
+        if torch.isnan(expected_logits).any():
             raise ConfigError(
                 f"model: expected logits other than NaN, got NaN from {type(model).__name__}. "
                 "Load it in another dtype, or check its weights"
@@ -79,6 +79,6 @@ def score_text(
                 if stored_cache is not None:
                     compute_logits(model, ids[:, :start], stored_cache, scored=False)
                     caches[STORED] = stored_cache
-            for prompt, cache in caches.items():
+            for prefill, cache in caches.items():
                 logits = compute_logits(model, scored_ids, cache, scored=True)
-                yield (position, prompt, name), compute_scores(exact_logits, logits, next_ids)
+                yield (position, prefill, name), compute_scores(expected_logits, logits, next_ids)

@@ -163,12 +163,13 @@ def _add_biases(checkpoint: Checkpoint, layers: dict[int, LayerScales]) -> None:
         layer = layers[index]
         shape = list(tensor.shape) or [1, 1, 1, 1]
         scale_head_counts = {len(scale) for scale in layer.static if scale.ndim} - {1}
-        counts = {1, *(scale_head_counts or find_head_counts(checkpoint.config) or shape[1:2])}
-        if tensor.dtype not in FLOAT_DTYPES or shape[::2] != [1, 1] or shape[1] not in counts:
+        known_counts = scale_head_counts or find_head_counts(checkpoint.config) or shape[1:2]
+        head_counts = {1, *known_counts}
+        if tensor.dtype not in FLOAT_DTYPES or shape[::2] != [1, 1] or shape[1] not in head_counts:
             raise ScaleError(
                 f"{checkpoint.origin}: {match[0]}: expected floats of the shape [1, heads, 1, D] "
-                f"with heads in {sorted(counts)}, got {tensor.dtype} {list(tensor.shape)}. Export "
-                "per head and channel"
+                f"with heads in {sorted(head_counts)}, got {tensor.dtype} "
+                f"{list(tensor.shape)}. Export per head and channel"
             )
         bias = tensor.float().reshape(shape[1::2])
         if match["side"] == "k":
@@ -271,6 +272,7 @@ def _pair_sides(checkpoint: Checkpoint, scale_tensors: list[ScaleTensor]) -> dic
     remarks: dict[str, list[int]] = defaultdict(list)
     layers = {}
     for index, candidates in layer_names.items():
+        # Iterate in reverse, so that the first priority of each side wins.
         best_names = {side: name for (_, side), name in reversed(candidates.items())}
         complete_priorities = [
             priority

@@ -1,4 +1,4 @@
-"""The registry of the formats in which scales are written, and read from separate files."""
+"""The formats in which scales can be saved, by name."""
 
 from .base import ScaleFormat
 from .checkpoints import AutoFP8, CompressedTensors, ModelOpt, Quark, Tgi
@@ -7,8 +7,8 @@ from .separate_files import HfFp8kv, VllmJson
 __all__ = ["SCALE_FORMATS", "ScaleFormat"]
 
 SCALE_FORMATS: dict[str, ScaleFormat] = {
-    format.name: format
-    for format in (
+    scale_format.name: scale_format
+    for scale_format in (
         VllmJson(),
         Tgi(),
         CompressedTensors(),

@@ -41,7 +41,7 @@ class ScaleFormat:
 
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "tensor"  # the finest granularity of the format
-    holds_centers: ClassVar[bool] = False
+    is_lossless: ClassVar[bool] = False  # whether files hold all scales, centers and plans
     has_separate_sides: ClassVar[bool] = True  # whether K and V have separate scales
     holds_ranks: ClassVar[bool] = False  # whether tensor-parallel ranks have separate scales
 
@@ -81,10 +81,11 @@ class TensorFormat(ScaleFormat):
         tensor_files = {} if checkpoint is None else checkpoint.tensor_files
         modules = {index: f"model.layers.{index}.self_attn" for index in scales.layers}
         config: Config = {"model_type": scales.model_type} if scales.model_type else {}
-        modelopt = None
+        modelopt_config = None
         index_path = None
         if checkpoint is not None and (tensor_files or checkpoint.config):
-            config, modelopt = copy.deepcopy((checkpoint.config, checkpoint.modelopt_config))
+            config = copy.deepcopy(checkpoint.config)
+            modelopt_config = copy.deepcopy(checkpoint.modelopt_config)
             index_path = checkpoint.folder.find_file(INDEX_FILE)
         else:  # add the entries that follow from the scales
             if sorted(scales.layers) == list(range(len(scales.layers))):
@@ -101,11 +102,11 @@ class TensorFormat(ScaleFormat):
             for side, scale in zip("kv", layer.static, strict=True):
                 name = f"{modules[index]}.{self.tensor_name.format(side=side)}"
                 tensors[name] = scale.reshape((-1, 1, 1) if scale.ndim else self.shape).clone()
-        quantizable = {
+        excluded = {
             name.removesuffix(".weight") for name in tensor_files if name.endswith(".weight")
         }
         # Some readers use the names of the modules with experts.
-        quantizable |= {
+        excluded |= {
             name.split(".experts.")[0] + ".experts" for name in tensor_files if ".experts." in name
         }
         weight_map = {
@@ -117,19 +118,30 @@ class TensorFormat(ScaleFormat):
         return {
             SCALES_SHARD: to_safetensors(tensors, {"format": "pt"}),
             INDEX_FILE: make_index(index_path, weight_map),
-            **self.make_configs(config, modelopt, scales, sorted(quantizable)),
+            **self.make_configs(config, modelopt_config, scales, sorted(excluded)),
         }
 
     def make_configs(
-        self, config: Config, modelopt: Config | None, scales: ScaleData, excluded: Sequence[str]
+        self,
+        config: Config,
+        modelopt_config: Config | None,
+        scales: ScaleData,
+        excluded: Sequence[str],
     ) -> dict[str, bytes]:
-        """Return the configs that declare the scales. `modelopt` is a `hf_quant_config.json`."""
-        if self.quant_method and modelopt is not None and "quantization_config" not in config:
+        """Return the configs that declare the scales.
+
+        `modelopt_config` is the content of `hf_quant_config.json`, if the checkpoint has this file.
+        """
+        if (
+            self.quant_method
+            and modelopt_config is not None
+            and "quantization_config" not in config
+        ):
             # Only hf_quant_config.json describes the quantized weights. An entry in config.json
             # would contradict it.
             raise ScaleError(
                 f"format {self.name!r}: expected unquantized weights, got "
-                f"{HF_QUANT_CONFIG}. Choose modelopt, or a format without quant_method, as tgi"
+                f"{HF_QUANT_CONFIG}. Choose modelopt, or a format without quant_method, such as tgi"
             )
         self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
@@ -157,7 +169,7 @@ class TensorFormat(ScaleFormat):
         return quant_config
 
 
-def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, list[str]]:
+def reduce_scales(scales: ScaleData, scale_format: ScaleFormat) -> tuple[ScaleData, list[str]]:
     """Return scales that the format can hold, and sentences about the losses.
 
     The largest scale is kept. A center that is left out enlarges the scales of K.
@@ -166,18 +178,22 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
         ScaleError: The scales are dynamic or for rotated values, or some layers are not quantized.
             No server reads such scales.
     """
-    if format.holds_centers:
+    if scale_format.is_lossless:
         return scales, []
     plans = (scales.plan or {}).items()
     rotated_layers = format_list(index for index, plan in plans if plan.k.rotated or plan.v.rotated)
     auto_layers = format_list(index for index, plan in plans if plan.k.is_auto or plan.v.is_auto)
     if rotated_layers or auto_layers or scales.is_dynamic:
-        kind = f"unquantized layers {auto_layers}" if auto_layers else "each token"
-        kind = f"rotated values in layers {rotated_layers}" if rotated_layers else kind
+        if rotated_layers:
+            scaled_values = f"rotated values in layers {rotated_layers}"
+        elif auto_layers:
+            scaled_values = f"unquantized layers {auto_layers}"
+        else:
+            scaled_values = "each token"
         raise ScaleError(
-            f"format {format.name!r}: expected scales of unchanged K and V, got scales for {kind} "
-            f"({scales.origin}). Readers of the format cannot store these. Save as 'hf_fp8kv', or "
-            "calibrate without a plan"
+            f"format {scale_format.name!r}: expected scales of unchanged K and V, got scales for "
+            f"{scaled_values} ({scales.origin}). Readers of the format cannot store these. "
+            "Save as 'hf_fp8kv', or calibrate without a plan"
         )
     loss_layers: dict[str, list[int]] = defaultdict(list)
     loss_layers["the formats of the plan are left out, servers store E4M3"] = list(
@@ -196,7 +212,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
     # A layer with one scale gets the heads of the remaining layers, because all share a strategy.
     distinct_counts = set(head_counts.values()) - {1}
     default_count = max(distinct_counts) if len(distinct_counts) == 1 else 0
-    is_per_head = format.granularity == "head" and (
+    is_per_head = scale_format.granularity == "head" and (
         default_count > 0 or 1 not in head_counts.values()
     )
     layers = {}
@@ -212,7 +228,7 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
             if scale.ndim and (scale != reduced_scale).any():
                 unit = "head" if is_per_head else "layer"
                 loss_layers[f"the largest scale of each {unit} is written"].append(index)
-        if not format.has_separate_sides:
+        if not scale_format.has_separate_sides:
             if (k != v).any():
                 loss_layers["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
@@ -228,14 +244,14 @@ def reduce_scales(scales: ScaleData, format: ScaleFormat) -> tuple[ScaleData, li
 def _find_attention_modules(
     checkpoint: Checkpoint, layer_indices: Collection[int]
 ) -> dict[int, str]:
-    paths: dict[int, set[str]] = defaultdict(set)
+    module_paths: dict[int, set[str]] = defaultdict(set)
     matches = filter(None, map(ATTENTION_PATTERN.match, checkpoint.tensor_files))
     for match in matches:
-        paths[int(match["layer"])].add(match["path"])
+        module_paths[int(match["layer"])].add(match["path"])
     for index in layer_indices:
-        if len(paths[index]) != 1:
+        if len(module_paths[index]) != 1:
             raise ScaleError(
                 f"{checkpoint.origin}: expected one attention module in layer {index}, got "
-                f"{format_list(sorted(paths[index])) or 'none'}. Use this model's scales"
+                f"{format_list(sorted(module_paths[index])) or 'none'}. Use this model's scales"
             )
-    return {index: paths[index].pop() for index in layer_indices}
+    return {index: module_paths[index].pop() for index in layer_indices}

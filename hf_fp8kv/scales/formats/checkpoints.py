@@ -23,11 +23,11 @@ _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}
 
 
 class Tgi(TensorFormat):
-    """Text Generation Inference. Checkpoints without a declaration have the same names.
+    """Text Generation Inference. Its tensor names are those of checkpoints without a declaration.
 
     TGI reads every safetensors file in the folder of a model, even without an index. Other servers
-    read the files of the index, and vLLM refuses a scale without a quantization config. So the
-    index of a copy does not have the scales.
+    read only the files of the index, and vLLM refuses scales without a quantization config. The
+    index of a copy therefore leaves out the scales.
     """
 
     name = "tgi"
@@ -82,7 +82,7 @@ class ModelOpt(TensorFormat):
     tensor_name = "{side}_proj.{side}_scale"
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        # Readers have no algorithm for "none", so this algorithm applies to no module.
+        # The format has no name for unquantized weights, so "ignore" excludes every module.
         algorithm = {"quant_algo": "FP8", "ignore": ["*"], "config_groups": {}}
         quant_config = self.find_or_add_quant_config(config, {**algorithm, "producer": _PRODUCER})
         quant_config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -91,18 +91,22 @@ class ModelOpt(TensorFormat):
                 entries["kv_cache_quant_algo"] = "FP8"
 
     def make_configs(
-        self, config: Config, modelopt: Config | None, scales: ScaleData, excluded: Sequence[str]
+        self,
+        config: Config,
+        modelopt_config: Config | None,
+        scales: ScaleData,
+        excluded: Sequence[str],
     ) -> dict[str, bytes]:
-        declares_in_config = modelopt is None or "quantization_config" in config
+        declares_in_config = modelopt_config is None or "quantization_config" in config
         files = super().make_configs(config, None, scales, excluded) if declares_in_config else {}
-        if modelopt is None:
+        if modelopt_config is None:
             quant_config = as_mapping(config.get("quantization_config"))
-            quantization: object = {
+            new_entries = {
                 "quant_algo": quant_config.get("quant_algo"),
                 "exclude_modules": quant_config.get("ignore", []),
             }
-            modelopt = {"producer": _PRODUCER, "quantization": quantization}
-        quantization = modelopt.setdefault("quantization", {})
+            modelopt_config = {"producer": _PRODUCER, "quantization": new_entries}
+        quantization = modelopt_config.setdefault("quantization", {})
         if not isinstance(quantization, dict):
             raise ScaleError(
                 f"{HF_QUANT_CONFIG}: quantization: expected an object, got "
@@ -110,7 +114,7 @@ class ModelOpt(TensorFormat):
             )
         pop_entries(quantization, LAYER_ENTRIES)
         quantization["kv_cache_quant_algo"] = "FP8"
-        return {HF_QUANT_CONFIG: to_json(modelopt), **files}
+        return {HF_QUANT_CONFIG: to_json(modelopt_config), **files}
 
 
 class Quark(TensorFormat):
@@ -131,20 +135,24 @@ class Quark(TensorFormat):
         quant_config = self.find_or_add_quant_config(config, entries)
         quant_config["kv_cache_post_rope"] = True
         export = quant_config.setdefault("export", {})
-        configs = quant_config.get("layer_quant_config") or {}
-        if not isinstance(export, dict) or not isinstance(configs, dict):
+        layer_configs = quant_config.get("layer_quant_config") or {}
+        if not isinstance(export, dict) or not isinstance(layer_configs, dict):
             raise ScaleError(
                 f"quantization_config: expected the objects export and layer_quant_config, got "
-                f"{format_value(export)} and {format_value(configs)}. Fetch the config again"
+                f"{format_value(export)} and {format_value(layer_configs)}. Fetch the config again"
             )
         patterns = ("*k_proj", "*v_proj")
         export |= {"kv_cache_group": list(patterns), "min_kv_scale": 0.0}
         defaults = _UNQUANTIZED_CONFIG | dict(as_mapping(quant_config.get("global_quant_config")))
         projections = {
-            pattern: {**defaults, **(configs.get(pattern) or {}), "output_tensors": _OUTPUT_CONFIG}
+            pattern: {
+                **defaults,
+                **(layer_configs.get(pattern) or {}),
+                "output_tensors": _OUTPUT_CONFIG,
+            }
             for pattern in patterns
         }
-        quant_config["layer_quant_config"] = configs | projections
+        quant_config["layer_quant_config"] = layer_configs | projections
         quant_config["kv_cache_quant_config"] = projections
 
 

@@ -37,7 +37,7 @@ class HfFp8kv(ScaleFormat):
 
     name = "hf_fp8kv"
     granularity = "channel"
-    holds_centers = True
+    is_lossless = True
 
     def make_files(
         self, scales: ScaleData, tp_size: int = 1, checkpoint: Checkpoint | None = None
