@@ -69,8 +69,11 @@ class CompletionWriter:
         choice_fields = [self._make_choice(choice) for choice in self._choices]
         for choice, part in parts:
             _merge_fields(choice_fields[choice.index], self._format_part(choice, part))
-        usage = count_usage(self._choices)
-        return {**self._common_fields, "choices": choice_fields, "usage": usage}
+        return {
+            **self._common_fields,
+            "choices": choice_fields,
+            "usage": count_usage(self._choices),
+        }
 
     async def stream(self, part_groups: AsyncIterator[ChoiceParts]) -> AsyncIterator[str]:
         """Yield the events of the response, for parts in groups that arrive together."""
