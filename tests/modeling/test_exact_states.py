@@ -57,6 +57,11 @@ def models(dense_folders):
 
 
 @pytest.fixture
+def original(models):
+    return models[0]
+
+
+@pytest.fixture
 def declared(models):
     return models[1]
 
@@ -70,8 +75,8 @@ def run_model(model: Any, cache: Any) -> list[torch.Tensor]:
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(actual) == len(expected)
     assert all(
-        torch.equal(actual_states, expected_states)
-        for actual_states, expected_states in zip(actual, expected, strict=True)
+        torch.equal(actual_logits, expected_logits)
+        for actual_logits, expected_logits in zip(actual, expected, strict=True)
     )
 
 
@@ -94,8 +99,8 @@ def differ_clearly(logits: list[torch.Tensor], other_logits: list[torch.Tensor])
     [("dense", "fp8_paged"), ("dense", "sdpa"), ("dense", "eager"), ("w8a8", "fp8_paged")],
 )
 def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attention):
-    folders = request.getfixturevalue(f"{weights}_folders")
-    original, declared = (load(folder, attention) for folder in folders)
+    original_folder, declared_folder = request.getfixturevalue(f"{weights}_folders")
+    original, declared = load(original_folder, attention), load(declared_folder, attention)
     assert describe_rounding(declared) == ROUNDING_NOTE
     assert not describe_rounding(original)
     rounded_logits = run_model(declared, DynamicCache(config=declared.config))
@@ -115,8 +120,9 @@ def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attentio
     assert_same(run_model(declared, DynamicCache(config=declared.config)), rounded_logits)
 
 
-def test_a_cache_may_be_created_before_compressed_tensors_is_imported(models, monkeypatch):
-    original, declared = models
+def test_a_cache_may_be_created_before_compressed_tensors_is_imported(
+    original, declared, monkeypatch
+):
     expected = run_model(original, FP8PagedCache(original.config, dtype="fp8"))
     restore_forward(monkeypatch)
     with monkeypatch.context() as patch:
@@ -128,16 +134,15 @@ def test_a_cache_may_be_created_before_compressed_tensors_is_imported(models, mo
 
 
 @needs_rounding
-def test_a_warning_and_the_report_note_the_rounding(models, caplog, monkeypatch):
+def test_a_warning_and_the_report_note_the_rounding(original, declared, caplog, monkeypatch):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._logged_messages", set())
-    original, declared = models
     run_model(original, FP8PagedCache(original.config))
     run_model(declared, DynamicCache(config=declared.config))
     assert Counter(caplog.messages)[ROUNDING_NOTE] == 0
     for _ in range(2):
         run_model(declared, FP8PagedCache(declared.config))
     assert Counter(caplog.messages)[ROUNDING_NOTE] == 1
-    original_report, report = (check_model(model) for model in models)
+    original_report, report = check_model(original), check_model(declared)
     assert original_report.note == ""
     assert "hooks" in report.capture_obstacle
     assert report.to_dict() == {
@@ -152,7 +157,7 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
     folder = declare_output_scales(dense_folders[0], tmp_path / "old")
-    model, original = (load(path) for path in (folder, dense_folders[0]))
+    model, original = load(folder), load(dense_folders[0])
     note = describe_rounding(model)
     assert "k_proj and v_proj" in note
     assert check_model(model).note == note
@@ -178,16 +183,18 @@ def test_a_warning_notes_rounded_outputs_of_projections(
     assert_same(run_model(copied_model, FP8PagedCache(copied_model.config)), exact_logits)
 
 
-def test_calibration_and_scores_use_unrounded_k_and_v(models):
+def test_calibration_and_scores_use_unrounded_k_and_v(original, declared):
     texts = [row.tolist() for row in torch.randint(3, 99, (6, 40), generator=torch.Generator())]
-    expected, actual = (calibrate(model, texts, max_length=40, progress=False) for model in models)
+    expected = calibrate(original, texts, max_length=40, progress=False)
+    actual = calibrate(declared, texts, max_length=40, progress=False)
     assert actual.digest == expected.digest
     for index, layer in actual.layers.items():
         assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
-    factories = {"static": lambda: FP8PagedCache(models[0].config, scales=TOO_SMALL)}
-    expected, actual = (compare_caches(model, IDS, factories, num_prefill=40) for model in models)
-    assert torch.equal(actual["static"].kl, expected["static"].kl)
-    assert actual["static"].kl.mean() > 1e-3
+    factories = {"static": lambda: FP8PagedCache(original.config, scales=TOO_SMALL)}
+    expected_kl = compare_caches(original, IDS, factories, num_prefill=40)["static"].kl
+    kl = compare_caches(declared, IDS, factories, num_prefill=40)["static"].kl
+    assert torch.equal(kl, expected_kl)
+    assert kl.mean() > 1e-3
 
 
 @needs_rounding
@@ -234,17 +241,16 @@ def test_a_compiled_step_gives_the_logits_of_the_original_weights(models):
     # Before 0.20, hooks of compressed-tensors cannot be compiled without graph breaks.
     fullgraph = "__getattr__" in vars(exact_states_module._find_wrapper_class())
     step = torch.compile(declared, fullgraph=fullgraph, backend="aot_eager")
-    for position in (63, 64):
+    for position, expected_logits in zip((63, 64), expected[1:], strict=True):
         logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits
-        torch.testing.assert_close(logits, expected[position - 62])
+        torch.testing.assert_close(logits, expected_logits)
 
 
 def test_other_caches_and_calls_without_a_cache_are_unchanged(declared, monkeypatch):
     @torch.no_grad()
     def run_all() -> list[torch.Tensor]:
-        config = declared.config
-        dynamic_logits = run_model(declared, DynamicCache(config=config))
-        static_logits = run_model(declared, StaticCache(config=config, max_cache_len=80))
+        dynamic_logits = run_model(declared, DynamicCache(config=declared.config))
+        static_logits = run_model(declared, StaticCache(config=declared.config, max_cache_len=80))
         return [declared(IDS, use_cache=False).logits, *dynamic_logits, *static_logits]
 
     run_model(declared, FP8PagedCache(declared.config))
