@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
 Score = Callable[[torch.Tensor], torch.Tensor]
 PROMPT_LENGTH = 40
-NUM_NEW_TOKENS = 6
 
 
 @contextmanager
@@ -203,14 +202,14 @@ class PeftWrapper(torch.nn.Module):
 def test_a_wrapped_model_can_be_enabled(name: str, prefix_length: int) -> None:
     model, inputs = build_variant(name, attn_implementation="eager")
     wrapper = PeftWrapper(model, prefix_length)
-    options = {
-        **inputs, "max_new_tokens": NUM_NEW_TOKENS, "do_sample": False, "pad_token_id": 0,
+    options: dict[str, Any] = {
+        **inputs, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0,
         "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True,
     }  # fmt: skip
     expected_output = wrapper.generate(**options)
     length = expected_output.past_key_values.get_seq_length()
     # The last new token is not stored.
-    assert length == prefix_length + inputs["input_ids"].shape[1] + NUM_NEW_TOKENS - 1
+    assert length == prefix_length + inputs["input_ids"].shape[1] + options["max_new_tokens"] - 1
     assert enable(wrapper, dtype="auto") is wrapper
     output = wrapper.generate(**options)
     assert isinstance(output.past_key_values, FP8PagedCache)
