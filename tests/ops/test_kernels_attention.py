@@ -143,7 +143,7 @@ def has_unsupported_head(case: Case) -> bool:
     """Return whether Triton refuses the packed codes of the case, because of a head size."""
     return any(
         name in FORMATS and FORMATS[name].bits < 8 and dim not in (32, 64, 128, 256)
-        for name, dim in ((case.key, case.k_dim), (case.value, case.v_dim))
+        for name, dim in ((case.k_format, case.k_dim), (case.v_format, case.v_dim))
     )
 
 
@@ -168,7 +168,7 @@ def test_float32_equals_the_reference(case, kernel):
 
 @pytest.mark.parametrize("dims", [(96, 128), (128, 16)], ids=str)
 def test_packed_codes_of_other_heads_are_refused(dims):
-    case = Case("", key="int6", value="int4", k_dim=dims[0], v_dim=dims[1])
+    case = Case("", k_format="int6", v_format="int4", k_dim=dims[0], v_dim=dims[1])
     pages, query, fields, _ = prepare_expected(case)
     with pytest.raises(ConfigError, match=r"^head size: expected a power of two of at least 32 "):
         run_kernel("decode", case, pages, query, **fields)
@@ -177,8 +177,9 @@ def test_packed_codes_of_other_heads_are_refused(dims):
 # PyTorch's attention supports neither sinks nor softcap, so it gives no limit for these.
 CASES_16_BIT = [
     *(case for case in KERNEL_CASES if case.dtype != torch.float32 and not case.sinks),
-    Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
-    Case("K e3m4, V auto, fp16", key="fp8_e3m4", value=AUTO, dtype=torch.float16, lengths=(199,)),
+    Case("K auto, V e4m3, bf16", k_format=AUTO, dtype=torch.bfloat16, lengths=(700,)),
+    Case("K e3m4, V auto, fp16", k_format="fp8_e3m4", v_format=AUTO, dtype=torch.float16,
+         lengths=(199,)),
     Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), num_tokens=3),
     Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), num_tokens=5),
     Case("head size 128, fp16", k_dim=128, v_dim=128, page_size=64, dtype=torch.float16,
@@ -186,16 +187,17 @@ CASES_16_BIT = [
     Case("head size 256, bf16", k_dim=256, v_dim=256, page_size=64, dtype=torch.bfloat16,
          lengths=(130,), num_heads=1, num_query_heads=2),
     Case("70 queries, bf16", num_tokens=70, lengths=(150,), page_size=64, dtype=torch.bfloat16),
-    Case("rotated by blocks, fp16", rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
-         center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
-    Case("rotated, head size 128, bf16", rotated=True, key="fp8_e2m5", value="int8", k_dim=128,
-         v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), num_tokens=17, page_size=64),
-    Case("K int6, V int4, bf16", rotated=True, key="int6", value="int4", k_dim=128, v_dim=64,
-         center=True, dtype=torch.bfloat16, lengths=(333, 65), page_size=64),
-    Case("K int4, V int6, pages of 48, fp16", key="int4", value="int6", k_dim=64, v_dim=32,
+    Case("rotated by blocks, fp16", rotated=True, k_format="int8", v_format="fp8_e2m5", k_dim=96,
+         v_dim=80, center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
+    Case("rotated, head size 128, bf16", rotated=True, k_format="fp8_e2m5", v_format="int8",
+         k_dim=128, v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), num_tokens=17,
+         page_size=64),
+    Case("K int6, V int4, bf16", rotated=True, k_format="int6", v_format="int4", k_dim=128,
+         v_dim=64, center=True, dtype=torch.bfloat16, lengths=(333, 65), page_size=64),
+    Case("K int4, V int6, pages of 48, fp16", k_format="int4", v_format="int6", k_dim=64, v_dim=32,
          dynamic=False, dtype=torch.float16, lengths=(199,), num_tokens=3, page_size=48),
-    Case("K int6, V int6, mask, bf16", key="int6", value="int6", k_dim=32, v_dim=64, mask="bool",
-         num_tokens=3, dtype=torch.bfloat16, lengths=(150, 150)),
+    Case("K int6, V int6, mask, bf16", k_format="int6", v_format="int6", k_dim=32, v_dim=64,
+         mask="bool", num_tokens=3, dtype=torch.bfloat16, lengths=(150, 150)),
 ]  # fmt: skip
 
 
@@ -230,7 +232,7 @@ FORMAT_TARGETS = [
 def test_each_way_to_read_a_format_is_correct(format_target, dynamic, dtype, side, kernel):
     """All codes are decoded, and a visible NaN reaches the output."""
     name, target = format_target
-    case = Case("", key=name, value=name, dynamic=dynamic, dtype=dtype, lengths=(90, 70))
+    case = Case("", k_format=name, v_format=name, dynamic=dynamic, dtype=dtype, lengths=(90, 70))
     pages, query, fields, expected = prepare_expected(case)
     limit = bound_error(case)
     if dtype != torch.float32:
@@ -335,7 +337,7 @@ def test_any_split_gives_the_same_result(sm_count, rotated, swapped):
     if rotated:
         # Blocks of 32 and of 16 channels, next to the padding of a head.
         case = dataclasses.replace(
-            SPLIT_CASE, rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
+            SPLIT_CASE, rotated=True, k_format="int8", v_format="fp8_e2m5", k_dim=96, v_dim=80,
             dynamic=False, center=True,
         )  # fmt: skip
     pages, query, fields, expected = prepare_expected(case)
@@ -373,7 +375,9 @@ def test_a_schedule_for_different_lengths_gives_correct_results(lengths, window)
 
 
 # Neither head size is a power of two. Cases have one, three and more blocks of query rows.
-LATENT = {"latent": True, "num_heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
+LATENT = {
+    "latent": True, "num_heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "v_format": AUTO,
+}  # fmt: skip
 CHUNK = Case(
     "chunk",
     lengths=(800, 400),
@@ -393,15 +397,15 @@ CONFIGURED_CASES: list[tuple[Case, str, int, dict[str, Any]]] = [
     (Case("20 heads, sinks", num_query_heads=20, lengths=(191, 193), num_tokens=3, sinks=True,
           **LATENT), "decode", 60, {"rows": 64}),
     (Case("128 heads, rotated", num_query_heads=128, lengths=(129,), rotated=True,
-          **{**LATENT, "key": "fp8_e2m5", "value": "int8"}),
+          **{**LATENT, "k_format": "fp8_e2m5", "v_format": "int8"}),
      "extend", 1, {"tile": 64}),
     (Case("window, 17 queries", num_query_heads=6, lengths=(200,), num_tokens=17, window=70,
           **LATENT), "decode", 60, {"rows": 64, "tile": 32, "masked_tile": 32}),
     (Case("holes", num_query_heads=16, lengths=(192, 192), num_tokens=2, mask="bool",
-          **{**LATENT, "key": "int6", "k_dim": 64}),
+          **{**LATENT, "k_format": "int6", "k_dim": 64}),
      "decode", 60, {"tile": 64}),
     (Case("padding, static", num_query_heads=16, lengths=(255, 128), padding=70, num_tokens=2,
-          dynamic=False, **{**LATENT, "key": "fp8_e3m4"}), "extend", 1, {"rows": 32}),
+          dynamic=False, **{**LATENT, "k_format": "fp8_e3m4"}), "extend", 1, {"rows": 32}),
     (Case("edges, 3 queries", lengths=LENGTHS, num_tokens=3, num_query_heads=4, **LATENT),
      "decode", 4, {}),
     (Case("edges", lengths=LENGTHS, num_query_heads=4, **LATENT), "extend", 4, {}),
@@ -573,7 +577,7 @@ def test_launches_of_prompts():
     constants = {
         (launch.kernel.__name__, repr(launch.constants))
         for launch in recorded.launches
-        if launch.kernel.__name__ != "_schedule"
+        if launch.kernel.__name__ != "_fill_schedule"
     }
     assert len(constants) == 2, "the length of a chunk is a constant"
     # Widened chunks that fill a GPU are not split. Blocks then have 64 rows, otherwise 128.
@@ -590,12 +594,12 @@ def test_launches_of_prompts():
         Case("e4m3", lengths=(300, 129), num_tokens=30, page_size=64, num_query_heads=8, k_dim=64,
              v_dim=64, dtype=torch.bfloat16),
         Case("static", lengths=(300, 129), num_tokens=30, page_size=48, num_heads=1, k_dim=80,
-             v_dim=40, dtype=torch.bfloat16, key="fp8_e3m4", value="int8", dynamic=False,
+             v_dim=40, dtype=torch.bfloat16, k_format="fp8_e3m4", v_format="int8", dynamic=False,
              padding=20),
         Case("rotated K", lengths=(300, 129), num_tokens=30, page_size=16, num_heads=1,
-             rotated=True, k_dim=32, v_dim=64, dtype=torch.float16, key="int8", value=AUTO),
+             rotated=True, k_dim=32, v_dim=64, dtype=torch.float16, k_format="int8", v_format=AUTO),
         Case("packed", lengths=(300, 129), num_tokens=30, page_size=24, num_heads=2, k_dim=64,
-             v_dim=32, dtype=torch.float16, key="int6", value="int4"),
+             v_dim=32, dtype=torch.float16, k_format="int6", v_format="int4"),
     ],
     ids=lambda case: case.name,
 )  # fmt: skip
@@ -642,7 +646,7 @@ def test_rows_that_exceed_shared_memory_are_split():
 def test_each_way_to_read_a_latent_is_correct(name, target, kernel):
     """Each target has separate launch parameters, and a visible NaN reaches the output."""
     rotated = name == "fp8_e2m5"
-    shape = {**LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
+    shape = {**LATENT, "k_format": name, "rotated": rotated, "dynamic": not rotated}
     case = Case("", num_query_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **shape)
     pages, query, fields, expected = prepare_expected(case)
     limit = bound_target_error(target, case, pages, query, fields, expected)

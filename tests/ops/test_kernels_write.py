@@ -157,7 +157,7 @@ SHAPES = {
     ),
 )  # fmt: skip
 def test_each_format_is_written_with_each_kind_of_scale(name, scales, shape):
-    check_write(Case(key=name, value=NEXT_FORMAT[name], **SCALES[scales], **SHAPES[shape]))
+    check_write(Case(k_format=name, v_format=NEXT_FORMAT[name], **SCALES[scales], **SHAPES[shape]))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 1, 16, 17])
@@ -165,8 +165,8 @@ def test_tokens_around_the_end_of_a_page_are_written(num_tokens):
     check_write(Case(lengths=(0, 15, 16, 17), num_tokens=num_tokens, num_heads=1, k_dim=8, v_dim=8))
 
 
-# Single tokens and tiles use two kernels. The head size determines how the values of a token
-# are divided into vectors, and the page size how the tokens of a tile are divided.
+# Single tokens and tiles use two kernels. The head size determines the vectors of a token's
+# values. The page size determines the parts of a tile.
 @pytest.mark.parametrize(
     ("dims", "page_size", "scales", "dtype", "num_tokens"),
     pairwise(
@@ -182,13 +182,13 @@ def test_any_sizes_and_dtypes_are_written(dims, page_size, scales, dtype, num_to
     """The dtype of stored values also varies. The last token contains an infinity and a NaN."""
     case = Case(
         lengths=(70,), num_tokens=num_tokens, num_heads=1, k_dim=dims[0], v_dim=dims[1],
-        page_size=page_size, dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
+        page_size=page_size, dtype=dtype, k_format="int8", v_format="fp8_e2m5", **SCALES[scales],
     )  # fmt: skip
     key, value = make_tokens(case)
     key[0, 0, -1, dims[0] // 3] = math.inf
     value[0, 0, -1, dims[1] // 2] = math.nan
     check_write(case, key, value)
-    check_write(dataclasses.replace(case, key=AUTO, value=AUTO))
+    check_write(dataclasses.replace(case, k_format=AUTO, v_format=AUTO))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 12])
@@ -210,7 +210,7 @@ MISSING_PAGES = {
 }
 
 
-# Missing pages determine which tokens are skipped, and the number of tokens the kernel.
+# Missing pages determine which tokens are skipped. The number of tokens determines the kernel.
 @pytest.mark.parametrize(
     ("name", "page_size", "num_tokens"), pairwise(list(MISSING_PAGES), [6, 16], [1, 3, 40])
 )
@@ -229,7 +229,7 @@ def test_values_of_all_kinds_are_written(name):
     vectors = make_vectors(32)
     tiled_case = Case(
         lengths=(0,), num_tokens=len(vectors), num_heads=1, k_dim=32, v_dim=32, page_size=32,
-        dtype=torch.float32, key=name, value=name,
+        dtype=torch.float32, k_format=name, v_format=name,
     )  # fmt: skip
     states = vectors[None, None]
     check_write(tiled_case, states, states)
@@ -267,16 +267,16 @@ def test_the_encoder_rounds_values_of_every_binade_correctly(name):
 
 GATHER_CASES = [
     *(
-        Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=6, dynamic=False)
+        Case(k_format=name, v_format=NEXT_FORMAT[name], lengths=(5, 37), page_size=6, dynamic=False)
         for name in ALL_NAMES[::2]
     ),
     *(
-        Case(key=name, value=NEXT_FORMAT[name], lengths=(5, 37), page_size=16, center=True)
+        Case(k_format=name, v_format=NEXT_FORMAT[name], lengths=(5, 37), page_size=16, center=True)
         for name in ALL_NAMES[1::2]
     ),
 ]
 GATHER_CASES += [
-    Case(key="fp8_e2m5", value="int8", lengths=(5, 37), rotated=True, **options)
+    Case(k_format="fp8_e2m5", v_format="int8", lengths=(5, 37), rotated=True, **options)
     for options in (
         {"page_size": 16, "k_dim": 96, "v_dim": 80, "center": True},
         {"page_size": 6, "k_dim": 80, "v_dim": 256, "dynamic": False},
@@ -288,7 +288,7 @@ GATHER_CASES += [
 # Freed pages are read as page 0, which callers mask.
 GATHER_CASES.append(Case(lengths=(40, 50), num_freed_pages=1, k_dim=24, v_dim=40))
 
-# The range determines which pages are read, and the dtype how the result is rounded.
+# The range determines which pages are read. The dtype determines how the result is rounded.
 GATHER_ARGUMENTS = pairwise(
     ["k", "v"],
     [torch.float32, torch.bfloat16, torch.float16],

@@ -54,8 +54,8 @@ class Case:
     k_dim: int = 32
     v_dim: int = 32
     page_size: int = 16
-    key: str = "fp8_e4m3"  # format of K
-    value: str = "fp8_e4m3"  # format of V
+    k_format: str = "fp8_e4m3"
+    v_format: str = "fp8_e4m3"
     dynamic: bool = True
     center: bool = False
     rotated: bool = False
@@ -116,15 +116,15 @@ def make_pages(case: Case) -> Pages:
         scale = min_scale * (1 + torch.rand(num_heads, dim)) if is_static else None
         return StoredSide(scale, None, name, dim, case.rotated and name != AUTO)
 
-    k, v = make_side(case.key, case.k_dim, 0.013), make_side(case.value, case.v_dim, 0.007)
-    if case.center and case.key != AUTO:
+    k, v = make_side(case.k_format, case.k_dim, 0.013), make_side(case.v_format, case.v_dim, 0.007)
+    if case.center and case.k_format != AUTO:
         k = k._replace(center=2 * torch.randn(num_heads, case.k_dim))
     scales = None
     if k.is_dynamic or v.is_dynamic:
         scales = torch.full((num_pages, num_heads, page_size, 2), math.nan, dtype=torch.bfloat16)
     return pack_pages(
-        k, make_pool(case.key, page_size, case.k_dim),
-        v, make_pool(case.value, case.v_dim, page_size), scales,
+        k, make_pool(case.k_format, page_size, case.k_dim),
+        v, make_pool(case.v_format, case.v_dim, page_size), scales,
         torch.randperm(num_pages)[: batch * num_columns].view(batch, num_columns).int(),
     )  # fmt: skip
 
@@ -243,14 +243,14 @@ NEXT_FORMAT = dict(zip(ALL_NAMES, [*ALL_NAMES[1:], ALL_NAMES[0]], strict=True))
 # K and V are read separately, so each format is once the format of K, once of V, next to a
 # different format. The dtype of the query determines how a code is multiplied by its scale.
 FORMAT_CASES = [
-    Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name,
-         value=NEXT_FORMAT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
+    Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", k_format=name,
+         v_format=NEXT_FORMAT[name], dynamic=dynamic, dtype=dtype, lengths=(300, 133), page_size=64,
          k_dim=64, v_dim=64)
     for name, dynamic, dtype in pairwise(ALL_NAMES, [True, False], DTYPES)
 ]  # fmt: skip
 FORMAT_CASES += [
-    Case("auto", key=AUTO, value=AUTO, page_size=64),
-    Case("auto bf16", key=AUTO, value=AUTO, dtype=torch.bfloat16),
+    Case("auto", k_format=AUTO, v_format=AUTO, page_size=64),
+    Case("auto bf16", k_format=AUTO, v_format=AUTO, dtype=torch.bfloat16),
 ]
 SHAPE_CASES = [
     Case("one token", lengths=(1,)),
@@ -266,12 +266,14 @@ SHAPE_CASES = [
     Case("all heads share K", num_query_heads=5, num_heads=1, lengths=(63, 5)),
     Case("Dk 80, Dv 5", k_dim=80, v_dim=5, lengths=(199,)),
     Case("Dk 1", k_dim=1, v_dim=1),
-    Case("int6, Dk 128", key="int6", value="int6", k_dim=128, lengths=(133,), dtype=torch.bfloat16),
-    Case("int6, Dk 80, Dv 256", key="int6", value="int6", k_dim=80, v_dim=256, lengths=(199, 33)),
-    Case("int6, int4, Dk 256, Dv 96", key="int6", value="int4", k_dim=256, v_dim=96, page_size=48,
-         lengths=(333,), dtype=torch.bfloat16),
-    Case("int4, int6, Dk 12, Dv 4", key="int4", value="int6", k_dim=12, v_dim=4, page_size=7,
-         num_tokens=3, lengths=(70, 69), dtype=torch.bfloat16),
+    Case("int6, Dk 128", k_format="int6", v_format="int6", k_dim=128, lengths=(133,),
+         dtype=torch.bfloat16),
+    Case("int6, Dk 80, Dv 256", k_format="int6", v_format="int6", k_dim=80, v_dim=256,
+         lengths=(199, 33)),
+    Case("int6, int4, Dk 256, Dv 96", k_format="int6", v_format="int4", k_dim=256, v_dim=96,
+         page_size=48, lengths=(333,), dtype=torch.bfloat16),
+    Case("int4, int6, Dk 12, Dv 4", k_format="int4", v_format="int6", k_dim=12, v_dim=4,
+         page_size=7, num_tokens=3, lengths=(70, 69), dtype=torch.bfloat16),
     Case("long", lengths=(1300,), page_size=64, k_dim=128, v_dim=128, num_heads=1,
          num_query_heads=4),
     Case("ragged", lengths=(700, 333, 1), page_size=64),
@@ -291,23 +293,23 @@ FEATURE_CASES = [
     Case("sinks bf16", sinks=True, dtype=torch.bfloat16),
     Case("padding", padding=21, lengths=(199, 199)),
     Case("padding of whole pages", padding=130, lengths=(199,), num_tokens=17),
-    Case("padding and window, auto", padding=3, lengths=(70,), window=66, num_tokens=3, key=AUTO,
-         value=AUTO),
+    Case("padding and window, auto", padding=3, lengths=(70,), window=66, num_tokens=3,
+         k_format=AUTO, v_format=AUTO),
     Case("bool mask", mask="bool", num_tokens=3, lengths=(199, 199)),
     Case("bias of several tokens", mask="bias", num_tokens=3, lengths=(70,)),
     Case("bias bf16", mask="bias", dtype=torch.bfloat16),
     Case("everything", window=150, softcap=4.0, sinks=True, center=True, num_tokens=3,
-         lengths=(199,), mask="bias", dynamic=False, key="fp8_e3m4"),
+         lengths=(199,), mask="bias", dynamic=False, k_format="fp8_e3m4"),
 ]  # fmt: skip
 ROTATION_CASES = [
-    Case("rotated, e2m5", rotated=True, key="fp8_e2m5", value="fp8_e2m5", k_dim=64, v_dim=128,
-         center=True, lengths=(199, 33)),
-    Case("rotated, int8, static, sinks", rotated=True, key="int8", value="int8", dynamic=False,
-         center=True, sinks=True, lengths=(33, 20), num_tokens=3),
-    Case("rotated by blocks", rotated=True, key="int8", k_dim=96, v_dim=80, lengths=(70,),
+    Case("rotated, e2m5", rotated=True, k_format="fp8_e2m5", v_format="fp8_e2m5", k_dim=64,
+         v_dim=128, center=True, lengths=(199, 33)),
+    Case("rotated, int8, static, sinks", rotated=True, k_format="int8", v_format="int8",
+         dynamic=False, center=True, sinks=True, lengths=(33, 20), num_tokens=3),
+    Case("rotated by blocks", rotated=True, k_format="int8", k_dim=96, v_dim=80, lengths=(70,),
          softcap=3.0, center=True),
     Case("rotated, small blocks", rotated=True, k_dim=24, v_dim=6, num_tokens=17, lengths=(70,)),
-    Case("rotated, V auto", rotated=True, key="fp8_e3m4", value=AUTO, dtype=torch.bfloat16),
+    Case("rotated, V auto", rotated=True, k_format="fp8_e3m4", v_format=AUTO, dtype=torch.bfloat16),
     Case("rotated, 16 bits", rotated=True, k_dim=256, v_dim=256, dtype=torch.float16, padding=5,
          num_heads=1, num_query_heads=3),
 ]  # fmt: skip
@@ -315,33 +317,35 @@ ROTATION_CASES = [
 LATENT_CASES = [
     dataclasses.replace(case, latent=True, num_heads=1)
     for case in (
-        Case("latent, e3m4, 32 heads", key="fp8_e3m4", value=AUTO, k_dim=128, v_dim=64,
+        Case("latent, e3m4, 32 heads", k_format="fp8_e3m4", v_format=AUTO, k_dim=128, v_dim=64,
              num_query_heads=32, lengths=(199, 33)),
         Case("latent, static", dynamic=False, k_dim=48, v_dim=8, lengths=(70,), num_tokens=3),
-        Case("latent, both of 8 bits", value="fp8_e5m2", k_dim=64, v_dim=32, lengths=(63, 64)),
-        Case("latent, both packed", key="int6", value="int4", k_dim=40, v_dim=12, lengths=(70, 63),
-             page_size=48),
-        Case("latent, rotated", key="fp8_e2m5", value="int8", rotated=True, k_dim=64, v_dim=16,
-             lengths=(65,), num_tokens=17),
-        Case("latent, rotated, static", key="int8", value=AUTO, rotated=True, dynamic=False,
+        Case("latent, both of 8 bits", v_format="fp8_e5m2", k_dim=64, v_dim=32, lengths=(63, 64)),
+        Case("latent, both packed", k_format="int6", v_format="int4", k_dim=40, v_dim=12,
+             lengths=(70, 63), page_size=48),
+        Case("latent, rotated", k_format="fp8_e2m5", v_format="int8", rotated=True, k_dim=64,
+             v_dim=16, lengths=(65,), num_tokens=17),
+        Case("latent, rotated, static", k_format="int8", v_format=AUTO, rotated=True, dynamic=False,
              k_dim=96, v_dim=16, lengths=(300, 199), page_size=64),
-        Case("latent, auto", key=AUTO, value=AUTO, k_dim=40, v_dim=24, lengths=(15, 16, 17)),
-        Case("latent, auto bf16", key=AUTO, value=AUTO, k_dim=64, v_dim=32, dtype=torch.bfloat16),
-        Case("latent, window", value=AUTO, k_dim=64, v_dim=16, window=20, lengths=(199, 190)),
-        Case("latent, sinks, softcap", value=AUTO, k_dim=64, v_dim=16, sinks=True, softcap=3.0,
+        Case("latent, auto", k_format=AUTO, v_format=AUTO, k_dim=40, v_dim=24,
+             lengths=(15, 16, 17)),
+        Case("latent, auto bf16", k_format=AUTO, v_format=AUTO, k_dim=64, v_dim=32,
+             dtype=torch.bfloat16),
+        Case("latent, window", v_format=AUTO, k_dim=64, v_dim=16, window=20, lengths=(199, 190)),
+        Case("latent, sinks, softcap", v_format=AUTO, k_dim=64, v_dim=16, sinks=True, softcap=3.0,
              lengths=(70,), num_tokens=3, num_query_heads=16),
-        Case("latent, padding", value=AUTO, k_dim=64, v_dim=16, padding=21, lengths=(199, 199)),
-        Case("latent, bias", value=AUTO, k_dim=64, v_dim=16, mask="bias", num_tokens=3,
+        Case("latent, padding", v_format=AUTO, k_dim=64, v_dim=16, padding=21, lengths=(199, 199)),
+        Case("latent, bias", v_format=AUTO, k_dim=64, v_dim=16, mask="bias", num_tokens=3,
              lengths=(70,)),
-        Case("latent, no RoPE part, an odd number of vectors", value=AUTO, k_dim=40, v_dim=0,
+        Case("latent, no RoPE part, an odd number of vectors", v_format=AUTO, k_dim=40, v_dim=0,
              num_query_heads=20, lengths=(65, 15)),
-        Case("latent, one head", value=AUTO, k_dim=24, v_dim=8, num_query_heads=1,
+        Case("latent, one head", v_format=AUTO, k_dim=24, v_dim=8, num_query_heads=1,
              lengths=(133, 70)),
         Case("latent, 3 heads", k_dim=40, v_dim=24, num_query_heads=3, num_tokens=5, lengths=(99,),
-             page_size=8, value="fp8_e3m4", padding=13),
-        Case("latent, 128 heads", key="int8", value=AUTO, k_dim=144, v_dim=8, num_query_heads=128,
-             lengths=(63, 66), num_tokens=2, mask="bool", dtype=torch.float16),
-        Case("latent, long", value=AUTO, k_dim=512, v_dim=64, lengths=(700,), page_size=64,
+             page_size=8, v_format="fp8_e3m4", padding=13),
+        Case("latent, 128 heads", k_format="int8", v_format=AUTO, k_dim=144, v_dim=8,
+             num_query_heads=128, lengths=(63, 66), num_tokens=2, mask="bool", dtype=torch.float16),
+        Case("latent, long", v_format=AUTO, k_dim=512, v_dim=64, lengths=(700,), page_size=64,
              num_query_heads=16, dtype=torch.bfloat16),
     )
 ]  # fmt: skip
@@ -352,18 +356,18 @@ PROMPT_CASES = [
          num_query_heads=3, dtype=torch.float16),
     Case("prompt, window", num_tokens=70, window=20, lengths=(199, 71, 70, 15), dynamic=False,
          dtype=torch.bfloat16),
-    Case("prompt, packed", num_tokens=65, key="int6", value="int4", lengths=(199, 71),
+    Case("prompt, packed", num_tokens=65, k_format="int6", v_format="int4", lengths=(199, 71),
          dtype=torch.bfloat16),
     Case("prompt, wide window", num_tokens=70, window=120, lengths=(199, 121, 70), from_zero=True),
-    Case("prompt, MHA", num_tokens=64, num_query_heads=3, num_heads=3, key="fp8_e5m2", value="int8",
-         lengths=(100,), k_dim=24, v_dim=40, page_size=48, dtype=torch.float16),
-    Case("prompt, center, static", num_tokens=80, center=True, dynamic=False, key="fp8_e3m4",
+    Case("prompt, MHA", num_tokens=64, num_query_heads=3, num_heads=3, k_format="fp8_e5m2",
+         v_format="int8", lengths=(100,), k_dim=24, v_dim=40, page_size=48, dtype=torch.float16),
+    Case("prompt, center, static", num_tokens=80, center=True, dynamic=False, k_format="fp8_e3m4",
          lengths=(199, 81), dtype=torch.float16),
-    Case("prompt, rotated", num_tokens=66, rotated=True, key="fp8_e2m5", value="int8", center=True,
-         k_dim=64, v_dim=96, lengths=(199, 66), dtype=torch.float16),
-    Case("prompt, fp16", num_tokens=66, dtype=torch.float16, lengths=(199, 66), value=AUTO),
-    Case("prompt, K auto bf16", num_tokens=66, dtype=torch.bfloat16, key=AUTO, value="fp8_e3m4",
-         lengths=(199,), window=100),
+    Case("prompt, rotated", num_tokens=66, rotated=True, k_format="fp8_e2m5", v_format="int8",
+         center=True, k_dim=64, v_dim=96, lengths=(199, 66), dtype=torch.float16),
+    Case("prompt, fp16", num_tokens=66, dtype=torch.float16, lengths=(199, 66), v_format=AUTO),
+    Case("prompt, K auto bf16", num_tokens=66, dtype=torch.bfloat16, k_format=AUTO,
+         v_format="fp8_e3m4", lengths=(199,), window=100),
 ]  # fmt: skip
 CASES = [
     *FORMAT_CASES, *SHAPE_CASES, *FEATURE_CASES, *ROTATION_CASES, *LATENT_CASES, *PROMPT_CASES
@@ -438,13 +442,13 @@ DETERMINISTIC_CASES = [
     Case("deterministic, window", num_tokens=5, window=20, lengths=(99, 71), dynamic=False,
          page_size=8),
     Case("deterministic, sinks, center", num_tokens=3, lengths=(600, 65), sinks=True, softcap=3.0,
-         center=True, rotated=True, key="int8", page_size=64),
-    Case("deterministic, packed", num_tokens=3, lengths=(600, 65), key="int6", value="int6",
+         center=True, rotated=True, k_format="int8", page_size=64),
+    Case("deterministic, packed", num_tokens=3, lengths=(600, 65), k_format="int6", v_format="int6",
          k_dim=96, v_dim=64, page_size=48, dtype=torch.bfloat16),
     Case("deterministic, 70 heads", num_tokens=2, num_heads=1, num_query_heads=70,
          lengths=(40, 33)),
     Case("deterministic, latent", num_tokens=3, num_heads=1, latent=True, k_dim=64, v_dim=16,
-         value=AUTO, num_query_heads=16, lengths=(199, 33), dtype=torch.bfloat16),
+         v_format=AUTO, num_query_heads=16, lengths=(199, 33), dtype=torch.bfloat16),
 ]  # fmt: skip
 
 
@@ -479,7 +483,7 @@ def test_deterministic_attention_does_not_depend_on_other_queries(case, backend)
 @pytest.mark.parametrize("backend", [CPU_BACKEND])
 def test_a_large_prompt_is_computed_in_groups_of_heads(backend):
     """Each head has 18 MB of dense keys and values. At most 64 MB are made dense at a time."""
-    case = Case("prompt, wide", key=AUTO, value=AUTO, dtype=torch.bfloat16, lengths=(1100,),
+    case = Case("prompt, wide", k_format=AUTO, v_format=AUTO, dtype=torch.bfloat16, lengths=(1100,),
                 num_tokens=64, num_heads=4, num_query_heads=4, k_dim=4096, v_dim=4096,
                 page_size=64)  # fmt: skip
     pages, query, fields = prepare(case)
@@ -491,7 +495,7 @@ def test_a_large_prompt_is_computed_in_groups_of_heads(backend):
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_auto_equals_unquantized_attention(backend):
     """This test compares with torch's attention on the original values, not with the reference."""
-    case = Case("auto", key=AUTO, value=AUTO, lengths=(133,), num_tokens=5)
+    case = Case("auto", k_format=AUTO, v_format=AUTO, lengths=(133,), num_tokens=5)
     pages, query, fields = prepare(case)
     generator = torch.Generator().manual_seed(1)
     key = torch.randn(1, case.num_heads, 133, case.k_dim, generator=generator)
@@ -507,8 +511,8 @@ def test_auto_equals_unquantized_attention(backend):
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_latents_are_keys_and_values(backend):
     """A projection expands latents for each head, as in a model. A key is [latent, RoPE part]."""
-    case = Case("latent, auto", key=AUTO, value=AUTO, lengths=(133,), num_tokens=5, num_heads=1,
-                k_dim=64, v_dim=16, latent=True)  # fmt: skip
+    case = Case("latent, auto", k_format=AUTO, v_format=AUTO, lengths=(133,), num_tokens=5,
+                num_heads=1, k_dim=64, v_dim=16, latent=True)  # fmt: skip
     pages, query, fields = prepare(case)
     latent, rope_part = (
         reference.gather(pages, torch.tensor([133]), side, 0, 133, torch.float32, ragged=False)
@@ -594,7 +598,7 @@ def test_bounds_of_a_mask_do_not_change_the_result(case, backend):
     + [("int8", "k", True, "torch"), ("fp8_e4m3", "v", False, "torch")],
 )  # fmt: skip
 def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
-    case = Case("NaN", key=name, value=name, dynamic=dynamic, lengths=(70, 70))
+    case = Case("NaN", k_format=name, v_format=name, dynamic=dynamic, lengths=(70, 70))
     pages, query, fields = prepare(case)
     key, value = torch.randn(2, 2, 2, 1, 32)
     states = key if side == "k" else value
@@ -609,11 +613,11 @@ def test_a_visible_nan_reaches_the_output(name, side, dynamic, backend):
 WRITE_CASES = [
     *FORMAT_CASES,
     *ROTATION_CASES,
-    Case("center", center=True, value="fp8_e5m2"),
-    Case("center, static", center=True, dynamic=False, key="fp8_e3m4"),
-    Case("rotated, Dv 2", rotated=True, dynamic=False, center=True, v_dim=2, value="int8"),
+    Case("center", center=True, v_format="fp8_e5m2"),
+    Case("center, static", center=True, dynamic=False, k_format="fp8_e3m4"),
+    Case("rotated, Dv 2", rotated=True, dynamic=False, center=True, v_dim=2, v_format="int8"),
     Case("odd sizes", dtype=torch.bfloat16, v_dim=40, k_dim=24),
-    Case("K auto fp16", key=AUTO, dtype=torch.float16, k_dim=5, v_dim=3),
+    Case("K auto fp16", k_format=AUTO, dtype=torch.float16, k_dim=5, v_dim=3),
 ]
 
 
@@ -694,7 +698,7 @@ def check_written(case: Case, key: Tensor, backend: str) -> None:
 )
 def test_values_of_all_kinds_are_stored_like_the_reference(name, dim, dtype, scales, backend):
     dim = round_up_head_size(dim, name)
-    case = Case("", key=name, value=name, dynamic=scales != "static", k_dim=dim, v_dim=dim,
+    case = Case("", k_format=name, v_format=name, dynamic=scales != "static", k_dim=dim, v_dim=dim,
                 center=scales == "center")  # fmt: skip
     check_written(case, make_vectors(dim)[:168].view(1, 2, 84, dim).to(dtype), backend)
 
@@ -717,7 +721,7 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     x[:, 3] = fmt.max
     error = (decode(encode(x, fmt), fmt) - x).abs() * fmt.error_unit
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
-    case = Case("", key=name, value=name, k_dim=dim, v_dim=dim)
+    case = Case("", k_format=name, v_format=name, k_dim=dim, v_dim=dim)
     check_written(case, torch.cat([x, x * 1.001, torch.randn(8, dim)]).view(1, 2, 8, dim), backend)
 
 
@@ -731,7 +735,7 @@ def test_inputs_may_have_any_strides_and_dtypes(layout, backend):
         key = value
     elif layout == "float64":
         key, value = key.double(), value.double()
-        case = dataclasses.replace(case, dtype=torch.float64, key=AUTO)
+        case = dataclasses.replace(case, dtype=torch.float64, k_format=AUTO)
     pages = make_pages(case)
     expected_pages = copy_pages(pages)
     lengths = torch.tensor([20], dtype=torch.int32)
@@ -789,7 +793,14 @@ def test_gather_equals_the_reference_exactly(case, backend, layout):
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_every_code_is_decoded_exactly(name, backend):
     case = Case(
-        name, key=name, value=name, lengths=(64,), num_heads=1, k_dim=4, v_dim=4, dynamic=False
+        name,
+        k_format=name,
+        v_format=name,
+        lengths=(64,),
+        num_heads=1,
+        k_dim=4,
+        v_dim=4,
+        dynamic=False,
     )
     pages = replace_scales(make_pages(case), torch.ones(1, 4), torch.ones(1, 4))
     codes = torch.arange(256, dtype=torch.uint8) & -(1 << 8 - FORMATS[name].bits)
@@ -910,8 +921,8 @@ def draw_call(rng: random.Random) -> tuple[Case, Call]:
         "prompt", lengths=tuple(num_tokens + rng.randrange(40) for _ in range(choose((1, 2, 3)))),
         num_tokens=num_tokens, num_heads=num_heads, num_query_heads=num_heads * choose((1, 2, 3)),
         k_dim=choose((8, 24)), v_dim=choose((8, 16)), page_size=choose((8, 16)),
-        key=choose(ALL_NAMES), latent=latent,
-        value=choose(ALL_NAMES), dynamic=choose((True, False)), window=choose((0, 0, 7)),
+        k_format=choose(ALL_NAMES), latent=latent,
+        v_format=choose(ALL_NAMES), dynamic=choose((True, False)), window=choose((0, 0, 7)),
         center=not latent and choose((True, False)), causal=choose((True, False)),
         softcap=choose((0.0, 4.0)), sinks=choose((True, False)),
         padding=1 if mask == "padding" else 0, mask="" if mask == "padding" else mask,
@@ -920,7 +931,7 @@ def draw_call(rng: random.Random) -> tuple[Case, Call]:
     # Triton refuses packed codes of smaller heads, and of latents below 64.
     packed = {
         side: 64 if case.latent and side == "k_dim" else 32
-        for side, name in (("k_dim", case.key), ("v_dim", case.value))
+        for side, name in (("k_dim", case.k_format), ("v_dim", case.v_format))
         if name != AUTO and FORMATS[name].bits < 8
     }
     case = dataclasses.replace(case, **packed)

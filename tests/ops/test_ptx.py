@@ -71,10 +71,12 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "decode": lambda: check_attention("decode", "sm_90"),
     # A causal mask would also hide a token past the end.
     "decode to the end": lambda: check_attention("decode", "sm_90", causal=False),
-    "decode e3m4": lambda: check_attention("decode", "sm_80", key="fp8_e3m4", value="fp8_e3m4"),
+    "decode e3m4": lambda: check_attention(
+        "decode", "sm_80", k_format="fp8_e3m4", v_format="fp8_e3m4"
+    ),
     "extend": lambda: check_attention("extend", "sm_90", lengths=(200, 90), num_tokens=70),
     "extend sm_80": lambda: check_attention(
-        "extend", "sm_80", lengths=(200, 90), num_tokens=70, key=AUTO, value=AUTO
+        "extend", "sm_80", lengths=(200, 90), num_tokens=70, k_format=AUTO, v_format=AUTO
     ),
     "schedule": check_schedule,
     "write": lambda: writing.check_write(
@@ -159,7 +161,7 @@ FAULTS = {
     ),
     "no barrier at all": PlantedFault("extend sm_80", "_attend", "", r"\tbar\.sync\s+0", ""),
     "rows of an older schedule": PlantedFault(
-        "schedule", "_schedule", "tl.store(unused_ptrs, -1", r"@%p\d+ st\.global[^;]*", ""
+        "schedule", "_fill_schedule", "tl.store(unused_ptrs, -1", r"@%p\d+ st\.global[^;]*", ""
     ),
     "a token without a place is stored": PlantedFault(
         "write", "_write", "tl.store(code_ptrs, codes, mask=exists", r"@%p\d+ (st\.global)", r"\1"
