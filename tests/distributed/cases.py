@@ -54,7 +54,7 @@ def load_model(folder: Path, name: str, **keywords: Any) -> Any:
 
 
 def make_scales(kind: str, model: Any) -> KVScales:
-    """Return scales that differ by layer, side and head, with which some of K and V saturate."""
+    """Return scales that differ by layer, side and head. Some values of K and V saturate."""
     num_heads = model.config.num_key_value_heads
     generator = torch.Generator().manual_seed(5)
     head_shape = (num_heads, 1)
@@ -82,40 +82,40 @@ def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
 def make_generate_case(attention: str, kind: str | None, **keywords: Any) -> Case:
     """Return a case for `generate()` with an attention function and a kind of scales, or None."""
 
-    def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
+    def run(model: Any, rank_options: RankOptions, folder: Path) -> Any:
         model.set_attn_implementation(attention)
         scales = None if kind is None else make_scales(kind, model)
-        cache = FP8PagedCache(model.config, scales=scales, **{**STORED, **keywords}, **ranks)
+        cache = FP8PagedCache(model.config, scales=scales, **{**STORED, **keywords}, **rank_options)
         tokens = generate(model, cache)
         return {"tokens": tokens, "heads": cache.layers[0].store.pool.num_heads}
 
     return run
 
 
-def save_and_load(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def save_and_load(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     """Save the cache of a prompt to a file of each process, load it, and continue the sequence."""
-    cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **ranks)
+    cache = FP8PagedCache(model.config, scales=make_scales("head", model), **STORED, **rank_options)
     inputs = make_prompt()
     with torch.no_grad():
         model(**{name: tensor[:, :9] for name, tensor in inputs.items()}, past_key_values=cache)
     path = cache.save(folder / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
     loaded_cache = FP8PagedCache.load(path)
-    assert loaded_cache.options.tensor_parallel == ranks.get("tensor_parallel", (0, 1))
+    assert loaded_cache.options.tensor_parallel == rank_options.get("tensor_parallel", (0, 1))
     return generate(model, loaded_cache)
 
 
 def make_latents_case(**keywords: Any) -> Case:
     """Return a case for latents, which each process stores completely, with the attention path."""
 
-    def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
-        cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
+    def run(model: Any, rank_options: RankOptions, folder: Path) -> Any:
+        cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **rank_options)
         tokens = generate(model, cache)
         return [tokens, cache.layers[0].store.pool.num_heads, check_model(model).path]
 
     return run
 
 
-def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def generate_enabled(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     """Return the tokens with `enable`, which reads the rank from the model."""
     hf_fp8kv.enable(model, scales=make_scales("head", model), **STORED)
     try:
@@ -124,7 +124,7 @@ def generate_enabled(model: Any, ranks: RankOptions, folder: Path) -> Any:
         hf_fp8kv.disable(model)
 
 
-def serve(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def generate_batched(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     serving.enable(model, scales=make_scales("centers", model))
     try:
         return generate_batch(model, draw_prompts(VOCAB_SIZE), max_batch_tokens=16)
@@ -132,11 +132,11 @@ def serve(model: Any, ranks: RankOptions, folder: Path) -> Any:
         serving.disable(model)
 
 
-def get_rank(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def get_rank(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     return hf_fp8kv.tensor_parallel(model)
 
 
-def get_hash_key(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def get_hash_key(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     """Return the key that identifies blocks. Each process has a different `PROCESS_KEY`."""
     serving.enable(model)
     try:
@@ -150,7 +150,7 @@ def get_hash_key(model: Any, ranks: RankOptions, folder: Path) -> Any:
         serving.disable(model)
 
 
-def describe_storage(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def describe_storage(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     """Return the report of `check_model`, and whether the model has a chosen plan."""
     return {**check_model(model).to_dict(), "is_planned": bool(resolve_plan(model, {})["plan"])}
 
@@ -167,18 +167,18 @@ def catch_error(call: Callable[[], Any]) -> str:
 def make_refused_case(**keywords: Any) -> Case:
     """Return a case for the error and sizes of a refused cache, and the tokens of a valid cache."""
 
-    def run(model: Any, ranks: RankOptions, folder: Path) -> Any:
+    def run(model: Any, rank_options: RankOptions, folder: Path) -> Any:
         options = {"scales": make_scales("head", model), **STORED}
         cache = FP8PagedCache(model.config, **options, **keywords)
         errors = [catch_error(lambda: generate(model, cache))]
         sizes = [cache.host_length(), cache.memory_footprint().total_bytes]
-        valid_cache = FP8PagedCache(model.config, **options, **ranks)
+        valid_cache = FP8PagedCache(model.config, **options, **rank_options)
         return {"errors": errors, "stored": sizes, "tokens": generate(model, valid_cache)}
 
     return run
 
 
-def catch_uneven_errors(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def catch_uneven_errors(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     return [
         catch_error(lambda: hf_fp8kv.tensor_parallel(model)),
         catch_error(lambda: hf_fp8kv.enable(model)),
@@ -187,7 +187,7 @@ def catch_uneven_errors(model: Any, ranks: RankOptions, folder: Path) -> Any:
     ]
 
 
-def catch_calibration_error(model: Any, ranks: RankOptions, folder: Path) -> Any:
+def catch_calibration_error(model: Any, rank_options: RankOptions, folder: Path) -> Any:
     return [catch_error(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))]
 
 
@@ -210,7 +210,7 @@ EQUAL_CASES: dict[str, tuple[str, Case]] = {
     "enable": ("8q-4kv", generate_enabled),
     "latents": ("latents", make_latents_case()),
     "latents, preallocated": ("latents", make_latents_case(dtype="auto", max_cache_len=40)),
-    "generate_batch, chunked, centers": ("biased-keys", serve),
+    "generate_batch, chunked, centers": ("biased-keys", generate_batched),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL_CASES,

@@ -245,9 +245,9 @@ def test_a_call_after_a_recording_launches_the_same_kernels(name, launches):
     args = CALLS[name]
     replayable = [args, *change_each_tensor(args, make_zeros_like)]
     replayable += [args._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
-    others = [args._replace(**fields) for fields in CHANGES[name]]
-    others += change_each_tensor(args, misalign)
-    for number, changed in enumerate((*replayable, *others)):
+    not_replayable = [args._replace(**fields) for fields in CHANGES[name]]
+    not_replayable += change_each_tensor(args, misalign)
+    for number, changed in enumerate((*replayable, *not_replayable)):
         for first, second in ((args, changed), (changed, args)):
             forget_recordings()
             assert not check_call(operation, first, launches), number
@@ -275,13 +275,14 @@ def test_bound_calls_and_changed_environments_launch_the_same_kernels(name, laun
     operation(*args)
     bound = bind(*args)
     # A bound call keeps its pages.
-    pages = {"pages": args.pages} if "pages" in args._fields else {}
-    others = args._replace(**dict.fromkeys(pages))
-    integers = [others._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
-    for changed in (*change_each_tensor(others, make_zeros_like), *integers):
-        assert check_call(operation, changed._replace(**pages), launches, bound)
-    for changed in change_each_tensor(others, misalign):
-        misaligned = changed._replace(**pages)
+    kept_fields = {"pages": args.pages} if "pages" in args._fields else {}
+    changeable = args._replace(**dict.fromkeys(kept_fields))
+    replayable = [changeable._replace(**fields) for fields in VARIABLE_INTEGERS[name]]
+    replayable += change_each_tensor(changeable, make_zeros_like)
+    for changed in replayable:
+        assert check_call(operation, changed._replace(**kept_fields), launches, bound)
+    for changed in change_each_tensor(changeable, misalign):
+        misaligned = changed._replace(**kept_fields)
         assert not check_call(operation, misaligned, launches, bound)
         assert bind(*misaligned) is operation
     for make_context, is_direct in CONTEXTS:

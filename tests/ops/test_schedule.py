@@ -39,9 +39,12 @@ def make_tokens(
     return torch.randn(batch, num_heads, length, 16), torch.randn(batch, num_heads, length, 16)
 
 
-def make_cache(name: str = "gqa", backend: str = "triton", **options: Any) -> tuple[Any, Any]:
+def make_model_and_cache(
+    name: str = "gqa", backend: str = "triton", **options: Any
+) -> tuple[Any, dict[str, torch.Tensor], FP8PagedCache]:
+    """Return a model, its prompt, and an empty cache."""
     model, inputs = build_variant(name, attn_implementation="fp8_paged")
-    return (model, inputs), FP8PagedCache(model.config, page_size=16, backend=backend, **options)
+    return model, inputs, FP8PagedCache(model.config, page_size=16, backend=backend, **options)
 
 
 # Each model and way to generate runs with a growing and with a preallocated cache.
@@ -63,7 +66,7 @@ def test_a_step_makes_one_schedule_per_group_of_layers(
         pytest.skip("this version of transformers cannot generate with chunks and a static cache")
     answers = []
     for backend in ("reference", "triton"):
-        (model, inputs), cache = make_cache(name, backend, **options)
+        model, inputs, cache = make_model_and_cache(name, backend, **options)
         answers.append(model.generate(**inputs, past_key_values=cache, **GREEDY, **generation))
     assert_same(answers[1], answers[0])
     num_addresses = len({call.schedule.data_ptr() for call in schedule_calls})
@@ -81,7 +84,7 @@ def test_a_step_makes_one_schedule_per_group_of_layers(
 def test_a_schedule_is_made_for_the_lengths_and_the_window(
     schedule_calls: list[ScheduleCall],
 ) -> None:
-    (model, inputs), cache = make_cache("sliding_and_full", prefill="stored")
+    model, inputs, cache = make_model_and_cache("sliding_and_full", prefill="stored")
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     window = model.config.sliding_window
     length = inputs["input_ids"].shape[1] + NUM_STEPS
@@ -91,7 +94,7 @@ def test_a_schedule_is_made_for_the_lengths_and_the_window(
     assert {call.window for call in schedule_calls} == {0}
 
     schedule_calls.clear()
-    (model, inputs), cache = make_cache("sliding_and_full", **PREALLOCATED)
+    model, inputs, cache = make_model_and_cache("sliding_and_full", **PREALLOCATED)
     model.generate(**inputs, past_key_values=cache, **GREEDY)
     # Masks are complete, and all pages exist. In each step, layers only read their windows.
     assert {call.window for call in schedule_calls[-2:]} == {0, window}
@@ -106,7 +109,7 @@ def test_a_schedule_is_made_for_the_lengths_and_the_window(
 def test_layers_with_different_head_counts_have_separate_schedules(
     options: Any, expected: list[int], schedule_calls: list[ScheduleCall]
 ) -> None:
-    _, cache = make_cache(**options)
+    _, _, cache = make_model_and_cache(**options)
     for _ in range(3):
         cache.update(*make_tokens(2), 0)
         cache.update(*make_tokens(2, num_heads=4), 1)
@@ -136,7 +139,7 @@ def test_a_step_does_not_use_an_earlier_schedule(change: str, options: dict[str,
     outputs = []
     for backend in ("reference", "triton"):
         torch.manual_seed(3)
-        (model, inputs), cache = make_cache(backend=backend, **options)
+        model, inputs, cache = make_model_and_cache(backend=backend, **options)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
             model(inputs["input_ids"][:, :1], past_key_values=cache)
