@@ -58,7 +58,9 @@ def encode_prompt(
     if prompt is None:
         text = topics["typesseq"]
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        max_tokens = max(min(_DEFAULT_PROMPT_TOKENS, (max_positions or 2**31) - num_new), 1)
+        max_tokens = _DEFAULT_PROMPT_TOKENS
+        if max_positions:
+            max_tokens = max(1, min(max_tokens, max_positions - num_new))
     if not chat:
         encoding = tokenizer(text, return_tensors="pt", truncation=False)
     elif tokenizer.chat_template is None:
@@ -71,7 +73,7 @@ def encode_prompt(
             return_dict=True,
         )
     if encoding["input_ids"].shape[1] == 0:
-        raise ConfigError("expected a prompt of at least one token, got an empty prompt")
+        raise ConfigError("prompt: expected at least one token, got an empty prompt")
     # Some tokenizers also return token_type_ids, which many models do not accept.
     inputs = {key: encoding[key][:, :max_tokens] for key in ("input_ids", "attention_mask")}
     num_tokens = inputs["input_ids"].shape[1]
@@ -107,17 +109,19 @@ def run_caches(
             f"{suggest(attention, attention_names)}"
         )
     measure = partial(run_cache, model, tokenizer, inputs, sampling, seed, memory_bytes)
-    dense_run, dense_logprobs = measure(partial(DynamicCache, config=model.config))
+    stock_run, stock_logprobs = measure(partial(DynamicCache, config=model.config))
     try:
         model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"cannot use --attn {attention} with {model_name}: {error}") from error
+        raise ConfigError(
+            f"--attn: cannot use {attention} with {model_name}: {error}. Choose another attention"
+        ) from error
     make_cache = partial(FP8PagedCache, model, **page_options)
     paged_run, paged_logprobs = measure(make_cache, page_options.get("scales"))
     kl = None
-    if dense_logprobs.numel():
-        kl = float((dense_logprobs.exp() * (dense_logprobs - paged_logprobs)).sum(-1).mean())
-    return [dense_run, paged_run], kl
+    if stock_logprobs.numel():
+        kl = float((stock_logprobs.exp() * (stock_logprobs - paged_logprobs)).sum(-1).mean())
+    return [stock_run, paged_run], kl
 
 
 def run_cache(
@@ -159,7 +163,7 @@ def run_cache(
         cache_bytes = footprint.used_bytes + footprint.other_bytes
         # The last page is partly filled, so count a token as its share of a full page.
         num_slots = -(-num_tokens // page_size) * page_size
-        token_bytes = footprint.used_bytes / num_slots + footprint.other_bytes / num_tokens
+        bytes_per_token = footprint.used_bytes / num_slots + footprint.other_bytes / num_tokens
         plans = list(footprint.layers_by_plan)
         plan_title = plans[0] if len(plans) == 1 else "plans by layer"
         cache_title = f"pages of {page_size}, {plan_title}"
@@ -168,7 +172,7 @@ def run_cache(
     else:
         num_tokens = cache.get_seq_length()
         cache_bytes = count_bytes(cache)
-        token_bytes = cache_bytes / num_tokens
+        bytes_per_token = cache_bytes / num_tokens
         cache_title = f"DynamicCache {str(model.dtype).removeprefix('torch.')}"
         scales_title = "none"
     run = Run(
@@ -180,8 +184,8 @@ def run_cache(
         attention=str(model.config._attn_implementation),
         cached_tokens=num_tokens,
         cache_bytes=cache_bytes,
-        bytes_per_token=token_bytes,
-        tokens_that_fit=int(memory_bytes / token_bytes),
+        bytes_per_token=bytes_per_token,
+        tokens_that_fit=int(memory_bytes / bytes_per_token),
     )
     return run, logprobs
 
@@ -198,14 +202,14 @@ def _score_prompt(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def compare_tokens(dense_run: Run, paged_run: Run) -> dict[str, int | None]:
+def compare_tokens(stock_run: Run, paged_run: Run) -> dict[str, int | None]:
     """Return the number of equal tokens, the number of positions, and the first difference.
 
     Positions count from 0 to the end of the longer answer, whose additional tokens differ.
     """
     matches = [
-        dense_id == paged_id
-        for dense_id, paged_id in zip_longest(dense_run.token_ids, paged_run.token_ids)
+        stock_id == paged_id
+        for stock_id, paged_id in zip_longest(stock_run.token_ids, paged_run.token_ids)
     ]
     first_difference = None if all(matches) else matches.index(False)
     return {"equal": sum(matches), "positions": len(matches), "first_difference": first_difference}
@@ -215,11 +219,11 @@ def make_comparison(
     model_name: str, prompt: str, runs: Sequence[Run], kl: float | None, memory_bytes: int
 ) -> list[RenderableType]:
     """Return the prompt, and a table with a column for each run. Tokens count from 1."""
-    dense_run, paged_run = runs
-    agreement = compare_tokens(dense_run, paged_run)
+    stock_run, paged_run = runs
+    agreement = compare_tokens(stock_run, paged_run)
     index = agreement["first_difference"]
     difference = "" if index is None else f", first difference at token {index + 1}"
-    ratio = f" ({paged_run.bytes_per_token / dense_run.bytes_per_token:.2f} x)"
+    ratio = f" ({paged_run.bytes_per_token / stock_run.bytes_per_token:.2f} x)"
     token_sizes = [format_size(run.bytes_per_token) for run in runs]
     num_tokens = -(-paged_run.cached_tokens // _TOKEN_UNIT) * _TOKEN_UNIT
     rows: dict[str, Sequence[str]] = {

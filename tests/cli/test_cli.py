@@ -35,15 +35,15 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
         "--kv-cache-dtype", "auto",
         model_folder=command_line.save_tiny_model(tmp_path, torch.float32),
     )  # fmt: skip
-    dense_run, paged_run = output["runs"]
-    assert paged_run["token_ids"] == dense_run["token_ids"]
+    stock_run, paged_run = output["runs"]
+    assert paged_run["token_ids"] == stock_run["token_ids"]
     assert abs(output["agreement"].pop("kl")) < 1e-6
     assert output["agreement"] == {"equal": 12, "positions": 12, "first_difference": None}
-    assert paged_run["bytes_per_token"] == dense_run["bytes_per_token"]
-    assert dense_run["cached_tokens"] == paged_run["cached_tokens"] == 5 + 12 - 1
+    assert paged_run["bytes_per_token"] == stock_run["bytes_per_token"]
+    assert stock_run["cached_tokens"] == paged_run["cached_tokens"] == 5 + 12 - 1
     # 2 layers, K and V, 2 heads of 16 values, 4 bytes per value.
-    assert dense_run["cache_bytes"] == dense_run["cached_tokens"] * 2 * 2 * 2 * 16 * 4
-    assert (dense_run["attention"], paged_run["attention"]) == ("sdpa", "fp8_paged")
+    assert stock_run["cache_bytes"] == stock_run["cached_tokens"] * 2 * 2 * 2 * 16 * 4
+    assert (stock_run["attention"], paged_run["attention"]) == ("sdpa", "fp8_paged")
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_auto_gives_the_tokens_and_bytes_of_the_default_cache(generate, tmp_path
     ],
 )
 def test_bytes_per_token_match_the_formats(generate, options, ratio):
-    dense_run, paged_run = generate(*options)["runs"]
-    assert paged_run["bytes_per_token"] / dense_run["bytes_per_token"] == pytest.approx(ratio)
+    stock_run, paged_run = generate(*options)["runs"]
+    assert paged_run["bytes_per_token"] / stock_run["bytes_per_token"] == pytest.approx(ratio)
     assert paged_run["scales_title"] == ("1.0" if "--scales" in options else "dynamic")
-    for run in (dense_run, paged_run):
+    for run in (stock_run, paged_run):
         assert run["tokens_that_fit"] == 8 * 2**30 // run["bytes_per_token"]
 
 
