@@ -47,10 +47,10 @@ def main() -> None:
     fp8_caches = model.generate(**inputs).cache
     for name in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(default_output.cache, name).layers
-        dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        stock_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         page_bytes = getattr(fp8_caches, name).memory_footprint().used_bytes
-        ratio = f"{page_bytes / dense_bytes:.1%} of the bytes in {dtype}"
-        print(f"{name}: {dense_bytes:,} bytes in {dtype}, {page_bytes:,} in FP8 ({ratio})")
+        ratio = f"{page_bytes / stock_bytes:.1%} of the bytes in {dtype}"
+        print(f"{name}: {stock_bytes:,} bytes in {dtype}, {page_bytes:,} in FP8 ({ratio})")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main() -> None:
     # All answers have the same length, so that times and bytes can be compared.
     lengths = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens}
     log_probs = []
-    answers = []
+    report_lines = []
     # "fp8_paged" attention reads 8-bit pages.
     for cache, attention in ((dynamic_cache, "sdpa"), (paged_cache, "fp8_paged")):
         model.set_attn_implementation(attention)
@@ -51,18 +51,18 @@ def main() -> None:
         output = model.generate(prompt, cache=cache, do_sample=False, **lengths)
         speed = args.new_tokens / (time.perf_counter() - start)
         text = tokenizer.decode(output[0, ids.shape[1] :])
-        answers.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: {text!r}")
+        report_lines.append(f"{type(cache).__name__}, {speed:.1f} tokens per second: {text!r}")
 
     num_values = sum(layer.keys.numel() + layer.values.numel() for layer in dynamic_cache.layers)
-    dense_bytes = 2 * num_values  # in 16 bits, even if the model runs in float32
+    stock_bytes = 2 * num_values  # in 16 bits, even if the model runs in float32
     footprint = paged_cache.memory_footprint()
-    ratio = footprint.used_bytes / dense_bytes
-    dense_log_probs, paged_log_probs = log_probs
-    kl = (dense_log_probs.exp() * (dense_log_probs - paged_log_probs)).sum(-1).mean()
+    ratio = footprint.used_bytes / stock_bytes
+    stock_log_probs, paged_log_probs = log_probs
+    kl = (stock_log_probs.exp() * (stock_log_probs - paged_log_probs)).sum(-1).mean()
 
-    print(f"tokens held: {footprint.tokens}\nin 16 bits: {dense_bytes:,} bytes")
+    print(f"tokens held: {footprint.tokens}\nin 16 bits: {stock_bytes:,} bytes")
     print(f"8-bit pages: {footprint.used_bytes:,} bytes, {ratio:.3f} of the 16-bit size")
-    print(f"mean KL divergence of the predictions: {kl:.1e}", *answers, sep="\n")
+    print(f"mean KL divergence of the predictions: {kl:.1e}", *report_lines, sep="\n")
 
 
 if __name__ == "__main__":

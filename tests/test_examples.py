@@ -47,7 +47,7 @@ NUM_KV_HEADS = 3
 HEAD_DIM = 64
 PAGE_SIZE = 64
 # Bytes of K and V per token and layer, in 16 bits and in 8-bit pages.
-DENSE_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2
+STOCK_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2
 PAGED_BYTES = NUM_KV_HEADS * 2 * (HEAD_DIM + 2)
 
 
@@ -92,15 +92,15 @@ def test_examples_are_short_documented_and_tested():
 
 def test_quickstart_counts_both_caches(run_example, num_layers):  # noqa: F811
     output = run_example("quickstart.py")
-    num_tokens, dense_bytes, paged_bytes, ratio, kl = read_numbers(
+    num_tokens, stock_bytes, paged_bytes, ratio, kl = read_numbers(
         r"tokens held: (\d+)\nin 16 bits: ([\d,]+) bytes\n"
         r"8-bit pages: ([\d,]+) bytes, ([\d.]+) of the 16-bit size\nmean KL .*: (.+)\n",
         output,
     )
     assert num_tokens == 400 + 8  # the last new token is never stored
-    assert dense_bytes == num_tokens * num_layers * DENSE_BYTES
+    assert stock_bytes == num_tokens * num_layers * STOCK_BYTES
     assert paged_bytes == count_pages(int(num_tokens)) * PAGE_SIZE * num_layers * PAGED_BYTES
-    assert ratio == pytest.approx(paged_bytes / dense_bytes, abs=5e-4)
+    assert ratio == pytest.approx(paged_bytes / stock_bytes, abs=5e-4)
     assert 0 < kl < 0.1
     answer_pattern = r"^(?:DynamicCache|FP8PagedCache), [\d.]+ tokens per second: '.+'$"
     assert len(re.findall(answer_pattern, output, re.MULTILINE)) == 2
@@ -158,24 +158,24 @@ def test_an_exhausted_budget_shortens_the_text(run_example, num_layers):  # noqa
     assert "out of pages: a chunk needs 2, 0 are left" in output
     num_read, num_total = read_numbers(r"read (\d+) of (\d+) tokens", output)
     assert 8 * PAGE_SIZE - 40 < num_read < 8 * PAGE_SIZE - 24 < num_total
-    num_pages, paged_bytes, ratio, dense_bytes = read_numbers(
+    num_pages, paged_bytes, ratio, stock_bytes = read_numbers(
         r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantized", output
     )
     assert num_pages == 8
-    assert dense_bytes == (8 * PAGE_SIZE - 1) * num_layers * DENSE_BYTES
-    assert ratio == pytest.approx(paged_bytes / dense_bytes, abs=5e-4)
+    assert stock_bytes == (8 * PAGE_SIZE - 1) * num_layers * STOCK_BYTES
+    assert ratio == pytest.approx(paged_bytes / stock_bytes, abs=5e-4)
 
 
 def test_an_encoder_decoder_stores_half_the_bytes(run_example):
     output = run_example("encoder_decoder.py")
     for kind, length in (("self", 250), ("cross", 500)):
-        dense_bytes, paged_bytes, percent = read_numbers(
+        stock_bytes, paged_bytes, percent = read_numbers(
             rf"{kind}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)%",
             output,
         )
-        assert dense_bytes == 2 * 4 * length * 2 * 64 * 2
+        assert stock_bytes == 2 * 4 * length * 2 * 64 * 2
         assert paged_bytes == 2 * 4 * count_pages(length) * PAGE_SIZE * 2 * (64 + 2)
-        assert percent == pytest.approx(100 * paged_bytes / dense_bytes, abs=0.05)
+        assert percent == pytest.approx(100 * paged_bytes / stock_bytes, abs=0.05)
 
 
 def test_a_pipeline_is_enabled_and_disabled(run_example):
@@ -217,7 +217,7 @@ def test_the_notebook_measures_each_cache(num_layers, capsys):  # noqa: F811
     assert f"LlamaForCausalLM: {num_layers} layers: {num_layers} fused" in output
     for title in ("DynamicCache", "default", "E3M4", "E4M3"):
         (token_bytes,) = read_numbers(rf"{title} +([\d,]+) bytes per token", output)
-        assert token_bytes == num_layers * (DENSE_BYTES if title == "DynamicCache" else PAGED_BYTES)
+        assert token_bytes == num_layers * (STOCK_BYTES if title == "DynamicCache" else PAGED_BYTES)
         kl, agreement = read_numbers(rf"{title} +mean KL +([\de.+-]+), .* ([\d.]+)%", output)
         assert kl == 0 if title == "DynamicCache" else 0 < kl < 0.1
         assert 80 < agreement <= 100

@@ -49,9 +49,9 @@ def test_a_card_has_the_values_of_its_caches(run_command, model_folder, tmp_path
     assert 0 < mean_kl["bf16"] < mean_kl["default"] < mean_kl["fp8"]
     # 2 layers with K and V of 2 heads. A head has 16 codes and a 16-bit scale, or 16-bit values.
     page_bytes = 2 * 2 * 2 * (16 + 2)
-    dense_bytes = 2 * 2 * 2 * 16 * 2
+    stock_bytes = 2 * 2 * 2 * 16 * 2
     assert {name: cache["bytes_per_token"] for name, cache in caches.items()} == {
-        "default": page_bytes, "fp8": page_bytes, "bf16": dense_bytes
+        "default": page_bytes, "fp8": page_bytes, "bf16": stock_bytes
     }  # fmt: skip
     assert caches["fp8"]["tokens"] == 8 * 2**30 // page_bytes
     assert caches["bf16"]["steps"] == {"64": None}, "expected no times of an imitated cache"
