@@ -25,6 +25,6 @@ def list_tensors(cache: FP8PagedCache) -> list[torch.Tensor]:
 
 
 @functools.cache
-def share_variant(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def get_shared_variant(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model and its prompt. Tests share them and must not change them."""
     return build_variant(name, attn_implementation=attention)

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
-from tests.cache.public import share_variant
+from tests.cache.public import get_shared_variant
 from tests.helpers.tiny_models import list_types
 
 pytestmark = [
@@ -29,7 +29,7 @@ def model(request):
     name = getattr(request, "param", MODEL_TYPES[0])
     if name not in list_types():
         pytest.skip(f"this version of transformers has no {name}")
-    return share_variant(name, "fp8_paged")[0]
+    return get_shared_variant(name, "fp8_paged")[0]
 
 
 @pytest.fixture(params=CACHE_OPTIONS)
