@@ -54,12 +54,12 @@ class _Call:
     def __init__(self, rng: random.Random) -> None:
         self.seed = rng.randrange(10**6)
         self.batch = rng.choice((1, 1, 2, 3))
-        self.num_prompt = rng.randint(2, 30)
+        self.num_prompt_tokens = rng.randint(2, 30)
         self.num_padding = rng.choice((0, 0, 1, 3))
-        self.new_tokens = rng.choice((1, 4, 15, 16, 17, 20, 32, 40, 64))
+        self.num_new_tokens = rng.choice((1, 4, 15, 16, 17, 20, 32, 40, 64))
         self.do_sample = rng.random() < 0.4
         self.num_beams = rng.choice((1, 1, 1, 1, 1, 2))
-        self.answers = rng.choice((1, 2, 3)) if self.do_sample and self.num_beams == 1 else 1
+        self.num_answers = rng.choice((1, 2, 3)) if self.do_sample and self.num_beams == 1 else 1
         self.stop_step = rng.choice((None, None, rng.randint(1, 40)))
         self.failing_step = rng.choice((None, None, None, None, rng.randint(1, 40)))
         self.is_constrained = rng.random() < 0.2
@@ -125,10 +125,13 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
         if call.change in ("weights", "dtype"):
             previous = None
         ids = torch.tensor(
-            [[rng.randrange(1, VOCAB) for _ in range(call.num_prompt)] for _ in range(call.batch)]
+            [
+                [rng.randrange(1, VOCAB) for _ in range(call.num_prompt_tokens)]
+                for _ in range(call.batch)
+            ]
         )
         mask = torch.ones_like(ids)
-        arguments: dict[str, Any] = {"num_return_sequences": call.answers}
+        arguments: dict[str, Any] = {"num_return_sequences": call.num_answers}
         if previous is not None and call.continues and call.num_beams == 1:
             tokens, call.cache = previous
             if call.change == "fork":
@@ -139,7 +142,7 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             mask = torch.ones_like(ids)
             arguments = {"past_key_values": call.cache}
         else:
-            num_padding = min(call.num_padding, call.num_prompt - 1)
+            num_padding = min(call.num_padding, call.num_prompt_tokens - 1)
             mask[0, :num_padding] = ids[0, :num_padding] = 0
         if call.num_beams > 1:
             arguments = {"num_beams": call.num_beams}
@@ -147,22 +150,23 @@ def run_program(seed: int, **keywords: Any) -> list[Any]:
             arguments["prefix_allowed_tokens_fn"] = call.constrain
         if call.chunk_size and not is_hybrid:
             arguments["prefill_chunk_size"] = call.chunk_size
-        is_single = len(ids) == 1 and call.num_beams == 1 and call.answers == 1
+        is_single = len(ids) == 1 and call.num_beams == 1 and call.num_answers == 1
         streamer = _Recorder() if is_single else None
         try:
             output = model.generate(
-                ids, attention_mask=mask, max_new_tokens=call.new_tokens, do_sample=call.do_sample,
-                logits_processor=[call.process], stopping_criteria=[call.stop], streamer=streamer,
-                **COMMON, **call.options, **arguments,
+                ids, attention_mask=mask, max_new_tokens=call.num_new_tokens,
+                do_sample=call.do_sample, logits_processor=[call.process],
+                stopping_criteria=[call.stop], streamer=streamer, **COMMON, **call.options,
+                **arguments,
             )  # fmt: skip
         except _Failure:
-            results += ["failure", call.cache and describe(call.cache)]
+            results += ["failure", None if call.cache is None else describe(call.cache)]
             previous = None
         else:
             previous = (output.sequences, output[CACHE])
-            results += [output.sequences.tolist(), streamer and streamer.tokens]
-            results.append(describe(output[CACHE]))
-            results.append([scores.tolist() for scores in output.get("scores") or ()])
+            results += [output.sequences.tolist(), None if streamer is None else streamer.tokens]
+            scores = [step_scores.tolist() for step_scores in output.get("scores") or ()]
+            results += [describe(output[CACHE]), scores]
     return results
 
 
