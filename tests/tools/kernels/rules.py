@@ -87,9 +87,10 @@ def find_violations(
     names = (variant.k,) if has_narrow_v else (variant.k, variant.v)
     for name, dim in zip(names, variant.dims, strict=False):
         bits = FORMATS[name].bits if name in FORMATS else 8 * variant.dtype.itemsize
-        # Some launches have fewer than 16 bytes of each part of packed codes for a thread.
-        if bits >= 8 or dim // 4 * tile_tokens >= 16 * num_lanes * num_warps:
-            needed_bytes += dim * bits / 8 * tile_tokens / num_warps
+        # The smallest part of packed codes has two bits per code. Some launches have fewer than 16
+        # bytes of it for each thread.
+        if bits >= 8 or tile_tokens * dim * 2 // 8 >= 16 * num_lanes * num_warps:
+            needed_bytes += tile_tokens * dim * bits / 8 / num_warps
     if wide_bytes < needed_bytes:
         yield f"{wide_bytes} of {needed_bytes:.0f} bytes in 16-byte loads"
     if assembly.byte_loads and not has_narrow_v:
