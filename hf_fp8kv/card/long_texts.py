@@ -41,7 +41,8 @@ class _Definition:
 
     name: str  # full name, with the module
     doc: str
-    # Names of the arguments of a function, with the JSON types of their defaults or None.
+    # Name of each argument of a function, and the JSON type of its default. The type is None if the
+    # argument has no default. The tuple is None for a module or class.
     arguments: tuple[tuple[str, str | None], ...] | None
 
 
@@ -57,8 +58,8 @@ def read_texts(tokenizer: Any, kind: str, num_texts: int, num_tokens: int) -> li
         ids = _read_text(tokenizer, passages, num_tokens)
         if ids is None:
             raise ConfigError(
-                f"expected at most {len(texts)} texts of {num_tokens} tokens of the kind {kind!r}, "
-                f"got {num_texts}. Choose fewer or shorter texts"
+                f"num_texts: expected at most {len(texts)} texts of {num_tokens} tokens of the "
+                f"kind {kind!r}, got {num_texts}. Choose fewer or shorter texts"
             )
         texts.append(ids)
     return texts
